@@ -1,0 +1,30 @@
+"""Decode a causal language model with itself as its own drafter: same tokens, fewer seconds."""
+
+from typing import TYPE_CHECKING, Any
+
+from layerskip.config import Confirmed, DecodeConfig, Provenance
+from layerskip.skip_mask import SkipMask
+from layerskip.stats import DecodeStats
+
+if TYPE_CHECKING:
+    from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
+
+__all__ = [
+    "Confirmed",
+    "DecodeConfig",
+    "DecodeStats",
+    "GenerateOutput",
+    "LayerSkipModel",
+    "Provenance",
+    "SkipMask",
+    "StreamPiece",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch and transformers takes seconds; reading a config or `--help` should not.
+    if name in ("GenerateOutput", "LayerSkipModel", "StreamPiece"):
+        from layerskip import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,62 @@
+"""What every command line here shares: one-line errors with exit code 2, quiet libraries, clean interruption."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+class CommandError(Exception):
+    """Bad input; the message is the one line that the user sees."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, with its errors in one line on stderr and exit code 2."""
+
+    def __init__(self, **arguments: Any) -> None:
+        arguments.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(allow_abbrev=False, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def run_command(name: str, command: Callable[[], int]) -> int:
+    """Run a command and turn what a user can cause into one line on stderr and an exit code.
+
+    2 for bad input (ValueError, OSError, CommandError), 130 for Ctrl-C, 141 for a closed pipe.
+    """
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read our output is gone; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, CommandError) as error:
+        print_error(name, error)
+        return 2
+    except KeyboardInterrupt:
+        print_error(name, "interrupted")
+        return 130
+
+
+def print_error(name: str, error: object) -> None:
+    """One line on stderr."""
+    sys.stderr.write(f"{name}: error: {' '.join(str(error).split())}\n")
+
+
+def quiet_libraries() -> None:
+    """No progress bars or advice from the libraries underneath; our own warnings as plain lines."""
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+    from transformers.utils import logging as transformers_logging
+
+    # The hub client repeats every failed attempt; the error that ends them says it once.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

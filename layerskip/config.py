@@ -1,0 +1,192 @@
+"""DecodeConfig: how to decode one model on one device, with where the numbers come from; strict JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+
+from layerskip.skip_mask import SkipMask
+
+MAX_GAMMA = 64
+_MAX_FILE_BYTES = 1 << 20
+
+
+def _read_mask(value: object) -> SkipMask:
+    if isinstance(value, SkipMask):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"must be text such as '12:4-7,a2', got {type(value).__name__}")
+    return SkipMask.parse(value)
+
+
+MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str, return_type=str)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Provenance(_Frozen):
+    """Where a config comes from and what it was measured on."""
+
+    model: str
+    """Hub id, absolute path, or a path starting with `./`, which is relative to the config file's folder."""
+    weights_fingerprint: str
+    device: str
+    dtype: str
+    num_layers: Annotated[int, Field(ge=1)]
+    versions: dict[str, str] = {}
+    study: str | None = None
+    trial: Count | None = None
+    seed: int | None = None
+    num_trials: Count | None = None
+    prompts_fingerprint: str | None = None
+    held_out_fingerprint: str | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    engine: str | None = None
+    commit: str | None = None
+    command: str | None = None
+    created_at: str | None = None
+    """UTC, ISO 8601."""
+    searched_tokens_per_s: Rate | None = None
+    """The pooled value the search saw, on tuning prompts; `confirmed` is the number to quote."""
+
+
+class Confirmed(_Frozen):
+    """The winner against plain decoding on held-out prompts, interleaved, in the same engine."""
+
+    tokens_per_s: Rate
+    plain_tokens_per_s: Rate
+    speedup: Rate
+    """Geometric mean over prompts of paired ratios; equals tokens_per_s / plain_tokens_per_s."""
+    speedup_ci_low: Rate
+    speedup_ci_high: Rate
+    ci_level: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
+    num_prompts: Annotated[int, Field(ge=1)]
+    num_identical: Count
+    """Prompts whose output was identical to plain decoding's in every repeat."""
+    num_ties: Count = 0
+    """Prompts that differed only where the target's two logits tie within the dtype's rounding (bfloat16, float16)."""
+    num_repeats: Annotated[int, Field(ge=1)]
+    acceptance_rate: Probability | None = None
+    mean_accepted_length: Annotated[float, Field(ge=1.0)] | None = None
+
+
+class DecodeConfig(_Frozen):
+    """How to decode: skip mask, gamma and thresholds. gamma = 0 is plain decoding.
+
+    Raises: ValueError naming the field, the rule and the value got; unknown fields are refused.
+    """
+
+    schema_version: Literal[1] = 1
+    skip_mask: MaskField
+    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
+    draft_threshold: Probability = 0.0
+    """Drafting stops after the first token whose draft top probability is below this; 0 = off."""
+    target_threshold: Probability = 0.0
+    """While the target's probability of the token it just emitted is below this, it decodes alone; 0 = off."""
+    reason: str | None = None
+    """Why the search decided so, where it says not to speculate."""
+    confirmed: Confirmed | None = None
+    provenance: Provenance | None = None
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ValueError(describe_validation_error(error)) from None
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> DecodeConfig:
+        if self.provenance is not None and self.provenance.num_layers != self.skip_mask.num_layers:
+            raise ValueError(
+                f"skip_mask: must have provenance.num_layers = {self.provenance.num_layers} layers, "
+                f"got {self.skip_mask.num_layers}"
+            )
+        return self
+
+    @classmethod
+    def plain(cls, num_layers: int, *, reason: str | None = None) -> DecodeConfig:
+        """Do not speculate."""
+        return cls(skip_mask=SkipMask.none(num_layers), gamma=0, reason=reason)
+
+    @property
+    def speculates(self) -> bool:
+        return self.gamma > 0
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2, exclude_none=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> DecodeConfig:
+        """Strict: unknown fields, wrong types, NaN and other schema versions are refused with a one-line ValueError."""
+        try:
+            data = json.loads(text, parse_constant=_refuse_constant)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not valid JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"must be a JSON object, got {type(data).__name__}")
+        if "schema_version" not in data:
+            raise ValueError("schema_version: is required")
+        return cls(**data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write atomically: the file is the old one or the new one, never half of either."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DecodeConfig:
+        """Read a file made by `save`. Raises ValueError naming the file, FileNotFoundError if there is none."""
+        path = Path(path)
+        if path.is_file() and path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path}: a decode config is at most {_MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not UTF-8 text") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write to a temporary file in the same folder, flush it to disk and rename it over `path`."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line: every field that broke a rule, the rule and the value got."""
+    lines = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "unknown field"
+        elif item["type"] == "missing":
+            message = "is required"
+        elif item["type"] != "value_error":
+            message = f"{message[0].lower()}{message[1:]}, got {str(item['input'])[:80]!r}"
+        lines.append(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
+    return "; ".join(lines)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"numbers must be finite, got {name}")

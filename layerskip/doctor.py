@@ -1,0 +1,190 @@
+"""python -m layerskip.doctor MODEL: does this model work here, what can be skipped, is the output identical?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config import DecodeConfig
+from layerskip.skip_mask import SkipMask
+
+if TYPE_CHECKING:
+    from layerskip.model import LayerSkipModel
+
+PROG = "layerskip.doctor"
+_PROMPT = "def read(path):\n    "
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    parser.add_argument("model", help="Hugging Face id or folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to decode per check")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens: must be at least 1, got {arguments.tokens}")
+    quiet_libraries()
+    from layerskip.model import LayerSkipModel
+
+    model = LayerSkipModel.from_pretrained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+    )
+    facts = describe(model)
+    checks = examine(model, num_tokens=arguments.tokens)
+    healthy = all(check.passed for check in checks)
+    if arguments.json:
+        record = {"works": healthy, **facts, "checks": [asdict(check) for check in checks]}
+        sys.stdout.write(json.dumps(record) + "\n")
+    else:
+        _print_report(facts, checks, healthy=healthy)
+    return 0 if healthy else 1
+
+
+def describe(model: LayerSkipModel) -> dict[str, Any]:
+    """What is known of the model, as plain values."""
+    adapter = model.adapter
+    apart = adapter.sublayers_skippable
+    return {
+        "model_class": model.model_class,
+        "num_layers": model.num_layers,
+        "decoder_stack": adapter.stack_path,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "engine": model.engine_name,
+        "max_positions": model.max_positions,
+        "sliding_window_layers": sum(window is not None for window in adapter.windows),
+        "skippable": "attention, MLP and whole layers" if all(apart) else "whole layers only",
+        "whole_layers_only": [i for i, each in enumerate(apart) if not each],
+        "eos_token_ids": sorted(model.eos_token_ids),
+        "weights_fingerprint": model.weights_fingerprint(),
+    }
+
+
+def examine(model: LayerSkipModel, *, num_tokens: int) -> list[Check]:
+    """Decode a few tokens under several masks and compare with `model.generate`; compare draft logits two ways.
+
+    Cost: about a dozen generations of `num_tokens`.
+    """
+    prompt_ids = model.encode(_PROMPT) if model.tokenizer is not None else [1, 2, 3, 4]
+    if model.max_positions is not None:
+        num_tokens = min(num_tokens, model.max_positions - len(prompt_ids))
+    reference = huggingface_greedy(model, prompt_ids, num_tokens)
+    masks = _masks(model)
+    configs = [("plain decoding", DecodeConfig.plain(model.num_layers))]
+    configs += [(f"{name}, gamma {g}", DecodeConfig(skip_mask=m, gamma=g)) for name, m in masks for g in (1, 4)]
+    checks = [_check_identity(model, name, config, prompt_ids, reference) for name, config in configs]
+    return checks + [_check_draft_logits(model, name, mask, prompt_ids) for name, mask in masks]
+
+
+def huggingface_greedy(model: LayerSkipModel, prompt_ids: list[int], num_tokens: int) -> list[int]:
+    """Greedy output of Hugging Face's own `generate`, prompt excluded."""
+    import torch
+
+    ids = torch.tensor([prompt_ids], device=model.device)
+    hf_model: Any = model.model
+    output = hf_model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, num_beams=1
+    )
+    emitted: list[int] = output[0, len(prompt_ids) :].tolist()
+    return emitted
+
+
+def _masks(model: LayerSkipModel) -> list[tuple[str, SkipMask]]:
+    num_layers = model.num_layers
+    masks = [
+        ("no layer skipped", SkipMask.none(num_layers)),
+        (f"exit at layer {max(1, num_layers // 2)}", SkipMask.early_exit(num_layers, max(1, num_layers // 2))),
+        ("layer 0 skipped", SkipMask.from_layers(num_layers, [0])),
+    ]
+    apart = [i for i, whole in enumerate(model.whole_layers_only) if not whole]
+    if apart:
+        masks.append(("every second attention skipped", SkipMask.from_sublayers(num_layers, attention=apart[::2])))
+        masks.append(("every second MLP skipped", SkipMask.from_sublayers(num_layers, mlp=apart[1::2])))
+    return masks
+
+
+def _check_identity(
+    model: LayerSkipModel, name: str, config: DecodeConfig, prompt_ids: list[int], reference: list[int]
+) -> Check:
+    from layerskip.identity import check_greedy
+
+    output = model.generate(prompt_ids, config=config, max_new_tokens=max(1, len(reference)), do_sample=False)
+    report = check_greedy(model, prompt_ids, output.ids, reference)
+    rate = output.stats.acceptance_rate
+    accepted = f", acceptance {rate:.2f}" if rate is not None else ""
+    if report.identical:
+        detail = f"{len(reference)} of {len(reference)} tokens identical to generate{accepted}"
+    elif report.is_tie:
+        detail = f"differs at token {report.first_difference} by a logit tie (gap {report.logit_gap:.2g}){accepted}"
+    else:
+        detail = f"differs from generate at token {report.first_difference} (logit gap {report.logit_gap})"
+    return Check(name, report.lossless, detail)
+
+
+def _check_draft_logits(model: LayerSkipModel, name: str, mask: SkipMask, prompt_ids: list[int]) -> Check:
+    """A wrong draft is silent (its tokens are rejected): so compare its logits one token at a time and in one go."""
+    import torch
+
+    adapter = model.adapter
+    ids = torch.tensor(prompt_ids, device=model.device)
+    with torch.inference_mode(), adapter.attached():
+        at_once = adapter.forward(ids, adapter.new_cache(len(ids)), mask, num_logits=len(ids)).float()
+        cache = adapter.new_cache(len(ids))
+        steps = [adapter.forward(ids[i : i + 1], cache, mask, num_logits=1) for i in range(len(ids))]
+    difference = float((torch.cat(steps).float() - at_once).abs().max())
+    scale = float(at_once.abs().max())
+    tolerance = 64 * torch.finfo(model.dtype).eps * max(scale, 1.0)
+    detail = f"largest difference {difference:.2g} (tolerance {tolerance:.2g})"
+    return Check(f"draft logits, {name}", difference <= tolerance, detail)
+
+
+def _print_report(facts: dict[str, Any], checks: list[Check], *, healthy: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in facts.items():
+        if name != "whole_layers_only" or value:
+            table.add_row(name.replace("_", " "), str(value))
+    console.print(table)
+    console.print()
+    table = Table("", "check", "result", box=None, pad_edge=False)
+    for check in checks:
+        style = "green" if check.passed else "bold red"
+        table.add_row(f"[{style}]{'ok' if check.passed else 'FAIL'}[/]", check.name, check.detail)
+    console.print(table)
+    console.print()
+    console.print(
+        "[green]works:[/] every output is the target's own"
+        if healthy
+        else "[bold red]does not work:[/] see the failed checks; please report them with the library versions"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

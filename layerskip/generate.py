@@ -1,0 +1,253 @@
+"""python -m layerskip.generate --config best.json --prompt TEXT: stream a continuation under a decode config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config import DecodeConfig
+
+if TYPE_CHECKING:
+    from layerskip.compare import Comparison
+    from layerskip.model import GenerateOutput, LayerSkipModel
+
+PROG = "layerskip.generate"
+# Style beside colour, so that nothing is told by colour alone; all four read on dark and on light backgrounds.
+_STYLES = {"accepted": "green", "recovered": "bold red underline", "bonus": "bold blue", "target-only": ""}
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    parser.add_argument("--config", type=Path, help="decode config, as the search exports it (best.json)")
+    parser.add_argument("--model", help="Hugging Face id or folder; default: the model that the config names")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", help="the prompt; - reads it from standard input")
+    text.add_argument("--chat", help="a user message, put through the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--do-sample", action="store_true", help="sample instead of greedy decoding")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--repetition-penalty", type=float)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: what the config was tuned for")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: what the config was tuned for")
+    parser.add_argument("--show-drafts", action="store_true", help="mark where every token came from")
+    parser.add_argument("--compare", action="store_true", help="run plain decoding beside it; print both speeds")
+    parser.add_argument("--repeats", type=int, default=5, help="timed pairs for --compare")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = _read_config(arguments)
+    if arguments.repeats < 1:
+        raise ValueError(f"--repeats: must be at least 1, got {arguments.repeats}")
+    model = _load(arguments, config)
+    prompt_ids = _prompt_ids(model, arguments)
+    generation = _generation_arguments(arguments)
+    if arguments.compare:
+        from layerskip.compare import compare
+
+        comparison = compare(model, prompt_ids, model.config, num_repeats=arguments.repeats, **generation)
+        _print_comparison(model, comparison, arguments)
+        return 0
+    if arguments.json:
+        _print_json(model.generate(prompt_ids, **generation))
+        return 0
+    _stream(model, prompt_ids, generation, show_drafts=arguments.show_drafts)
+    return 0
+
+
+def _read_config(arguments: argparse.Namespace) -> DecodeConfig | None:
+    if arguments.config is None:
+        if arguments.model is None:
+            raise ValueError("give --config FILE, or --model NAME to decode plainly")
+        return None
+    if not arguments.config.is_file():
+        raise ValueError(f"--config: no such file: {arguments.config}")
+    return DecodeConfig.load(arguments.config)
+
+
+def _load(arguments: argparse.Namespace, config: DecodeConfig | None) -> LayerSkipModel:
+    quiet_libraries()
+    import torch
+
+    from layerskip.model import LayerSkipModel, resolve_model_path
+
+    tuned = config.provenance if config is not None else None
+    if arguments.model is None and (config is None or tuned is None):
+        raise ValueError("--model: is required, the config does not name a model")
+    name = arguments.model or resolve_model_path(tuned.model, arguments.config)  # type: ignore[union-attr]
+    threads = arguments.threads or (tuned.num_threads if tuned is not None else None)
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads: must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    model = LayerSkipModel.from_pretrained(
+        name,
+        config=config,
+        device=arguments.device,
+        dtype=arguments.dtype or (tuned.dtype if tuned is not None else "auto"),
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    if tuned is not None and not tuned.device.startswith(model.device.type):
+        sys.stderr.write(f"warning: the config was tuned on {tuned.device}, this is {model.device.type}\n")
+    return model
+
+
+def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[int]:
+    if arguments.chat is None:
+        return model.encode(sys.stdin.read() if arguments.prompt == "-" else arguments.prompt)
+    if getattr(model.tokenizer, "chat_template", None) is None:
+        raise ValueError("--chat: this model's tokenizer has no chat template, use --prompt")
+    messages = [{"role": "user", "content": arguments.chat}]
+    encoded = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    ids: list[int] = encoded["input_ids"]
+    return ids
+
+
+def _generation_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "do_sample": arguments.do_sample,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "repetition_penalty": arguments.repetition_penalty,
+        "stop_strings": arguments.stop,
+        "seed": arguments.seed,
+    }
+
+
+def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, Any], *, show_drafts: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    marked = MarkedText(model.tokenizer) if show_drafts else None
+    stream = model.stream(prompt_ids, **generation)
+    for piece in stream:
+        if marked is None:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        else:
+            marked.write(console, piece.ids, piece.origins)
+    if marked is not None:
+        marked.finish(console)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    _print_summary(stream.output(), show_legend=show_drafts)
+
+
+class MarkedText:
+    """Prints tokens one by one, each in the style of its origin."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from layerskip.text_stream import TextStream
+
+        self._text = TextStream(tokenizer)
+        self._origin = "target-only"
+
+    def write(self, console: Any, ids: list[int], origins: list[str]) -> None:
+        for token, self._origin in zip(ids, origins, strict=True):
+            self._print(console, self._text.push([token]))
+
+    def finish(self, console: Any) -> None:
+        self._print(console, self._text.finish())
+
+    def _print(self, console: Any, text: str) -> None:
+        if text:
+            console.print(text, style=_STYLES[self._origin], end="")
+
+
+def _print_summary(output: GenerateOutput, *, show_legend: bool = False) -> None:
+    """Figures go to stderr, so that stdout holds the text alone."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    if show_legend:
+        legend = Text("tokens: ")
+        for origin, style in _STYLES.items():
+            legend.append(f"{output.origins.count(origin)} ").append(origin, style=style).append("  ")
+        console.print(legend)
+    stats = output.stats
+    rate, length = stats.tokens_per_s, stats.mean_accepted_length
+    parts = [f"{stats.num_emitted} tokens ({output.finish_reason})"]
+    parts += [f"{rate:.1f} tokens/s"] if rate else []
+    if stats.acceptance_rate is not None:
+        parts += [f"acceptance {stats.acceptance_rate:.2f}", f"mean accepted length {length:.2f}"]
+    console.print(", ".join(parts))
+
+
+def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        _print_json(comparison.output, comparison)
+        return
+    if arguments.show_drafts:
+        from rich.console import Console
+
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        marked = MarkedText(model.tokenizer)
+        marked.write(console, comparison.output.ids, comparison.output.origins)
+        marked.finish(console)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.write(comparison.output.text + "\n")
+    sys.stdout.flush()
+    _print_summary(comparison.output, show_legend=arguments.show_drafts)
+    lines = ["too short to time"]
+    if comparison.tokens_per_s is not None:
+        lines = [
+            f"plain        {comparison.plain_tokens_per_s:8.1f} tokens/s",
+            f"speculative  {comparison.tokens_per_s:8.1f} tokens/s   speedup {comparison.speedup:.2f}x "
+            f"(median of {arguments.repeats} pairs)",
+        ]
+    sys.stderr.write("\n".join([*lines, f"tokens identical: {_identity_words(comparison)}"]) + "\n")
+
+
+def _identity_words(comparison: Comparison) -> str:
+    identity = comparison.identity
+    if identity is None:
+        return "not compared (sampling draws different tokens)"
+    if identity.identical:
+        return "yes"
+    if identity.is_tie:
+        return f"up to a logit tie at token {identity.first_difference} (gap {identity.logit_gap:.2g})"
+    return f"NO, from token {identity.first_difference} on: please report this as a bug"
+
+
+def _print_json(output: GenerateOutput, comparison: Comparison | None = None) -> None:
+    record: dict[str, Any] = {
+        "text": output.text,
+        "tokens": output.ids,
+        "origins": output.origins,
+        "finish_reason": output.finish_reason,
+        "tokens_per_s": output.stats.tokens_per_s,
+    }
+    if comparison is not None:
+        identity = comparison.identity
+        record |= {
+            "tokens_per_s": comparison.tokens_per_s,
+            "plain_tokens_per_s": comparison.plain_tokens_per_s,
+            "speedup": comparison.speedup,
+            "identical": None if identity is None else identity.identical,
+            "is_tie": None if identity is None else identity.is_tie,
+        }
+    sys.stdout.write(json.dumps(record | output.stats.to_dict()) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

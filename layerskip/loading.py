@@ -1,0 +1,106 @@
+"""Load a causal LM and its tokenizer with one-line errors; fingerprint its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+logger = logging.getLogger(__name__)
+
+_SAMPLES_PER_TENSOR = 64
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU. Raises ValueError for a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device: must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
+    if resolved.type == "cuda" and (
+        not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count()
+    ):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ValueError(f"device: CUDA device asked for, and this machine has {count} of them, got {device!r}")
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device: MPS asked for, and this machine has none, got {device!r}")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """`auto` is float32 on a CPU (greedy output exact), else the checkpoint's own."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in names:
+        raise ValueError(f"dtype: must be 'auto' or one of {', '.join(names)}, got {dtype!r}")
+    return names[dtype]
+
+
+def load_pretrained(
+    name_or_path: str | os.PathLike[str], *, device: str, dtype: str, **hub_arguments: Any
+) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer or None). See `LayerSkipModel.from_pretrained`."""
+    target_device = resolve_device(device)
+    target_dtype = resolve_dtype(dtype, target_device)
+    name = os.fspath(name_or_path)
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model: {name} is a folder without a config.json")
+    if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"model: no such folder: {name}")
+    if hub_arguments.get("trust_remote_code"):
+        logger.warning("trust_remote_code is on: %s may run its own code on this machine", name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=target_dtype, use_safetensors=True, **hub_arguments
+        ).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"model: cannot load {name}: {_one_line(error)}") from None
+    return model.to(target_device), _load_tokenizer(name, hub_arguments)
+
+
+def _load_tokenizer(name: str, hub_arguments: dict[str, Any]) -> Any:
+    known = {
+        key: hub_arguments[key] for key in ("revision", "trust_remote_code", "local_files_only") if key in hub_arguments
+    }
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **known)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        logger.warning("no tokenizer for %s (%s): prompts must be token ids", name, _one_line(error))
+        return None
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        # For a folder without tokenizer files some model types come back with an empty vocabulary.
+        logger.warning("no tokenizer for %s (its vocabulary is empty): prompts must be token ids", name)
+        return None
+    return tokenizer
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:300] + ("…" if len(text) > 300 else "")
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """16 hex digits over names, shapes and evenly spaced values of every floating-point parameter.
+
+    Values are compared as bfloat16, so that the same checkpoint loaded in another dtype has the same fingerprint.
+    Cost: a gather of 64 values a tensor and one copy to the host each.
+    """
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_floating_point() and parameter.numel():
+            flat = parameter.detach().reshape(-1)
+            index = torch.linspace(0, flat.numel() - 1, _SAMPLES_PER_TENSOR, dtype=torch.float64).long()
+            values = flat[index.to(flat.device)].to(torch.bfloat16).view(torch.int16).cpu()
+            digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:16]

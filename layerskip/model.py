@@ -1,0 +1,355 @@
+"""LayerSkipModel: a Hugging Face causal LM as its own drafter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from layerskip.adapter import ModelAdapter
+from layerskip.config import DecodeConfig
+from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.engines import EagerEngine, Engine
+from layerskip.loading import load_pretrained, weights_fingerprint
+from layerskip.sampling import Sampler, SamplingParams
+from layerskip.stats import DecodeStats
+from layerskip.text_stream import TextStream
+
+Prompt = str | Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What one run emitted."""
+
+    ids: list[int]
+    """Emitted tokens, prompt excluded."""
+    text: str
+    """Their text without special tokens; empty without a tokenizer."""
+    origins: list[str]
+    """Per token: accepted, recovered, bonus or target-only."""
+    finish_reason: str
+    """`length`, `eos` or `stop`."""
+    stats: DecodeStats
+    sampled: bool = False
+    """Whether tokens were drawn; False is greedy."""
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """What one round, or one target-only step, added."""
+
+    text: str
+    ids: list[int]
+    origins: list[str]
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Keyword arguments of `generate` and `stream`; names and defaults as in Hugging Face's `generate`.
+
+    None means: what the model's own `generation_config` says.
+    """
+
+    max_new_tokens: int = 128
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    """One or several end-of-text ids; an empty list never stops at one."""
+    stop_strings: str | Sequence[str] | None = None
+    """The text ends with the token that completes one of these."""
+    seed: int | None = None
+    generator: torch.Generator | None = None
+    """On the model's device; not together with `seed`."""
+    config: DecodeConfig | None = None
+    """Overrides the model's decode config for this run."""
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: must be at least 1, got {self.max_new_tokens}")
+        if self.seed is not None and self.generator is not None:
+            raise ValueError("seed: give either a seed or a generator, not both")
+
+
+class LayerSkipModel:
+    """Wraps a causal LM; decodes it under a `DecodeConfig`, losslessly.
+
+    The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
+    Without a config it decodes plainly (gamma = 0), in the same loop.
+
+    Raises: ValueError (UnsupportedModelError) if the architecture cannot be decoded so, if the model is in training
+    mode, or if the config was made for another model.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, config: DecodeConfig | str | os.PathLike[str] | None = None
+    ) -> None:
+        if model.training:
+            raise ValueError("model: must be in evaluation mode (call model.eval()): dropout would change its tokens")
+        self.model = model
+        self.tokenizer = tokenizer
+        self._adapter = ModelAdapter(model)
+        self._engine: Engine = EagerEngine(self._adapter)
+        self._fingerprint: str | None = None
+        self._config = DecodeConfig.plain(self.num_layers)
+        if config is not None:
+            self.config = config if isinstance(config, DecodeConfig) else DecodeConfig.load(config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        config: DecodeConfig | str | os.PathLike[str] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        **hub_arguments: Any,
+    ) -> LayerSkipModel:
+        """Load model and tokenizer as `AutoModelForCausalLM` does, safetensors only, in evaluation mode.
+
+        device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
+        checkpoint's own; or `float32`, `bfloat16`, `float16`. hub_arguments: `revision`, `trust_remote_code`,
+        `attn_implementation`, `local_files_only`, passed on.
+        Raises: ValueError in one line for an unknown model, a folder without weights, a device that is not there.
+        """
+        if config is not None and not isinstance(config, DecodeConfig):
+            config = DecodeConfig.load(config)
+        model, tokenizer = load_pretrained(name_or_path, device=device, dtype=dtype, **hub_arguments)
+        return cls(model, tokenizer, config)
+
+    @classmethod
+    def from_config(
+        cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **hub_arguments: Any
+    ) -> LayerSkipModel:
+        """The model that an exported config names, under that config."""
+        config = DecodeConfig.load(path)
+        if config.provenance is None:
+            raise ValueError(f"{path}: provenance: is required to know the model; load it with from_pretrained")
+        return cls.from_pretrained(
+            resolve_model_path(config.provenance.model, Path(path)),
+            config=config,
+            device=device,
+            dtype=dtype,
+            **hub_arguments,
+        )
+
+    @property
+    def config(self) -> DecodeConfig:
+        """How `generate` decodes unless told otherwise. Setting it checks that it fits this model."""
+        return self._config
+
+    @config.setter
+    def config(self, config: DecodeConfig) -> None:
+        self.check_config(config)
+        self._config = config
+
+    def check_config(self, config: DecodeConfig) -> None:
+        """Raises ValueError if the config has another layer count or was made for other weights."""
+        self._adapter.check_mask(config.skip_mask)
+        made_for = config.provenance
+        if made_for is not None and made_for.weights_fingerprint != self.weights_fingerprint():
+            raise ValueError(
+                f"provenance.weights_fingerprint: the config was made for {made_for.model} "
+                f"({made_for.weights_fingerprint}), this model is {self.weights_fingerprint()}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self._adapter.num_layers
+
+    @property
+    def device(self) -> torch.device:
+        return self._adapter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._adapter.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest text (prompt and output) the model is made for; None if unknown or unlimited."""
+        return self._adapter.max_positions
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine.name
+
+    @property
+    def model_class(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def adapter(self) -> ModelAdapter:
+        """What is known of the architecture; for `doctor` and tests."""
+        return self._adapter
+
+    @property
+    def whole_layers_only(self) -> tuple[bool, ...]:
+        """Per layer: attention and MLP cannot be skipped apart."""
+        return tuple(not apart for apart in self._adapter.sublayers_skippable)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends a text unless `eos_token_id` says otherwise."""
+        generation_config: Any = self.model.generation_config
+        return _id_set(generation_config.eos_token_id)
+
+    def weights_fingerprint(self) -> str:
+        """Short hash of architecture and sampled weights, the same for every dtype and device. Computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = weights_fingerprint(self.model)
+        return self._fingerprint
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids as the tokenizer makes them by default, special tokens included."""
+        if self.tokenizer is None:
+            raise ValueError("prompt: this model has no tokenizer, give token ids instead of text")
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def generate(self, prompt: Prompt, **arguments: Any) -> GenerateOutput:
+        """Decode a whole continuation. Arguments: see `GenerateArguments`; unknown ones raise TypeError.
+
+        Greedy output is token-identical to `model.generate` in float32, and identical up to logit ties in bfloat16 and
+        float16; sampled output follows the same distribution.
+        Raises: ValueError naming the argument for bad values and for prompts longer than the model's positions.
+        """
+        stream = self.stream(prompt, **arguments)
+        for _ in stream:
+            pass
+        return stream.output()
+
+    def stream(self, prompt: Prompt, **arguments: Any) -> GenerationStream:
+        """Decode piece by piece: iterate for a `StreamPiece` per round, then read `.stats` or `.output()`.
+
+        Leaving the iteration early (break, an exception, `.close()`) frees the cache and the model.
+        """
+        given = GenerateArguments(**arguments)
+        config = self._config if given.config is None else given.config
+        if given.config is not None:
+            self._adapter.check_mask(given.config.skip_mask)
+        prompt_ids = self._prompt_ids(prompt, given.max_new_tokens)
+        sampler = Sampler(self._sampling(given), self._generator(given))
+        request = DecodeRequest(
+            prompt_ids=prompt_ids,
+            max_new_tokens=given.max_new_tokens,
+            eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
+            should_stop=self._stop_check(given.stop_strings),
+            profile=given.profile,
+        )
+        return GenerationStream(
+            DecodeLoop(self._engine, config, sampler), request, self.tokenizer, sampled=not sampler.greedy
+        )
+
+    def target_logits(self, ids: Sequence[int], *, num_logits: int) -> torch.Tensor:
+        """The full model's logits (num_logits, V) at the last positions of `ids`, in one forward from scratch."""
+        with self._engine.session(len(ids)):
+            return self._engine.forward(torch.tensor(list(ids), device=self.device), num_logits=num_logits).clone()
+
+    def _sampling(self, given: GenerateArguments) -> SamplingParams:
+        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        overrides = {name: getattr(given, name) for name in names}
+        return SamplingParams.from_generation_config(self.model.generation_config, **overrides)
+
+    def _generator(self, given: GenerateArguments) -> torch.Generator | None:
+        if given.seed is None:
+            return given.generator
+        return torch.Generator(device=self.device).manual_seed(given.seed)
+
+    def _stop_check(self, stop_strings: str | Sequence[str] | None) -> Callable[[Sequence[int]], bool] | None:
+        if not stop_strings:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("stop_strings: this model has no tokenizer to match them with")
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        criteria = StopStringCriteria(self.tokenizer, strings)
+        return lambda ids: bool(criteria(torch.tensor([list(ids)]), None).item())
+
+    def _prompt_ids(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.encode(prompt)
+        else:
+            tensor = torch.as_tensor(prompt)
+            if tensor.ndim == 2 and tensor.shape[0] == 1:
+                tensor = tensor[0]
+            if tensor.ndim != 1 or (tensor.numel() and tensor.dtype not in (torch.int64, torch.int32)):
+                raise ValueError(f"prompt: must be text or one row of token ids, got shape {tuple(tensor.shape)}")
+            ids = [int(i) for i in tensor.tolist()]
+        if not ids:
+            raise ValueError("prompt: must hold at least one token, got none")
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        outside = next((i for i in ids if not 0 <= i < vocabulary), None)
+        if outside is not None:
+            raise ValueError(f"prompt: token ids must be in 0..{vocabulary - 1}, got {outside}")
+        if self.max_positions is not None and len(ids) + max_new_tokens > self.max_positions:
+            raise ValueError(
+                f"prompt: prompt and max_new_tokens must fit the model's {self.max_positions} positions, "
+                f"got {len(ids)} + {max_new_tokens}"
+            )
+        return ids
+
+
+class GenerationStream:
+    """Iterator over the pieces of one run; holds the cache until it ends or is closed."""
+
+    def __init__(self, loop: DecodeLoop, request: DecodeRequest, tokenizer: Any, *, sampled: bool) -> None:
+        self.stats = DecodeStats()
+        self._request = request
+        self._sampled = sampled
+        self._ids: list[int] = []
+        self._origins: list[str] = []
+        self._text = TextStream(tokenizer) if tokenizer is not None else None
+        self._tokenizer = tokenizer
+        self._pieces = self._run(loop)
+
+    def _run(self, loop: DecodeLoop) -> Iterator[StreamPiece]:
+        for emitted in loop.run(self._request, self.stats):
+            self._ids += emitted.ids
+            self._origins += emitted.origins
+            yield StreamPiece(self._text.push(emitted.ids) if self._text else "", emitted.ids, emitted.origins)
+        if self._text and (rest := self._text.finish()):
+            yield StreamPiece(rest, [], [])
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        return self._pieces
+
+    def __next__(self) -> StreamPiece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop here; frees the cache and the model."""
+        self._pieces.close()  # type: ignore[attr-defined]
+
+    def output(self) -> GenerateOutput:
+        """Everything emitted so far."""
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True) if self._tokenizer is not None else ""
+        return GenerateOutput(
+            list(self._ids), text, list(self._origins), self._finish_reason(), self.stats, sampled=self._sampled
+        )
+
+    def _finish_reason(self) -> str:
+        if self._ids and self._ids[-1] in self._request.eos_token_ids:
+            return "eos"
+        return "length" if len(self._ids) >= self._request.max_new_tokens else "stop"
+
+
+def resolve_model_path(model: str, config_path: Path) -> str:
+    """A config's model: `./name` is relative to the folder of the config file, anything else is taken as it is."""
+    return str((config_path.parent / model).resolve()) if model.startswith("./") else model
+
+
+def _id_set(ids: int | Sequence[int] | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

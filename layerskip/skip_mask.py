@@ -1,0 +1,157 @@
+"""SkipMask: which attention and MLP sublayers the draft leaves out, layer by layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_LAYERS = 1024  # far above any published model; bounds what a config file can make us allocate
+_ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?")
+
+
+@dataclass(frozen=True)
+class SkipMask:
+    """One flag per layer and sublayer; True = skipped while drafting. The target never skips.
+
+    The text form is `LAYERS:ITEMS`, items separated by commas: `3` or `4-7` are whole layers, `a2` or `a2-5` attention
+    alone, `m9` MLP alone, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7, attention 2 and MLP 9 of twelve layers.
+    Layers count from 0.
+    """
+
+    attention: tuple[bool, ...]
+    mlp: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.attention) != len(self.mlp):
+            raise ValueError(
+                f"skip_mask: attention and mlp must have one flag per layer each, got {len(self.attention)} and "
+                f"{len(self.mlp)}"
+            )
+        _check_num_layers(len(self.attention))
+
+    @classmethod
+    def none(cls, num_layers: int) -> SkipMask:
+        """Skip nothing: the draft is the target."""
+        return cls.from_layers(num_layers, ())
+
+    @classmethod
+    def from_layers(cls, num_layers: int, layers: Iterable[int]) -> SkipMask:
+        """Skip these whole layers."""
+        layers = tuple(layers)
+        return cls.from_sublayers(num_layers, attention=layers, mlp=layers)
+
+    @classmethod
+    def from_sublayers(cls, num_layers: int, *, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> SkipMask:
+        """Skip these attention and these MLP sublayers, by layer index."""
+        _check_num_layers(num_layers)
+        return cls(_flags("attention", attention, num_layers), _flags("mlp", mlp, num_layers))
+
+    @classmethod
+    def early_exit(cls, num_layers: int, exit_layer: int) -> SkipMask:
+        """Skip layer `exit_layer` and all later ones."""
+        if not 0 <= exit_layer <= num_layers:
+            raise ValueError(f"exit_layer: must be in 0..{num_layers}, got {exit_layer}")
+        return cls.from_layers(num_layers, range(exit_layer, num_layers))
+
+    @classmethod
+    def contiguous(cls, num_layers: int, first: int, count: int) -> SkipMask:
+        """Skip `count` whole layers from `first` on."""
+        if count < 0:
+            raise ValueError(f"count: must be at least 0, got {count}")
+        return cls.from_layers(num_layers, range(first, first + count))
+
+    @classmethod
+    def alternating(cls, num_layers: int, *, offset: int = 1) -> SkipMask:
+        """Skip every second layer from `offset` on, but never the last, which shapes the logits."""
+        return cls.from_layers(num_layers, range(offset, num_layers - 1, 2))
+
+    @classmethod
+    def parse(cls, text: str) -> SkipMask:
+        """Read the text form. Raises ValueError naming the item that does not fit."""
+        head, colon, tail = text.replace(" ", "").partition(":")
+        if not colon or not head.isascii() or not head.isdigit() or len(head) > 4:
+            raise ValueError(f"skip_mask: must look like '12:4-7,a2,m9' or '12:none', got {text[:80]!r}")
+        num_layers = int(head)
+        _check_num_layers(num_layers)
+        attention: set[int] = set()
+        mlp: set[int] = set()
+        for item in [] if tail == "none" else tail.split(","):
+            match = _ITEM.fullmatch(item)
+            if match is None:
+                raise ValueError(f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', got {item[:40]!r}")
+            first = int(match["first"])
+            last = int(match["last"] or first)
+            if not first <= last < num_layers:
+                raise ValueError(f"skip_mask: item must name layers in 0..{num_layers - 1}, got {item!r}")
+            layers = range(first, last + 1)
+            if match["kind"] != "m":
+                attention.update(layers)
+            if match["kind"] != "a":
+                mlp.update(layers)
+        return cls.from_sublayers(num_layers, attention=attention, mlp=mlp)
+
+    def __str__(self) -> str:
+        both = [a and m for a, m in zip(self.attention, self.mlp, strict=True)]
+        items = _ranges("", both)
+        items += _ranges("a", [a and not b for a, b in zip(self.attention, both, strict=True)])
+        items += _ranges("m", [m and not b for m, b in zip(self.mlp, both, strict=True)])
+        return f"{self.num_layers}:{','.join(items) or 'none'}"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def num_skipped_attention(self) -> int:
+        return sum(self.attention)
+
+    @property
+    def num_skipped_mlp(self) -> int:
+        return sum(self.mlp)
+
+    @property
+    def num_skipped(self) -> int:
+        """Skipped sublayers, 0..2L."""
+        return self.num_skipped_attention + self.num_skipped_mlp
+
+    @property
+    def skipped_layers(self) -> tuple[int, ...]:
+        """Layers skipped whole."""
+        return tuple(i for i in range(self.num_layers) if self.attention[i] and self.mlp[i])
+
+    @property
+    def exit_layer(self) -> int | None:
+        """First layer not run, if the mask is an early exit (a skipped tail and nothing else); else None."""
+        first = self.num_layers - len(self.skipped_layers)
+        return first if self == SkipMask.early_exit(self.num_layers, first) and self.num_skipped else None
+
+    def picture(self) -> str:
+        """Two rows of one character per layer, for terminals: `.` kept, `x` skipped."""
+        rows = (("attn", self.attention), ("mlp ", self.mlp))
+        return "\n".join(f"{name} {''.join('x' if flag else '.' for flag in flags)}" for name, flags in rows)
+
+
+def _check_num_layers(num_layers: int) -> None:
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ValueError(f"skip_mask: number of layers must be in 1..{MAX_LAYERS}, got {num_layers}")
+
+
+def _flags(name: str, layers: Iterable[int], num_layers: int) -> tuple[bool, ...]:
+    chosen = set(layers)
+    outside = sorted(i for i in chosen if not 0 <= i < num_layers)
+    if outside:
+        raise ValueError(f"skip_mask: {name} layers must be in 0..{num_layers - 1}, got {outside}")
+    return tuple(i in chosen for i in range(num_layers))
+
+
+def _ranges(prefix: str, flags: list[bool]) -> list[str]:
+    items: list[str] = []
+    start: int | None = None
+    for i, flag in enumerate([*flags, False]):
+        if flag and start is None:
+            start = i
+        elif not flag and start is not None:
+            items.append(f"{prefix}{start}" if start == i - 1 else f"{prefix}{start}-{i - 1}")
+            start = None
+    return items

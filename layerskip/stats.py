@@ -1,0 +1,74 @@
+"""DecodeStats: the counters and times of one decoding run and the ratios derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class DecodeStats:
+    """What one `generate` did.
+
+    Before any cut at end-of-text or the length limit: emitted = 1 + accepted + rounds + target-only steps (the first
+    token comes from the prompt's own forward). `num_cut` tokens of those were computed and not returned.
+    """
+
+    num_prompt_tokens: int = 0
+    num_emitted: int = 0
+    """Tokens returned, prompt excluded."""
+    num_cut: int = 0
+    """Tokens verified in the last round and dropped because the text ended inside it."""
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_recovered: int = 0
+    num_bonus: int = 0
+    num_target_only: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    """How often a round drafted a token at position 0..gamma-1."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    prefill_s: float = 0.0
+    """Prompt forward, up to and including the first token."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+    draft_s: float = 0.0
+    """Share of decode_s spent drafting. Exact on a CPU; on a GPU only where `profile=True` synchronised."""
+    verify_s: float = 0.0
+    target_only_s: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None if nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens a round emits on average, so 1.0 means no help; None without a round."""
+        return (self.num_accepted + self.num_rounds) / self.num_rounds if self.num_rounds else None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.prefill_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """(emitted - 1) / decode seconds, prefill apart; cut tokens are not counted. None below two tokens."""
+        return (self.num_emitted - 1) / self.decode_s if self.num_emitted > 1 and self.decode_s > 0 else None
+
+    @property
+    def end_to_end_tokens_per_s(self) -> float | None:
+        """Emitted / (prefill + decode) seconds."""
+        total = self.prefill_s + self.decode_s
+        return self.num_emitted / total if total > 0 else None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Milliseconds per output token after the first."""
+        rate = self.tokens_per_s
+        return 1000 / rate if rate else None
+
+    def to_dict(self) -> dict[str, object]:
+        """Counters and derived ratios as plain JSON values."""
+        derived = ("acceptance_rate", "mean_accepted_length", "ttft_s", "tpot_ms", "end_to_end_tokens_per_s")
+        return asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,0 +1,41 @@
+"""Token ids as they come -> pieces of text whose concatenation is the whole text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class TextStream:
+    """Incremental detokenisation: a piece is held back while its last character is not complete.
+
+    Decodes a short window twice, with and without the new ids, so that tokenizers whose tokens look different at the
+    start of a text (leading spaces) still give the right piece. Cost: two decodes of a short window per `push`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._window_start = 0
+        self._shown = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; may be empty."""
+        self._ids.extend(ids)
+        before = self._decode(self._ids[self._window_start : self._shown])
+        after = self._decode(self._ids[self._window_start :])
+        if after.endswith("\ufffd"):
+            return ""
+        self._window_start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        """What was held back, broken characters and all."""
+        before = self._decode(self._ids[self._window_start : self._shown])
+        after = self._decode(self._ids[self._window_start :])
+        self._window_start = self._shown = len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
