@@ -85,7 +85,8 @@ class ModelAdapter:
         self.stack_path, self.layers = _find_stack(model, len(self.windows))
         self._gates = [_layer_gates(layer) for layer in self.layers]
         self._all_gates = [gate for gates in self._gates for gate in gates]
-        self._mask = SkipMask.none(self.num_layers)
+        self._no_skip = SkipMask.none(self.num_layers)
+        self._mask = self._no_skip
         self._attached = False
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -148,7 +149,7 @@ class ModelAdapter:
                 gate.module.__dict__.pop("forward", None)
                 if (forward := previous[id(gate)]) is not None:
                     gate.module.forward = forward
-            self._set_mask(SkipMask.none(self.num_layers))
+            self._set_mask(self._no_skip)
             self._attached = False
 
     def forward(
@@ -175,10 +176,6 @@ class ModelAdapter:
         cache.advance(num_tokens)
         return logits[0, -num_logits:]
 
-    @property
-    def _no_skip(self) -> SkipMask:
-        return SkipMask.none(self.num_layers)
-
     def _set_mask(self, mask: SkipMask) -> None:
         if mask is self._mask or mask == self._mask:
             return
@@ -200,10 +197,16 @@ class ModelAdapter:
         hooks = [gate.module.register_forward_hook(_record_arity(arities)) for gate in self._all_gates]
         try:
             with self.attached():
-                self.forward(ids, self.new_cache(2), num_logits=1)
+                self.forward(ids, cache := self.new_cache(2), num_logits=1)
         finally:
             for hook in hooks:
                 hook.remove()
+        for i, layer in enumerate(cache.layers):
+            if not layer.is_initialized:
+                raise UnsupportedModelError(
+                    f"{self.config.model_type}: layer {i} does not use the key-value cache it is given, so a rejected "
+                    "draft could not be rolled back"
+                )
         for gate in self._all_gates:
             gate.arity = arities.get(id(gate.module), 0)
         hooks = [layer.register_forward_hook(_record_unchanged(unchanged), with_kwargs=True) for layer in self.layers]

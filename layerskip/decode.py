@@ -88,12 +88,16 @@ class DecodeLoop:
             return True
         return verdict.next_token_prob is not None and verdict.next_token_prob < self._config.target_threshold
 
+    # Inference mode per step, not per session: it belongs to the thread, and a session stays open while the consumer of
+    # the pieces runs its own code between them.
+    @torch.inference_mode()
     def _target_step(self, context: Sequence[int], new_ids: Sequence[int]) -> Verdict:
         """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
         ids = torch.tensor(list(new_ids), device=self._engine.device)
         logits = self._sampler.shape(self._engine.forward(ids), context)
         return self._verify(torch.empty(0, dtype=torch.long, device=logits.device), None, logits)
 
+    @torch.inference_mode()
     def _round(self, run: _Run) -> tuple[Verdict, list[int], list[str]]:
         """Draft, verify, commit. The cache ends up holding all of the context but the last emitted token."""
         engine, stats, context = self._engine, run.stats, run.context

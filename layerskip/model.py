@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
-from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.decode import DecodeLoop, DecodeRequest, Emitted
 from layerskip.engines import EagerEngine, Engine
 from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.sampling import Sampler, SamplingParams
@@ -245,7 +245,7 @@ class LayerSkipModel:
             prompt_ids=prompt_ids,
             max_new_tokens=given.max_new_tokens,
             eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
-            should_stop=self._stop_check(given.stop_strings),
+            should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
             profile=given.profile,
         )
         return GenerationStream(
@@ -261,6 +261,10 @@ class LayerSkipModel:
         names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         overrides = {name: getattr(given, name) for name in names}
         return SamplingParams.from_generation_config(self.model.generation_config, **overrides)
+
+    def _default(self, value: Any, name: str) -> Any:
+        """An argument, or what the model's generation config says where it was not given."""
+        return getattr(self.model.generation_config, name, None) if value is None else value
 
     def _generator(self, given: GenerateArguments) -> torch.Generator | None:
         if given.seed is None:
@@ -309,27 +313,24 @@ class GenerationStream:
         self._sampled = sampled
         self._ids: list[int] = []
         self._origins: list[str] = []
-        self._text = TextStream(tokenizer) if tokenizer is not None else None
         self._tokenizer = tokenizer
-        self._pieces = self._run(loop)
-
-    def _run(self, loop: DecodeLoop) -> Iterator[StreamPiece]:
-        for emitted in loop.run(self._request, self.stats):
-            self._ids += emitted.ids
-            self._origins += emitted.origins
-            yield StreamPiece(self._text.push(emitted.ids) if self._text else "", emitted.ids, emitted.origins)
-        if self._text and (rest := self._text.finish()):
-            yield StreamPiece(rest, [], [])
+        text = TextStream(tokenizer) if tokenizer is not None else None
+        self._pieces = _pieces(loop.run(request, self.stats), self._ids, self._origins, text)
 
     def __iter__(self) -> Iterator[StreamPiece]:
-        return self._pieces
+        # A generator of its own, so that a loop left early (break, an exception) closes the run although the caller
+        # still holds this object.
+        try:
+            yield from self._pieces
+        finally:
+            self.close()
 
     def __next__(self) -> StreamPiece:
         return next(self._pieces)
 
     def close(self) -> None:
         """Stop here; frees the cache and the model."""
-        self._pieces.close()  # type: ignore[attr-defined]
+        self._pieces.close()
 
     def output(self) -> GenerateOutput:
         """Everything emitted so far."""
@@ -342,6 +343,21 @@ class GenerationStream:
         if self._ids and self._ids[-1] in self._request.eos_token_ids:
             return "eos"
         return "length" if len(self._ids) >= self._request.max_new_tokens else "stop"
+
+
+def _pieces(
+    run: Iterator[Emitted], ids: list[int], origins: list[str], text: TextStream | None
+) -> Generator[StreamPiece, None, None]:
+    """Pieces of a run, recorded in `ids` and `origins`.
+
+    No method: a generator that held its owner would be freed with it only by the garbage collector, some time later.
+    """
+    for emitted in run:
+        ids += emitted.ids
+        origins += emitted.origins
+        yield StreamPiece(text.push(emitted.ids) if text else "", emitted.ids, emitted.origins)
+    if text and (rest := text.finish()):
+        yield StreamPiece(rest, [], [])
 
 
 def resolve_model_path(model: str, config_path: Path) -> str:

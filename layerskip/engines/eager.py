@@ -33,13 +33,14 @@ class EagerEngine:
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
-        with torch.inference_mode(), self._adapter.attached():
+        with self._adapter.attached():
             self._cache = self._adapter.new_cache(capacity)
             try:
                 yield
             finally:
                 self._cache = None
 
+    @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
 

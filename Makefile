@@ -1,0 +1,51 @@
+# Two commands do everything: `make search` and `make test`. Both make the virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: search test lint format notebooks dashboard lock demo-model clean
+
+search: $(VENV)/.installed
+	$(BIN)/python -m search.run --trials 200
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dashboard: $(VENV)/.installed
+	$(BIN)/python -m search.dashboard
+
+# Trains the shipped model anew: more than an hour on two idle cores.
+demo-model: $(VENV)/.installed
+	$(BIN)/python -m studies.demo.make_model
+
+# Writes constraints.txt from a fresh environment; "+cpu" and the like are dropped so that it fits every platform.
+lock:
+	rm -rf $(VENV).lock
+	$(PYTHON) -m venv $(VENV).lock
+	$(VENV).lock/bin/python -m pip install --quiet -e ".[test]"
+	$(VENV).lock/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt
+	rm -rf $(VENV).lock
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@ $(VENV)/.installed

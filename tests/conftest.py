@@ -1,0 +1,24 @@
+"""Shared by all tests: one thread, quiet libraries, reproducible examples, and the repository on the import path."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from hypothesis import settings
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+# Tiny models lose more to thread barriers than they gain, and the machine has other work.
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+# Examples derived from the test alone: the same run everywhere. A busy machine must not fail a test by its clock.
+settings.register_profile("reproducible", deadline=None, derandomize=True)
+settings.load_profile("reproducible")

@@ -1,0 +1,57 @@
+"""python -m layerskip.doctor: says what works, and notices what does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip import LayerSkipModel
+from layerskip.doctor import examine, main
+
+DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
+
+
+def test_reports_a_healthy_model(capsys) -> None:
+    assert main([str(DEMO_MODEL), "--device", "cpu", "--tokens", "12", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["works"] is True
+    assert report["model_class"] == "LlamaForCausalLM"
+    assert report["num_layers"] == 12
+    assert report["skippable"] == "attention, MLP and whole layers"
+    assert len(report["checks"]) >= 12
+    assert all(check["passed"] for check in report["checks"])
+
+
+def test_prints_the_verdict_for_a_person(capsys) -> None:
+    assert main([str(DEMO_MODEL), "--device", "cpu", "--tokens", "4"]) == 0
+    assert "works: every output is the target's own" in capsys.readouterr().out
+
+
+def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy output stays identical under a wrong draft, so the check of the draft's logits has to catch it."""
+    model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu")
+    arange = torch.arange
+
+    def stale(*args: int, **kwargs: object) -> torch.Tensor:
+        # A single-token step takes its position from a length that a skipped layer never advanced.
+        return arange(1, **kwargs) if len(args) == 2 and args[1] - args[0] == 1 else arange(*args, **kwargs)
+
+    monkeypatch.setattr("layerskip.adapter.torch.arange", stale)
+    failed = [check.name for check in examine(model, num_tokens=8) if not check.passed]
+    assert any(name.startswith("draft logits") for name in failed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["./nosuch"], "no such folder: ./nosuch"),
+        ([str(DEMO_MODEL), "--tokens", "0"], "--tokens: must be at least 1, got 0"),
+        ([str(DEMO_MODEL.parent)], "is a folder without a config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], expected: str, capsys) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert expected in err

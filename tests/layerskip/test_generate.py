@@ -1,0 +1,176 @@
+"""python -m layerskip.generate: what it prints, and one clear line for every bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip.generate import main
+
+DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
+PROMPT = "def read("
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> LayerSkipModel:
+    return LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu")
+
+
+@pytest.fixture
+def config_file(demo_model: LayerSkipModel, tmp_path: Path) -> Path:
+    provenance = Provenance(
+        model=str(DEMO_MODEL),
+        weights_fingerprint=demo_model.weights_fingerprint(),
+        device="cpu",
+        dtype="float32",
+        num_layers=demo_model.num_layers,
+        num_threads=1,
+    )
+    mask = SkipMask.early_exit(demo_model.num_layers, demo_model.num_layers // 2)
+    path = tmp_path / "best.json"
+    DecodeConfig(skip_mask=mask, gamma=3, provenance=provenance).save(path)
+    return path
+
+
+def run(*arguments: str) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_streams_the_text_of_plain_decoding(config_file: Path, demo_model: LayerSkipModel, capsys) -> None:
+    plain = demo_model.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 24) == 0
+    out, err = capsys.readouterr()
+    assert out == plain.text + "\n"
+    assert f"{len(plain.ids)} tokens (length)" in err
+    assert "acceptance" in err
+
+
+def test_show_drafts_prints_the_same_text_and_counts_every_origin(config_file: Path, demo_model, capsys) -> None:
+    output = demo_model.generate(PROMPT, max_new_tokens=24, config=DecodeConfig.load(config_file))
+    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 24, "--show-drafts") == 0
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == output.text.rstrip("\n")
+    for origin in ("accepted", "recovered", "bonus", "target-only"):
+        assert f"{output.origins.count(origin)} {origin}" in err
+
+
+def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
+    arguments = ("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 16, "--compare", "--json")
+    assert run(*arguments, "--repeats", 1) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["identical"] is True
+    assert record["num_emitted"] == len(record["tokens"]) == 16
+    assert record["tokens_per_s"] > 0
+    assert record["speedup"] == pytest.approx(record["tokens_per_s"] / record["plain_tokens_per_s"])
+    counted = 1 + record["num_accepted"] + record["num_rounds"] + record["num_target_only"]
+    assert counted == record["num_emitted"] + record["num_cut"]
+
+
+def test_compare_says_whether_the_tokens_were_identical(config_file: Path, capsys) -> None:
+    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--repeats", 1) == 0
+    err = capsys.readouterr().err
+    assert "tokens identical: yes" in err
+    assert "speedup" in err
+
+
+def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:
+    arguments = ("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 12, "--do-sample", "--seed", 5)
+    assert run(*arguments) == 0
+    first = capsys.readouterr().out
+    assert run(*arguments) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_stop_text_ends_the_output(config_file: Path, demo_model: LayerSkipModel, capsys) -> None:
+    text = demo_model.generate(PROMPT, max_new_tokens=24, do_sample=False).text
+    stop = text[5:8]
+    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 24, "--stop", stop) == 0
+    out, err = capsys.readouterr()
+    assert stop in out
+    assert text.startswith(out.rstrip("\n"))
+    assert len(out) <= len(text)
+    assert "(stop)" in err
+
+
+BAD_INPUT = {
+    "missing config": (["--config", "nosuch.json", "--prompt", "x"], "no such file: nosuch.json"),
+    "neither config nor model": (["--prompt", "x"], "give --config FILE, or --model NAME"),
+    "unknown model folder": (["--model", "./nosuch", "--prompt", "x"], "no such folder: ./nosuch"),
+    "empty prompt": (["--model", str(DEMO_MODEL), "--prompt", ""], "prompt: must hold at least one token"),
+    "no tokens": (["--model", str(DEMO_MODEL), "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens: must be"),
+    "too long": (["--model", str(DEMO_MODEL), "--prompt", "x", "--max-new-tokens", "5000"], "positions, got"),
+    "temperature": (
+        ["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--temperature", "-1"],
+        "temperature: must be above 0",
+    ),
+    "top_p": (["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--top-p", "2"], "top_p: must be in (0, 1]"),
+    "threads": (["--model", str(DEMO_MODEL), "--prompt", "x", "--threads", "-2"], "--threads: must be at least 1"),
+    "dtype": (["--model", str(DEMO_MODEL), "--prompt", "x", "--dtype", "int3"], "dtype: must be 'auto' or one of"),
+    "chat without a template": (["--model", str(DEMO_MODEL), "--chat", "hi"], "has no chat template"),
+    "device": (["--model", str(DEMO_MODEL), "--prompt", "x", "--device", "toaster"], "device: must be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, capsys) -> None:
+    arguments, expected = BAD_INPUT[case]
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("layerskip.generate: error: ")
+    assert expected in err
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a CUDA device")
+def test_cuda_where_there_is_none(config_file: Path, capsys) -> None:
+    assert run("--config", config_file, "--prompt", "x", "--device", "cuda") == 2
+    assert "this machine has 0 of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[]", "must be a JSON object, got list"),
+        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": -1}', "gamma: input should be greater than"),
+        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": 1, "draft_threshold": 1.5}', "draft_threshold: input"),
+        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": 1, "turbo": true}', "turbo: unknown field"),
+        ('{"schema_version": 1, "skip_mask": "9:none", "gamma": 1}', "must have the model's 12 layers, got 9"),
+    ],
+)
+def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "best.json"
+    path.write_text(text)
+    assert run("--config", path, "--model", DEMO_MODEL, "--prompt", "x") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert expected in err
+    assert path.read_text() == text
+
+
+def test_config_for_other_weights_is_refused(config_file: Path, capsys) -> None:
+    config = DecodeConfig.load(config_file)
+    assert config.provenance is not None
+    other = config.provenance.model_copy(update={"weights_fingerprint": "0" * 16})
+    config.model_copy(update={"provenance": other}).save(config_file)
+    assert run("--config", config_file, "--prompt", "x") == 2
+    assert "the config was made for" in capsys.readouterr().err
+
+
+def test_as_a_program_errors_have_no_traceback_and_a_closed_pipe_is_quiet(config_file: Path) -> None:
+    command = [sys.executable, "-m", "layerskip.generate"]
+    bad = subprocess.run([*command, "--bogus"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert bad.stderr.count("\n") == 1
+    piped = subprocess.run(
+        ["sh", "-c", f"{' '.join(command)} --config {config_file} --prompt x --max-new-tokens 400 | head -c 1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in piped.stderr
