@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from layerskip.skip_mask import SkipMask
 
 MAX_GAMMA = 64
+ENGINE_NAMES = ("auto", "eager", "fused")
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -130,7 +131,7 @@ class DecodeConfig(_Frozen):
     def from_json(cls, text: str) -> DecodeConfig:
         """Strict: unknown fields, wrong types, NaN and other schema versions are refused with a one-line ValueError."""
         try:
-            data = json.loads(text, parse_constant=_refuse_constant)
+            data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from None
         if not isinstance(data, dict):
@@ -186,6 +187,14 @@ def describe_validation_error(error: ValidationError) -> str:
             message = f"{message[0].lower()}{message[1:]}, got {str(item['input'])[:80]!r}"
         lines.append(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
     return "; ".join(lines)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:80]}: is given twice")
+    return values
 
 
 def _refuse_constant(name: str) -> float:

@@ -71,14 +71,16 @@ class DecodeLoop:
             yield run.take([verdict.next_token], [TARGET_ONLY])
             clock.skip()
             while not run.finished:
-                if self._wants_target_alone(run, verdict):
+                if alone := self._wants_target_alone(run, verdict):
                     verdict = self._target_step(run.context, run.context[-1:])
                     stats.num_target_only += 1
                     ids, origins = [verdict.next_token], [TARGET_ONLY]
                 else:
                     verdict, ids, origins = self._round(run)
                 emitted = run.take(ids, origins)
-                stats.decode_s += clock.lap()
+                seconds = clock.lap()
+                stats.decode_s += seconds
+                stats.target_only_s += seconds if alone else 0.0
                 yield emitted
                 clock.skip()
 

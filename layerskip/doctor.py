@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.config import DecodeConfig
+from layerskip.config import ENGINE_NAMES, DecodeConfig
 from layerskip.skip_mask import SkipMask
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("model", help="Hugging Face id or folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--engine", default="auto", choices=ENGINE_NAMES, help="how a forward is executed")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to decode per check")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
@@ -51,7 +52,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from layerskip.model import LayerSkipModel
 
     model = LayerSkipModel.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        engine=arguments.engine,
+        trust_remote_code=arguments.trust_remote_code,
     )
     facts = describe(model)
     checks = examine(model, num_tokens=arguments.tokens)
@@ -74,7 +79,7 @@ def describe(model: LayerSkipModel) -> dict[str, Any]:
         "decoder_stack": adapter.stack_path,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "engine": model.engine_name,
+        "engine": f"{model.engine_name} ({model.engine_reason})",
         "max_positions": model.max_positions,
         "sliding_window_layers": sum(window is not None for window in adapter.windows),
         "skippable": "attention, MLP and whole layers" if all(apart) else "whole layers only",

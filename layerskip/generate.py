@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.config import DecodeConfig
+from layerskip.config import ENGINE_NAMES, DecodeConfig
 
 if TYPE_CHECKING:
     from layerskip.compare import Comparison
@@ -37,6 +37,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: what the config was tuned for")
+    parser.add_argument("--engine", choices=ENGINE_NAMES, help="default: what the config was tuned with, else auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: what the config was tuned for")
     parser.add_argument("--show-drafts", action="store_true", help="mark where every token came from")
     parser.add_argument("--compare", action="store_true", help="run plain decoding beside it; print both speeds")
@@ -101,6 +102,7 @@ def _load(arguments: argparse.Namespace, config: DecodeConfig | None) -> LayerSk
         config=config,
         device=arguments.device,
         dtype=arguments.dtype or (tuned.dtype if tuned is not None else "auto"),
+        engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
         trust_remote_code=arguments.trust_remote_code,
     )
     if tuned is not None and not tuned.device.startswith(model.device.type):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,7 +64,7 @@ def load_pretrained(
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=target_dtype, use_safetensors=True, **hub_arguments
         ).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model: cannot load {name}: {_one_line(error)}") from None
     return model.to(target_device), _load_tokenizer(name, hub_arguments)
 

@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest, Emitted
-from layerskip.engines import EagerEngine, Engine
+from layerskip.engines import make_engine
 from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
@@ -76,8 +76,8 @@ class GenerateArguments:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: must be at least 1, got {self.max_new_tokens}")
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: must be a whole number of at least 1, got {self.max_new_tokens!r}")
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed: give either a seed or a generator, not both")
 
@@ -86,21 +86,29 @@ class LayerSkipModel:
     """Wraps a causal LM; decodes it under a `DecodeConfig`, losslessly.
 
     The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
-    Without a config it decodes plainly (gamma = 0), in the same loop.
+    Without a config it decodes plainly (gamma = 0), in the same loop. engine: `eager` runs the model's own modules and
+    serves every supported architecture; `fused` runs lean layers for Llama-like models at the cost of a second copy of
+    their weights; `auto` takes the faster one (`engine_name` and `engine_reason` say which and why).
 
     Raises: ValueError (UnsupportedModelError) if the architecture cannot be decoded so, if the model is in training
     mode, or if the config was made for another model.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any = None, config: DecodeConfig | str | os.PathLike[str] | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        config: DecodeConfig | str | os.PathLike[str] | None = None,
+        *,
+        engine: str = "auto",
     ) -> None:
         if model.training:
             raise ValueError("model: must be in evaluation mode (call model.eval()): dropout would change its tokens")
         self.model = model
         self.tokenizer = tokenizer
         self._adapter = ModelAdapter(model)
-        self._engine: Engine = EagerEngine(self._adapter)
+        choice = make_engine(engine, self._adapter)
+        self._engine, self.engine_reason = choice.engine, choice.reason
         self._fingerprint: str | None = None
         self._config = DecodeConfig.plain(self.num_layers)
         if config is not None:
@@ -114,25 +122,26 @@ class LayerSkipModel:
         config: DecodeConfig | str | os.PathLike[str] | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        engine: str = "auto",
         **hub_arguments: Any,
     ) -> LayerSkipModel:
         """Load model and tokenizer as `AutoModelForCausalLM` does, safetensors only, in evaluation mode.
 
         device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
-        checkpoint's own; or `float32`, `bfloat16`, `float16`. hub_arguments: `revision`, `trust_remote_code`,
-        `attn_implementation`, `local_files_only`, passed on.
+        checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class. hub_arguments: `revision`,
+        `trust_remote_code`, `attn_implementation`, `local_files_only`, passed on.
         Raises: ValueError in one line for an unknown model, a folder without weights, a device that is not there.
         """
         if config is not None and not isinstance(config, DecodeConfig):
             config = DecodeConfig.load(config)
         model, tokenizer = load_pretrained(name_or_path, device=device, dtype=dtype, **hub_arguments)
-        return cls(model, tokenizer, config)
+        return cls(model, tokenizer, config, engine=engine)
 
     @classmethod
     def from_config(
-        cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **hub_arguments: Any
+        cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **arguments: Any
     ) -> LayerSkipModel:
-        """The model that an exported config names, under that config."""
+        """The model that an exported config names, under that config. Arguments as for `from_pretrained`."""
         config = DecodeConfig.load(path)
         if config.provenance is None:
             raise ValueError(f"{path}: provenance: is required to know the model; load it with from_pretrained")
@@ -141,7 +150,7 @@ class LayerSkipModel:
             config=config,
             device=device,
             dtype=dtype,
-            **hub_arguments,
+            **arguments,
         )
 
     @property
@@ -238,7 +247,7 @@ class LayerSkipModel:
         given = GenerateArguments(**arguments)
         config = self._config if given.config is None else given.config
         if given.config is not None:
-            self._adapter.check_mask(given.config.skip_mask)
+            self.check_config(given.config)
         prompt_ids = self._prompt_ids(prompt, given.max_new_tokens)
         sampler = Sampler(self._sampling(given), self._generator(given))
         request = DecodeRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -38,6 +39,7 @@ _UNSUPPORTED_WHEN_SET = {
     "min_new_tokens": None,
     "exponential_decay_length_penalty": None,
     "watermarking_config": None,
+    "max_time": None,
 }
 
 
@@ -62,11 +64,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = (
-            ("temperature", self.temperature > 0, "must be above 0 (use do_sample=False for greedy)"),
-            ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "must be a whole number of at least 0"),
+            (
+                "temperature",
+                0 < self.temperature < math.inf,
+                "must be above 0 (use do_sample=False for greedy) and finite",
+            ),
+            ("top_k", self.top_k >= 0 and self.top_k % 1 == 0, "must be a whole number of at least 0"),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0 and finite"),
         )
         for name, holds, rule in rules:
             if not holds:

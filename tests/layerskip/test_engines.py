@@ -1,0 +1,180 @@
+"""Engines: the fused layers give the model's own numbers, `auto` chooses by measurement and falls back aloud."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.engines import EagerEngine, check_agreement, make_engine
+from layerskip.engines import fused as fused_module
+from layerskip.engines.fused import FusedEngine
+from tests.layerskip import zoo
+
+FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
+
+
+def engines_of(name: str, **overrides: Any) -> tuple[FusedEngine, EagerEngine]:
+    adapter = ModelAdapter(zoo.build(name, **overrides))
+    return FusedEngine(adapter), EagerEngine(adapter)
+
+
+def logits_in_chunks(engine: Any, ids: torch.Tensor, chunks: list[int], mask: SkipMask | None) -> torch.Tensor:
+    with engine.session(len(ids)):
+        rows = [engine.forward(chunk, mask, num_logits=len(chunk)) for chunk in ids.split(chunks)]
+        return torch.cat(rows).clone()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_logits_are_the_models_own(name: str) -> None:
+    """Under every kind of mask, prompts and steps of every length, windows crossed; float32 to rounding."""
+    fused, eager = engines_of(name)
+    ids = torch.tensor(zoo.prompt_of(19))
+    for kind, mask in zoo.masks_of(name).items():
+        for chunks in ([19], [1] * 19, [7, 1, 1, 4, 2, 4], [2, 17]):
+            expected = logits_in_chunks(eager, ids, chunks, mask)
+            got = logits_in_chunks(fused, ids, chunks, mask)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=f"{name}, {kind}, {chunks}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"attention_bias": True}, {"mlp_bias": True}, {"tie_word_embeddings": True}, {"hidden_act": "gelu"}],
+    ids=str,
+)
+def test_fused_serves_llama_variants(overrides: dict[str, Any]) -> None:
+    fused, eager = engines_of("llama", **overrides)
+    ids = torch.tensor(zoo.prompt_of(11))
+    mask = SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])
+    expected = logits_in_chunks(eager, ids, [5, 1, 5], mask)
+    torch.testing.assert_close(logits_in_chunks(fused, ids, [5, 1, 5], mask), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_greedy_output_is_identical_to_generate_on_the_fused_engine(name: str) -> None:
+    model = LayerSkipModel(zoo.build(name), engine="fused")
+    assert model.engine_name == "fused"
+    draw = random.Random(name)
+    accepted = drafted = 0
+    for case in range(40):
+        prompt = zoo.prompt_of(draw.choice([1, 2, 5, 9]), case)
+        budget = draw.choice([1, 2, 7, 24])
+        config = DecodeConfig(
+            skip_mask=zoo.random_mask(zoo.NUM_LAYERS, draw),
+            gamma=draw.choice([0, 1, 2, 4, 7]),
+            draft_threshold=draw.choice([0.0, 0.4]),
+            target_threshold=draw.choice([0.0, 0.3]),
+        )
+        output = model.generate(prompt, config=config, max_new_tokens=budget)
+        assert tuple(output.ids) == zoo.greedy_reference(name, prompt)[:budget], config
+        accepted += output.stats.num_accepted
+        drafted += output.stats.num_drafted
+    assert 0 < accepted < drafted
+
+
+def test_rollback_leaves_no_trace() -> None:
+    """A rejected draft's keys and values are overwritten: the same continuation gives the same logits."""
+    fused, _ = engines_of("mistral-sliding")
+    ids = torch.tensor(zoo.prompt_of(14))
+    with fused.session(20):
+        fused.forward(ids[:9])
+        clean = fused.forward(ids[9:12], num_logits=3).clone()
+        fused.cache.rollback_to(9)
+        fused.forward(torch.tensor([1, 2, 3, 4]), SkipMask.from_layers(zoo.NUM_LAYERS, [0, 2]))
+        fused.cache.rollback_to(9)
+        assert torch.equal(fused.forward(ids[9:12], num_logits=3), clean)
+
+
+def test_an_exception_in_a_layer_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+    prompt = zoo.prompt_of(5)
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)
+    calls = iter(range(100))
+
+    def fail_later(*args: Any) -> torch.Tensor:
+        if next(calls) == 17:
+            raise RuntimeError("out of memory")
+        return attend(*args)
+
+    attend = fused_module._attend
+    monkeypatch.setattr(fused_module, "_attend", fail_later)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(prompt, config=config, max_new_tokens=12)
+    monkeypatch.undo()
+    assert (
+        tuple(model.generate(prompt, config=config, max_new_tokens=12).ids)
+        == zoo.greedy_reference("llama", prompt)[:12]
+    )
+
+
+def test_the_model_itself_is_not_touched() -> None:
+    model = zoo.build("llama")
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    LayerSkipModel(model, engine="fused").generate(zoo.prompt_of(4), max_new_tokens=4)
+    for name, tensor in model.state_dict().items():
+        assert tensor.data_ptr() == before[name][0], name
+        assert torch.equal(tensor, before[name][1]), name
+
+
+def test_runs_do_not_nest_and_forward_needs_a_session() -> None:
+    fused, _ = engines_of("llama")
+    with pytest.raises(RuntimeError, match="no cache"):
+        fused.forward(torch.tensor([1]))
+    with fused.session(4), pytest.raises(RuntimeError, match="one run at a time"), fused.session(4):
+        pass
+    with fused.session(2), pytest.raises(ValueError, match="capacity is 2 tokens, a forward needs 3"):
+        fused.forward(torch.tensor([1, 2, 3]))
+
+
+def test_auto_takes_the_faster_engine_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = ModelAdapter(zoo.build("llama"))
+    for milliseconds, expected in (({"fused": 1.0, "eager": 2.0}, "fused"), ({"fused": 3.0, "eager": 2.0}, "eager")):
+        monkeypatch.setattr("layerskip.engines.choice._step_ms", lambda engine, ms=milliseconds: ms[engine.name])
+        choice = make_engine("auto", adapter)
+        assert choice.engine.name == expected
+        assert choice.reason == f"a step takes {milliseconds['fused']:.2f} ms fused, 2.00 ms eager"
+
+
+def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails() -> None:
+    adapter = ModelAdapter(zoo.build("gpt2"))
+    choice = make_engine("auto", adapter)
+    assert choice.engine.name == "eager"
+    assert "supports LlamaForCausalLM" in choice.reason
+    with pytest.raises(UnsupportedModelError, match="got GPT2LMHeadModel"):
+        make_engine("fused", adapter)
+    with pytest.raises(ValueError, match="engine: must be one of auto, eager, fused, got 'warp'"):
+        make_engine("warp", adapter)
+
+
+def test_too_little_memory_for_a_second_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_module, "_free_bytes", lambda _device: 1 << 10)
+    adapter = ModelAdapter(zoo.build("llama"))
+    assert make_engine("auto", adapter).engine.name == "eager"
+    with pytest.raises(UnsupportedModelError, match="needs a second copy of the weights"):
+        make_engine("fused", adapter)
+
+
+def test_positions_that_depend_on_the_length_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    with pytest.raises(UnsupportedModelError, match="rope type 'dynamic'"):
+        engines_of("llama", rope_parameters=rope)
+
+
+def test_an_engine_with_wrong_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, eager = engines_of("qwen3")
+    check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
+    fused._sin = torch.empty(0)
+    make_table = FusedEngine._make_position_table
+
+    def unsigned(self: FusedEngine, capacity: int) -> None:
+        make_table(self, capacity)
+        self._sin = self._sin.abs()
+
+    monkeypatch.setattr(FusedEngine, "_make_position_table", unsigned)
+    fused._cos = torch.empty(0)
+    with pytest.raises(UnsupportedModelError, match="its logits differ from the model's"):
+        check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
