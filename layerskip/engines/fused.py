@@ -139,15 +139,17 @@ class FusedEngine:
     def session(self, capacity: int) -> Iterator[None]:
         if self._cache is not None:
             raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
-        with torch.inference_mode():
-            self._cache = self._adapter.new_cache(capacity)
-            try:
+        self._cache = self._adapter.new_cache(capacity)
+        try:
+            # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.
+            with torch.inference_mode():
                 self._make_position_table(capacity)
                 self._allocate()
-                yield
-            finally:
-                self._cache = None
+            yield
+        finally:
+            self._cache = None
 
+    @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         cache = self.cache
         start, num_tokens = cache.length, input_ids.shape[0]

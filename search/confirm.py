@@ -1,0 +1,236 @@
+"""Confirm: the best few against plain decoding on held-out prompts; one winner, or "do not speculate".
+
+First pass: plain and every candidate, interleaved prompt by prompt with rotating order. It only chooses. Then fresh
+passes of the chosen one against plain give the number that is reported, so the luck that helped it win is not in it.
+
+The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
+max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to fewer skipped sublayers, then smaller gamma,
+then lower draft_threshold, then lower target_threshold. The chosen one is exported only if the low end of its 95 %
+interval lies above 1.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from layerskip.config import Confirmed, DecodeConfig
+from search.decoder import Decoder
+from search.leaderboard import Entry
+from search.measurement import LosslessViolation, Pair, PromptCase, add_up, measure_pair, time_one
+from search.statistics import CI_LEVEL, geometric_mean, ratio_interval
+
+TIE = 0.01
+
+
+@dataclass(frozen=True)
+class ConfirmOptions:
+    """How much to measure."""
+
+    num_layers: int
+    repeats: int
+    noise_sigma: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A leading config and what the choosing pass saw of it."""
+
+    entry: Entry
+    ratios: tuple[float, ...]
+    """Per held-out prompt; empty if it was excluded."""
+    excluded: str | None = None
+    """Why it cannot win."""
+    lossless: bool = True
+
+    @property
+    def speedup(self) -> float | None:
+        """Geometric mean of the choosing pass."""
+        return geometric_mean(self.ratios) if self.ratios else None
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """The verdict."""
+
+    config: DecodeConfig
+    """The winner with its confirmed numbers, or plain decoding with the reason; provenance is the exporter's to add."""
+    winner: Entry | None
+    measured: Confirmed | None
+    """The chosen candidate's numbers, also where they did not suffice."""
+    candidates: tuple[Candidate, ...]
+    raw: dict[str, list[list[float]]] = field(default_factory=dict)
+    """`tokens_per_s` and `plain_tokens_per_s`: per prompt, every fresh repeat."""
+
+    @property
+    def violations(self) -> list[str]:
+        """Candidates whose output differed from the target's, one line each."""
+        return [
+            f"confirm: {one.excluded} under {describe(one.entry.config)}" for one in self.candidates if not one.lossless
+        ]
+
+
+def confirm(
+    decoder: Decoder,
+    cases: Sequence[PromptCase],
+    entries: Sequence[Entry],
+    options: ConfirmOptions,
+    tell: Callable[[str], None] = lambda _line: None,
+) -> Confirmation:
+    """Choose among the entries, measure the chosen one afresh, decide.
+
+    Cost: prompts x (1 + candidates + 2 x repeats) decodings.
+    """
+    if not entries or not cases:
+        reason = "no config was measured losslessly on all tuning prompts" if not entries else "no held-out prompt"
+        return Confirmation(DecodeConfig.plain(options.num_layers, reason=reason), None, None, ())
+    candidates = _choosing_pass(decoder, cases, entries, tell)
+    order = choose(candidates, options.noise_sigma)
+    while order:
+        chosen = order[0]
+        tell(f"chosen: {describe(chosen.entry.config)}; measuring it afresh {options.repeats} times")
+        try:
+            passes = _fresh_passes(decoder, cases, chosen.entry.config, options.repeats)
+        except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
+            excluded = _excluded(decoder, chosen.entry, error)
+            tell(f"EXCLUDED {describe(chosen.entry.config)}: {excluded.excluded}")
+            candidates = tuple(excluded if one is chosen else one for one in candidates)
+            order = choose(candidates, options.noise_sigma)
+            continue
+        return _verdict(passes, chosen.entry, candidates, options)
+    reasons = "; ".join(sorted({one.excluded or "" for one in candidates}))
+    plain = DecodeConfig.plain(options.num_layers, reason=f"no candidate passed: {reasons}"[:500])
+    return Confirmation(plain, None, None, candidates)
+
+
+def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidate]:
+    """Candidates in the order of preference (see the module's rule); excluded ones are left out."""
+    able = sorted((one for one in candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
+    if not able:
+        return []
+    tolerance = max(TIE, math.sqrt(2) * noise_sigma / math.sqrt(len(able[0].ratios)))
+    best = able[0]
+    tied = [one for one in able if _log_difference(best.ratios, one.ratios) <= tolerance]
+    tied.sort(key=lambda one: _simplicity(one.entry.config))
+    return tied + [one for one in able if one not in tied]
+
+
+def summarise(passes: Sequence[Sequence[Pair]], *, seed: int) -> Confirmed:
+    """The numbers to report from fresh passes, each holding one pair per prompt in the same order.
+
+    A prompt's ratio is the ratio of its two medians over the passes; speedup is the geometric mean of the ratios and so
+    equals tokens_per_s / plain_tokens_per_s, themselves geometric means over prompts.
+    """
+    by_prompt = list(zip(*passes, strict=True))
+    fast = [median(pair.speculative.tokens_per_s for pair in pairs) for pairs in by_prompt]
+    plain = [median(pair.plain.tokens_per_s for pair in pairs) for pairs in by_prompt]
+    ratios = [one / other for one, other in zip(fast, plain, strict=True)]
+    tokens_per_s, plain_tokens_per_s = geometric_mean(fast), geometric_mean(plain)
+    speedup = tokens_per_s / plain_tokens_per_s
+    interval = ratio_interval(ratios, seed=seed)
+    ties = sum(any(pair.speculative.is_tie for pair in pairs) for pairs in by_prompt)
+    acceptance = add_up([pair.speculative.stats for pairs in passes for pair in pairs])
+    return Confirmed(
+        tokens_per_s=tokens_per_s,
+        plain_tokens_per_s=plain_tokens_per_s,
+        speedup=speedup,
+        # One prompt has no interval; an interval down to (nearly) nothing never confirms anything.
+        speedup_ci_low=interval.low if interval else min(speedup, 1.0) * 1e-3,
+        speedup_ci_high=interval.high if interval else speedup * 1e3,
+        ci_level=CI_LEVEL,
+        num_prompts=len(ratios),
+        num_identical=len(ratios) - ties,
+        num_ties=ties,
+        num_repeats=len(passes),
+        acceptance_rate=acceptance.acceptance_rate,
+        mean_accepted_length=acceptance.mean_accepted_length,
+    )
+
+
+def describe(config: DecodeConfig) -> str:
+    """A config in a few words."""
+    if not config.speculates:
+        return "plain decoding"
+    text = f"mask {config.skip_mask}, gamma {config.gamma}"
+    if config.draft_threshold:
+        text += f", draft_threshold {config.draft_threshold:g}"
+    if config.target_threshold:
+        text += f", target_threshold {config.target_threshold:g}"
+    return text
+
+
+def _choosing_pass(
+    decoder: Decoder, cases: Sequence[PromptCase], entries: Sequence[Entry], tell: Callable[[str], None]
+) -> tuple[Candidate, ...]:
+    plain = DecodeConfig.plain(entries[0].config.skip_mask.num_layers)
+    configs = [plain] + [entry.config for entry in entries]
+    rates: list[list[float]] = [[] for _ in configs]
+    excluded: dict[int, Candidate] = {}
+    for row, case in enumerate(cases):
+        for turn in range(len(configs)):
+            i = (row + turn) % len(configs)
+            if i in excluded:
+                continue
+            try:
+                rates[i].append(time_one(decoder, case, configs[i]).tokens_per_s)
+            except Exception as error:
+                if i == 0:
+                    raise  # without plain decoding there is nothing to compare with
+                excluded[i] = _excluded(decoder, entries[i - 1], error)
+                tell(f"EXCLUDED {describe(configs[i])}: {excluded[i].excluded}")
+    return tuple(
+        excluded[i] if i in excluded else Candidate(entry, _ratios(rates[i], rates[0]))
+        for i, entry in enumerate(entries, start=1)
+    )
+
+
+def _excluded(decoder: Decoder, entry: Entry, error: Exception) -> Candidate:
+    lossless = not isinstance(error, LosslessViolation)
+    decoder.free_memory()
+    line = " ".join(str(error).split())[:300]
+    return Candidate(entry, (), f"{type(error).__name__}: {line}" if lossless else f"not lossless: {line}", lossless)
+
+
+def _fresh_passes(
+    decoder: Decoder, cases: Sequence[PromptCase], config: DecodeConfig, repeats: int
+) -> list[list[Pair]]:
+    return [
+        [measure_pair(decoder, case, config, plain_first=(row + repeat) % 2 == 0) for row, case in enumerate(cases)]
+        for repeat in range(repeats)
+    ]
+
+
+def _verdict(
+    passes: Sequence[Sequence[Pair]], entry: Entry, candidates: tuple[Candidate, ...], options: ConfirmOptions
+) -> Confirmation:
+    measured = summarise(passes, seed=options.seed)
+    by_prompt = list(zip(*passes, strict=True))
+    raw = {
+        "tokens_per_s": [[pair.speculative.tokens_per_s for pair in pairs] for pairs in by_prompt],
+        "plain_tokens_per_s": [[pair.plain.tokens_per_s for pair in pairs] for pairs in by_prompt],
+    }
+    if measured.speedup_ci_low > 1.0:
+        config = entry.config.model_copy(update={"confirmed": measured})
+        return Confirmation(config, entry, measured, candidates, raw)
+    reason = (
+        f"do not speculate: the best candidate ({describe(entry.config)}) reached {measured.speedup:.3f}x on "
+        f"{measured.num_prompts} held-out prompts, 95 % interval {measured.speedup_ci_low:.3f} to "
+        f"{measured.speedup_ci_high:.3f}, which does not lie above 1.0"
+    )
+    plain = DecodeConfig.plain(entry.config.skip_mask.num_layers, reason=reason)
+    return Confirmation(plain, None, measured, candidates, raw)
+
+
+def _ratios(rates: Sequence[float], plain: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one / other for one, other in zip(rates, plain, strict=True))
+
+
+def _log_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.log(geometric_mean(one) / geometric_mean(other))
+
+
+def _simplicity(config: DecodeConfig) -> tuple[int, int, float, float]:
+    return (config.skip_mask.num_skipped, config.gamma, config.draft_threshold, config.target_threshold)

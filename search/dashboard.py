@@ -1,0 +1,97 @@
+"""python -m search.dashboard: browse a study in optuna-dashboard, on this machine only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from layerskip.cli import OneLineParser, run_command
+from search.run import demo_folder
+from search.spec import load_spec
+from search.storage import check_storage, close_storage, open_storage, redact, storage_file
+
+PROG = "search.dashboard"
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(
+        prog=f"python -m {PROG}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--study", help="study folder, or its study.toml; default: the demo study")
+    parser.add_argument("--storage", help="Optuna storage, if it is not the study's own")
+    parser.add_argument("--port", type=int, default=8080, help="default 8080; 0 = any free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="default 127.0.0.1: the dashboard has no password, and anyone can delete"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def open_app(study: str | None, storage_url: str | None) -> tuple[Callable[..., Any], str]:
+    """The dashboard's WSGI app, and the address of the study's page in it.
+
+    Opens an existing study only; never creates a database.
+    Raises: ValueError or FileNotFoundError in one line.
+    """
+    import optuna
+
+    spec, paths = load_spec({"storage": storage_url}, study, demo=demo_folder())
+    url, name = paths.storage_url(spec), paths.study_name(spec)
+    file = storage_file(url)
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"{file}: no such study yet; run python -m search.run first")
+    check_storage(url)
+    storage = open_storage(url)
+    names = optuna.get_all_study_names(storage)
+    if name not in names:
+        close_storage(storage)
+        raise ValueError(f"storage {redact(url)}: has no study {name!r}, only: {', '.join(names) or 'none'}")
+    study_id = storage.get_study_id_from_name(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the dashboard's dependencies warn of their own future
+        from optuna_dashboard import wsgi
+
+        return wsgi(storage), f"dashboard/studies/{study_id}"
+
+
+def bind(app: Callable[..., Any], host: str, port: int) -> WSGIServer:
+    """A server bound to the address, not yet serving. Raises: OSError in one line if the port is taken."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port: must be in 0..65535, got {port}")
+    try:
+        return make_server(host, port, app, handler_class=_QuietHandler)
+    except OSError as error:
+        raise OSError(f"cannot serve on {host}:{port}: {error.strerror or error}; try another --port") from None
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """No line per request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    app, page = open_app(arguments.study, arguments.storage)
+    with bind(app, arguments.host, arguments.port) as server:
+        sys.stdout.write(f"http://{arguments.host}:{server.server_port}/{page}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""Decoder: all that the search needs of a model, so that a fake with a fake clock can stand in for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from layerskip.config import DecodeConfig
+from layerskip.stats import DecodeStats
+
+if TYPE_CHECKING:
+    from search.spec import StudySpec
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One greedy continuation: new token ids only, with synchronised timings."""
+
+    ids: tuple[int, ...]
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How an output compares with the target's own greedy output."""
+
+    identical: bool
+    is_tie: bool = False
+    """Differs, but every emitted token is the target's argmax within the dtype's rounding."""
+    first_difference: int | None = None
+    logit_gap: float | None = None
+
+
+class Decoder(Protocol):
+    """Greedy decoding of one model on one device."""
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+        """Continue one prompt greedily under `config`."""
+
+    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> Identity:
+        """Compare an output with the reference. Cost: none if equal, else about one target forward."""
+
+    def free_memory(self) -> None:
+        """Give back what a failed run left behind."""
+
+
+class ModelDecoder:
+    """A LayerSkipModel as a Decoder."""
+
+    def __init__(self, model: Any, max_new_tokens: int) -> None:
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+        """Continue one prompt greedily under `config`."""
+        # A penalty in the model's generation_config would make the output another one than the argmax of the logits.
+        out = self.model.generate(
+            prompt_ids, config=config, max_new_tokens=self.max_new_tokens, do_sample=False, repetition_penalty=1.0
+        )
+        return Decoded(tuple(out.ids), out.stats)
+
+    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> Identity:
+        """Compare an output with the reference. Cost: none if equal, else about one target forward."""
+        if tuple(ids) == tuple(reference_ids):
+            return Identity(identical=True)
+        from layerskip.identity import check_greedy
+
+        report = check_greedy(self.model, prompt_ids, ids, reference_ids)
+        return Identity(
+            identical=report.identical,
+            # In float32 a difference is a bug, however near the logits are.
+            is_tie=report.is_tie and str(self.model.dtype) != "torch.float32",
+            first_difference=report.first_difference,
+            logit_gap=report.logit_gap,
+        )
+
+    def free_memory(self) -> None:
+        """Collect garbage and empty the device's allocator cache."""
+        gc.collect()
+        if self.model.device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def load_model(spec: StudySpec) -> Any:
+    """The spec's model on its device. Raises: ValueError or OSError in one line for whatever cannot be loaded."""
+    import torch
+
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
+    from layerskip import LayerSkipModel
+
+    return LayerSkipModel.from_pretrained(
+        spec.model,
+        device=spec.device,
+        dtype=spec.dtype,
+        engine=spec.engine,
+        trust_remote_code=spec.trust_remote_code,
+        revision=spec.revision,
+    )

@@ -1,0 +1,134 @@
+"""Fingerprint: what a number was measured on; stored with the study and compared on resume."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from search.prompts import PromptSet
+from search.spec import StudySpec
+
+SPACE_VERSION = 1
+"""Grows when parameter names or their meaning change, so that old trials are not read with new eyes."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Fields that must agree for two measurements to be comparable. A difference in any of them refuses a resume."""
+
+    weights: str
+    model_class: str
+    device: str
+    dtype: str
+    engine: str
+    num_threads: int
+    cpu: str
+    torch: str
+    transformers: str
+    layerskip: str
+    tuning_prompts: str
+    held_out_prompts: str
+    max_new_tokens: int
+    gamma_max: int
+    granularity: str
+    space_version: int = SPACE_VERSION
+
+
+class FingerprintMismatch(ValueError):  # noqa: N818 (reads as the fact it states)
+    """The study was measured on something else."""
+
+
+def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: PromptSet) -> Fingerprint:
+    """The fingerprint of a run about to start. Cost: one pass over the weights."""
+    import torch
+
+    return Fingerprint(
+        weights=model.weights_fingerprint(),
+        model_class=model.model_class,
+        device=device_name(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        engine=model.engine_name,
+        num_threads=torch.get_num_threads(),
+        cpu=cpu_name(),
+        torch=torch.__version__,
+        transformers=package_version("transformers"),
+        layerskip=package_version("layerskip"),
+        tuning_prompts=tuning.fingerprint,
+        held_out_prompts=held_out.fingerprint,
+        max_new_tokens=spec.max_new_tokens,
+        gamma_max=spec.gamma_max,
+        granularity=spec.granularity,
+    )
+
+
+def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
+    """Raises: FingerprintMismatch naming every field that differs, with both values."""
+    current = asdict(now)
+    names = [field.name for field in fields(now)] + [name for name in stored if name not in current]
+    differing = [
+        f"{name} was {stored.get(name)!r}, now {current.get(name)!r}"
+        for name in names
+        if stored.get(name) != current.get(name)
+    ]
+    if differing:
+        raise FingerprintMismatch(
+            f"the study was measured on something else: {'; '.join(differing)}. "
+            "Use another --study-name, or another --study folder"
+        )
+
+
+def environment() -> dict[str, str]:
+    """Facts worth recording that do not refuse a resume: they change no token and hardly a time."""
+    facts = {name: package_version(name) for name in ("optuna", "optuna-dashboard", "numpy", "tokenizers")}
+    facts |= {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
+    commit = git_commit(Path(__file__).parent)
+    return facts | ({"commit": commit} if commit else {})
+
+
+def device_name(device: Any) -> str:
+    """`cpu`, or the name the driver gives the device."""
+    if device.type == "cuda":
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    return str(device.type)
+
+
+def cpu_name() -> str:
+    """The processor's model name as the system reports it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def package_version(name: str) -> str:
+    """Version of an installed package, `unknown` if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def git_commit(folder: Path) -> str | None:
+    """HEAD of the checkout that holds `folder`, with `+changes` if files differ; None outside a checkout."""
+    try:
+        head = _git(folder, "rev-parse", "HEAD")
+        return head + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,135 @@
+"""Paired measurement: plain and speculative decoding of a prompt, back to back, order flipped, outputs checked."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from layerskip.config import DecodeConfig
+from layerskip.stats import DecodeStats
+from search.decoder import Decoded, Decoder
+from search.statistics import geometric_mean
+
+
+@dataclass(frozen=True)
+class PromptCase:
+    """One prompt as token ids with the target's own greedy continuation."""
+
+    prompt_id: str
+    prompt_ids: tuple[int, ...]
+    reference_ids: tuple[int, ...]
+
+
+class LosslessViolation(Exception):  # noqa: N818 (it is the event, whoever is to blame)
+    """A greedy output differs from the target's own: a bug, never a low score."""
+
+    def __init__(self, prompt_id: str, config: DecodeConfig, position: int | None, gap: float | None) -> None:
+        where = "" if position is None else f" from token {position} on"
+        logits = "" if gap is None else f" (the target's logits differ by {gap:.4g})"
+        super().__init__(f"prompt {prompt_id!r}: output differs from the target's{where}{logits}")
+        self.prompt_id = prompt_id
+        self.config = config
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One checked decoding of one prompt."""
+
+    tokens_per_s: float
+    is_tie: bool
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Plain and speculative decoding of one prompt."""
+
+    prompt_id: str
+    plain: Timed
+    speculative: Timed
+
+    @property
+    def ratio(self) -> float:
+        """Speculative tokens/s over plain tokens/s; the tokens are the same, so it is a ratio of seconds too."""
+        return self.speculative.tokens_per_s / self.plain.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counters of several runs added up."""
+
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    accepted_by_position: tuple[int, ...]
+    drafted_by_position: tuple[int, ...]
+    num_target_only: int
+
+
+def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
+    """Decode one prompt with garbage collection off, and check the output against the reference.
+
+    Raises: LosslessViolation if the output is neither identical nor a logit tie; ValueError if nothing could be timed.
+    """
+    with no_garbage_collection():
+        out = decoder.decode(case.prompt_ids, config)
+    return _checked(decoder, case, config, out)
+
+
+def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
+    """Both ways to decode one prompt, back to back. The order is the caller's to flip. Raises as `time_one`."""
+    plain = DecodeConfig.plain(config.skip_mask.num_layers)
+    if plain_first:
+        first = time_one(decoder, case, plain)
+        return Pair(case.prompt_id, first, time_one(decoder, case, config))
+    speculative = time_one(decoder, case, config)
+    return Pair(case.prompt_id, time_one(decoder, case, plain), speculative)
+
+
+def speedup(pairs: Sequence[Pair]) -> float:
+    """Geometric mean of the per-prompt ratios."""
+    return geometric_mean([pair.ratio for pair in pairs])
+
+
+def add_up(stats: Sequence[DecodeStats]) -> Acceptance:
+    """Acceptance of several runs as one: totals over totals, not a mean of rates."""
+    drafted = sum(one.num_drafted for one in stats)
+    accepted = sum(one.num_accepted for one in stats)
+    rounds = sum(one.num_rounds for one in stats)
+    return Acceptance(
+        acceptance_rate=accepted / drafted if drafted else None,
+        mean_accepted_length=(accepted + rounds) / rounds if rounds else None,
+        accepted_by_position=_sum_lists([one.accepted_by_position for one in stats]),
+        drafted_by_position=_sum_lists([one.drafted_by_position for one in stats]),
+        num_target_only=sum(one.num_target_only for one in stats),
+    )
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep the collector out of a timed region; whatever it was before, it is afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _checked(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> Timed:
+    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids)
+    if not identity.identical and not identity.is_tie:
+        raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
+    rate = out.stats.tokens_per_s
+    if rate is None:
+        raise ValueError(
+            f"prompt {case.prompt_id!r}: {out.stats.num_emitted} tokens in {out.stats.decode_s} s: no rate"
+        )
+    return Timed(rate, not identity.identical, out.stats)
+
+
+def _sum_lists(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    width = max((len(one) for one in lists), default=0)
+    return tuple(sum(one[i] for one in lists if i < len(one)) for i in range(width))

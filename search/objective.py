@@ -1,0 +1,168 @@
+"""Objective: one trial = config -> lossless gate -> paired measurement -> value and attributes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from layerskip.config import DecodeConfig
+from search.decoder import Decoder
+from search.leaderboard import Standings, make_standings
+from search.measurement import LosslessViolation, Pair, add_up, measure_pair, speedup
+from search.reference import Reference
+from search.samplers import StudySampler
+from search.space import SearchSpace
+from search.statistics import ratio_interval
+from search.stop import StopSignal
+from search.study import process_token
+
+
+class TrialFailed(RuntimeError):  # noqa: N818 (reads as the fact it states)
+    """A trial broke; the reason is in its attribute `failure`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial measured."""
+
+    pairs: tuple[Pair, ...]
+    steps: tuple[int, ...]
+    """Places of the prompts in the reference."""
+    speedup: float
+    """As on the average prompt of a first trial (see `Standings.standardised`), so that trials compare."""
+    stopped_early: bool
+
+
+@dataclass
+class Objective:
+    """Callable for `study.optimize`; maximises tokens/s. Never raises for a config that is merely bad."""
+
+    decoder: Decoder
+    space: SearchSpace
+    reference: Reference
+    sampler: StudySampler
+    stop: StopSignal
+    clock: Callable[[], float] = time.perf_counter
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        start = self.clock()
+        config = self.space.suggest(trial)
+        self._describe(trial, config)
+        reason = None
+        try:
+            complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            standings = standings_of(complete, self.space, self.reference)
+            outcome = self._measure(trial, config, standings)
+        except KeyboardInterrupt:
+            trial.set_user_attr("failure", "interrupted")
+            raise
+        except LosslessViolation as violation:
+            # Pruned: only complete trials can be the best one, here and in the dashboard.
+            details = {"lossless": False, "violation": str(violation), "violation_prompt": violation.prompt_id}
+            _set_all(trial, details)
+            raise optuna.TrialPruned(str(violation)) from None
+        except Exception as error:  # noqa: BLE001 (whatever a config does to the machinery fails this trial alone)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        if reason is not None:  # outside the except block: there the traceback would keep the tensors alive
+            trial.set_user_attr("failure", reason)
+            self.decoder.free_memory()
+            raise TrialFailed(reason)
+        return self._record(trial, outcome, self.clock() - start)
+
+    def _describe(self, trial: optuna.Trial, config: DecodeConfig) -> None:
+        proposal = self.sampler.proposal_of(trial.number)
+        mask = config.skip_mask
+        attributes: dict[str, Any] = {
+            "process": process_token(),
+            "origin": proposal.origin,
+            "skip_mask": str(mask),
+            "num_skipped_attention": mask.num_skipped_attention,
+            "num_skipped_mlp": mask.num_skipped_mlp,
+        }
+        if proposal.repeat_of is not None:
+            attributes["repeat_of"] = proposal.repeat_of
+        _set_all(trial, attributes)
+
+    def _measure(self, trial: optuna.Trial, config: DecodeConfig, standings: Standings) -> Outcome:
+        """Pairs on this trial's prompts, in order, until all are done or the trial is hopeless."""
+        pairs: list[Pair] = []
+        steps = self.reference.steps(standings.num_full_trials(trial.params))
+        estimate = 1.0
+        for count, step in enumerate(steps, start=1):
+            case = self.reference.cases[step]
+            with self.stop.interruptible():
+                pair = measure_pair(self.decoder, case, config, plain_first=(step + trial.number) % 2 == 0)
+            pairs.append(pair)
+            trial.report(pair.ratio, step)
+            estimate = standings.standardised(steps[:count], [one.ratio for one in pairs])
+            if count < len(steps) and standings.is_hopeless(estimate, count):
+                return Outcome(tuple(pairs), steps[:count], estimate, stopped_early=True)
+        return Outcome(tuple(pairs), steps, estimate, stopped_early=False)
+
+    def _record(self, trial: optuna.Trial, outcome: Outcome, seconds: float) -> float:
+        ratios = [pair.ratio for pair in outcome.pairs]
+        stats = [pair.speculative.stats for pair in outcome.pairs]
+        acceptance = add_up(stats)
+        interval = ratio_interval(ratios, seed=0)
+        standardised = outcome.speedup / speedup(outcome.pairs)
+        value = outcome.speedup * self.reference.plain_tokens_per_s
+        attributes: dict[str, Any] = {
+            "speedup": outcome.speedup,
+            "speedup_measured": speedup(outcome.pairs),
+            "stopped_early": outcome.stopped_early,
+            "lossless": True,
+            "num_prompts": len(ratios),
+            "num_ties": sum(pair.speculative.is_tie for pair in outcome.pairs),
+            "prompt_steps": list(outcome.steps),
+            "ratios": ratios,
+            "tokens_per_s_by_prompt": [pair.speculative.tokens_per_s for pair in outcome.pairs],
+            "plain_tokens_per_s_by_prompt": [pair.plain.tokens_per_s for pair in outcome.pairs],
+            "accepted_by_position": list(acceptance.accepted_by_position),
+            "drafted_by_position": list(acceptance.drafted_by_position),
+            "num_target_only": acceptance.num_target_only,
+            "draft_s": sum(one.draft_s for one in stats),
+            "verify_s": sum(one.verify_s for one in stats),
+            "seconds": seconds,
+        }
+        if interval is not None:
+            attributes |= {
+                "speedup_ci_low": interval.low * standardised,
+                "speedup_ci_high": interval.high * standardised,
+            }
+        if acceptance.acceptance_rate is not None:
+            attributes["acceptance_rate"] = acceptance.acceptance_rate
+        if acceptance.mean_accepted_length is not None:
+            attributes["mean_accepted_length"] = acceptance.mean_accepted_length
+        _set_all(trial, attributes)
+        return self._below_best(trial, value) if outcome.stopped_early else value
+
+    def _below_best(self, trial: optuna.Trial, value: float) -> float:
+        """A trial that saw fewer prompts cannot hold the best value, whatever its estimate."""
+        try:
+            return min(value, 0.999 * float(trial.study.best_value))
+        except ValueError:  # no complete trial yet
+            return value
+
+
+def standings_of(trials: Sequence[optuna.trial.FrozenTrial], space: SearchSpace, reference: Reference) -> Standings:
+    """The standings of a study whose trials use this reference."""
+    return make_standings(trials, space, reference.noise_sigma, reference.num_per_trial)
+
+
+def _set_all(trial: optuna.Trial, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        trial.set_user_attr(name, value)
+
+
+def violations_in(trials: Sequence[optuna.trial.FrozenTrial]) -> list[str]:
+    """Lossless violations stored in a study, this run's and earlier ones."""
+    return [
+        f"trial {trial.number}: {trial.user_attrs.get('violation')} under mask {trial.user_attrs.get('skip_mask')}"
+        for trial in trials
+        if trial.user_attrs.get("lossless") is False
+    ]

@@ -1,0 +1,60 @@
+"""Preflight: from a spec to a model ready to be searched, with every check that needs the model."""
+
+from __future__ import annotations
+
+from search.decoder import ModelDecoder, load_model
+from search.export import Origin, portable_model_name
+from search.fingerprint import package_version, take_fingerprint
+from search.progress import duration
+from search.prompts import PromptSet, encode_prompts
+from search.reference import prompts_for, warm_up
+from search.space import SearchSpace
+from search.spec import StudyPaths, StudySpec
+from search.subject import Subject
+
+
+def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:
+    """Load the model, encode the prompts, take the fingerprint. Writes nothing.
+
+    Raises: ValueError or OSError in one line for a model that cannot be used or a prompt that does not fit.
+    """
+    tuning, held_out = prompt_sets
+    model = load_model(spec)
+    if model.tokenizer is None:
+        raise ValueError(f"{spec.model}: has no tokenizer, which prompts need")
+    encoded = tuple(encode_prompts(one, model, room=spec.max_new_tokens) for one in prompt_sets)
+    fingerprint = take_fingerprint(model, spec, tuning, held_out)
+    origin = Origin(
+        model=portable_model_name(spec.model, paths.folder),
+        weights_fingerprint=fingerprint.weights,
+        device=fingerprint.device,
+        dtype=fingerprint.dtype,
+        num_layers=model.num_layers,
+        engine=fingerprint.engine,
+        num_threads=fingerprint.num_threads,
+        versions={name: package_version(name) for name in ("layerskip", "torch", "transformers", "optuna")},
+        prompts_fingerprint=fingerprint.tuning_prompts,
+        held_out_fingerprint=fingerprint.held_out_prompts,
+    )
+    space = SearchSpace.for_model(model, gamma_max=spec.gamma_max, granularity=spec.granularity)
+    return Subject(ModelDecoder(model, spec.max_new_tokens), space, encoded[0], encoded[1], fingerprint, origin)
+
+
+def estimate(subject: Subject, spec: StudySpec) -> str:
+    """How long the search will take, from one prompt decoded plainly. Cost: three decodings."""
+    from layerskip.config import DecodeConfig
+
+    warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
+    out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
+    pair_s = 2 * (out.stats.prefill_s + out.stats.decode_s)
+    per_trial = spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s)
+    per_trial = min(per_trial, len(subject.tuning))
+    num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)
+    confirm_s = num_held_out * pair_s / 2 * (2 + spec.num_confirm_candidates + 2 * spec.confirm_repeats)
+    search_s = spec.trials * per_trial * pair_s
+    if spec.timeout_s is not None:
+        search_s = min(search_s, spec.timeout_s)
+    return (
+        f"{spec.trials} trials of up to {per_trial} prompts: at most about {duration(search_s)}, "
+        f"then confirm about {duration(confirm_s)}; nothing was written"
+    )

@@ -1,0 +1,164 @@
+"""Reference: the target's own greedy continuation of every prompt, its plain speed, and the noise of a paired ratio."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import numpy as np
+
+from layerskip.config import DecodeConfig
+from layerskip.skip_mask import SkipMask
+from search.decoder import Decoder
+from search.measurement import PromptCase, measure_pair, time_one
+from search.prompts import EncodedPrompt
+from search.statistics import geometric_mean, log_spread
+
+LOG = logging.getLogger(__name__)
+MIN_PROMPTS_PER_TRIAL = 4
+MAX_PROMPTS_PER_TRIAL = 16
+MIN_NOISE_PAIRS = 12
+_NUM_TO_ESTIMATE = 3
+_MAX_TRIALS_APART = 4
+"""So many trials of one config see different prompts, if there are enough; then they repeat."""
+
+
+@dataclass(frozen=True)
+class ReferenceOptions:
+    """How many prompts a trial gets, and in which order."""
+
+    num_layers: int
+    seed: int
+    trial_seconds: float
+    prompts_per_trial: int | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The tuning prompts in their fixed order, with what plain decoding does on them."""
+
+    cases: tuple[PromptCase, ...]
+    num_per_trial: int
+    """Prompts of a full trial: a config's first trial uses the first ones, its second the next ones, and so on."""
+    plain_tokens_per_s: float
+    """Geometric mean over the first trial's prompts of the median plain speed: the study's unit of speed."""
+    noise_sigma: float
+    """Standard deviation of the log of a plain/plain ratio: what a paired ratio owes to the clock alone."""
+    pair_s: float
+    """Seconds of a plain/plain pair, prefill included."""
+    dropped: tuple[str, ...]
+    """Prompts whose continuation ends before its second token: nothing to time."""
+
+    def to_json(self) -> str:
+        """One line, for a study's attributes."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Reference:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        cases = tuple(
+            PromptCase(case["prompt_id"], tuple(case["prompt_ids"]), tuple(case["reference_ids"]))
+            for case in data.pop("cases")
+        )
+        return cls(cases=cases, dropped=tuple(data.pop("dropped")), **data)
+
+    def steps(self, num_earlier_trials: int) -> tuple[int, ...]:
+        """Places of the prompts of a config's next full trial, given how many it had. Goes round at the end."""
+        start = num_earlier_trials * self.num_per_trial
+        return tuple((start + i) % len(self.cases) for i in range(self.num_per_trial))
+
+
+def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions) -> Reference:
+    """Warm up, decode the tuning prompts plainly until four trials have enough of them, then run plain against plain.
+
+    The order of prompts is a shuffle from the seed. Cost: a plain decoding of every prompt used, and 24 for the noise.
+    Raises: ValueError if no prompt can be timed; LosslessViolation if plain decoding does not repeat itself.
+    """
+    plain = DecodeConfig.plain(options.num_layers)
+    shuffled = [prompts[i] for i in np.random.default_rng(options.seed).permutation(len(prompts))]
+    warm_up(decoder, shuffled[0].ids, options.num_layers)
+    cases: list[PromptCase] = []
+    dropped: list[str] = []
+    seconds: list[float] = []
+    per_trial = options.prompts_per_trial or MAX_PROMPTS_PER_TRIAL
+    for prompt in shuffled:
+        if len(cases) >= _MAX_TRIALS_APART * per_trial:
+            break
+        out = decoder.decode(prompt.ids, plain)
+        if len(out.ids) < 2:
+            LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
+            dropped.append(prompt.prompt_id)
+            continue
+        cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids))
+        seconds.append(out.stats.prefill_s + out.stats.decode_s)
+        if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
+            per_trial = prompts_for(options.trial_seconds, 2 * float(np.mean(seconds)))
+    if not cases:
+        raise ValueError("prompts: the model ends the text before a second token on every tuning prompt")
+    per_trial = min(per_trial, len(cases))
+    rates, noise = _plain_against_plain(decoder, cases[:per_trial], plain)
+    return Reference(
+        cases=tuple(cases),
+        num_per_trial=per_trial,
+        plain_tokens_per_s=geometric_mean(rates),
+        noise_sigma=noise,
+        pair_s=2 * float(np.mean(seconds)),
+        dropped=tuple(dropped),
+    )
+
+
+def make_cases(
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int
+) -> tuple[tuple[PromptCase, ...], tuple[str, ...]]:
+    """The target's continuation of every prompt, and the ids of those too short to time.
+
+    Cost: one plain decoding each.
+    """
+    plain = DecodeConfig.plain(num_layers)
+    cases, dropped = [], []
+    for prompt in prompts:
+        out = decoder.decode(prompt.ids, plain)
+        if len(out.ids) < 2:
+            LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
+            dropped.append(prompt.prompt_id)
+        else:
+            cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids))
+    return tuple(cases), tuple(dropped)
+
+
+def warm_up(decoder: Decoder, prompt_ids: Sequence[int], num_layers: int) -> None:
+    """Decode one prompt both ways, untimed: allocators, caches and kernels settle."""
+    decoder.decode(prompt_ids, DecodeConfig.plain(num_layers))
+    decoder.decode(prompt_ids, DecodeConfig(skip_mask=SkipMask.none(num_layers), gamma=1))
+
+
+def plain_speed(decoder: Decoder, reference: Reference, num_layers: int) -> float:
+    """Plain tokens/s right now on the first trial's prompts, to compare with the stored one. Raises as `time_one`."""
+    plain = DecodeConfig.plain(num_layers)
+    cases = reference.cases[: reference.num_per_trial]
+    return geometric_mean([time_one(decoder, case, plain).tokens_per_s for case in cases])
+
+
+def prompts_for(trial_seconds: float, pair_s: float) -> int:
+    """How many prompts fit a trial's time, at the cost of plain pairs; at least 4, at most 16."""
+    fitting = int(trial_seconds / pair_s) if pair_s > 0 else MAX_PROMPTS_PER_TRIAL
+    return min(max(fitting, MIN_PROMPTS_PER_TRIAL), MAX_PROMPTS_PER_TRIAL)
+
+
+def _plain_against_plain(
+    decoder: Decoder, cases: Sequence[PromptCase], plain: DecodeConfig
+) -> tuple[list[float], float]:
+    """Plain tokens/s per prompt (median), and the A/A noise."""
+    rates: list[list[float]] = [[] for _ in cases]
+    ratios: list[float] = []
+    for repeat in range(math.ceil(MIN_NOISE_PAIRS / len(cases))):
+        for i, case in enumerate(cases):
+            pair = measure_pair(decoder, case, plain, plain_first=(i + repeat) % 2 == 0)
+            rates[i] += [pair.plain.tokens_per_s, pair.speculative.tokens_per_s]
+            ratios.append(pair.ratio)
+    return [median(values) for values in rates], log_spread(ratios)

@@ -1,0 +1,153 @@
+"""python -m search.run: find the fastest lossless way to decode a model on this device."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from search.spec import DTypeName, EngineName, Granularity, SamplerName, StudyPaths, StudySpec, load_spec, to_toml
+from search.stop import StopSignal
+
+if TYPE_CHECKING:
+    from search.progress import Reporter
+    from search.subject import Subject
+
+PROG = "search.run"
+_EPILOG = """\
+Without flags: the demo study. With --model and --prompts: a new study folder, studies/MODEL-DEVICE, or the one --study
+names. The same command again continues the study up to --trials. Exit codes: 0 done (also where the answer is "do not
+speculate"), 1 outputs were not lossless or trials kept failing, 2 bad input, 130 and 143 stopped by a signal."""
+_ABOUT_FLAGS = {
+    "model": "Hugging Face id or folder",
+    "prompts": "JSONL file of tuning prompts",
+    "held_out": "JSONL file of held-out prompts; without it, split off from --prompts",
+    "storage": "Optuna storage: an RDB URL or journal:PATH",
+    "study_name": "name inside the storage",
+    "device": "auto, cpu, cuda, cuda:N or mps",
+    "revision": "branch, tag or commit of a hub model",
+}
+_ABOUT_NUMBERS = {
+    "trials": (int, "trials in the study in total"),
+    "timeout": (float, "seconds of searching in this run; the confirm stage follows all the same"),
+    "trial_seconds": (float, "seconds a full trial should take; decides its number of prompts"),
+    "max_new_tokens": (int, "tokens decoded per prompt"),
+    "gamma_max": (int, "most draft tokens per round"),
+    "seed": (int, "seed of everything random"),
+    "threads": (int, "CPU threads of torch"),
+}
+_FIELDS = {"timeout": "timeout_s", "threads": "num_threads"}
+
+
+def build_parser() -> OneLineParser:
+    """Flags override study.toml; what is not given has no default here."""
+    parser = OneLineParser(
+        prog=f"python -m {PROG}",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--study", help="study folder, or its study.toml")
+    for name, about in _ABOUT_FLAGS.items():
+        parser.add_argument(_flag(name), help=about)
+    for name, (kind, about) in _ABOUT_NUMBERS.items():
+        parser.add_argument(_flag(name), type=kind, metavar="N", help=about)
+    parser.add_argument("--dtype", choices=get_args(DTypeName), help="number format")
+    parser.add_argument("--engine", choices=get_args(EngineName), help="how one forward is executed")
+    parser.add_argument("--granularity", choices=get_args(Granularity), help="what a bit of the mask skips")
+    parser.add_argument("--sampler", choices=get_args(SamplerName), help="who proposes configs")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", default=None, help="let the model's repository run its own code"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    arguments = build_parser().parse_args(given)
+    return run_command(PROG, lambda: _run(arguments, given))
+
+
+def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
+    flags = vars(arguments).copy()
+    study, dry_run = flags.pop("study"), flags.pop("dry_run")
+    spec, paths = load_spec(
+        {_FIELDS.get(name, name): value for name, value in flags.items()}, study, demo=demo_folder()
+    )
+    stop = StopSignal()
+    with stop.installed():
+        try:
+            return _search(spec, paths, argv, stop, dry_run=dry_run)
+        except KeyboardInterrupt:
+            print_error(PROG, f"stopped; the same command continues study {paths.study_name(spec)!r}")
+            return stop.exit_code
+
+
+def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSignal, *, dry_run: bool) -> int:
+    from search.storage import check_storage, check_writable, redact
+
+    start = time.perf_counter()
+    command = shlex.join(["python", "-m", PROG, *map(redact, argv)])
+    from search.prompts import load_prompts
+
+    prompt_sets = load_prompts(spec.prompts, spec.held_out)
+    check_storage(paths.storage_url(spec))
+    if not dry_run:
+        check_writable(paths.folder)
+    from search.pipeline import SearchRun
+    from search.preflight import estimate, open_subject
+    from search.progress import Reporter
+    from search.study import stored_engine
+    from search.subject import Tools
+
+    quiet_libraries()
+    reporter = Reporter()
+    engine = stored_engine(paths.storage_url(spec), paths.study_name(spec)) if spec.engine == "auto" else None
+    subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
+    _tell_plan(reporter, spec, subject)
+    if dry_run:
+        reporter.phase("dry run", estimate(subject, spec))
+        return 0
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    if not paths.spec_file.exists():
+        from layerskip.config import write_atomically
+
+        write_atomically(paths.spec_file, to_toml(spec, paths.folder))
+        reporter.phase("preflight", f"new study folder {paths.folder}")
+    load_s = time.perf_counter() - start
+    return SearchRun(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
+
+
+def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
+    print_ = subject.fingerprint
+    reporter.phase(
+        "preflight",
+        f"{subject.origin.model}: {print_.model_class}, {subject.space.num_layers} layers, {print_.dtype} on "
+        f"{print_.device}, {print_.num_threads} threads, engine {print_.engine}",
+    )
+    split = "" if spec.held_out else " (split off, by content hash)"
+    reporter.phase(
+        "preflight",
+        f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
+        f"{len(subject.space.bit_names)} mask bits, gamma 1..{spec.gamma_max}, two thresholds",
+    )
+
+
+def demo_folder() -> Path:
+    """The study that is searched without flags: here, or beside the package."""
+    here = Path("studies/demo")
+    return here if here.is_dir() else Path(__file__).parents[1] / here
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,232 @@
+"""StudySpec: study.toml and flags become one validated value."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from layerskip.config import MAX_GAMMA, describe_validation_error
+
+STUDY_FILE = "study.toml"
+Granularity = Literal["layer", "sublayer"]
+SamplerName = Literal["local-tpe", "tpe-univariate", "tpe", "random"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+EngineName = Literal["auto", "eager", "fused"]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class StudySpec(BaseModel):
+    """What to search, on what, for how long. Paths are absolute once loaded.
+
+    Raises: ValueError naming the field, the rule and the value got; unknown fields are refused.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1)]
+    """Hub id, or the folder of a saved model."""
+    prompts: Annotated[str, Field(min_length=1)]
+    """JSONL file of tuning prompts: the search sees only these."""
+    held_out: str | None = None
+    """JSONL file of held-out prompts, which judge the winner; None = split off from `prompts`."""
+    storage: str | None = None
+    """Optuna storage: an RDB URL, or `journal:PATH`; None = `study.db` (SQLite) in the study folder."""
+    study_name: str | None = None
+    """Name inside the storage; None = the folder's name."""
+    trials: Positive = 200
+    """Trials in the study in total, earlier runs included."""
+    timeout_s: Seconds | None = None
+    """Seconds of searching in this run; the confirm stage follows all the same. None = no limit."""
+    device: Annotated[str, Field(min_length=1)] = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`."""
+    dtype: DTypeName = "auto"
+    """Number format of weights and arithmetic."""
+    engine: EngineName = "auto"
+    """How one forward is executed; plain and speculative decoding always use the same one."""
+    max_new_tokens: Annotated[int, Field(ge=2, le=100_000)] = 64
+    """Tokens decoded per prompt; the first comes from the prefill and is not timed, so at least 2."""
+    gamma_max: Annotated[int, Field(ge=1, le=MAX_GAMMA)] = 8
+    """Most draft tokens per round that the search may propose."""
+    granularity: Granularity = "sublayer"
+    """Skip attention and MLP apart, or whole layers only."""
+    sampler: SamplerName = "local-tpe"
+    """Who proposes new configs; warm starts and re-measurements come with each of them."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads of torch; None = torch's own choice. Part of the fingerprint."""
+    trust_remote_code: bool = False
+    """Let a hub model run its own Python code."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    trial_seconds: Seconds = 20.0
+    """Time a full trial should take; decides the prompts per trial from the measured plain speed."""
+    prompts_per_trial: Positive | None = None
+    """Prompts of a full trial; None = derived from `trial_seconds`, from 4 to 16. Hopeless trials use fewer."""
+    repeat_every: Annotated[int, Field(ge=0)] = 4
+    """Every so many trials a leading config is measured again; 0 = never."""
+    num_confirm_candidates: Positive = 4
+    """Leading configs that go to the confirm stage."""
+    confirm_repeats: Positive = 3
+    """Fresh passes over the held-out prompts from which the winner's number is taken."""
+    num_confirm_prompts: Annotated[int, Field(ge=4)] = 32
+    """Most held-out prompts used."""
+    max_failures: Positive = 5
+    """Failed trials in a row that end the run."""
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ValueError(describe_validation_error(error)) from None
+
+
+@dataclass(frozen=True)
+class StudyPaths:
+    """The study folder and the files the search keeps in it."""
+
+    folder: Path
+
+    @property
+    def spec_file(self) -> Path:
+        return self.folder / STUDY_FILE
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "best.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.folder / "summary.json"
+
+    def storage_url(self, spec: StudySpec) -> str:
+        """The storage to open: the spec's, or SQLite in the folder."""
+        return spec.storage or f"sqlite:///{self.folder / 'study.db'}"
+
+    def study_name(self, spec: StudySpec) -> str:
+        """The spec's name, or the folder's."""
+        return spec.study_name or self.folder.name
+
+
+def load_spec(flags: Mapping[str, Any], study: str | None, *, demo: Path) -> tuple[StudySpec, StudyPaths]:
+    """The validated spec and its folder, from study.toml (if there is one) with flags on top.
+
+    `flags` holds StudySpec fields; None means not given. Its paths are relative to the working directory, those in
+    study.toml to the study folder. Writes nothing.
+    Raises: ValueError in one line, naming the file where it comes from study.toml.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    file = _study_file(given, study, demo)
+    data: dict[str, Any] = {}
+    if file.is_file():
+        data = resolve_paths(_read_toml(file), file.parent)
+        StudySpecFile.check(data, file)
+    elif not {"model", "prompts"} <= given.keys():
+        raise ValueError(f"{file}: no such file; give --study, or --model and --prompts for a new study")
+    data |= resolve_paths(given, Path.cwd())
+    return StudySpec(**data), StudyPaths(file.parent.absolute())
+
+
+class StudySpecFile:
+    """Checks on study.toml alone, so that an error in it names the file."""
+
+    @staticmethod
+    def check(data: Mapping[str, Any], file: Path) -> None:
+        filler = {"model": "-", "prompts": "-"}  # flags may still provide these two
+        try:
+            StudySpec(**(filler | dict(data)))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+
+
+def resolve_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """The same fields with relative file paths made absolute from `base`."""
+    resolved = dict(data)
+    for field in ("prompts", "held_out"):
+        if isinstance(resolved.get(field), str) and resolved[field]:
+            resolved[field] = os.path.normpath(base.absolute() / Path(resolved[field]).expanduser())
+    if isinstance(resolved.get("model"), str):
+        resolved["model"] = _resolve_model(resolved["model"], base.absolute())
+    if isinstance(resolved.get("storage"), str):
+        resolved["storage"] = _resolve_storage(resolved["storage"], base.absolute())
+    return resolved
+
+
+def to_toml(spec: StudySpec, folder: Path) -> str:
+    """study.toml text for this spec: only what differs from the defaults; paths relative to `folder` where near."""
+    lines = ["# Written by search.run; `python -m search.run --study FOLDER` reads it."]
+    for name, field in StudySpec.model_fields.items():
+        value = getattr(spec, name)
+        if value is None or (value == field.default and not field.is_required()):
+            continue
+        if name in ("prompts", "held_out") or (name == "model" and Path(value).is_absolute()):
+            value = _near(Path(value), folder)
+        lines.append(f"{name} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _study_file(given: Mapping[str, Any], study: str | None, demo: Path) -> Path:
+    if study is not None:
+        path = Path(study).expanduser()
+        return path if path.suffix == ".toml" else path / STUDY_FILE
+    if "model" in given or "prompts" in given:
+        if "model" not in given or "prompts" not in given:
+            missing = "prompts" if "model" in given else "model"
+            raise ValueError(f"--{missing}: a new study needs --model and --prompts, or --study to change one of them")
+        name = Path(given["model"].rstrip("/")).name or "model"
+        return Path("studies") / f"{name}-{_device_word(given.get('device', 'auto'))}" / STUDY_FILE
+    return demo / STUDY_FILE
+
+
+def _device_word(device: str) -> str:
+    if device == "auto":
+        from layerskip.loading import resolve_device
+
+        device = resolve_device(device).type
+    return device.replace(":", "")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file}: not valid TOML: {error}") from None
+
+
+def _resolve_model(model: str, base: Path) -> str:
+    path = Path(model).expanduser()
+    looks_local = path.is_absolute() or model.startswith(("./", "../", "~"))
+    if looks_local or (model and (base / path).is_dir()):
+        return os.path.normpath(base / path)
+    return model
+
+
+def _resolve_storage(storage: str, base: Path) -> str:
+    for prefix in ("sqlite:///", "journal:"):
+        if storage.startswith(prefix) and storage != prefix:
+            path, mark, query = storage.removeprefix(prefix).partition("?")
+            return f"{prefix}{os.path.normpath(base / Path(path).expanduser())}{mark}{query}"
+    return storage
+
+
+def _near(path: Path, folder: Path) -> str:
+    relative = os.path.relpath(path, folder)
+    text = relative if relative.count("..") <= 2 else str(path)
+    return text if text.startswith(("/", "../")) else f"./{text}"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    return repr(value)

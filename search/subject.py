@@ -1,0 +1,37 @@
+"""Subject and Tools: what is searched, and what a run needs of the world."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from search.decoder import Decoder
+from search.export import Origin
+from search.fingerprint import Fingerprint
+from search.progress import Reporter
+from search.prompts import EncodedPrompt
+from search.space import SearchSpace
+from search.stop import StopSignal
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is searched: a model ready to decode, its prompts and its identity."""
+
+    decoder: Decoder
+    space: SearchSpace
+    tuning: tuple[EncodedPrompt, ...]
+    held_out: tuple[EncodedPrompt, ...]
+    fingerprint: Fingerprint
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the run needs of the world."""
+
+    reporter: Reporter
+    stop: StopSignal
+    command: str
+    clock: Callable[[], float] = time.perf_counter

@@ -1,0 +1,105 @@
+"""summary.json: one run's trials, seconds, best, confirmed numbers and noise, as plain JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from search.confirm import Candidate, Confirmation
+from search.export import SearchFacts
+from search.leaderboard import Entry, Standings, counted, is_full
+from search.reference import Reference
+from search.study import trials_by_state
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SummaryInput:
+    """All that the summary is made of."""
+
+    facts: SearchFacts
+    storage: str
+    total: int
+    trials: Sequence[FrozenTrial]
+    standings: Standings
+    reference: Reference
+    confirmation: Confirmation
+    held_out_dropped: tuple[str, ...]
+    seconds: Mapping[str, float]
+    violations: Sequence[str]
+    fingerprint: Mapping[str, Any]
+
+
+def summarise_run(given: SummaryInput) -> dict[str, Any]:
+    """The summary as JSON values. `best_measured` is what the search saw on tuning prompts; quote `confirmed`."""
+    confirmation, reference = given.confirmation, given.reference
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": "speculate" if confirmation.winner else "do not speculate",
+        "reason": confirmation.config.reason,
+        "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
+        "config": confirmation.config.model_dump(mode="json", exclude={"confirmed", "provenance"}),
+        "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
+        "seconds_in_trials": round(sum(trial.user_attrs.get("seconds", 0.0) for trial in given.trials), 3),
+        "seconds": {name: round(value, 3) for name, value in given.seconds.items()},
+        "noise": {"plain_against_plain_sigma": reference.noise_sigma, "pair_sigma": given.standings.sigma},
+        "reference": {
+            "plain_tokens_per_s": reference.plain_tokens_per_s,
+            "num_prompts_per_trial": reference.num_per_trial,
+            "num_prompts": len(reference.cases),
+            "too_short": list(reference.dropped),
+        },
+        "best_measured": {
+            "single_trial": _single_best(given.trials),
+            "pooled": [_entry(entry, reference) for entry in given.standings.entries[:5]],
+        },
+        "candidates": [_candidate(one) for one in confirmation.candidates],
+        "held_out_too_short": list(given.held_out_dropped),
+        "not_lossless": list(given.violations),
+        "study": {"name": given.facts.study, "storage": given.storage, "seed": given.facts.seed},
+        "command": given.facts.command,
+        "commit": given.facts.commit,
+        "created_at": given.facts.created_at,
+        "fingerprint": dict(given.fingerprint),
+        "raw": confirmation.raw,
+    }
+
+
+def _single_best(trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
+    """The luckiest trial: overstated by design, shown to be compared with the confirmed number."""
+    full = [trial for trial in trials if is_full(trial) and trial.value is not None]
+    if not full:
+        return None
+    best = max(full, key=lambda trial: float(trial.value or 0.0))
+    names = ("speedup", "speedup_ci_low", "speedup_ci_high", "skip_mask", "acceptance_rate", "mean_accepted_length")
+    return {"trial": best.number, "tokens_per_s": best.value} | {
+        name: best.user_attrs[name] for name in names if name in best.user_attrs
+    }
+
+
+def _entry(entry: Entry, reference: Reference) -> dict[str, Any]:
+    return {
+        "config": entry.config.model_dump(mode="json", exclude_none=True),
+        "trials": list(entry.trials),
+        "speedup": entry.speedup,
+        "speedup_lower": entry.lower,
+        "tokens_per_s": entry.speedup * reference.plain_tokens_per_s,
+        "num_pairs": entry.num_pairs,
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    """A finalist in the choosing pass on held-out prompts."""
+    record = asdict(candidate)
+    return {
+        "config": candidate.entry.config.model_dump(mode="json", exclude_none=True),
+        "trials": list(candidate.entry.trials),
+        "tuning_speedup": candidate.entry.speedup,
+        "speedup": candidate.speedup,
+        "ratios": list(candidate.ratios),
+        "excluded": record["excluded"],
+    }

@@ -1,0 +1,44 @@
+"""TrialWatch: after each trial, say how it went and whether to go on."""
+
+from __future__ import annotations
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from search.leaderboard import counted
+from search.objective import standings_of
+from search.progress import duration, trial_line
+from search.reference import Reference
+from search.space import SearchSpace
+from search.spec import StudySpec
+from search.subject import Tools
+
+
+class TrialWatch:
+    """Optuna callback: prints each trial, and stops the study on a signal, at the total or after failures in a row."""
+
+    def __init__(self, spec: StudySpec, space: SearchSpace, reference: Reference, tools: Tools) -> None:
+        self._spec, self._space, self._reference, self._tools = spec, space, reference, tools
+        self._start = tools.clock()
+        self._num_here = 0
+        self._failures_in_row = 0
+        self.broken: str | None = None
+        """Why the search cannot go on."""
+
+    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        trials = study.get_trials(deepcopy=False)
+        done, total = counted(trials), self._spec.trials
+        self._num_here += 1
+        pace = (self._tools.clock() - self._start) / self._num_here
+        eta = duration(pace * max(0, total - done))
+        leader = standings_of(trials, self._space, self._reference).leader
+        best = f"{leader.speedup:.2f}x #{leader.trials[0]}" if leader else "none yet"
+        line = trial_line(trial, done, total, best)
+        bad = trial.state != TrialState.COMPLETE
+        self._tools.reporter.trial(f"{line}  eta {eta}", done, eta, bad=bad)
+        self._failures_in_row = self._failures_in_row + 1 if trial.state == TrialState.FAIL else 0
+        if self._failures_in_row >= self._spec.max_failures:
+            reason = trial.user_attrs.get("failure", "unknown")
+            self.broken = f"{self._failures_in_row} trials in a row failed, the last one with {reason}"
+        if self.broken is not None or self._tools.stop.received is not None or done >= total:
+            study.stop()

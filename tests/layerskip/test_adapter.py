@@ -1,0 +1,284 @@
+"""Draft logits against models edited by hand, and the model left whole whatever happens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import DynamicCache
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.adapter import ModelAdapter, UnsupportedModelError
+from tests.layerskip import zoo
+
+PROMPT, DRAFTED = 9, 6  # longer than the sliding windows, together and the prompt alone
+CLOSE = {"atol": 5e-5, "rtol": 1e-4}
+KINDS = ("none", "early exit", "interior", "alternating", "layer 0", "attention", "mlp", "mixture")
+
+
+def edited_copy(name: str, mask: SkipMask) -> Any:
+    """A model that computes what the draft should, by another way than the adapter's."""
+    return zoo.zeroed_copy(name, mask) if zoo.spec_of(name).sublayers else zoo.shortened_copy(name, mask)
+
+
+def cases() -> Iterator[Any]:
+    for name in zoo.RUNS:
+        for kind in KINDS:
+            if kind in zoo.masks_of(name):
+                yield pytest.param(name, kind, id=f"{name}-{kind}")
+
+
+@pytest.mark.parametrize(("name", "kind"), list(cases()))
+@torch.inference_mode()
+def test_draft_logits_equal_an_edited_models(name: str, kind: str) -> None:
+    mask, engine = zoo.masks_of(name)[kind], zoo.layerskip_of(name)._engine
+    ids = torch.tensor(zoo.prompt_of(PROMPT + DRAFTED))
+    edited = edited_copy(name, mask)
+    expected = edited(ids.unsqueeze(0), use_cache=False).logits[0]
+
+    with engine.session(len(ids)):
+        one_by_one = torch.cat([engine.forward(ids[i : i + 1], mask) for i in range(len(ids))])
+        engine.cache.rollback_to(0)
+        portions = ids.split([1, 7, 4, 3])
+        chunks = torch.cat([engine.forward(portion, mask, num_logits=len(portion)) for portion in portions])
+        assert engine.cache.length == len(ids)
+    torch.testing.assert_close(one_by_one, expected, **CLOSE)
+    torch.testing.assert_close(chunks, expected, **CLOSE)
+
+    # The real use: the target wrote the prompt, the draft goes on from there, over what an earlier draft left behind.
+    filled = DynamicCache(config=zoo.model_of(name).config)
+    zoo.model_of(name)(ids[:PROMPT].unsqueeze(0), past_key_values=filled, use_cache=True)
+    positions = torch.arange(PROMPT, len(ids)).unsqueeze(0)
+    arguments = {"position_ids": positions} if "position_ids" in inspect.signature(edited.forward).parameters else {}
+    expected = edited(ids[PROMPT:].unsqueeze(0), past_key_values=filled, use_cache=True, **arguments).logits[0]
+    with engine.session(len(ids)):
+        engine.forward(ids[:PROMPT])
+        for portion in torch.full((DRAFTED,), 7).split(1):
+            engine.forward(portion, mask)
+        engine.cache.rollback_to(PROMPT)
+        drafted = torch.cat([engine.forward(ids[i : i + 1], mask) for i in range(PROMPT, len(ids))])
+        engine.cache.rollback_to(PROMPT)
+        target = engine.forward(ids[PROMPT:], num_logits=DRAFTED)
+    torch.testing.assert_close(drafted, expected, **CLOSE)
+    full = zoo.model_of(name)(ids.unsqueeze(0), use_cache=False).logits[0, PROMPT:]
+    torch.testing.assert_close(target, full, **CLOSE)
+    if kind != "none":
+        assert (drafted - full).abs().max() > 0.05, "the mask changes nothing, so the test shows nothing"
+
+
+@zoo.each()
+def test_what_may_be_skipped(name: str) -> None:
+    adapter = zoo.layerskip_of(name).adapter
+    assert adapter.layers == list(zoo.stack_of(zoo.model_of(name)))
+    assert adapter.sublayers_skippable == (zoo.SPECS[name].sublayers,) * zoo.NUM_LAYERS
+    sliding = zoo.SPECS[name].arguments.get("sliding_window")
+    assert {window for window in adapter.windows if window is not None} == ({sliding} if sliding else set())
+
+
+def test_sublayers_of_a_post_norm_model_are_refused_apart() -> None:
+    model = zoo.layerskip_of("opt-post-norm")
+    with pytest.raises(ValueError, match="layer 1 of this model can only be skipped whole, got 4:0,a1"):
+        model.adapter.check_mask(SkipMask.from_sublayers(4, attention=[0, 1], mlp=[0]))
+    assert model.whole_layers_only == (True,) * 4
+    assert zoo.layerskip_of("opt").whole_layers_only == (False,) * 4
+
+
+def test_a_mask_for_another_layer_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="skip_mask: must have the model's 4 layers, got 5"):
+        zoo.layerskip_of("llama").generate([1], config=DecodeConfig(skip_mask=SkipMask.none(5), gamma=1))
+
+
+def gates_on(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+class PlantedError(Exception):
+    pass
+
+
+def fail_at(layer: nn.Module, call: int) -> Any:
+    """A hook that raises at the layer's `call`-th forward from now on (0 = the next)."""
+    calls = iter(range(1_000))
+
+    def hook(*_: Any) -> None:
+        if next(calls) == call:
+            raise PlantedError
+
+    return layer.register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("call", range(9))
+def test_an_exception_anywhere_leaves_the_model_whole(call: int) -> None:
+    # Call 0 is the prompt; a round at gamma 3 is three drafts and a verification: every place of two rounds.
+    model, prompt = zoo.layerskip_of("gemma3"), zoo.prompt_of(5)
+    config = DecodeConfig(skip_mask=SkipMask.from_sublayers(4, attention=[1, 2], mlp=[1, 3]), gamma=3)
+    before = list(zoo.model_of("gemma3").config.to_dict().items())
+    hook = fail_at(model.adapter.layers[2], call)
+    try:
+        with pytest.raises(PlantedError):
+            model.generate(prompt, max_new_tokens=24, config=config)
+    finally:
+        hook.remove()
+    assert gates_on(model.model) == []
+    assert not torch.is_inference_mode_enabled()
+    assert list(zoo.model_of("gemma3").config.to_dict().items()) == before
+    ids = torch.tensor([prompt])
+    plain = model.model.generate(ids, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    assert plain == list(zoo.greedy_reference("gemma3", prompt)[:12])
+    assert model.generate(prompt, max_new_tokens=12, config=config).ids == plain
+
+
+def test_an_exception_in_the_fused_engine_leaves_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = zoo.layerskip_of("llama fused"), zoo.prompt_of(5)
+    config = DecodeConfig(skip_mask=SkipMask.alternating(4), gamma=3)
+    own, calls = model._engine.forward, iter(range(1_000))
+
+    def failing(*arguments: Any, **named: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            raise PlantedError
+        return own(*arguments, **named)
+
+    monkeypatch.setattr(model._engine, "forward", failing)
+    with pytest.raises(PlantedError):
+        model.generate(prompt, max_new_tokens=12, config=config)
+    monkeypatch.undo()
+    assert not torch.is_inference_mode_enabled()
+    assert model.generate(prompt, max_new_tokens=12, config=config).ids == list(
+        zoo.greedy_reference("llama", prompt)[:12]
+    )
+
+
+@pytest.mark.parametrize("leave", ["break", "drop", "close", "exception", "unstarted"])
+def test_leaving_a_stream_early_leaves_the_model_whole(leave: str) -> None:
+    # "break" and "drop" once left the gates on until some later garbage collection, and the next call was refused.
+    model, prompt = zoo.layerskip_of("llama"), zoo.prompt_of(5)
+    config = DecodeConfig(skip_mask=SkipMask.alternating(4), gamma=3)
+    stream = model.stream(prompt, max_new_tokens=20, config=config)
+    if leave == "close":
+        next(stream)
+        next(stream)
+        assert gates_on(model.model)
+        stream.close()
+        assert stream.output().ids == list(zoo.greedy_reference("llama", prompt)[: len(stream.output().ids)])
+    elif leave == "break":
+        for _ in stream:
+            break
+    elif leave == "drop":
+        next(stream)
+        del stream
+    elif leave == "exception":
+        with pytest.raises(PlantedError):
+            raise_in_loop(stream)
+    assert gates_on(model.model) == []
+    assert not torch.is_inference_mode_enabled()
+    assert model.generate(prompt, max_new_tokens=20, config=config).ids == list(
+        zoo.greedy_reference("llama", prompt)[:20]
+    )
+
+
+def raise_in_loop(stream: Any) -> None:
+    for _ in stream:
+        raise PlantedError
+
+
+def test_a_second_run_on_the_same_model_is_refused() -> None:
+    model = zoo.layerskip_of("llama")
+    stream = model.stream(zoo.prompt_of(3), max_new_tokens=9)
+    next(stream)
+    with pytest.raises(RuntimeError, match="already decoding; one run at a time"):
+        model.generate(zoo.prompt_of(3), max_new_tokens=2)
+    rest = [token for piece in stream for token in piece.ids]
+    assert [*stream.output().ids] == list(zoo.greedy_reference("llama", zoo.prompt_of(3))[:9])
+    assert stream.output().ids[1:] == rest
+
+
+def test_forward_needs_the_gates() -> None:
+    adapter = zoo.layerskip_of("llama").adapter
+    with pytest.raises(RuntimeError, match=r"inside `with adapter\.attached"):
+        adapter.forward(torch.tensor([1]), adapter.new_cache(1), num_logits=1)
+
+
+def test_an_override_of_forward_set_by_someone_else_stays_and_runs() -> None:
+    model = zoo.build("llama")
+    attention = zoo.stack_of(model)[1].self_attn
+    own, calls = attention.forward, []
+
+    def overriding(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    attention.forward = overriding
+    wrapped = LayerSkipModel(model, engine="eager")
+    calls.clear()
+    config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [1]), gamma=2)
+    out = wrapped.generate(zoo.prompt_of(5), max_new_tokens=8, config=config)
+    assert attention.forward is overriding
+    assert gates_on(model) == ["model.layers.1.self_attn"]
+    assert out.ids == list(zoo.greedy_reference("llama", zoo.prompt_of(5))[:8])
+    assert len(calls) == 1 + out.stats.num_rounds + out.stats.num_target_only  # no call while drafting
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"evaluation mode \(call model.eval\(\)\)"):
+        LayerSkipModel(zoo.build("llama").train())
+
+
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0}
+UNSUPPORTED = {
+    "mamba": ("MambaConfig", {**TINY, "num_hidden_layers": 2}, "rolled back"),
+    "mamba2": (
+        "Mamba2Config",
+        {**TINY, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+        "rolled back",
+    ),
+    "jamba": ("JambaConfig", {**TINY, "num_key_value_heads": 2, "use_mamba_kernels": False}, "rolled back"),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**TINY, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        "linear_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_states_that_cannot_be_rolled_back_are_refused(kind: str) -> None:
+    config_class, arguments, reason = UNSUPPORTED[kind]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments)).eval()
+    with pytest.raises(UnsupportedModelError, match=reason):
+        LayerSkipModel(model, engine="eager")
+    assert gates_on(model) == []
+
+
+def test_a_model_that_keeps_its_state_elsewhere_is_refused() -> None:
+    # RWKV passed for a supported model: its config names no layer types, and it ignores the cache it is given, so that
+    # every forward after the first saw one token without its past.
+    config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="rwkv: layer 0 does not use the key-value cache"):
+        LayerSkipModel(model, engine="eager")
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    with pytest.raises(UnsupportedModelError, match="t5: encoder-decoder models are not supported"):
+        ModelAdapter(transformers.T5ForConditionalGeneration(config).eval())
+
+
+def test_a_consumer_between_pieces_is_not_in_inference_mode() -> None:
+    # The session held inference mode open over its yields: the caller's own tensors became inference tensors, and two
+    # streams closed in another order than they were opened left the mode on for good, or failed inside the cache.
+    streams = []
+    for name in ("llama fused", "gemma3"):
+        config = DecodeConfig(skip_mask=SkipMask.alternating(4), gamma=2)
+        streams.append(zoo.layerskip_of(name).stream((1, 2, 3), max_new_tokens=9, config=config))
+        next(streams[-1])
+        assert not torch.is_inference_mode_enabled()
+    streams[0].close()
+    for _ in streams[1]:
+        assert not torch.is_inference_mode_enabled()
+    assert streams[1].output().ids == list(zoo.greedy_reference("gemma3", (1, 2, 3))[:9])

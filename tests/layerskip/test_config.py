@@ -1,0 +1,317 @@
+"""DecodeConfig: strict, round-tripping, atomic; and the fingerprint that ties it to one model's weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip.config import MAX_GAMMA, write_atomically
+from layerskip.loading import weights_fingerprint
+from layerskip.model import resolve_model_path
+from tests.layerskip import zoo
+
+PROVENANCE: dict[str, Any] = {
+    "model": "./model",
+    "weights_fingerprint": "0123456789abcdef",
+    "device": "cpu",
+    "dtype": "float32",
+    "num_layers": 4,
+}
+CONFIRMED: dict[str, Any] = {
+    "tokens_per_s": 150.0,
+    "plain_tokens_per_s": 100.0,
+    "speedup": 1.5,
+    "speedup_ci_low": 1.4,
+    "speedup_ci_high": 1.6,
+    "num_prompts": 24,
+    "num_identical": 24,
+    "num_repeats": 3,
+}
+FULL: dict[str, Any] = {
+    "schema_version": 1,
+    "skip_mask": "4:1,a2",
+    "gamma": 3,
+    "draft_threshold": 0.25,
+    "target_threshold": 0.5,
+    "confirmed": CONFIRMED,
+    "provenance": PROVENANCE,
+}
+
+probabilities = st.floats(0, 1)
+rates = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False)
+texts = st.text(max_size=20)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> DecodeConfig:
+    num_layers = draw(st.integers(1, 12))
+    flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
+    provenance = st.builds(
+        Provenance,
+        model=texts,
+        weights_fingerprint=texts,
+        device=texts,
+        dtype=texts,
+        num_layers=st.just(num_layers),
+        versions=st.dictionaries(texts, texts, max_size=3),
+        study=st.none() | texts,
+        trial=st.none() | st.integers(0, 10**6),
+        seed=st.none() | st.integers(-(10**6), 10**6),
+        searched_tokens_per_s=st.none() | rates,
+    )
+    names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_ci_low", "speedup_ci_high")
+    confirmed = st.builds(
+        Confirmed,
+        **dict.fromkeys(names, rates),
+        num_prompts=st.integers(1, 99),
+        num_identical=st.integers(0, 99),
+        num_repeats=st.integers(1, 9),
+        acceptance_rate=st.none() | probabilities,
+        mean_accepted_length=st.none() | st.floats(1, 60),
+    )
+    return DecodeConfig(
+        skip_mask=SkipMask(draw(flags), draw(flags)),
+        gamma=draw(st.integers(0, MAX_GAMMA)),
+        draft_threshold=draw(probabilities),
+        target_threshold=draw(probabilities),
+        reason=draw(st.none() | texts),
+        confirmed=draw(st.none() | confirmed),
+        provenance=draw(st.none() | provenance),
+    )
+
+
+@given(configs())
+def test_json_round_trips(config: DecodeConfig) -> None:
+    text = config.to_json()
+    assert DecodeConfig.from_json(text) == config
+    assert DecodeConfig.from_json(text).to_json() == text
+    assert text.endswith("}\n")
+
+
+def test_a_config_is_a_value_in_readable_json() -> None:
+    config = DecodeConfig.from_json(json.dumps(FULL))
+    assert config.skip_mask == SkipMask.parse("4:1,a2")
+    assert (config.gamma, config.speculates) == (3, True)
+    assert json.loads(config.to_json())["skip_mask"] == "4:1,a2"
+    with pytest.raises(ValueError, match="frozen"):
+        config.gamma = 4  # type: ignore[misc]
+    plain = DecodeConfig.plain(4, reason="slower")
+    assert (plain.gamma, plain.speculates, str(plain.skip_mask), plain.reason) == (0, False, "4:none", "slower")
+
+
+def with_field(path: str, value: Any) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(FULL))
+    *parents, last = path.split(".")
+    place = data
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("gamma", -1, "gamma: input should be greater than or equal to 0, got '-1'"),
+        ("gamma", MAX_GAMMA + 1, f"gamma: input should be less than or equal to {MAX_GAMMA}, got"),
+        ("gamma", 2.0, "gamma: input should be a valid integer, got '2.0'"),
+        ("gamma", "2", "gamma: input should be a valid integer, got '2'"),
+        ("gamma", True, "gamma: input should be a valid integer, got 'True'"),
+        ("gamma", None, "gamma: input should be a valid integer, got 'None'"),
+        ("draft_threshold", 1.5, "draft_threshold: input should be less than or equal to 1, got '1.5'"),
+        ("draft_threshold", -0.1, "draft_threshold: input should be greater than or equal to 0, got '-0.1'"),
+        ("draft_threshold", "0.5", "draft_threshold: input should be a valid number, got '0.5'"),
+        ("target_threshold", 1.01, "target_threshold: input should be less than or equal to 1"),
+        ("skip_mask", "4:1,a9", r"skip_mask: item must name layers in 0..3, got 'a9'"),
+        ("skip_mask", [True, False], "skip_mask: must be text such as '12:4-7,a2', got list"),
+        ("skip_mask", "5:1", r"skip_mask: must have provenance.num_layers = 4 layers, got 5"),
+        ("schema_version", 2, "schema_version: input should be 1, got '2'"),
+        ("schema_version", "1", "schema_version: input should be 1, got '1'"),
+        ("gama", 3, "gama: unknown field"),
+        ("provenance.gpu", "x", "provenance.gpu: unknown field"),
+        ("confirmed.notes", "x", "confirmed.notes: unknown field"),
+        ("provenance.num_layers", 0, "provenance.num_layers: input should be greater than or equal to 1"),
+        ("provenance.model", 3, "provenance.model: input should be a valid string, got '3'"),
+        ("provenance", "x", "provenance: input should be"),
+        ("confirmed.speedup", 0.0, "confirmed.speedup: input should be greater than 0, got '0.0'"),
+        ("confirmed.ci_level", 1.0, "confirmed.ci_level: input should be less than 1"),
+        ("confirmed.mean_accepted_length", 0.9, "confirmed.mean_accepted_length: input should be greater than or"),
+    ],
+)
+def test_bad_values_name_field_rule_and_value(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        DecodeConfig.from_json(json.dumps(with_field(path, value)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["skip_mask", "gamma", "schema_version", "provenance.model", "confirmed.speedup"])
+def test_missing_fields_are_named(path: str) -> None:
+    data = with_field(path, None)
+    *parents, last = path.split(".")
+    del (data[parents[0]] if parents else data)[last]
+    with pytest.raises(ValueError, match=f"{path}: is required"):
+        DecodeConfig.from_json(json.dumps(data))
+
+
+def test_several_faults_come_in_one_line() -> None:
+    data = with_field("gamma", -1) | {"draft_threshold": 3, "colour": 1}
+    with pytest.raises(ValueError, match=r"gamma: .*; draft_threshold: .*; colour: unknown field"):
+        DecodeConfig.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object, got list"),
+        ("null", "must be a JSON object, got NoneType"),
+        ("[" * 100_000, "not valid JSON"),
+        (json.dumps(FULL).replace("0.25", "NaN"), "numbers must be finite, got NaN"),
+        (json.dumps(FULL).replace("0.25", "Infinity"), "numbers must be finite, got Infinity"),
+        (json.dumps(FULL).replace("0.25", "-Infinity"), "numbers must be finite, got -Infinity"),
+        (json.dumps(FULL).replace("1.5", "1e999"), "confirmed.speedup: input should be a finite number"),
+        (json.dumps(FULL).replace('"gamma": 3', '"gamma": 3, "gamma": 4'), "gamma: is given twice"),
+        (json.dumps(FULL).replace('"gamma": 3', '"gamma": 1' + "0" * 5_000), "Exceeds the limit"),
+    ],
+)
+def test_bad_json_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        DecodeConfig.from_json(text)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 2.0])
+def test_thresholds_are_checked_without_json_too(value: float) -> None:
+    for name in ("draft_threshold", "target_threshold"):
+        with pytest.raises(ValueError, match=f"{name}: input should be"):
+            DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, **{name: value})
+
+
+# Files.
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    config = DecodeConfig.from_json(json.dumps(FULL))
+    config.save(tmp_path / "best.json")
+    assert DecodeConfig.load(tmp_path / "best.json") == config == DecodeConfig.load(str(tmp_path / "best.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+    assert stat.S_IMODE((tmp_path / "best.json").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("part", ["write", "fsync", "replace"])
+def test_a_failing_write_leaves_the_old_file(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "best.json"
+    old, new = DecodeConfig.plain(4), DecodeConfig(skip_mask=SkipMask.none(4), gamma=2)
+    old.save(path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    if part == "write":
+        monkeypatch.setattr(DecodeConfig, "to_json", lambda _: "half\ud800")  # a lone surrogate fails in the encoder
+    elif part == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises((OSError, UnicodeEncodeError)):
+        new.save(path)
+    monkeypatch.undo()
+    assert DecodeConfig.load(path) == old
+    assert [item.name for item in tmp_path.iterdir()] == ["best.json"]
+
+
+def test_writing_into_a_missing_folder_is_an_oserror(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "no" / "x.json", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "best.json: not valid JSON"),
+        (b"\xff\xfe", "best.json: not UTF-8 text"),
+        (b"", "best.json: not valid JSON"),
+        (b" " * ((1 << 20) + 1), "best.json: a decode config is at most 1048576 bytes, got 1048577"),
+        (json.dumps(FULL | {"gamma": -2}).encode(), "best.json: gamma: input should be"),
+    ],
+)
+def test_bad_files_are_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        DecodeConfig.load(tmp_path / "best.json")
+    assert "\n" not in str(error.value)
+
+
+def test_no_file_is_an_oserror(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        DecodeConfig.load(tmp_path / "best.json")
+    with pytest.raises(OSError):  # noqa: PT011 -- which one depends on the system
+        DecodeConfig.load(tmp_path)
+
+
+# Which model a config is for.
+
+
+def test_the_fingerprint_is_the_same_in_every_dtype_and_another_for_other_weights() -> None:
+    model = zoo.build("llama")
+    first = weights_fingerprint(model)
+    assert len(first) == 16
+    assert int(first, 16) >= 0
+    assert weights_fingerprint(zoo.build("llama")) == first
+    assert weights_fingerprint(zoo.build("llama", seed=1)) != first
+    assert weights_fingerprint(zoo.build("llama", tie_word_embeddings=True)) != first
+    with torch.no_grad():
+        changed = zoo.build("llama")
+        changed.model.norm.weight.mul_(1.5)
+    assert weights_fingerprint(changed) != first
+    # From the checkpoint's own precision, as shipped models are, to wider ones and back.
+    shipped = model.to(torch.bfloat16)
+    fingerprint = weights_fingerprint(shipped)
+    assert weights_fingerprint(shipped.to(torch.float32)) == fingerprint == first
+
+
+def config_for(model: LayerSkipModel, **changes: Any) -> DecodeConfig:
+    provenance = PROVENANCE | {"weights_fingerprint": model.weights_fingerprint()} | changes
+    return DecodeConfig(skip_mask=SkipMask.from_layers(4, [1]), gamma=2, provenance=Provenance(**provenance))
+
+
+def test_a_config_for_other_weights_is_refused(tmp_path: Path) -> None:
+    hf = zoo.build("llama")
+    own = config_for(LayerSkipModel(hf, engine="eager"))
+    assert LayerSkipModel(hf, engine="eager", config=own).config == own
+    other = config_for(LayerSkipModel(zoo.build("llama", seed=1), engine="eager"))
+    message = r"provenance.weights_fingerprint: the config was made for ./model \([0-9a-f]{16}\), this model is"
+    with pytest.raises(ValueError, match=message):
+        LayerSkipModel(hf, engine="eager", config=other)
+    model = LayerSkipModel(hf, engine="eager")
+    with pytest.raises(ValueError, match=message):
+        model.config = other
+    assert model.config == DecodeConfig.plain(4)
+    other.save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=message):
+        LayerSkipModel(hf, engine="eager", config=tmp_path / "other.json")
+    with pytest.raises(ValueError, match=message):
+        model.generate([1], max_new_tokens=1, config=other)
+
+
+def test_a_config_for_another_layer_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="skip_mask: must have the model's 4 layers, got 12"):
+        LayerSkipModel(zoo.model_of("llama"), engine="eager", config=DecodeConfig.plain(12))
+
+
+def test_relative_models_are_relative_to_the_config() -> None:
+    assert resolve_model_path("./model", Path("/a/b/best.json")) == "/a/b/model"
+    assert resolve_model_path("/m", Path("/a/b/best.json")) == "/m"
+    assert resolve_model_path("org/name", Path("/a/b/best.json")) == "org/name"

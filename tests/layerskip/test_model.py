@@ -1,0 +1,318 @@
+"""LayerSkipModel from the outside: text and ids, streaming, loading, and one clear error for each mistake."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip.text_stream import TextStream
+from tests.layerskip import zoo
+
+CONFIG = DecodeConfig(skip_mask=SkipMask.from_layers(4, [3]), gamma=4)
+TEXT = "naïve – “quotes” 日本語 🙂\n\tdef f(x):  return x"
+
+
+# Prompts.
+
+
+def test_text_ids_and_tensors_are_the_same_prompt(text_model: LayerSkipModel, tokenizer: Any) -> None:
+    ids = tokenizer(TEXT)["input_ids"]
+    expected = text_model.generate(TEXT, max_new_tokens=9, config=CONFIG)
+    assert text_model.encode(TEXT) == ids
+    tensor = torch.tensor(ids)
+    for prompt in (ids, tuple(ids), tensor, tensor.unsqueeze(0), tensor.int(), tensor.numpy()):
+        assert text_model.generate(prompt, max_new_tokens=9, config=CONFIG).ids == expected.ids
+    hf = text_model.model.generate(tensor.unsqueeze(0), max_new_tokens=9, do_sample=False)[0, len(ids) :].tolist()
+    assert expected.ids == hf
+    assert expected.text == tokenizer.decode(hf)
+    assert expected.stats.num_prompt_tokens == len(ids)
+
+
+def test_the_models_own_config_is_the_default_and_an_argument_overrides_it() -> None:
+    model = LayerSkipModel(zoo.model_of("llama"), engine="eager")
+    assert model.config == DecodeConfig.plain(4)
+    assert model.generate([1], max_new_tokens=9).stats.num_rounds == 0
+    model.config = CONFIG
+    assert model.generate([1], max_new_tokens=9).stats.num_rounds > 0
+    assert model.generate([1], max_new_tokens=9, config=DecodeConfig.plain(4)).stats.num_rounds == 0
+    assert model.config == CONFIG
+
+
+def test_properties() -> None:
+    model = zoo.layerskip_of("gemma3")
+    assert (model.num_layers, model.max_positions, model.dtype) == (4, zoo.MAX_POSITIONS, torch.float32)
+    assert (model.device, model.engine_name, model.model_class) == (torch.device("cpu"), "eager", "Gemma3ForCausalLM")
+    assert model.eos_token_ids == frozenset()
+    assert zoo.layerskip_of("gpt2").max_positions == zoo.layerskip_of("mpt").max_positions == zoo.MAX_POSITIONS
+
+
+def test_target_logits_are_the_full_models() -> None:
+    ids = list(zoo.prompt_of(9))
+    with torch.inference_mode():
+        expected = zoo.model_of("gemma3")(torch.tensor([ids]), use_cache=False).logits[0, -4:]
+    torch.testing.assert_close(zoo.layerskip_of("gemma3").target_logits(ids, num_logits=4), expected)
+
+
+# Arguments.
+
+BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no tokens": ([1], {"max_new_tokens": 0}, "max_new_tokens: must be a whole number of at least 1, got 0"),
+    "negative": ([1], {"max_new_tokens": -3}, "max_new_tokens: must be a whole number of at least 1, got -3"),
+    "a flag": ([1], {"max_new_tokens": True}, "max_new_tokens: must be .*got True"),
+    "a fraction": ([1], {"max_new_tokens": 2.5}, "max_new_tokens: must be .*got 2.5"),
+    "text for a number": ([1], {"max_new_tokens": "9"}, "max_new_tokens: must be .*got '9'"),
+    "empty ids": ([], {}, "prompt: must hold at least one token, got none"),
+    "empty tensor": (torch.empty(0), {}, "prompt: must hold at least one token, got none"),
+    "id beyond": ([1, zoo.VOCAB], {}, rf"prompt: token ids must be in 0..{zoo.VOCAB - 1}, got {zoo.VOCAB}"),
+    "id below": ([-1], {}, r"prompt: token ids must be in 0..60, got -1"),
+    "a batch": (torch.ones(2, 3).long(), {}, r"prompt: must be text or one row of token ids, got shape \(2, 3\)"),
+    "a scalar": (torch.tensor(3), {}, r"prompt: must be text or one row of token ids, got shape \(\)"),
+    "floats": ([1.0, 2.0], {}, "prompt: must be text or one row of token ids"),
+    "text, no tokenizer": ("hello", {}, "prompt: this model has no tokenizer, give token ids instead of text"),
+    "too long": ([1] * 90, {"max_new_tokens": 7}, "must fit the model's 96 positions, got 90 \\+ 7"),
+    "seed twice": (
+        [1],
+        {"seed": 1, "generator": torch.Generator()},
+        "seed: give either a seed or a generator, not both",
+    ),
+    "stop, no tokenizer": (
+        [1],
+        {"max_new_tokens": 3, "stop_strings": "x"},
+        "stop_strings: this model has no tokenizer",
+    ),
+    "mask": ([1], {"config": DecodeConfig.plain(3)}, "skip_mask: must have the model's 4 layers, got 3"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused_in_one_line(case: str) -> None:
+    prompt, arguments, message = BAD_ARGUMENTS[case]
+    model = zoo.layerskip_of("llama")
+    for call in (model.generate, model.stream):
+        with pytest.raises(ValueError, match=message) as error:
+            call(prompt, **arguments)
+        assert "\n" not in str(error.value)
+    assert model.generate([1], max_new_tokens=3).ids == list(zoo.greedy_reference("llama", (1,))[:3])
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        zoo.layerskip_of("llama").generate([1], max_tokens=3)
+
+
+def test_an_empty_text_is_refused(text_model: LayerSkipModel) -> None:
+    with pytest.raises(ValueError, match="prompt: must hold at least one token"):
+        text_model.generate("")
+
+
+def test_the_last_position_can_be_used() -> None:
+    prompt = zoo.prompt_of(90)
+    for name in ("llama", "gpt2", "opt"):  # learned positions fail one past the end, also for drafted tokens
+        out = zoo.layerskip_of(name).generate(prompt, max_new_tokens=6, config=CONFIG)
+        assert out.ids == list(zoo.greedy_reference(name, prompt, 6))
+
+
+# Streaming.
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_pieces_make_up_the_text(gamma: int, text_model: LayerSkipModel, tokenizer: Any) -> None:
+    config = DecodeConfig(skip_mask=CONFIG.skip_mask, gamma=gamma)
+    for prompt in ("def", "日本", "🙂 x"):
+        whole = text_model.generate(prompt, max_new_tokens=60, config=config)
+        stream = text_model.stream(prompt, max_new_tokens=60, config=config)
+        pieces = list(stream)
+        assert [token for piece in pieces for token in piece.ids] == whole.ids == stream.output().ids
+        assert [origin for piece in pieces for origin in piece.origins] == whole.origins
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert whole.text == tokenizer.decode(whole.ids, skip_special_tokens=True)
+        assert len({piece.text for piece in pieces}) > 5
+        assert stream.stats.num_emitted == 60
+
+
+def test_output_of_a_stream_left_early_is_what_came_so_far(text_model: LayerSkipModel) -> None:
+    stream = text_model.stream("def", max_new_tokens=60, config=CONFIG)
+    first = next(stream)
+    second = next(stream)
+    stream.close()
+    out = stream.output()
+    assert out.ids == [*first.ids, *second.ids]
+    assert out.text.startswith(first.text + second.text)
+    assert out.stats.num_emitted == len(out.ids)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def push_all(tokenizer: Any, ids: list[int], cuts: set[int]) -> list[str]:
+    stream, pieces, start = TextStream(tokenizer), [], 0
+    for stop in sorted({*cuts, len(ids)}):
+        pieces.append(stream.push(ids[start:stop]))
+        start = stop
+    return [*pieces, stream.finish()]
+
+
+@given(text=st.text(max_size=25), cuts=st.sets(st.integers(0, 60)))
+def test_any_text_in_any_portions(text: str, cuts: set[int], tokenizer: Any) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = push_all(tokenizer, ids, {cut for cut in cuts if cut < len(ids)})
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert "\ufffd" not in "".join(pieces[:-1])
+
+
+@given(ids=st.lists(st.integers(0, 319), max_size=30), cuts=st.sets(st.integers(0, 30)))
+def test_any_tokens_in_any_portions(ids: list[int], cuts: set[int], tokenizer: Any) -> None:
+    # Random bytes: mostly no UTF-8 at all.
+    ids = [token % len(tokenizer) for token in ids]
+    pieces = push_all(tokenizer, ids, {cut for cut in cuts if cut < len(ids)})
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_character_split_over_tokens_comes_once_and_whole(tokenizer: Any) -> None:
+    ids = tokenizer("a🦊b")["input_ids"]
+    assert len(ids) == 6  # the fox's four bytes are four tokens
+    stream = TextStream(tokenizer)
+    assert [stream.push([token]) for token in ids] == ["a", "", "", "", "🦊", "b"]
+    assert stream.finish() == ""
+
+
+def test_special_tokens_are_not_text(text_model: LayerSkipModel, tokenizer: Any) -> None:
+    end = tokenizer.eos_token_id
+    stream = TextStream(tokenizer)
+    assert stream.push([*tokenizer("a")["input_ids"], end]) == "a"
+    assert stream.finish() == ""
+
+
+# Loading.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    zoo.build("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_saved_model_loads(saved: Path, text_model: LayerSkipModel) -> None:
+    model = LayerSkipModel.from_pretrained(saved, config=CONFIG, device="cpu", engine="eager")
+    assert model.config == CONFIG
+    assert model.dtype == torch.float32
+    assert not model.model.training
+    assert model.weights_fingerprint() == text_model.weights_fingerprint()
+    expected = text_model.generate(TEXT, max_new_tokens=12, config=CONFIG)
+    out = model.generate(TEXT, max_new_tokens=12)
+    assert (out.ids, out.text) == (expected.ids, expected.text)
+    half = LayerSkipModel.from_pretrained(saved, device="cpu", dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+    assert half.weights_fingerprint() == model.weights_fingerprint()
+
+
+def test_an_exported_config_finds_its_model(saved: Path) -> None:
+    model = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager")
+    provenance = Provenance(
+        model="./model",
+        weights_fingerprint=model.weights_fingerprint(),
+        device="cpu",
+        dtype="float32",
+        num_layers=4,
+    )
+    config = DecodeConfig(skip_mask=CONFIG.skip_mask, gamma=2, provenance=provenance)
+    config.save(saved.parent / "best.json")
+    loaded = LayerSkipModel.from_config(saved.parent / "best.json", device="cpu", engine="eager")
+    assert loaded.config == config
+    CONFIG.save(saved.parent / "unknown.json")
+    with pytest.raises(ValueError, match=r"unknown.json: provenance: is required to know the model"):
+        LayerSkipModel.from_config(saved.parent / "unknown.json")
+
+
+def test_without_a_tokenizer_ids_still_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zoo.build("llama").save_pretrained(tmp_path / "bare")
+    with caplog.at_level(logging.WARNING, "layerskip"):
+        model = LayerSkipModel.from_pretrained(tmp_path / "bare", device="cpu", engine="eager")
+    assert model.tokenizer is None
+    assert "no tokenizer for" in caplog.text
+    out = model.generate([1, 2], max_new_tokens=5, config=CONFIG)
+    assert (out.ids, out.text) == (list(zoo.greedy_reference("llama", (1, 2))[:5]), "")
+
+
+def refused(*arguments: Any, **named: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 -- the callers match
+        LayerSkipModel.from_pretrained(*arguments, **named)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    return str(error.value)
+
+
+def test_what_cannot_be_loaded_is_said_in_one_line(saved: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path / "nowhere").startswith("model: no such folder: ")
+    assert refused("./nowhere") == "model: no such folder: ./nowhere"
+    assert refused("no-such-organisation/no-such-model").startswith("model: cannot load no-such-organisation/")
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty").endswith("is a folder without a config.json")
+    (tmp_path / "weightless").mkdir()
+    (tmp_path / "weightless" / "config.json").write_text((saved / "config.json").read_text())
+    assert refused(tmp_path / "weightless").startswith("model: cannot load ")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    assert refused(tmp_path / "broken").startswith("model: cannot load ")
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
+    assert refused(tmp_path / "strange").startswith("model: cannot load ")
+    assert refused(saved, dtype="int3").startswith("dtype: must be 'auto' or one of float32, bfloat16, float16, got")
+    assert refused(saved, device="gpu").startswith("device: must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'")
+
+
+def test_truncated_weights_are_said_in_one_line(saved: Path, tmp_path: Path) -> None:
+    # safetensors has an exception of its own, which went past the list of those that loading turns into one line.
+    (tmp_path / "cut").mkdir()
+    for file in saved.iterdir():
+        (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000])
+    assert refused(tmp_path / "cut").startswith("model: cannot load ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_where_there_is_none(saved: Path) -> None:
+    assert refused(saved, device="cuda") == "device: CUDA device asked for, and this machine has 0 of them, got 'cuda'"
+    assert LayerSkipModel.from_pretrained(saved, device="auto").device == torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_greedy_on_a_gpu() -> None:
+    for name in zoo.NAMES:
+        model = LayerSkipModel(zoo.build(name).to("cuda"))
+        for kind, mask in zoo.masks_of(name).items():
+            prompt = zoo.prompt_of(5)
+            plain = model.generate(prompt, max_new_tokens=20, config=DecodeConfig.plain(4)).ids
+            out = model.generate(prompt, max_new_tokens=20, config=DecodeConfig(skip_mask=mask, gamma=4)).ids
+            assert out == plain, f"{name}, {kind}"
+
+
+def test_pickle_weights_are_not_loaded(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    (tmp_path / "pickled").mkdir()
+    model.config.save_pretrained(tmp_path / "pickled")
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pickled") is not None
+    assert refused(tmp_path / "pickled").startswith("model: cannot load ")
+
+
+def test_public_names() -> None:
+    import layerskip
+
+    assert all(getattr(layerskip, name) for name in layerskip.__all__)
+    assert layerskip.Confirmed is Confirmed
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = layerskip.nothing

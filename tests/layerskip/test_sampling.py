@@ -1,0 +1,440 @@
+"""Sampled output follows the target's own distribution, and wrong samplers are caught by the same test."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import GenerationConfig
+
+import layerskip.decode
+from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
+from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.drafters import Draft, LayerSkipDrafter
+from layerskip.kv_cache import SharedLengthCache
+from layerskip.sampling import Sampler, SamplingParams
+from layerskip.verifier import Verdict, recovery_weights
+from tests.layerskip import zoo
+
+VOCAB, PROMPT, NUM_TOKENS, NUM_DRAWS = 4, (1, 2), 4, 8_000
+MASK = SkipMask.from_layers(2, [1])
+PASSES, FAILS = 1e-4, 1e-9
+"""About a hundred p-values are looked at, so one below .001 is expected now and then (one was .0004; twice
+five times the draws gave .4 and .3). The broken verifiers stay below 1e-9 at the same number of draws."""
+
+
+class TableEngine:
+    """An `Engine` whose forward looks up the last two tokens: the real loop, drafter, sampler and verifier, fast.
+
+    The draft's table is another one, far enough from the target's that a third to a half of the drafts are rejected.
+    """
+
+    name = "table"
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.target = torch.randn(VOCAB, VOCAB, VOCAB, generator=generator) * 1.2
+        self.draft = self.target + torch.randn(VOCAB, VOCAB, VOCAB, generator=generator) * 0.9
+        self._tokens: list[int] = []
+
+    @contextmanager
+    def session(self, capacity: int) -> Iterator[None]:
+        self.cache = SharedLengthCache([None], capacity)
+        self._tokens = []
+        yield
+
+    def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
+        self._tokens = [*self._tokens[: self.cache.length], *input_ids.tolist()]
+        self.cache.advance(len(input_ids))
+        rows = [self._tokens[:i] for i in range(len(self._tokens) - num_logits + 1, len(self._tokens) + 1)]
+        pairs = torch.tensor([([0, *row])[-2:] for row in rows])
+        return (self.draft if mask else self.target)[pairs[:, 0], pairs[:, 1]]
+
+    def synchronize(self) -> None:
+        pass
+
+    def target_row(self, text: Sequence[int]) -> list[float]:
+        row: list[float] = self.target[text[-2], text[-1]].tolist()
+        return row
+
+
+def shaped(logits: Sequence[float], text: Sequence[int], params: SamplingParams) -> list[float]:
+    """Probabilities after penalty, temperature, top-k, top-p and min-p, written out in plain Python."""
+    scores = list(logits)
+    for token in set(text):
+        penalty = params.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    weights = [math.exp(score / params.temperature) for score in scores]
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    kept = order[: params.top_k] if params.top_k else order
+    total = sum(weights[token] for token in kept)
+    before, nucleus = 0.0, []
+    for token in kept:
+        if before < params.top_p:
+            nucleus.append(token)
+        before += weights[token] / total
+    nucleus = [token for token in nucleus if weights[token] >= params.min_p * weights[order[0]]]
+    total = sum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(weights))]
+
+
+Exact = dict[tuple[int, ...], float]
+
+
+def enumerate_exactly(row_of: Any, params: SamplingParams, prompt: Sequence[int], vocab: int, length: int) -> Exact:
+    """Probability of every continuation of `length` tokens under the target alone."""
+    exact: Exact = {(): 1.0}
+    for _ in range(length):
+        longer: Exact = {}
+        for tokens, p in exact.items():
+            text = [*prompt, *tokens]
+            row = shaped(row_of(text), text, params)
+            longer |= {(*tokens, token): p * row[token] for token in range(vocab) if row[token] > 0}
+        exact = longer
+    return exact
+
+
+def p_values(draws: Counter[tuple[int, ...]], exact: Exact) -> dict[str, float]:
+    """Chi-square of tokens and pairs at every place, and of the whole; cells expecting less than 5 are pooled."""
+    length = len(next(iter(exact)))
+    views = {f"token {i}": (i,) for i in range(length)}
+    views |= {f"pair {i}": (i, i + 1) for i in range(length - 1)} | {"whole": tuple(range(length))}
+    impossible = [tokens for tokens in draws if tokens not in exact]
+    assert not impossible, f"drawn, though the target never says them: {impossible}"
+    values = {}
+    for name, places in views.items():
+        expected: Counter[tuple[int, ...]] = Counter()
+        seen: Counter[tuple[int, ...]] = Counter()
+        for tokens, p in exact.items():
+            expected[tuple(tokens[i] for i in places)] += p * draws.total()  # type: ignore[assignment]
+        for tokens, count in draws.items():
+            seen[tuple(tokens[i] for i in places)] += count
+        small = [cell for cell, count in expected.items() if count < 5]
+        cells = [(seen[cell], count) for cell, count in expected.items() if count >= 5]
+        if sum(expected[cell] for cell in small) >= 5:
+            cells.append((sum(seen[cell] for cell in small), sum(expected[cell] for cell in small)))
+        statistic = sum((got - count) ** 2 / count for got, count in cells)
+        values[name] = float(chi2.sf(statistic, len(cells) - 1)) if len(cells) > 1 else 1.0
+    return values
+
+
+def draw_many(params: SamplingParams, config: DecodeConfig, num: int = NUM_DRAWS) -> tuple[Counter[Any], DecodeStats]:
+    engine, stats = TableEngine(), DecodeStats()
+    sampler = Sampler(params, torch.Generator().manual_seed(1))
+    loop = DecodeLoop(engine, config, sampler)
+    total = DecodeStats()
+    draws: Counter[Any] = Counter()
+    for _ in range(num):
+        stats = DecodeStats()
+        ids = [token for emitted in loop.run(DecodeRequest(PROMPT, NUM_TOKENS), stats) for token in emitted.ids]
+        draws[tuple(ids)] += 1
+        for name in ("num_rounds", "num_drafted", "num_accepted", "num_bonus", "num_recovered", "num_target_only"):
+            setattr(total, name, getattr(total, name) + getattr(stats, name))
+    return draws, total
+
+
+def exactly(params: SamplingParams) -> Exact:
+    return enumerate_exactly(TableEngine().target_row, params, PROMPT, VOCAB, NUM_TOKENS)
+
+
+def config_of(gamma: int, draft_threshold: float = 0.0, target_threshold: float = 0.0) -> DecodeConfig:
+    return DecodeConfig(skip_mask=MASK, gamma=gamma, draft_threshold=draft_threshold, target_threshold=target_threshold)
+
+
+PLAIN = SamplingParams(do_sample=True, top_k=0)
+SETTINGS = {
+    "gamma 0": (PLAIN, config_of(0)),
+    "gamma 1": (PLAIN, config_of(1)),
+    "gamma 3": (PLAIN, config_of(3)),
+    "temperature": (SamplingParams(do_sample=True, top_k=0, temperature=0.6), config_of(2)),
+    "hot": (SamplingParams(do_sample=True, top_k=0, temperature=2.0), config_of(3)),
+    "top-k": (SamplingParams(do_sample=True, top_k=2), config_of(3)),
+    "top-p": (SamplingParams(do_sample=True, top_k=0, top_p=0.7), config_of(2)),
+    "min-p": (SamplingParams(do_sample=True, top_k=0, min_p=0.3), config_of(2)),
+    "penalty": (SamplingParams(do_sample=True, top_k=0, repetition_penalty=1.8), config_of(3)),
+    "thresholds": (PLAIN, config_of(3, 0.6, 0.3)),
+    "all": (SamplingParams(True, 0.8, 3, 0.9, 0.05, 1.3), config_of(3, 0.6, 0.3)),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_output_follows_the_targets_distribution(setting: str) -> None:
+    params, config = SETTINGS[setting]
+    draws, stats = draw_many(params, config)
+    values = p_values(draws, exactly(params))
+    assert min(values.values()) > PASSES, values
+    if config.gamma:
+        assert stats.num_accepted > NUM_DRAWS / 4
+        assert stats.num_recovered > NUM_DRAWS / 8
+        assert stats.num_bonus > NUM_DRAWS / 8
+    if config.target_threshold:
+        assert stats.num_target_only > NUM_DRAWS / 4
+        assert stats.num_drafted < stats.num_rounds * 2
+
+
+def recovered_from_the_target(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
+    return broken_verify(ids, draft_probs, target_probs, sampler, recovery=lambda target, _: target)
+
+
+def accepted_with_the_targets_probability(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
+    return broken_verify(ids, draft_probs, target_probs, sampler, accept=lambda p, _: p)
+
+
+def bonus_from_the_draft(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
+    rows = torch.cat([target_probs[:-1], draft_probs[-1:] if len(ids) else target_probs[-1:]])
+    return broken_verify(ids, draft_probs, rows, sampler)
+
+
+def correct(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
+    return broken_verify(ids, draft_probs, target_probs, sampler)
+
+
+def broken_verify(
+    ids: Any,
+    draft_probs: Any,
+    target_probs: Any,
+    sampler: Sampler,
+    accept: Any = lambda p, q: min(1.0, p / q),
+    recovery: Any = recovery_weights,
+) -> Verdict:
+    """Rejection sampling with one part replaced; with none replaced it is right, and the test says so."""
+    for i, token in enumerate(ids.tolist()):
+        p, q = float(target_probs[i, token]), float(draft_probs[i, token])
+        if float(sampler.uniform(1, torch.device("cpu"))) >= accept(p, q):
+            return Verdict(i, int(sampler.draw(recovery(target_probs[i], draft_probs[i]).unsqueeze(0))), 1.0)
+    return Verdict(len(ids), int(sampler.draw(target_probs[-1:])), 1.0)
+
+
+def test_the_harness_of_the_broken_verifiers_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerskip.decode, "verify_sampled", correct)
+    values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
+    assert min(values.values()) > PASSES, values
+
+
+@pytest.mark.parametrize(
+    "verifier", [recovered_from_the_target, accepted_with_the_targets_probability, bonus_from_the_draft]
+)
+def test_a_broken_verifier_fails_the_same_test(verifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerskip.decode, "verify_sampled", verifier)
+    values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
+    assert min(values.values()) < FAILS, values
+
+
+class DropsUnsureTokens(LayerSkipDrafter):
+    """The trap: a sampled token is dropped because its own probability is low, and its place drawn anew."""
+
+    def propose(self, context: Sequence[int], gamma: int) -> Draft:
+        draft = super().propose(context, gamma)
+        sampled = draft.probs.gather(-1, draft.ids.unsqueeze(-1)).squeeze(-1)
+        keep = int((sampled >= 0.3).long().cumprod(0).sum())
+        return Draft(draft.ids[:keep], draft.probs[:keep])
+
+
+def test_dropping_unsure_sampled_tokens_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerskip.decode, "LayerSkipDrafter", DropsUnsureTokens)
+    values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
+    assert min(values.values()) < FAILS, values
+
+
+@pytest.mark.parametrize("setting", ["plain", "shaped"])
+def test_a_real_model_follows_its_own_distribution(setting: str) -> None:
+    """End to end, through gates and cache."""
+    hf = zoo.build("gpt2", vocab_size=5, seed=3)
+    params = {"plain": {"top_k": 0}, "shaped": {"temperature": 1.5, "top_k": 4, "repetition_penalty": 1.3}}[setting]
+    model = LayerSkipModel(hf, engine="eager", config=DecodeConfig(skip_mask=SkipMask.from_layers(4, [0, 3]), gamma=3))
+    generator = torch.Generator().manual_seed(0)
+    draws: Counter[Any] = Counter()
+    drafted = accepted = 0
+    for _ in range(1_500):
+        out = model.generate([1, 2, 3], max_new_tokens=4, do_sample=True, generator=generator, **params)
+        draws[tuple(out.ids)] += 1
+        drafted += out.stats.num_drafted
+        accepted += out.stats.num_accepted
+    assert 0.1 < accepted / drafted < 0.95
+
+    @torch.inference_mode()
+    def row_of(text: list[int]) -> list[float]:
+        row: list[float] = hf(torch.tensor([text])).logits[0, -1].tolist()
+        return row
+
+    exact = enumerate_exactly(row_of, SamplingParams(do_sample=True, **params), [1, 2, 3], 5, 4)
+    values = p_values(draws, exact)
+    assert min(values.values()) > PASSES, values
+
+
+# How logits are shaped.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7, "top_k": 5},
+        {"top_k": 0, "top_p": 0.6},
+        {"top_k": 7, "top_p": 0.8, "min_p": 0.1, "temperature": 1.3, "repetition_penalty": 1.4},
+        {"min_p": 0.2, "repetition_penalty": 0.7},
+        {"top_k": 1_000},
+    ],
+)
+def test_logits_are_shaped_as_generate_does(arguments: dict[str, Any]) -> None:
+    hf, prompt = zoo.model_of("llama"), list(zoo.prompt_of(5))
+    torch.manual_seed(0)
+    out = hf.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=6,
+        do_sample=True,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **arguments,
+    )
+    sampler = Sampler(SamplingParams.from_generation_config(hf.generation_config, do_sample=True, **arguments))
+    text = out.sequences[0].tolist()
+    assert len(set(text[5:])) > 1
+    for i, (raw, scores) in enumerate(zip(out.logits, out.scores, strict=True)):
+        torch.testing.assert_close(sampler.shape(raw, text[: 5 + i]), scores)
+    # All rows at once, as verification does, with the tokens before each as drafted ones.
+    at_once = sampler.shape(torch.cat(out.logits), text[:5], torch.tensor(text[5:-1]))
+    torch.testing.assert_close(at_once, torch.cat(out.scores))
+
+
+def test_the_penalty_at_a_draft_position_sees_earlier_drafted_tokens() -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0))
+    logits = torch.tensor([[4.0, 4.0, -4.0, 4.0]]).repeat(3, 1)
+    shaped_rows = sampler.shape(logits, [0], torch.tensor([2, 1]))
+    assert shaped_rows.tolist() == [[2, 4, -4, 4], [2, 4, -8, 4], [2, 2, -8, 4]]
+    assert logits.tolist() == [[4, 4, -4, 4]] * 3  # not changed in place
+
+
+def test_greedy_ignores_what_only_shapes_draws() -> None:
+    sampler = Sampler(SamplingParams(temperature=0.1, top_k=1, top_p=0.1, min_p=0.9))
+    assert sampler.shape(torch.tensor([[1.0, 2.0]]), [0]).tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", 0.0, r"must be above 0 \(use do_sample=False for greedy\) and finite, got 0.0"),
+        ("temperature", -1.0, "must be above 0"),
+        ("temperature", math.nan, "must be above 0"),
+        ("temperature", math.inf, r"must be above 0 .* and finite"),
+        ("top_k", -1, "must be a whole number of at least 0, got -1"),
+        ("top_k", 2.5, "must be a whole number of at least 0, got 2.5"),
+        ("top_k", math.inf, "must be a whole number of at least 0, got inf"),
+        ("top_p", 0.0, r"must be in \(0, 1\], got 0.0"),
+        ("top_p", 1.1, r"must be in \(0, 1\]"),
+        ("top_p", math.nan, r"must be in \(0, 1\]"),
+        ("min_p", -0.1, r"must be in \[0, 1\], got -0.1"),
+        ("min_p", 1.1, r"must be in \[0, 1\]"),
+        ("repetition_penalty", 0.0, "must be above 0 and finite, got 0.0"),
+        ("repetition_penalty", math.nan, "must be above 0"),
+    ],
+)
+def test_bad_parameters_are_named(name: str, value: float, rule: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: {rule}"):
+        SamplingParams(**{name: value})
+    with pytest.raises(ValueError, match=f"^{name}: {rule}"):
+        zoo.layerskip_of("llama").generate([1], max_new_tokens=1, do_sample=True, **{name: value})
+
+
+# Where parameters and randomness come from.
+
+
+def test_defaults_are_those_of_the_generation_config() -> None:
+    assert SamplingParams.from_generation_config(GenerationConfig()) == SamplingParams(top_k=50)
+    said = GenerationConfig(do_sample=True, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
+    assert SamplingParams.from_generation_config(said) == SamplingParams(True, 0.7, 9, 0.8, 0.1, 1.2)
+    given = SamplingParams.from_generation_config(said, do_sample=False, top_k=0, temperature=None)
+    assert given == SamplingParams(False, 0.7, 0, 0.8, 0.1, 1.2)
+
+
+def test_do_sample_of_the_generation_config_is_honoured() -> None:
+    hf, prompt = zoo.build("llama"), zoo.prompt_of(5)
+    hf.generation_config.do_sample = True
+    model = LayerSkipModel(hf, engine="eager")
+    texts = {tuple(model.generate(prompt, max_new_tokens=12, seed=seed).ids) for seed in range(4)}
+    assert len(texts) > 1
+    hf.generation_config.top_k = 1
+    assert tuple(model.generate(prompt, max_new_tokens=12, seed=0).ids) == zoo.greedy_reference("llama", prompt)[:12]
+    hf.generation_config.top_k = 50
+    greedy = model.generate(prompt, max_new_tokens=12, do_sample=False).ids
+    assert greedy == list(zoo.greedy_reference("llama", prompt)[:12])
+
+
+def test_top_k_is_50_where_nobody_says_otherwise() -> None:
+    row = torch.arange(61.0).unsqueeze(0) / 100
+    sampler = Sampler(SamplingParams.from_generation_config(GenerationConfig(), do_sample=True))
+    assert int(sampler.shape(row, [0]).isfinite().sum()) == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("no_repeat_ngram_size", 3),
+        ("typical_p", 0.9),
+        ("epsilon_cutoff", 3e-4),
+        ("eta_cutoff", 3e-4),
+        ("bad_words_ids", [[3]]),
+        ("suppress_tokens", [1, 2]),
+        ("begin_suppress_tokens", [1]),
+        ("forced_bos_token_id", 1),
+        ("forced_eos_token_id", 1),
+        ("sequence_bias", [[[3], -10.0]]),
+        ("guidance_scale", 1.5),
+        ("min_length", 4),
+        ("min_new_tokens", 4),
+        ("exponential_decay_length_penalty", (3, 1.2)),
+        ("max_time", 1.0),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused_by_name(name: str, value: Any) -> None:
+    hf = zoo.build("llama")
+    setattr(hf.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"generation_config.{name}: not supported by this decoder, got"):
+        LayerSkipModel(hf, engine="eager").generate([1], max_new_tokens=1)
+
+
+def test_seed_and_generator_reproduce() -> None:
+    config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [2]), gamma=3)
+
+    def ids(**arguments: Any) -> list[int]:
+        return (
+            zoo.layerskip_of("llama")
+            .generate([1, 2], max_new_tokens=16, do_sample=True, config=config, **arguments)
+            .ids
+        )
+
+    assert ids(seed=3) == ids(seed=3) == ids(generator=torch.Generator().manual_seed(3))
+    assert len({tuple(ids(seed=seed)) for seed in range(5)}) > 1
+    generator = torch.Generator().manual_seed(3)
+    assert ids(generator=generator) != ids(generator=generator)  # it goes on, it does not start anew
+    torch.manual_seed(7)
+    first = ids()
+    torch.manual_seed(7)
+    assert ids() == first  # without either, torch's own, as `generate`
+    state = torch.random.get_rng_state()
+    ids(seed=3)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_shaped_reference_by_hand() -> None:
+    """The plain Python reference itself, on numbers small enough to check by eye."""
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert shaped(logits, [], PLAIN) == pytest.approx([0.5, 0.3, 0.15, 0.05])
+    assert shaped(logits, [], SamplingParams(True, top_k=2)) == pytest.approx([0.625, 0.375, 0, 0])
+    assert shaped(logits, [], SamplingParams(True, top_k=0, top_p=0.6)) == pytest.approx([0.625, 0.375, 0, 0])
+    assert shaped(logits, [], SamplingParams(True, top_k=0, min_p=0.4)) == pytest.approx([0.625, 0.375, 0, 0])
+    exact = enumerate_exactly(lambda _: logits, PLAIN, [0], 4, 2)
+    assert exact[0, 1] == pytest.approx(0.15)
+    assert sum(exact.values()) == pytest.approx(1.0)
+    assert set(exact) == set(itertools.product(range(4), repeat=2))

@@ -1,0 +1,287 @@
+"""Tiny random models of every supported architecture, made so that their drafts are sometimes right."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from layerskip import LayerSkipModel, SkipMask
+
+VOCAB = 61
+NUM_LAYERS = 4
+MAX_POSITIONS = 96
+WINDOW = 6
+LONGEST = 24
+"""Budget of the cached reference continuations."""
+
+_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+_HEADS = {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB, **_SPECIALS}
+_PLAIN = {**_HEADS, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": MAX_POSITIONS}
+_PLAIN |= {"tie_word_embeddings": False}
+_GROUPED = {**_PLAIN, "num_key_value_heads": 2}
+_FALCON = {**_HEADS, "hidden_size": 32, "tie_word_embeddings": False}
+_OPT = {
+    **_HEADS,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+}
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One architecture: its config class, arguments, and the modules that write into the residual stream."""
+
+    config_class: str
+    arguments: dict[str, Any]
+    attention_out: str = "self_attn.o_proj"
+    mlp_out: str = "mlp.down_proj"
+    post_norms: tuple[str, ...] = ()
+    """Norms between a sublayer and the residual stream; they set how much the sublayer counts."""
+    scale: float = 1.0
+    """Of what sublayers add."""
+    sublayers: bool = True
+    """May attention and MLP be skipped apart?"""
+    seed: int = 0
+    """One whose greedy texts are varied."""
+
+
+_POST = ("post_attention_layernorm", "post_feedforward_layernorm")
+SPECS: dict[str, Spec] = {
+    "llama": Spec("LlamaConfig", _GROUPED),
+    "qwen2": Spec("Qwen2Config", _GROUPED),
+    "qwen2-sliding": Spec(
+        "Qwen2Config", {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    ),
+    "qwen3": Spec("Qwen3Config", {**_GROUPED, "head_dim": 8}),
+    "mistral": Spec("MistralConfig", {**_GROUPED, "sliding_window": None}),
+    "mistral-sliding": Spec("MistralConfig", {**_GROUPED, "sliding_window": WINDOW}),
+    "gemma2": Spec("Gemma2Config", {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW}, post_norms=_POST),
+    "gemma3": Spec(
+        "Gemma3TextConfig",
+        {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED},
+        post_norms=_POST,
+        seed=1,
+    ),
+    "phi": Spec("PhiConfig", _GROUPED, "self_attn.dense", "mlp.fc2"),
+    "phi3": Spec("Phi3Config", _GROUPED),
+    "gpt_neox": Spec("GPTNeoXConfig", _PLAIN, "attention.dense", "mlp.dense_4h_to_h"),
+    "gpt2": Spec(
+        "GPT2Config",
+        {**_SPECIALS, "vocab_size": VOCAB, "n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4}
+        | {"n_positions": MAX_POSITIONS, "tie_word_embeddings": False},
+        "attn.c_proj",
+        "mlp.c_proj",
+    ),
+    "opt": Spec("OPTConfig", _OPT, "self_attn.out_proj", "fc2"),
+    "opt-post-norm": Spec(
+        "OPTConfig", {**_OPT, "do_layer_norm_before": False}, "self_attn.out_proj", "fc2", sublayers=False, seed=3
+    ),
+    "falcon-old": Spec(
+        "FalconConfig", {**_FALCON, "multi_query": True}, "self_attention.dense", "mlp.dense_4h_to_h", seed=5
+    ),
+    "falcon-new": Spec(
+        "FalconConfig",
+        {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
+        "self_attention.dense",
+        "mlp.dense_4h_to_h",
+    ),
+    "falcon-alibi": Spec(
+        "FalconConfig",
+        {**_FALCON, "alibi": True, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
+        "self_attention.dense",
+        "mlp.dense_4h_to_h",
+    ),
+    "bloom": Spec(
+        "BloomConfig",
+        {**_SPECIALS, "vocab_size": VOCAB, "hidden_size": 32, "n_layer": NUM_LAYERS, "n_head": 4}
+        | {"tie_word_embeddings": False},
+        "self_attention.dense",
+        "mlp.dense_4h_to_h",
+        seed=3,
+    ),
+    "mpt": Spec(
+        "MptConfig",
+        {**_SPECIALS, "vocab_size": VOCAB, "d_model": 32, "n_layers": NUM_LAYERS, "n_heads": 4}
+        | {"max_seq_len": MAX_POSITIONS, "tie_word_embeddings": False},
+        "attn.out_proj",
+        "ffn.down_proj",
+    ),
+    "olmo2": Spec("Olmo2Config", _GROUPED, post_norms=_POST),
+    "smollm3": Spec("SmolLM3Config", _GROUPED),
+    "granite": Spec("GraniteConfig", _GROUPED),
+    "stablelm": Spec("StableLmConfig", _GROUPED),
+    "cohere2": Spec("Cohere2Config", {**_GROUPED, "sliding_window": WINDOW, "logit_scale": 1.0, "layer_types": _MIXED}),
+    "starcoder2": Spec("Starcoder2Config", _GROUPED, mlp_out="mlp.c_proj"),
+    "mixtral": Spec("MixtralConfig", {**_GROUPED, "num_local_experts": 4}, mlp_out="mlp.experts"),
+    "qwen3-moe": Spec(
+        "Qwen3MoeConfig",
+        {**_GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        mlp_out="mlp.experts",
+    ),
+    "gpt-oss": Spec(
+        "GptOssConfig",
+        {**_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+        | {"layer_types": _MIXED, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+        mlp_out="mlp.experts",
+        seed=2,
+    ),
+}
+NAMES = tuple(SPECS)
+FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
+_SUFFIX = " fused"
+RUNS = NAMES + tuple(name + _SUFFIX for name in FUSED)
+"""Architectures on the eager engine, and once more those that the fused one serves. Every function here takes both."""
+
+
+def architecture(run: str) -> str:
+    return run.removesuffix(_SUFFIX)
+
+
+def spec_of(run: str) -> Spec:
+    return SPECS[architecture(run)]
+
+
+def build(name: str, *, seed: int | None = None, **overrides: Any) -> Any:
+    """A fresh model; weights depend on the seed alone."""
+    spec = spec_of(name)
+    config = getattr(transformers, spec.config_class)(**{**spec.arguments, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    _randomise(model, spec, torch.Generator().manual_seed(spec.seed if seed is None else seed))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def model_of(name: str) -> Any:
+    """The shared model of this architecture; do not change it."""
+    return _model_of(architecture(name))
+
+
+@functools.cache
+def _model_of(name: str) -> Any:
+    return build(name)
+
+
+@functools.cache
+def layerskip_of(name: str) -> LayerSkipModel:
+    # Never "auto": it goes by time, and a test must run the same code every time.
+    return LayerSkipModel(model_of(name), engine="fused" if name.endswith(_SUFFIX) else "eager")
+
+
+@functools.cache
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(f"{length} {seed}")
+    return tuple(draw.randrange(1, VOCAB) for _ in range(length))
+
+
+def greedy_reference(name: str, prompt: tuple[int, ...], num_tokens: int = LONGEST) -> tuple[int, ...]:
+    """Hugging Face's own greedy continuation; prefixes of it answer for smaller budgets."""
+    return _greedy_reference(architecture(name), prompt, num_tokens)
+
+
+@functools.cache
+def _greedy_reference(name: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    out = model_of(name).generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def stack_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, found without the adapter: the only list of that many modules."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_LAYERS]
+    return next(m for m in lists if any("att" in child for child, _ in m[0].named_children()))
+
+
+def zeroed_copy(name: str, mask: SkipMask) -> Any:
+    """The model with the skipped sublayers' last weights and biases set to zero: a draft without any gate."""
+    spec, model = spec_of(name), copy.deepcopy(model_of(name))
+    with torch.no_grad():
+        for i, layer in enumerate(stack_of(model)):
+            for flag, out in ((mask.attention[i], spec.attention_out), (mask.mlp[i], spec.mlp_out)):
+                for parameter in layer.get_submodule(out).parameters() if flag else ():
+                    parameter.zero_()
+    return model
+
+
+def shortened_copy(name: str, mask: SkipMask) -> Any:
+    """The model without the wholly skipped layers."""
+    model = copy.deepcopy(model_of(name))
+    stack = stack_of(model)
+    for i in reversed(mask.skipped_layers):
+        del stack[i]
+    model.config.num_hidden_layers = len(stack)
+    return model
+
+
+def masks_of(name: str) -> dict[str, SkipMask]:
+    """One of every kind that this architecture allows."""
+    kinds = {
+        "none": SkipMask.none(NUM_LAYERS),
+        "early exit": SkipMask.early_exit(NUM_LAYERS, 2),
+        "interior": SkipMask.contiguous(NUM_LAYERS, 1, NUM_LAYERS - 2),
+        "alternating": SkipMask.alternating(NUM_LAYERS, offset=1),
+        "layer 0": SkipMask.from_layers(NUM_LAYERS, [0, 2]),
+    }
+    if spec_of(name).sublayers:
+        kinds |= {
+            "attention": SkipMask.from_sublayers(NUM_LAYERS, attention=[0, 1, 3]),
+            "mlp": SkipMask.from_sublayers(NUM_LAYERS, mlp=[0, 2]),
+            "mixture": SkipMask.from_sublayers(NUM_LAYERS, attention=[0, 1], mlp=[1, 3]),
+        }
+    return kinds
+
+
+def random_mask(num_layers: int, draw: random.Random, *, sublayers: bool = True) -> SkipMask:
+    attention = [i for i in range(num_layers) if draw.random() < 0.4]
+    mlp = [i for i in range(num_layers) if draw.random() < 0.4] if sublayers else attention
+    return SkipMask.from_sublayers(num_layers, attention=attention, mlp=mlp)
+
+
+def _randomise(model: nn.Module, spec: Spec, generator: torch.Generator) -> None:
+    """Untied, confident and context-dependent: early layers matter more than late ones, so drafts hit about half."""
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    config = model.config  # type: ignore[union-attr]
+    scales_embedding = config.model_type.startswith("gemma")
+
+    def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + mean)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter is embedding:
+                normal(parameter, 32**-0.5 if scales_embedding else 1.0)
+            elif parameter is head:
+                normal(parameter, 0.6)
+            elif parameter.ndim >= 2:
+                normal(parameter, 32**-0.5)
+            elif name.endswith("bias"):
+                normal(parameter, 0.1)
+            else:
+                normal(parameter, 0.1, float(parameter.mean()))
+        for i, layer in enumerate(stack_of(model)):
+            share = spec.scale * (0.8 if i == 0 else 0.35)
+            for out in (spec.attention_out, spec.mlp_out):
+                for parameter in layer.get_submodule(out).parameters():
+                    parameter.mul_(share)
+            for norm in spec.post_norms:
+                weight = layer.get_submodule(norm).weight
+                normal(weight, 0.05, 0.5 * share - (1.0 if scales_embedding else 0.0))
+
+
+def each(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
+    """Parametrise a test over architectures."""
+    import pytest
+
+    return pytest.mark.parametrize("name", names)

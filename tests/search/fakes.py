@@ -1,0 +1,159 @@
+"""A decoder, a clock and a reporter that need no model: speeds follow from the config by a formula."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from layerskip import DecodeConfig, DecodeStats
+from search.decoder import Decoded, Identity
+from search.export import Origin
+from search.fingerprint import Fingerprint
+from search.pipeline import SearchRun
+from search.progress import Reporter
+from search.prompts import EncodedPrompt
+from search.space import SearchSpace
+from search.spec import StudyPaths, StudySpec
+from search.stop import StopSignal
+from search.subject import Subject, Tools
+
+NUM_LAYERS = 6
+PLAIN_TOKENS_PER_S = 100.0
+
+
+@dataclass
+class FakeClock:
+    """Seconds that pass only when somebody says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeDecoder:
+    """Skipping is cheap in the middle, wrong at the ends; a few per cent of noise that depends on the call's inputs."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    noise: float = 0.02
+    gain: float = 1.0
+    """Scales all advantages: 0 makes every config as fast as plain decoding."""
+    break_on: Callable[[DecodeConfig], Exception | None] = lambda _config: None
+    wrong_on: Callable[[DecodeConfig], bool] = lambda _config: False
+    tie_on: Callable[[DecodeConfig], bool] = lambda _config: False
+    num_tokens: int = 17
+    num_decoded: int = 0
+    num_freed: int = 0
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+        self.num_decoded += 1
+        error = self.break_on(config)
+        if error is not None:
+            raise error
+        speed = PLAIN_TOKENS_PER_S * true_speedup(config, self.gain) * (1 + self.noise * wobble(prompt_ids, config))
+        stats = DecodeStats(num_prompt_tokens=len(prompt_ids), num_emitted=self.num_tokens, prefill_s=0.01)
+        stats.decode_s = (self.num_tokens - 1) / speed
+        if config.speculates:
+            stats.num_rounds, stats.num_drafted, stats.num_accepted = 8, 10, 8
+            stats.drafted_by_position, stats.accepted_by_position = [8, 2], [6, 2]
+        self.clock.now += stats.prefill_s + stats.decode_s
+        ids = tuple((sum(prompt_ids) + i) % 50 for i in range(self.num_tokens))
+        if config.speculates and (self.wrong_on(config) or self.tie_on(config)):
+            ids = (*ids[:5], 99, *ids[6:])
+        return Decoded(ids, stats)
+
+    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> Identity:
+        if tuple(ids) == tuple(reference_ids):
+            return Identity(identical=True)
+        tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
+        return Identity(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
+
+    def free_memory(self) -> None:
+        self.num_freed += 1
+
+
+def true_speedup(config: DecodeConfig, gain: float = 1.0) -> float:
+    """Noise-free: the best skips the four middle layers whole at gamma 4; plain is 1."""
+    if not config.speculates:
+        return 1.0
+    mask = config.skip_mask
+    good = sum(mask.attention[1:5]) + sum(mask.mlp[1:5])
+    bad = mask.attention[0] + mask.mlp[0] + mask.attention[5] + mask.mlp[5]
+    advantage = 0.06 * good - 0.15 * bad - 0.02 * abs(config.gamma - 4) - 0.1 * config.target_threshold
+    return max(0.2, 1 + gain * advantage)
+
+
+def wobble(prompt_ids: Sequence[int], config: DecodeConfig) -> float:
+    """Between -1 and 1, from the inputs alone, so that a resumed study sees what an uninterrupted one would."""
+    text = f"{list(prompt_ids)} {config.skip_mask} {config.gamma} {config.draft_threshold} {config.target_threshold}"
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**31 - 1
+
+
+SPACE = SearchSpace(
+    num_layers=NUM_LAYERS,
+    gamma_max=6,
+    attention_bits=tuple(range(NUM_LAYERS)),
+    mlp_bits=tuple(range(NUM_LAYERS)),
+    layer_bits=(),
+)
+FINGERPRINT = Fingerprint(
+    weights="abc",
+    model_class="Fake",
+    device="cpu",
+    dtype="float32",
+    engine="eager",
+    num_threads=1,
+    cpu="fake",
+    torch="2",
+    transformers="5",
+    layerskip="0",
+    tuning_prompts="t",
+    held_out_prompts="h",
+    max_new_tokens=17,
+    gamma_max=6,
+    granularity="sublayer",
+)
+ORIGIN = Origin(
+    model="./model",
+    weights_fingerprint="abc",
+    device="cpu",
+    dtype="float32",
+    num_layers=NUM_LAYERS,
+    engine="eager",
+    num_threads=1,
+    versions={"torch": "2"},
+    prompts_fingerprint="t",
+    held_out_fingerprint="h",
+)
+
+
+def prompts(count: int, first: int = 0) -> tuple[EncodedPrompt, ...]:
+    return tuple(EncodedPrompt(f"p{i}", None, (first + i, 1, 2)) for i in range(count))
+
+
+def make_spec(**changes: object) -> StudySpec:
+    fields = {"model": "fake", "prompts": "/p.jsonl", "trials": 30, "prompts_per_trial": 5, "max_new_tokens": 17}
+    return StudySpec(**(fields | changes))
+
+
+@dataclass
+class Bench:
+    """A search on fakes in a folder."""
+
+    folder: Path
+    decoder: FakeDecoder = field(default_factory=FakeDecoder)
+    stop: StopSignal = field(default_factory=StopSignal)
+    output: io.StringIO = field(default_factory=io.StringIO)
+
+    @property
+    def paths(self) -> StudyPaths:
+        return StudyPaths(self.folder)
+
+    def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
+        subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
+        tools = Tools(Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
+        return SearchRun(subject, make_spec(**spec), self.paths, tools).run()

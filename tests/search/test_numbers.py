@@ -1,0 +1,191 @@
+"""Statistics, pooling, choosing and confirming against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from layerskip import DecodeConfig, DecodeStats, SkipMask
+from search.confirm import Candidate, choose, summarise
+from search.leaderboard import Entry, Standings, counted, make_standings
+from search.measurement import Pair, Timed, add_up
+from search.reference import Reference, prompts_for
+from search.statistics import geometric_mean, log_spread, ratio_interval
+from tests.search.fakes import NUM_LAYERS, SPACE
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    for bad in ([], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="positive"):
+            geometric_mean(bad)
+
+
+def test_interval_of_few_prompts_is_students() -> None:
+    # logs 0, ln 2, ln 4: mean ln 2, standard deviation ln 2, t(0.975, 2) = 4.30265
+    interval = ratio_interval([1.0, 2.0, 4.0], seed=0)
+    assert interval is not None
+    assert math.log(interval.low) == pytest.approx(math.log(2) * (1 - 4.30265 / math.sqrt(3)), rel=1e-5)
+    assert math.log(interval.high) == pytest.approx(math.log(2) * (1 + 4.30265 / math.sqrt(3)), rel=1e-5)
+
+
+def test_interval_of_many_prompts_is_a_seeded_bootstrap() -> None:
+    ratios = [1.0 + 0.05 * (i % 5) for i in range(24)]
+    interval = ratio_interval(ratios, seed=1)
+    assert interval is not None
+    assert interval == ratio_interval(ratios, seed=1)
+    mean, spread = geometric_mean(ratios), 0.065 / math.sqrt(24)
+    assert interval.low == pytest.approx(mean * math.exp(-1.96 * spread), rel=0.01)
+    assert interval.high == pytest.approx(mean * math.exp(1.96 * spread), rel=0.01)
+
+
+def test_intervals_that_are_points_or_unknown() -> None:
+    assert ratio_interval([1.5], seed=0) is None
+    for count in (2, 20):
+        interval = ratio_interval([1.5] * count, seed=0)
+        assert interval is not None
+        assert (interval.low, interval.high) == (pytest.approx(1.5), pytest.approx(1.5))
+
+
+def test_noise_of_an_a_a_run() -> None:
+    assert log_spread([math.exp(0.03), math.exp(-0.04)]) == pytest.approx(math.sqrt((0.0009 + 0.0016) / 2))
+    assert log_spread([]) == 0.0
+
+
+def stats(drafted: list[int], accepted: list[int], rounds: int) -> DecodeStats:
+    return DecodeStats(
+        num_drafted=sum(drafted),
+        num_accepted=sum(accepted),
+        num_rounds=rounds,
+        drafted_by_position=drafted,
+        accepted_by_position=accepted,
+    )
+
+
+def test_acceptance_is_totals_over_totals() -> None:
+    total = add_up([stats([4, 2], [4, 1], 4), stats([6], [0], 6)])
+    assert total.acceptance_rate == 5 / 12
+    assert total.mean_accepted_length == (5 + 10) / 10
+    assert total.accepted_by_position == (4, 1)
+    assert total.drafted_by_position == (10, 2)
+    assert add_up([DecodeStats()]).acceptance_rate is None
+
+
+def pair(plain: float, fast: float, *, tie: bool = False) -> Pair:
+    return Pair("p", Timed(plain, False, DecodeStats()), Timed(fast, tie, stats([2], [1], 2)))
+
+
+def test_confirmed_numbers_by_hand() -> None:
+    passes = [[pair(10, 12), pair(20, 30, tie=True)], [pair(11, 13), pair(22, 31)], [pair(90, 14), pair(24, 90)]]
+    # medians: plain 11 and 22, fast 13 and 31
+    confirmed = summarise(passes, seed=0)
+    assert confirmed.plain_tokens_per_s == pytest.approx(math.sqrt(11 * 22))
+    assert confirmed.tokens_per_s == pytest.approx(math.sqrt(13 * 31))
+    assert confirmed.speedup == confirmed.tokens_per_s / confirmed.plain_tokens_per_s
+    assert confirmed.speedup == pytest.approx(math.sqrt(13 / 11 * 31 / 22))
+    assert (confirmed.num_prompts, confirmed.num_repeats) == (2, 3)
+    assert (confirmed.num_identical, confirmed.num_ties) == (1, 1)
+    assert confirmed.acceptance_rate == 0.5
+    assert confirmed.mean_accepted_length == 1.5
+
+
+def test_one_prompt_confirms_nothing() -> None:
+    confirmed = summarise([[pair(10, 30)]], seed=0)
+    assert confirmed.speedup == pytest.approx(3.0)
+    assert confirmed.speedup_ci_low < 1.0 < confirmed.speedup < confirmed.speedup_ci_high
+
+
+def entry(text: str, gamma: int, speedup: float = 1.2, lower: float = 1.1, trials: tuple[int, ...] = (0,)) -> Entry:
+    config = DecodeConfig(skip_mask=SkipMask.parse(text), gamma=gamma)
+    return Entry(config, SPACE.to_params(config), trials, 5, speedup, lower)
+
+
+def test_ties_go_to_fewer_skips_then_smaller_gamma() -> None:
+    fastest = Candidate(entry("6:1-4", 4), (1.300,) * 16)
+    fewer = Candidate(entry("6:1-2", 6), (1.292,) * 16)
+    fewer_short = Candidate(entry("6:1-2", 3), (1.291,) * 16)
+    slower = Candidate(entry("6:1", 1), (1.250,) * 16)
+    out = Candidate(entry("6:none", 1), (), "not lossless")
+    assert choose([slower, fastest, out, fewer, fewer_short], 0.01) == [fewer_short, fewer, fastest, slower]
+    # In a noisy room 4 % is a tie too.
+    assert choose([slower, fastest], 0.2)[0] is slower
+    assert choose([out], 0.01) == []
+
+
+def trial(text: str, steps: list[int], ratios: list[float], *, stopped: bool = False, number: int = 0) -> FrozenTrial:
+    config = DecodeConfig(skip_mask=SkipMask.parse(text), gamma=2)
+    distributions: dict[str, BaseDistribution] = SPACE.distributions
+    attrs = {"lossless": True, "stopped_early": stopped, "prompt_steps": steps, "ratios": ratios}
+    made = create_trial(params=SPACE.to_params(config), distributions=distributions, value=1.0, user_attrs=attrs)
+    made.number = number
+    return made
+
+
+def test_a_lucky_trial_ranks_below_a_proven_config() -> None:
+    lucky = trial("6:1", [0, 1, 2, 3], [1.33, 1.32, 1.34, 1.33], number=9)
+    noisy = [[1.40, 1.22, 1.38, 1.21], [1.23, 1.39, 1.22, 1.38], [1.38, 1.38, 1.23, 1.23], [1.22, 1.23, 1.39, 1.40]]
+    proven = [trial("6:2", [0, 1, 2, 3], ratios, number=i) for i, ratios in enumerate(noisy)]
+    standings = make_standings([lucky, *proven], SPACE, 0.08, 4)
+    assert standings.leader is not None
+    assert standings.leader.config.skip_mask.skipped_layers == (2,)
+    assert standings.leader.trials == (0, 1, 2, 3)
+    assert standings.leader.num_pairs == 16
+    assert standings.entries[1].speedup > standings.leader.speedup
+
+
+def test_other_prompts_are_compared_as_if_on_the_same() -> None:
+    easy, hard = [1.5] * 4, [1.2] * 4
+    both = [trial("6:1", [0, 1, 2, 3], easy, number=0), trial("6:1", [4, 5, 6, 7], hard, number=1)]
+    others = [trial(f"6:{i}", [0, 1, 2, 3], [1.4] * 4, number=i) for i in (2, 3, 4)]
+    others += [trial(f"6:{i}", [4, 5, 6, 7], [1.12] * 4, number=i + 3) for i in (2, 3, 4)]
+    standings = make_standings([*both, *others], SPACE, 0.01, 4)
+    assert standings.effects[0] == pytest.approx(0.0, abs=0.01)
+    assert standings.effects[5] == pytest.approx(math.log(1.12 / 1.4), abs=0.06)
+    assert standings.leader is not None
+    assert standings.leader.speedup == pytest.approx(1.5, rel=0.04)
+    assert standings.standardised([4, 5], [1.2, 1.2]) == pytest.approx(1.5, rel=0.06)
+    assert standings.standardised([0, 99], [1.5, 1.5]) == pytest.approx(1.5, rel=0.01)
+
+
+def test_stopped_trials_inform_but_never_lead() -> None:
+    stopped = trial("6:1", [0], [9.0], stopped=True)
+    assert make_standings([stopped], SPACE, 0.01, 4).leader is None
+    assert not make_standings([], SPACE, 0.01, 4).entries
+
+
+def test_hopeless_is_two_standard_errors_below_the_leader() -> None:
+    leader = entry("6:1", 2, speedup=1.3)
+    standings = Standings((leader,), {}, 0.1)
+    bound = math.exp(-2 * 0.1 * math.sqrt(1 / 1 + 1 / 5))
+    assert standings.is_hopeless(1.3 * bound * 0.99, 1)
+    assert not standings.is_hopeless(1.3 * bound * 1.01, 1)
+    assert standings.is_hopeless(1.3 * bound * 1.01, 4)
+    assert not Standings((), {}, 0.1).is_hopeless(0.01, 1)
+
+
+def test_what_counts_towards_the_total() -> None:
+    done = [create_trial(value=1.0), create_trial(state=TrialState.PRUNED)]
+    failed = create_trial(state=TrialState.FAIL, user_attrs={"failure": "MemoryError: x"})
+    interrupted = create_trial(state=TrialState.FAIL, user_attrs={"failure": "interrupted"})
+    killed = create_trial(state=TrialState.FAIL)
+    assert counted([*done, failed, interrupted, killed]) == 3
+
+
+def test_prompts_of_a_trial_follow_its_time() -> None:
+    assert prompts_for(trial_seconds=3.0, pair_s=0.4) == 7
+    assert prompts_for(trial_seconds=0.1, pair_s=5.0) == 4
+    assert prompts_for(trial_seconds=900.0, pair_s=0.1) == 16
+    assert prompts_for(trial_seconds=1.0, pair_s=0.0) == 16
+
+
+def test_reference_survives_json_and_goes_round() -> None:
+    from search.measurement import PromptCase
+
+    cases = tuple(PromptCase(f"p{i}", (i, 2), (3, 4)) for i in range(5))
+    reference = Reference(cases, 3, 100.0, 0.01, 0.5, ("short",))
+    assert Reference.from_json(reference.to_json()) == reference
+    assert [reference.steps(i) for i in range(3)] == [(0, 1, 2), (3, 4, 0), (1, 2, 3)]
+    assert SPACE.num_layers == NUM_LAYERS

@@ -1,0 +1,170 @@
+"""Prompt files: three shapes, and one clear line with file and line for everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search.prompts import Prompt, PromptSet, encode_prompts, load_prompts, read_prompts
+from tests.search.conftest import write_jsonl
+
+TEXT = {"prompt": "def read(", "id": "a", "category": "code"}
+CHAT = {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}], "id": 7}
+BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a haiku.", "Again."]}
+
+
+class FakeTokenizer:
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        assert options == {"add_generation_prompt": True, "tokenize": False}
+        if messages[0]["role"] == "robot":
+            raise TypeError("roles must alternate\nand more")
+        return "<s>" + "|".join(f"{one['role']}:{one['content']}" for one in messages)
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [len(text)]}
+
+
+class FakeModel:
+    max_positions: int | None = 20
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.tokenizer = FakeTokenizer(chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_three_shapes_are_told_apart_by_their_fields(tmp_path: Path) -> None:
+    text, chat, bench = read_prompts(write_jsonl(tmp_path / "p.jsonl", [TEXT, CHAT, BENCH]))
+    assert (text.kind, text.prompt_id, text.category) == ("text", "a", "code")
+    assert (chat.kind, chat.prompt_id, len(chat.messages)) == ("chat", "7", 2)
+    assert (bench.kind, bench.prompt_id, bench.category) == ("turn", "81", "writing")
+    assert bench.messages == (("user", "Write a haiku."),)
+    assert bench.source == f"{tmp_path / 'p.jsonl'}:3"
+
+
+def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\r\n\n", encoding="utf-8-sig")
+    (prompt,) = read_prompts(path)
+    assert prompt.messages == (("user", "a\u2028b"),)
+    assert prompt.prompt_id == "p-1"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object, got list"),
+        ("{}", "exactly one of the fields prompt, messages, turns; got fields: none"),
+        ('{"text": "x"}', "got fields: text"),
+        ('{"prompt": "x", "turns": ["y"]}', "got fields: prompt, turns"),
+        ('{"prompt": 3}', "prompt: input should be a valid string, got '3'"),
+        ('{"prompt": ""}', "prompt: string should have at least 1 character"),
+        ('{"prompt": "  "}', "prompt is empty"),
+        ('{"prompt": "x", "tempo": 1}', "tempo: unknown field"),
+        ('{"messages": []}', "messages: list should have at least 1 item"),
+        ('{"messages": [{"role": "user"}]}', "messages.0.content: is required"),
+        ('{"turns": ["x"]}', "question_id: is required"),
+        ('{"prompt": "first"}', "repeats the prompt of"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_each_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "first"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: ")) as caught:
+        read_prompts(path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such prompt file"):
+        read_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        read_prompts(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_prompts(tmp_path / "binary.jsonl")
+
+
+def records(first: int, count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"prompt {i}"} for i in range(first, first + count)]
+
+
+def test_a_prompt_in_both_sets_is_refused(tmp_path: Path) -> None:
+    tuning = write_jsonl(tmp_path / "t.jsonl", records(0, 4))
+    held_out = write_jsonl(tmp_path / "h.jsonl", [*records(10, 4), {"prompt": "prompt 2", "id": "other"}])
+    with pytest.raises(ValueError, match=r"h\.jsonl:5: held-out prompt is also a tuning prompt \(.*t\.jsonl:3\)"):
+        load_prompts(str(tuning), str(held_out))
+
+
+def test_too_few_prompts(tmp_path: Path) -> None:
+    tuning = write_jsonl(tmp_path / "t.jsonl", records(0, 5))
+    held_out = write_jsonl(tmp_path / "h.jsonl", records(10, 3))
+    with pytest.raises(ValueError, match=r"h\.jsonl: needs at least 4 held-out prompts, got 3"):
+        load_prompts(str(tuning), str(held_out))
+    with pytest.raises(ValueError, match="needs at least 6, got 5"):
+        load_prompts(str(tuning), None)
+
+
+def test_the_split_depends_on_the_content_alone(tmp_path: Path) -> None:
+    tuning, held_out = load_prompts(str(write_jsonl(tmp_path / "a.jsonl", records(0, 30))), None)
+    assert (len(tuning.prompts), len(held_out.prompts)) == (20, 10)
+    again = load_prompts(str(write_jsonl(tmp_path / "b.jsonl", records(0, 30)[::-1])), None)[1]
+    assert {one.fingerprint for one in again.prompts} == {one.fingerprint for one in held_out.prompts}
+    assert not {one.fingerprint for one in tuning.prompts} & {one.fingerprint for one in held_out.prompts}
+
+
+def test_the_set_fingerprint_follows_content_and_order(tmp_path: Path) -> None:
+    def fingerprint(lines: list[Any]) -> str:
+        return PromptSet("x", read_prompts(write_jsonl(tmp_path / "p.jsonl", lines))).fingerprint
+
+    first = fingerprint([{"prompt": "a"}, {"prompt": "b"}])
+    assert first == fingerprint([{"prompt": "a", "id": "other"}, {"prompt": "b"}])
+    assert first != fingerprint([{"prompt": "b"}, {"prompt": "a"}])
+    assert first != fingerprint([{"prompt": "a"}, {"prompt": "c"}])
+
+
+def encode(prompt: Prompt, model: FakeModel, room: int = 4) -> tuple[int, ...]:
+    return encode_prompts(PromptSet("tuning", (prompt,)), model, room=room)[0].ids
+
+
+def prompt_of(record: dict[str, Any], tmp_path: Path) -> Prompt:
+    return read_prompts(write_jsonl(tmp_path / "p.jsonl", [record]))[0]
+
+
+def test_chats_go_through_the_template_and_text_does_not(tmp_path: Path) -> None:
+    templated = FakeModel("template")
+    assert encode(prompt_of(CHAT, tmp_path), templated) == (len("<s>system:Be short.|user:Hi"),)
+    assert encode(prompt_of(BENCH, tmp_path), templated) == (len("<s>user:Write a haiku."),)
+    assert encode(prompt_of({"prompt": "ab"}, tmp_path), templated) == (97, 98)
+    assert encode(prompt_of(BENCH, tmp_path), FakeModel()) == tuple(map(ord, "Write a haiku."))
+
+
+def test_chat_errors_name_file_and_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: a chat prompt needs a chat template"):
+        encode(prompt_of(CHAT, tmp_path), FakeModel())
+    robot = prompt_of({"messages": [{"role": "robot", "content": "x"}]}, tmp_path)
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: the chat template refuses it: roles must alternate$"):
+        encode(robot, FakeModel("template"))
+
+
+def test_a_prompt_must_fit_the_models_positions(tmp_path: Path) -> None:
+    prompt = prompt_of({"prompt": "x" * 17}, tmp_path)
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: 17 prompt tokens \+ 4 to decode do not fit the model's 20"):
+        encode(prompt, FakeModel())
+    assert len(encode(prompt, FakeModel(), room=3)) == 17
+    unlimited = FakeModel()
+    unlimited.max_positions = None
+    assert len(encode(prompt, unlimited)) == 17

@@ -1,0 +1,276 @@
+"""The whole search on a fake decoder and a fake clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from layerskip import DecodeConfig
+from search.fingerprint import FingerprintMismatch
+from search.leaderboard import counted
+from search.storage import open_storage
+from search.study import stored_engine
+from tests.search.fakes import FINGERPRINT, Bench, true_speedup
+
+
+def trials_of(bench: Bench) -> list[optuna.trial.FrozenTrial]:
+    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    return optuna.load_study(study_name=bench.folder.name, storage=storage).get_trials()
+
+
+def summary_of(bench: Bench) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(bench.paths.summary.read_text())
+    return summary
+
+
+def history(bench: Bench) -> list[tuple[Any, ...]]:
+    return [(trial.params, trial.value, trial.user_attrs["origin"]) for trial in trials_of(bench)]
+
+
+def test_finds_confirms_and_exports_a_winner(bench: Bench) -> None:
+    assert bench.run(trials=40) == 0
+    best = DecodeConfig.load(bench.paths.best)
+    assert true_speedup(best) > 1.3
+    assert best.confirmed is not None
+    assert best.provenance is not None
+    assert best.confirmed.speedup_ci_low > 1.0
+    assert best.confirmed.speedup == pytest.approx(true_speedup(best), rel=0.02)
+    assert best.confirmed.num_identical == best.confirmed.num_prompts == 12
+    assert best.provenance.num_trials == 40
+    summary = summary_of(bench)
+    assert summary["trials"]["counted"] == summary["trials"]["total"] == 40
+    assert summary["confirmed"]["speedup"] == best.confirmed.speedup
+    assert summary["seconds"].keys() >= {"reference", "search", "confirm"}
+    assert "result" in bench.output.getvalue()
+
+
+def test_speedup_is_the_ratio_of_the_two_speeds(bench: Bench) -> None:
+    bench.run()
+    confirmed = summary_of(bench)["confirmed"]
+    assert confirmed["speedup"] == confirmed["tokens_per_s"] / confirmed["plain_tokens_per_s"]
+
+
+def test_trial_attributes_are_plain_numbers(bench: Bench) -> None:
+    bench.run(trials=6)
+    trial = trials_of(bench)[1]
+    names = ("speedup", "speedup_ci_low", "speedup_ci_high", "acceptance_rate", "mean_accepted_length")
+    assert all(isinstance(trial.user_attrs[name], float) for name in names)
+    counts = ("num_skipped_attention", "num_skipped_mlp", "num_prompts")
+    assert all(isinstance(trial.user_attrs[name], int) for name in counts)
+    assert trial.user_attrs["acceptance_rate"] == 0.8
+    assert trial.user_attrs["mean_accepted_length"] == 2.0
+    assert trial.user_attrs["accepted_by_position"] == [6 * 5, 2 * 5]
+    assert len(trial.user_attrs["ratios"]) == trial.user_attrs["num_prompts"] == 5
+    plain = summary_of(bench)["reference"]["plain_tokens_per_s"]
+    assert trial.value == pytest.approx(trial.user_attrs["speedup"] * plain)
+
+
+def test_same_seed_same_trials(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = Bench(tmp_path_factory.mktemp("other"))
+    bench.run()
+    other.run()
+    assert history(bench) == history(other)
+
+
+@pytest.mark.parametrize("sampler", ["local-tpe", "tpe-univariate", "tpe", "random"])
+def test_stop_and_resume_equals_uninterrupted(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory, sampler: str
+) -> None:
+    whole = Bench(tmp_path_factory.mktemp("whole"))
+    whole.run(trials=20, sampler=sampler)
+    bench.run(trials=16, sampler=sampler)
+    resumed = Bench(bench.folder)
+    resumed.run(trials=20, sampler=sampler)
+    assert history(resumed) == history(whole)
+
+
+def test_an_interrupted_trial_is_proposed_again(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
+    whole = Bench(tmp_path_factory.mktemp("whole"))
+    whole.run(trials=20)
+    decoder = bench.decoder
+
+    def interrupt(_config: DecodeConfig) -> None:
+        if decoder.num_decoded == 100:
+            bench.stop.handle(15, None)
+
+    decoder.break_on = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(trials=20)
+    assert bench.stop.exit_code == 143
+    assert not bench.paths.best.exists()
+    states = [trial.state for trial in trials_of(bench)]
+    assert states[-1] == TrialState.FAIL
+    assert TrialState.RUNNING not in states
+    resumed = Bench(bench.folder)
+    assert resumed.run(trials=20) == 0
+    finished = [entry for entry in history(resumed) if entry[1] is not None]
+    assert [entry[0] for entry in finished] == [entry[0] for entry in history(whole)]
+    assert counted(trials_of(resumed)) == 20
+
+
+def test_all_trials_done_goes_straight_to_confirm(bench: Bench) -> None:
+    bench.run(trials=10)
+    bench.paths.best.unlink()
+    again = Bench(bench.folder)
+    assert again.run(trials=10) == 0
+    assert len(trials_of(bench)) == 10
+    assert again.paths.best.exists()
+    assert "all 10 trials are done" in again.output.getvalue()
+
+
+def test_the_time_limit_ends_the_search_and_confirms(bench: Bench) -> None:
+    assert bench.run(trials=30, timeout_s=1e-9) == 0
+    assert len(trials_of(bench)) <= 2
+    assert "time limit" in bench.output.getvalue()
+
+
+def fast_but_wrong(config: DecodeConfig) -> bool:
+    """The whole region of the optimum is broken: it would win by far."""
+    return config.skip_mask.attention[2]
+
+
+def test_an_output_that_differs_can_never_win(bench: Bench) -> None:
+    bench.decoder.wrong_on = fast_but_wrong
+    assert bench.run(trials=40) == 1
+    wrong = [trial for trial in trials_of(bench) if trial.params["skip.attn.02"]]
+    assert wrong
+    assert all(trial.state == TrialState.PRUNED and trial.user_attrs["lossless"] is False for trial in wrong)
+    assert not DecodeConfig.load(bench.paths.best).skip_mask.attention[2]
+    assert len(summary_of(bench)["not_lossless"]) == len(wrong)
+    assert bench.output.getvalue().count("NOT LOSSLESS") >= len(wrong)
+    # Said again, with the exit code, by every later run of the study.
+    assert Bench(bench.folder).run(trials=40) == 1
+
+
+def test_an_output_that_differs_only_in_confirm_cannot_win_either(bench: Bench) -> None:
+    bench.run(trials=40)
+    assert DecodeConfig.load(bench.paths.best).skip_mask.attention[2]
+    again = Bench(bench.folder)
+    again.decoder.wrong_on = fast_but_wrong
+    assert again.run(trials=40) == 1
+    assert not DecodeConfig.load(bench.paths.best).skip_mask.attention[2]
+
+
+def test_a_logit_tie_is_counted_and_may_win(bench: Bench) -> None:
+    bench.decoder.tie_on = lambda _config: True
+    assert bench.run(trials=16) == 0
+    confirmed = DecodeConfig.load(bench.paths.best).confirmed
+    assert confirmed is not None
+    assert (confirmed.num_identical, confirmed.num_ties) == (0, 12)
+
+
+def test_out_of_memory_fails_that_trial_alone(bench: Bench) -> None:
+    bench.decoder.break_on = lambda config: MemoryError("no room") if config.gamma == 6 else None
+    assert bench.run(trials=30) == 0
+    trials = trials_of(bench)
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+    assert failed
+    assert all(trial.user_attrs["failure"] == "MemoryError: no room" for trial in failed)
+    assert all(trial.params["gamma"] == 6 for trial in failed)
+    assert bench.decoder.num_freed >= len(failed)
+    assert counted(trials) == len(trials) == 30
+    assert summary_of(bench)["trials"]["failed"] == len(failed)
+
+
+def test_failures_in_a_row_end_the_run(bench: Bench) -> None:
+    bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
+    assert bench.run(trials=30, max_failures=3) == 1
+    assert len(trials_of(bench)) == 4
+    assert "3 trials in a row failed, the last one with RuntimeError: driver gone" in bench.output.getvalue()
+    assert not bench.paths.best.exists()
+
+
+def test_no_advantage_exports_plain_decoding_with_the_reason(bench: Bench) -> None:
+    bench.decoder.gain = 0.0
+    assert bench.run() == 0
+    best = DecodeConfig.load(bench.paths.best)
+    assert best.gamma == 0
+    assert best.confirmed is None
+    assert best.reason is not None
+    assert "does not lie above 1.0" in best.reason
+    assert summary_of(bench)["verdict"] == "do not speculate"
+
+
+def test_hopeless_trials_stop_early_and_never_lead(bench: Bench) -> None:
+    bench.run(trials=60)
+    trials = trials_of(bench)
+    stopped = [trial for trial in trials if trial.user_attrs.get("stopped_early")]
+    assert stopped
+    assert all(trial.user_attrs["num_prompts"] < 5 for trial in stopped)
+    best_full = max(trial.value for trial in trials if not trial.user_attrs["stopped_early"])
+    assert all(trial.value < best_full for trial in stopped)
+    entries = summary_of(bench)["best_measured"]["pooled"]
+    assert not {number for entry in entries for number in entry["trials"]} & {trial.number for trial in stopped}
+
+
+def test_leaders_are_measured_again_on_other_prompts(bench: Bench) -> None:
+    bench.run(trials=40)
+    repeats = [trial for trial in trials_of(bench) if "repeat_of" in trial.user_attrs]
+    assert len(repeats) >= 5
+    first = {trial.number: trial for trial in trials_of(bench)}
+    for trial in repeats:
+        assert trial.params == first[trial.user_attrs["repeat_of"]].params
+        assert trial.user_attrs["origin"] == "repeat"
+    assert {step for trial in repeats for step in trial.user_attrs["prompt_steps"]} - set(range(5))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weights": "xyz"}, "weights was 'abc', now 'xyz'"),
+        ({"max_new_tokens": 9, "device": "cuda"}, "device was 'cpu', now 'cuda'; max_new_tokens was 17, now 9"),
+    ],
+)
+def test_another_fingerprint_is_refused_by_name(bench: Bench, change: dict[str, Any], said: str) -> None:
+    bench.run(trials=3)
+    with pytest.raises(FingerprintMismatch, match=said):
+        bench.run(trials=6, fingerprint=dataclasses.replace(FINGERPRINT, **change))
+    assert len(trials_of(bench)) == 3
+
+
+def test_a_study_of_somebody_else_is_refused(bench: Bench) -> None:
+    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    optuna.create_study(storage=storage, study_name=bench.folder.name).optimize(lambda _trial: 1.0, n_trials=1)
+    with pytest.raises(ValueError, match=r"has trials that search\.run did not make"):
+        bench.run(trials=3)
+
+
+def test_a_corrupt_best_json_is_kept_aside(bench: Bench) -> None:
+    bench.paths.best.write_text("{ half")
+    bench.run(trials=8)
+    assert (bench.folder / "best.json.bak").read_text() == "{ half"
+    assert DecodeConfig.load(bench.paths.best).provenance is not None
+
+
+def test_no_temporary_files_stay(bench: Bench) -> None:
+    bench.run(trials=4)
+    assert {path.name for path in bench.folder.iterdir()} == {"study.db", "best.json", "summary.json"}
+
+
+def test_a_resume_tells_how_fast_the_machine_is_now(bench: Bench) -> None:
+    bench.run(trials=2)
+    again = Bench(bench.folder)
+    again.run(trials=3)
+    assert "stored; now 1.00 times as fast" in again.output.getvalue()
+
+
+def test_auto_keeps_the_engine_that_the_study_was_measured_with(bench: Bench) -> None:
+    url = f"sqlite:///{bench.folder / 'study.db'}"
+    assert stored_engine(url, bench.folder.name) is None
+    assert not (bench.folder / "study.db").exists()
+    bench.run(trials=1)
+    assert stored_engine(url, bench.folder.name) == FINGERPRINT.engine
+    assert stored_engine(url, "other") is None
+
+
+def test_intervals_hold_the_speedup_they_belong_to(bench: Bench) -> None:
+    bench.run(trials=30)
+    for trial in trials_of(bench):
+        attrs = trial.user_attrs
+        if "speedup_ci_low" in attrs:
+            assert attrs["speedup_ci_low"] <= attrs["speedup"] <= attrs["speedup_ci_high"]

@@ -1,0 +1,107 @@
+"""The space: config -> params -> config, what a model forbids, warm starts and local moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerskip import DecodeConfig, SkipMask
+from search.samplers import local_move
+from search.space import SearchSpace, snap_threshold
+from search.warm_starts import warm_starts
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> SearchSpace:
+    whole = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=14)))
+    granularity = draw(st.sampled_from(["layer", "sublayer"]))
+    model = SimpleNamespace(num_layers=len(whole), whole_layers_only=whole)
+    return SearchSpace.for_model(model, gamma_max=draw(st.integers(1, 12)), granularity=granularity)
+
+
+@st.composite
+def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
+    space = draw(spaces())
+    params: dict[str, Any] = {name: draw(st.booleans()) for name in space.bit_names}
+    params["gamma"] = draw(st.integers(1, space.gamma_max))
+    for name in ("draft_threshold", "target_threshold"):
+        params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
+    return space, params
+
+
+@given(points())
+def test_params_to_config_and_back(point: tuple[SearchSpace, dict[str, Any]]) -> None:
+    space, params = point
+    config = space.to_config(params)
+    assert space.to_params(config) == params
+    assert DecodeConfig.from_json(config.to_json()) == config
+
+
+@given(points())
+def test_a_trial_given_a_configs_params_suggests_that_config(point: tuple[SearchSpace, dict[str, Any]]) -> None:
+    space, params = point
+    study = optuna.create_study()
+    study.enqueue_trial(params)
+    trial = study.ask()
+    assert space.suggest(trial) == space.to_config(params)
+    assert all(
+        space.distributions[name]._contains(space.distributions[name].to_internal_repr(value))
+        for name, value in trial.params.items()
+    )
+
+
+@given(points(), st.integers(0, 2**32 - 1))
+def test_a_local_move_is_another_point_of_the_space(point: tuple[SearchSpace, dict[str, Any]], seed: int) -> None:
+    space, params = point
+    moved = local_move(params, space, np.random.default_rng(seed))
+    assert moved != params
+    assert space.to_params(space.to_config(moved)) == moved
+
+
+@given(spaces())
+def test_warm_starts_are_distinct_points_of_the_space(space: SearchSpace) -> None:
+    starts = warm_starts(space)
+    assert starts[0].origin == "no-skip"
+    assert len({tuple(sorted(start.params.items())) for start in starts}) == len(starts)
+    for start in starts:
+        assert space.to_params(space.to_config(start.params)) == start.params
+
+
+def test_names_sort_as_layers_do() -> None:
+    model = SimpleNamespace(num_layers=120, whole_layers_only=(False,) * 119 + (True,))
+    space = SearchSpace.for_model(model, gamma_max=4, granularity="sublayer")
+    assert space.bit_names[7] == "skip.attn.007"
+    assert space.bit_names[-1] == "skip.layer.119"
+    assert len(space.bit_names) == 2 * 119 + 1
+    assert [*space.bit_names[:119]] == sorted(space.bit_names[:119])
+
+
+def test_whole_layers_only() -> None:
+    model = SimpleNamespace(num_layers=3, whole_layers_only=(False, False, False))
+    space = SearchSpace.for_model(model, gamma_max=4, granularity="layer")
+    assert space.bit_names == ("skip.layer.00", "skip.layer.01", "skip.layer.02")
+    half = DecodeConfig(skip_mask=SkipMask.parse("3:1,a2"), gamma=9, draft_threshold=0.33)
+    params = space.to_params(half)
+    assert (params["skip.layer.01"], params["skip.layer.02"]) == (True, False)
+    assert (params["gamma"], params["draft_threshold"]) == (4, 0.35)
+
+
+def test_foreign_params_and_masks_are_refused() -> None:
+    model = SimpleNamespace(num_layers=3, whole_layers_only=(False, False, False))
+    space = SearchSpace.for_model(model, gamma_max=4, granularity="layer")
+    with pytest.raises(ValueError, match="must have 3 layers, got 4"):
+        space.to_params(DecodeConfig.plain(4))
+    with pytest.raises(ValueError, match="differ in"):
+        space.to_config({"gamma": 1})
+
+
+def test_one_layer_and_gamma_one_is_still_a_space() -> None:
+    model = SimpleNamespace(num_layers=1, whole_layers_only=(True,))
+    space = SearchSpace.for_model(model, gamma_max=1, granularity="sublayer")
+    assert len(warm_starts(space)) >= 2
