@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +29,15 @@ def verify_greedy(draft_ids: torch.Tensor, target_logits: torch.Tensor, *, with_
     Ref: Leviathan et al. 2023 (2211.17192), the greedy case.
     """
     _check_shapes(draft_ids, target_logits)
-    target_ids = target_logits.argmax(dim=-1)
-    num_accepted = (draft_ids == target_ids[:-1]).long().cumprod(0).sum()
-    next_token = target_ids[num_accepted]
-    if not with_prob:
-        accepted, token = torch.stack([num_accepted, next_token]).tolist()
-        return Verdict(accepted, token, None)
-    row = target_logits[num_accepted]
-    log_prob = row[next_token] - row.logsumexp(-1)
-    accepted, token, log_p = torch.stack([num_accepted.double(), next_token.double(), log_prob.double()]).tolist()
-    return Verdict(int(accepted), int(token), min(1.0, math.exp(log_p)))
+    gamma = draft_ids.shape[0]
+    best = target_logits.max(dim=-1)
+    numbers = [draft_ids.double(), best.indices.double()]  # ids are exact in float64, and one read serves all
+    if with_prob:
+        numbers.append((best.values - target_logits.logsumexp(dim=-1)).exp().double())
+    read: list[float] = torch.cat(numbers).tolist()
+    drafted, chosen, probs = read[:gamma], read[gamma : 2 * gamma + 1], read[2 * gamma + 1 :]
+    num_accepted = next((i for i in range(gamma) if drafted[i] != chosen[i]), gamma)
+    return Verdict(num_accepted, int(chosen[num_accepted]), min(1.0, probs[num_accepted]) if with_prob else None)
 
 
 def verify_sampled(

@@ -39,7 +39,7 @@ class LayerSkipDrafter:
         for _ in range(gamma):
             logits = sampler.shape(engine.forward(token, self._mask), seen)
             if sampler.greedy:
-                token = logits.argmax(dim=-1)
+                token = logits.max(dim=-1).indices
             else:
                 rows.append(logits.softmax(dim=-1))
                 token = sampler.draw(rows[-1])

@@ -1,0 +1,288 @@
+"""The demo's maker at its tiny size, and the files it shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from studies.demo import corpus, evaluate, export, make_model, training
+from studies.demo.recipe import RECIPES, Recipe, run_layers, training_loss
+
+DEMO = Path(make_model.__file__).parent
+MODEL = DEMO / "model"
+MAX_SHIPPED_BYTES = 25_000_000
+MAX_HELD_OUT_PROMPT_LOSS = 3.6  # nats a token; the shipped model is stated in its card
+
+
+def tiny_settings(recipe: Recipe = RECIPES["layerskip"], num_steps: int = 12, seed: int = 0) -> training.Settings:
+    recipe = dataclasses.replace(recipe, first_exit=1)  # the tiny model has three layers
+    return training.Settings(training.SIZES["tiny"], recipe, seed, num_steps, 1.0, 0.5, "cpu", torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A tiny model only waits for its second thread, for seconds when the cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny_stream() -> torch.Tensor:
+    """A predictable stream: a token is mostly the one before plus one."""
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.where(torch.rand(6_000, generator=generator) < 0.9, 1, 7)
+    return steps.cumsum(0) % 300 + 2
+
+
+def tiny_run(settings: training.Settings | None = None) -> training.Run:
+    return training.Run(settings or tiny_settings(), tiny_stream(), "corpus", end_of_text=0)
+
+
+def same_weights(a: LlamaForCausalLM, b: LlamaForCausalLM) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small library: modules with functions long enough to start prompts at, tests, a copy and a table."""
+    root = tmp_path_factory.mktemp("stdlib")
+    (root / "pkg" / "test").mkdir(parents=True)
+    for index in range(12):
+        lines = [f"import module_{index}, other_{index * 7}"]
+        for number in range(14):
+            draw = random.Random(f"{index} {number}")
+            lines += ["", f"def function_{draw.randrange(10**6)}(argument, option={draw.randrange(10**6)}):"]
+            lines += [
+                f"    name_{draw.randrange(10**6)} = argument.{draw.choice(['add', 'pop', 'find'])}"
+                f"({draw.randrange(10**6)}, {draw.randrange(10**6)})"
+                for _ in range(14)
+            ]
+        (root / f"module_{index}.py").write_text("\n".join(lines) + "\n")
+    (root / "copy.py").write_text((root / "module_1.py").read_text())
+    (root / "pkg" / "test" / "test_it.py").write_text("assert True\n")
+    (root / "pkg" / "table.py").write_text("decoding_table = (\n    'x'\n)\n")
+    return root
+
+
+def test_corpus_leaves_out_tests_copies_and_tables(library: Path) -> None:
+    paths = [module.path for module in corpus.read_modules(library)]
+    assert len(paths) == 12
+    assert len(set(paths)) == 12
+    assert not any("test" in path or "table" in path for path in paths)
+
+
+def test_split_and_prompts_never_mix(library: Path) -> None:
+    split = corpus.split_modules(corpus.read_modules(library), num_tuning=3, num_held_out=3)
+    parts = [{m.path for m in part} for part in (split.train, split.tuning, split.held_out)]
+    assert [len(part) for part in parts] == [6, 3, 3]
+    assert len(set.union(*parts)) == 12
+    tokenizer = corpus.train_tokenizer(split.train, 320)
+    train_text = "\n".join(m.text for m in split.train)
+    texts = {module.path: module.text for module in split.tuning}
+    for prompt in corpus.make_prompts(split.tuning, tokenizer, train_text, 6):
+        path, line = prompt["id"].split(":")
+        start = sum(len(text) + 1 for text in texts[path].split("\n")[: int(line) - 1])
+        assert texts[path].startswith(prompt["prompt"] + "\n", start)
+        assert 40 <= len(tokenizer(prompt["prompt"])["input_ids"]) <= 120
+        assert prompt["prompt"] not in train_text
+
+
+def test_too_few_modules_are_refused(library: Path) -> None:
+    with pytest.raises(ValueError, match="at least 40"):
+        corpus.split_modules(corpus.read_modules(library))
+
+
+def test_forward_without_skips_is_the_models_own() -> None:
+    model = tiny_run().model.eval()
+    ids = torch.arange(2, 22).reshape(2, 10)
+    hidden, at_exit = run_layers(model, ids, evaluate.no_skip(model), exit_layer=2)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.lm_head(model.model.norm(hidden)), model(ids).logits)
+    skipped, _ = run_layers(model, ids, [(False, False), (False, False), (True, True)])
+    assert at_exit is not None
+    assert torch.equal(at_exit, skipped)
+
+
+def test_recipe_off_drops_nothing_and_takes_no_exit_loss() -> None:
+    rng = random.Random(0)
+    stock = RECIPES["stock"]
+    assert stock.draw_skip(12, rng) == [(False, False)] * 12
+    assert stock.draw_exit(12, rng, 0.0) is None
+    run = tiny_run(tiny_settings(stock))
+    ids, labels = training.batch_of(run.stream, run.settings, 0)
+    loss, target = training_loss(run.model, ids, labels, stock, rng)
+    assert loss.item() == target
+
+
+def test_recipe_on_drops_deep_layers_more_and_never_exits_early() -> None:
+    recipe = Recipe("layerskip", dropout_max=0.5, exit_scale=0.3, first_exit=3)
+    rates = recipe.dropout_rates(12)
+    assert rates[0] == 0
+    assert rates[-1] == 0.5
+    assert rates == sorted(rates)
+    rng = random.Random(0)
+    draws = [recipe.draw_skip(12, rng) for _ in range(2_000)]
+    for sublayer in (0, 1):
+        assert sum(draw[11][sublayer] for draw in draws) / 2_000 == pytest.approx(0.5, abs=0.05)
+        assert not any(draw[0][sublayer] for draw in draws)
+    assert any(draw[11][0] != draw[11][1] for draw in draws)  # attention and MLP are dropped apart
+    exits = {recipe.draw_exit(12, rng, 0.5) for _ in range(500)}
+    assert exits == {(layer, 0.3 * (layer / 12)) for layer in range(3, 12)}
+    late = dataclasses.replace(recipe, late_from=0.6, late_last_exit=5)
+    assert {late.draw_exit(12, rng, 0.6) for _ in range(500)} == {(layer, 0.3) for layer in (3, 4, 5)}
+    assert {late.draw_exit(12, rng, 0.59) for _ in range(500)} == exits
+
+
+def test_bad_recipes_are_refused() -> None:
+    for field, value in (("dropout_max", 1.0), ("exit_scale", -0.1), ("first_exit", 0)):
+        with pytest.raises(ValueError, match=field):
+            dataclasses.replace(RECIPES["layerskip"], **{field: value})
+
+
+def test_training_learns_and_recipes_part_ways(tmp_path: Path) -> None:
+    runs = [tiny_run(tiny_settings(recipe, 40)) for recipe in (RECIPES["layerskip"], RECIPES["stock"])]
+    assert same_weights(runs[0].model, runs[1].model)
+    untrained = evaluate.held_out_loss(runs[0].model, tiny_stream(), window=32)
+    for run in runs:
+        assert training.train(run, tmp_path / f"{run.settings.recipe.name}.pt")
+        assert evaluate.held_out_loss(run.model, tiny_stream(), window=32) < untrained - 0.3
+    assert not same_weights(runs[0].model, runs[1].model)
+
+
+def test_resume_equals_uninterrupted(tmp_path: Path) -> None:
+    whole = tiny_run()
+    assert training.train(whole, tmp_path / "whole.pt")
+    first = tiny_run()
+    assert not training.train(first, tmp_path / "parts.pt", stop_after=5)
+    second = tiny_run()
+    second.load(tmp_path / "parts.pt")
+    assert second.step == 5
+    assert training.train(second, tmp_path / "parts.pt")
+    assert same_weights(whole.model, second.model)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    run = tiny_run()
+    run.save(tmp_path / "checkpoint.pt")
+    for other in (tiny_settings(RECIPES["stock"]), tiny_settings(seed=1)):
+        with pytest.raises(ValueError, match=r"recipe|seed"):
+            tiny_run(other).load(tmp_path / "checkpoint.pt")
+
+
+def test_minutes_fix_the_number_of_steps_once(tmp_path: Path) -> None:
+    settings = dataclasses.replace(tiny_settings(), num_steps=None, minutes=1e-6)
+    run = tiny_run(settings)
+    assert training.train(run, tmp_path / "checkpoint.pt")
+    assert run.num_steps == run.step == training.MEASURED_STEPS.stop
+
+
+def test_every_epoch_sees_every_window_once() -> None:
+    settings = tiny_settings()
+    stream = torch.arange(32 * 4 * 10 + 40)
+    rows = torch.cat([training.batch_of(stream, settings, step)[0] for step in range(10)])
+    starts = rows[:, 0].tolist()
+    assert len(set(starts)) == 40
+    assert len({start % 32 for start in starts}) == 1
+    assert {start % 32 for start in training.batch_of(stream, settings, 10)[0][:, 0].tolist()} != {starts[0] % 32}
+
+
+def test_replay_of_known_agreements() -> None:
+    # First token from the prefill, then: accept 2 of 2 + bonus (3), reject at once (1), accept 1 and the end (1 of 2).
+    agreed = [[True, True, True, False, False, True]]
+    assert evaluate.predicted_speedup(agreed, 2, 0.5) == pytest.approx(5 / (3 * (2 * 0.5 + evaluate.VERIFY_COST)))
+
+
+def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "NUM_PROMPTS", 4)
+    split = corpus.split_modules(corpus.read_modules(library), num_tuning=3, num_held_out=3)
+    settings = tiny_settings(num_steps=2)
+    tokenizer = make_model.load_tokenizer(tmp_path, split, settings.size.vocab)
+    stream = corpus.token_stream(tokenizer, split.train)
+    run = training.Run(settings, stream, split.fingerprint(), int(tokenizer.eos_token_id))
+    assert training.train(run, tmp_path / "checkpoint.pt")
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "stale").touch()
+    facts = export.training_facts(run.step, run.num_steps, run.seconds, len(stream), settings)
+    export.export(run.model, tokenizer, split, facts, out, rank=True)
+    assert not (out / "stale").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16
+    expected = {name: value.to(torch.bfloat16) for name, value in run.model.state_dict().items()}
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    assert json.loads((out / "training.json").read_text())["masks"]
+    assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 4
+
+
+# The shipped files.
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def prompts_of(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (DEMO / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_shipped_folder_is_small_and_safe() -> None:
+    files = [path for path in MODEL.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_SHIPPED_BYTES
+    assert {path.suffix for path in files} <= {".json", ".safetensors", ".md"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x\n",
+        "naïve – “quotes” 日本語 🙂 \u0000\u0007\u200b",
+        "\t\r\n  mixed \t white \r\n\n",
+        "".join(map(chr, range(256))),
+        "a , b . c ! don't 're",
+        "",
+    ],
+)
+def test_shipped_tokenizer_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < 4096 for token in ids)
+
+
+def test_shipped_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
+    modules = {}
+    for name in ("tuning", "held_out"):
+        prompts = prompts_of(name)
+        assert len(prompts) == 24
+        assert len({p["id"] for p in prompts}) == 24
+        assert all(set(p) == {"id", "prompt"} for p in prompts)
+        assert all(40 <= len(tokenizer(p["prompt"])["input_ids"]) <= 120 for p in prompts)
+        modules[name] = {p["id"].split(":")[0] for p in prompts}
+        assert len(modules[name]) >= 12
+    assert not modules["tuning"] & modules["held_out"]
+    facts = json.loads((MODEL / "training.json").read_text())
+    assert all(modules[name] <= set(facts[f"{name}_modules"]) for name in modules)
+
+
+def test_shipped_model_loads_and_knows_python(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.dtype == torch.bfloat16
+    assert 12 <= model.config.num_hidden_layers <= 16
+    assert model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for prompt in prompts_of("held_out"):
+            ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
+            total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    assert total / count < MAX_HELD_OUT_PROMPT_LOSS
