@@ -154,16 +154,16 @@ def _check_draft_logits(model: LayerSkipModel, name: str, mask: SkipMask, prompt
     """A wrong draft is silent (its tokens are rejected): so compare its logits one token at a time and in one go."""
     import torch
 
+    from layerskip.identity import logit_difference
+
     adapter = model.adapter
     ids = torch.tensor(prompt_ids, device=model.device)
     with torch.inference_mode(), adapter.attached():
-        at_once = adapter.forward(ids, adapter.new_cache(len(ids)), mask, num_logits=len(ids)).float()
+        at_once = adapter.forward(ids, adapter.new_cache(len(ids)), mask, num_logits=len(ids))
         cache = adapter.new_cache(len(ids))
         steps = [adapter.forward(ids[i : i + 1], cache, mask, num_logits=1) for i in range(len(ids))]
-    difference = float((torch.cat(steps).float() - at_once).abs().max())
-    scale = float(at_once.abs().max())
-    tolerance = 64 * torch.finfo(model.dtype).eps * max(scale, 1.0)
-    detail = f"largest difference {difference:.2g} (tolerance {tolerance:.2g})"
+        difference, tolerance = logit_difference(torch.cat(steps), at_once)
+    detail = f"relative difference {difference:.1g} (rounding explains {tolerance:.1g})"
     return Check(f"draft logits, {name}", difference <= tolerance, detail)
 
 

@@ -22,7 +22,7 @@ from search.progress import duration
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference, plain_speed, warm_up
 from search.samplers import SamplerOptions, StudySampler, quiet_optuna
 from search.spec import StudyPaths, StudySpec
-from search.storage import close_storage, open_storage, redact
+from search.storage import close_storage, near, open_storage, redact
 from search.study import now_utc, open_study, set_sampler
 from search.subject import Subject, Tools
 from search.summary import SummaryInput, summarise_run
@@ -220,7 +220,7 @@ class SearchRun:
                 self._say.phase("", row)
         else:
             self._say.phase("result", confirmation.config.reason or "do not speculate")
-        self._say.phase("written", f"{self._paths.best} and {self._paths.summary.name} ({self._times()})")
+        self._say.phase("written", f"{near(self._paths.best)} and {self._paths.summary.name} ({self._times()})")
 
     def _times(self) -> str:
         return ", ".join(f"{name} {duration(seconds)}" for name, seconds in self._seconds.items())

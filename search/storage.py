@@ -101,7 +101,10 @@ def storage_file(url: str) -> Path | None:
 
 
 def redact(url: str) -> str:
-    """The URL without its password, for terminals and files."""
+    """The URL for terminals and files: without its password, a path below the working directory relative to it."""
+    file = storage_file(url)
+    if file is not None:
+        return url.replace(str(file), near(file), 1)
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
@@ -115,6 +118,11 @@ def redact(url: str) -> str:
         for name, equals, value in (pair.partition("=") for pair in query.split("&"))
     ]
     return f"{scheme}{mark}{account}{at}{host}{slash}{path}{question}{'&'.join(pairs) if question else ''}"
+
+
+def near(path: Path) -> str:
+    """The path as a person would type it here: relative where it lies below the working directory."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _open_sqlite(url: str) -> RDBStorage:

@@ -13,6 +13,7 @@ from layerskip.config import ENGINE_NAMES
 from layerskip.engines.base import Engine
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
+from layerskip.identity import logit_difference
 from layerskip.skip_mask import SkipMask
 
 _CONTEXT = 8
@@ -68,14 +69,12 @@ def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) ->
             with each.session(len(ids)):
                 start = each.forward(ids[:_CONTEXT], skip, num_logits=_CONTEXT)
                 step = each.forward(ids[_CONTEXT : _CONTEXT + 1], skip)
-                rows.append(torch.cat([start, step, each.forward(ids[_CONTEXT + 1 :], skip, num_logits=3)]).float())
-        difference = float((rows[0] - rows[1]).abs().max())
-        # Rounding differs in every product of every layer; 64 steps of the largest logit is far below any real error.
-        tolerance = 64 * torch.finfo(adapter.dtype).eps * max(1.0, float(rows[1].abs().max()))
+                rows.append(torch.cat([start, step, each.forward(ids[_CONTEXT + 1 :], skip, num_logits=3)]).clone())
+        difference, tolerance = logit_difference(rows[0], rows[1])
         if not difference <= tolerance:
             raise UnsupportedModelError(
-                f"engine {engine.name}: its logits differ from the model's by {difference:.3g} (rounding would be "
-                f"{tolerance:.3g})"
+                f"engine {engine.name}: its logits differ from the model's by {difference:.3g} of their norm (rounding "
+                f"explains {tolerance:.3g})"
             )
 
 
