@@ -72,6 +72,9 @@ class Confirmed(_Frozen):
     speedup_ci_low: Rate
     speedup_ci_high: Rate
     ci_level: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
+    speedup_prompt_low: Rate | None = None
+    """Where a single new prompt is expected, at the same level: prompts differ far more than their mean does."""
+    speedup_prompt_high: Rate | None = None
     num_prompts: Annotated[int, Field(ge=1)]
     num_identical: Count
     """Prompts whose output was identical to plain decoding's in every repeat."""

@@ -217,7 +217,20 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
             f"speculative  {comparison.tokens_per_s:8.1f} tokens/s   speedup {comparison.speedup:.2f}x "
             f"(median of {arguments.repeats} pairs)",
         ]
-    sys.stderr.write("\n".join([*lines, f"tokens identical: {_identity_words(comparison)}"]) + "\n")
+    lines += [f"tokens identical: {_identity_words(comparison)}", *_confirmed_words(model.config)]
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _confirmed_words(config: DecodeConfig) -> list[str]:
+    """What the search promised, to hold this prompt against."""
+    confirmed = config.confirmed
+    if confirmed is None:
+        return []
+    text = f"confirmed by the search: {confirmed.speedup:.2f}x on average over {confirmed.num_prompts} prompts"
+    text += f" ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}..{confirmed.speedup_ci_high:.2f})"
+    if confirmed.speedup_prompt_low is not None and confirmed.speedup_prompt_high is not None:
+        text += f", a single one {confirmed.speedup_prompt_low:.2f}..{confirmed.speedup_prompt_high:.2f}"
+    return [text]
 
 
 def _identity_words(comparison: Comparison) -> str:

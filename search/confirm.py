@@ -20,7 +20,7 @@ from layerskip.config import Confirmed, DecodeConfig
 from search.decoder import Decoder
 from search.leaderboard import Entry
 from search.measurement import LosslessViolation, Pair, PromptCase, add_up, measure_pair, time_one
-from search.statistics import CI_LEVEL, geometric_mean, ratio_interval
+from search.statistics import CI_LEVEL, geometric_mean, prompt_interval, ratio_interval
 
 TIE = 0.01
 
@@ -130,7 +130,7 @@ def summarise(passes: Sequence[Sequence[Pair]], *, seed: int) -> Confirmed:
     ratios = [one / other for one, other in zip(fast, plain, strict=True)]
     tokens_per_s, plain_tokens_per_s = geometric_mean(fast), geometric_mean(plain)
     speedup = tokens_per_s / plain_tokens_per_s
-    interval = ratio_interval(ratios, seed=seed)
+    interval, single = ratio_interval(ratios, seed=seed), prompt_interval(ratios)
     ties = sum(any(pair.speculative.is_tie for pair in pairs) for pairs in by_prompt)
     acceptance = add_up([pair.speculative.stats for pairs in passes for pair in pairs])
     return Confirmed(
@@ -141,6 +141,8 @@ def summarise(passes: Sequence[Sequence[Pair]], *, seed: int) -> Confirmed:
         speedup_ci_low=interval.low if interval else min(speedup, 1.0) * 1e-3,
         speedup_ci_high=interval.high if interval else speedup * 1e3,
         ci_level=CI_LEVEL,
+        speedup_prompt_low=single.low if single else None,
+        speedup_prompt_high=single.high if single else None,
         num_prompts=len(ratios),
         num_identical=len(ratios) - ties,
         num_ties=ties,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
 from layerskip.generate import main
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
@@ -74,6 +74,16 @@ def test_compare_says_whether_the_tokens_were_identical(config_file: Path, capsy
     err = capsys.readouterr().err
     assert "tokens identical: yes" in err
     assert "speedup" in err
+
+
+def test_compare_recalls_what_the_search_confirmed(config_file: Path, capsys) -> None:
+    rates = {"tokens_per_s": 300.0, "plain_tokens_per_s": 200.0, "speedup": 1.5}
+    interval = {"speedup_ci_low": 1.4, "speedup_ci_high": 1.6, "speedup_prompt_low": 1.1, "speedup_prompt_high": 2.1}
+    confirmed = Confirmed(**rates, **interval, num_prompts=24, num_identical=24, num_repeats=3)
+    DecodeConfig.load(config_file).model_copy(update={"confirmed": confirmed}).save(config_file)
+    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, "--compare", "--repeats", 1) == 0
+    said = "confirmed by the search: 1.50x on average over 24 prompts (95 % 1.40..1.60), a single one 1.10..2.10"
+    assert said in capsys.readouterr().err
 
 
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:

@@ -13,7 +13,7 @@ from search.confirm import Candidate, choose, summarise
 from search.leaderboard import Entry, Standings, counted, make_standings
 from search.measurement import Pair, Timed, add_up
 from search.reference import Reference, prompts_for
-from search.statistics import geometric_mean, log_spread, ratio_interval
+from search.statistics import geometric_mean, log_spread, prompt_interval, ratio_interval
 from tests.search.fakes import NUM_LAYERS, SPACE
 
 
@@ -30,6 +30,16 @@ def test_interval_of_few_prompts_is_students() -> None:
     assert interval is not None
     assert math.log(interval.low) == pytest.approx(math.log(2) * (1 - 4.30265 / math.sqrt(3)), rel=1e-5)
     assert math.log(interval.high) == pytest.approx(math.log(2) * (1 + 4.30265 / math.sqrt(3)), rel=1e-5)
+
+
+def test_a_single_prompt_is_expected_in_a_wider_interval() -> None:
+    # The same logs: t * ln 2 * sqrt(1 + 1/3) around ln 2.
+    interval = prompt_interval([1.0, 2.0, 4.0])
+    assert interval is not None
+    half = 4.30265 * math.log(2) * math.sqrt(4 / 3)
+    assert math.log(interval.low) == pytest.approx(math.log(2) - half, rel=1e-5)
+    assert math.log(interval.high) == pytest.approx(math.log(2) + half, rel=1e-5)
+    assert prompt_interval([1.5]) is None
 
 
 def test_interval_of_many_prompts_is_a_seeded_bootstrap() -> None:
