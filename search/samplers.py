@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from search.warm_starts import warm_starts
 
 _NUM_PARENTS = 4
 _NUM_REPEAT = 4
+_LOCAL_SHARE = 0.7
+"""Of the trials that are neither warm starts nor repeats; Optuna's sampler draws the rest."""
+_FLIP_SHARE = 0.7
+"""Of those, while the leader has neighbours left that nobody has measured."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class StudySampler(BaseSampler):
 
     Everything follows from (seed, trials counted so far, other trials running): the study goes on after a stop as if
     it had never stopped, and an interrupted trial is proposed again. Nothing uses Optuna's queue of waiting trials,
-    so no process can claim a trial twice. `local-tpe` alternates local moves around the leaders with univariate TPE.
+    so no process can claim a trial twice. `local-tpe` mixes single-bit flips of the leader, local moves around
+    the leaders and univariate TPE.
     """
 
     def __init__(self, space: SearchSpace, options: SamplerOptions) -> None:
@@ -98,7 +103,10 @@ class StudySampler(BaseSampler):
         if every and index % every == every - 1 and entries:
             again = least_measured(entries)
             return Proposal("repeat", dict(again.params), again.trials[0])
-        if options.name == "local-tpe" and entries and rng.random() < 0.5:
+        if options.name == "local-tpe" and entries and rng.random() < _LOCAL_SHARE:
+            flips = unmeasured_flips(entries[0].params, trials, self._space)
+            if flips and rng.random() < _FLIP_SHARE:
+                return Proposal("flip", flips[int(rng.integers(len(flips)))])
             best_first = sorted(entries, key=lambda entry: -entry.speedup)[:_NUM_PARENTS]
             parent = best_first[int(rng.integers(len(best_first)))]
             return Proposal("local", local_move(parent.params, self._space, rng))
@@ -117,6 +125,19 @@ def least_measured(entries: Sequence[Entry]) -> Entry:
     """Of the leaders by point estimate, the one with the fewest trials: the likeliest to be there by luck."""
     leaders = sorted(entries, key=lambda entry: -entry.speedup)[:_NUM_REPEAT]
     return min(leaders, key=lambda entry: len(entry.trials))
+
+
+def unmeasured_flips(
+    params: Mapping[str, Any], trials: Sequence[FrozenTrial], space: SearchSpace
+) -> list[dict[str, Any]]:
+    """Configs that differ from `params` in one bit of the mask and that no trial has tried.
+
+    A mask has only 2L such neighbours, most of them hopeless and so cheap to measure; trying each of the leader's once
+    finds the one sublayer too many or too few that random moves of several bits seldom isolate.
+    """
+    tried = {tuple(sorted(trial.params.items())) for trial in trials}
+    flips = [dict(params) | {name: not params[name]} for name in space.bit_names]
+    return [flip for flip in flips if tuple(sorted(flip.items())) not in tried]
 
 
 def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:

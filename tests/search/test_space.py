@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, SkipMask
-from search.samplers import local_move
+from search.samplers import local_move, unmeasured_flips
 from search.space import SearchSpace, snap_threshold
 from search.warm_starts import warm_starts
 
@@ -62,6 +62,21 @@ def test_a_local_move_is_another_point_of_the_space(point: tuple[SearchSpace, di
     moved = local_move(params, space, np.random.default_rng(seed))
     assert moved != params
     assert space.to_params(space.to_config(moved)) == moved
+
+
+@given(points(), st.data())
+def test_flips_are_the_untried_neighbours(point: tuple[SearchSpace, dict[str, Any]], data: st.DataObject) -> None:
+    space, params = point
+    tried = data.draw(st.sets(st.sampled_from(space.bit_names)))
+    trials = [
+        optuna.trial.create_trial(
+            params=params | {name: not params[name]}, distributions=space.distributions, value=1.0
+        )
+        for name in sorted(tried)
+    ]
+    flips = unmeasured_flips(params, trials, space)
+    changed = [[name for name in params if flip[name] != params[name]] for flip in flips]
+    assert changed == [[name] for name in space.bit_names if name not in tried]
 
 
 @given(spaces())
