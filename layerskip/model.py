@@ -88,7 +88,8 @@ class LayerSkipModel:
     The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
     Without a config it decodes plainly (gamma = 0), in the same loop. engine: `eager` runs the model's own modules and
     serves every supported architecture; `fused` runs lean layers for Llama-like models at the cost of a second copy of
-    their weights; `auto` takes the faster one (`engine_name` and `engine_reason` say which and why).
+    their weights, made here: change the model (merge an adapter, move it) before wrapping it; `auto` takes the faster
+    one (`engine_name` and `engine_reason` say which and why).
 
     Raises: ValueError (UnsupportedModelError) if the architecture cannot be decoded so, if the model is in training
     mode, or if the config was made for another model.

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from layerskip.adapter import ModelAdapter
 from layerskip.kv_cache import SharedLengthCache
 from layerskip.skip_mask import SkipMask
 
@@ -35,3 +36,27 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Wait for the device; before every clock read."""
         ...
+
+
+class SessionEngine:
+    """What the engines share: the adapter, the running session's cache, and waiting for the device."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        self._cache: SharedLengthCache | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._adapter.device
+
+    @property
+    def cache(self) -> SharedLengthCache:
+        if self._cache is None:
+            raise RuntimeError("no cache: use the engine inside `with engine.session(capacity)`")
+        return self._cache
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()

@@ -7,29 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from layerskip.adapter import ModelAdapter
-from layerskip.kv_cache import SharedLengthCache
+from layerskip.engines.base import SessionEngine
 from layerskip.skip_mask import SkipMask
 
 
-class EagerEngine:
+class EagerEngine(SessionEngine):
     """See `Engine`."""
 
     name = "eager"
-
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
-        self._cache: SharedLengthCache | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self._adapter.device
-
-    @property
-    def cache(self) -> SharedLengthCache:
-        if self._cache is None:
-            raise RuntimeError("no cache: use the engine inside `with engine.session(capacity)`")
-        return self._cache
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
@@ -43,9 +28,3 @@ class EagerEngine:
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.kv_cache import SharedLengthCache
+from layerskip.engines.base import SessionEngine
 from layerskip.skip_mask import SkipMask
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -94,7 +94,7 @@ class _Mlp:
     activation: Callable[[torch.Tensor], torch.Tensor]
 
 
-class FusedEngine:
+class FusedEngine(SessionEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
     Cost: a second copy of the linear layers' weights; the model itself is not touched.
@@ -105,7 +105,7 @@ class FusedEngine:
     name = "fused"
 
     def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
+        super().__init__(adapter)
         model: Any = adapter.model
         _check_supported(model, adapter)
         self._rotary = model.model.rotary_emb
@@ -116,24 +116,7 @@ class FusedEngine:
             self._head = _Linear.fuse(model.lm_head)
         self._norm = _Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
-        self._cache: SharedLengthCache | None = None
         self._cos = self._sin = torch.empty(0)
-
-    @property
-    def device(self) -> torch.device:
-        return self._embedding.device
-
-    @property
-    def cache(self) -> SharedLengthCache:
-        if self._cache is None:
-            raise RuntimeError("no cache: use the engine inside `with engine.session(capacity)`")
-        return self._cache
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
