@@ -13,7 +13,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import Entry, counted, make_standings
+from search.leaderboard import Entry, counted, make_standings, was_interrupted
 from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, SearchSpace, snap_threshold
 from search.spec import SamplerName
 from search.warm_starts import warm_starts
@@ -135,7 +135,8 @@ def unmeasured_flips(
     A mask has only 2L such neighbours, most of them hopeless and so cheap to measure; trying each of the leader's once
     finds the one sublayer too many or too few that random moves of several bits seldom isolate.
     """
-    tried = {tuple(sorted(trial.params.items())) for trial in trials}
+    # An interrupted trial measured nothing: proposing it again is what makes a resume equal an uninterrupted run.
+    tried = {tuple(sorted(trial.params.items())) for trial in trials if not was_interrupted(trial)}
     flips = [dict(params) | {name: not params[name]} for name in space.bit_names]
     return [flip for flip in flips if tuple(sorted(flip.items())) not in tried]
 
