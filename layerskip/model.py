@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
 from layerskip.text_stream import TextStream
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | torch.Tensor
 
@@ -142,17 +145,28 @@ class LayerSkipModel:
     def from_config(
         cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **arguments: Any
     ) -> LayerSkipModel:
-        """The model that an exported config names, under that config. Arguments as for `from_pretrained`."""
+        """The model that an exported config names, under that config and on the engine it was tuned with.
+
+        Arguments as for `from_pretrained`. Warns where torch uses another number of CPU threads than the search did:
+        that is the process's own setting, so it is not changed here.
+        """
         config = DecodeConfig.load(path)
-        if config.provenance is None:
+        tuned = config.provenance
+        if tuned is None:
             raise ValueError(f"{path}: provenance: is required to know the model; load it with from_pretrained")
-        return cls.from_pretrained(
-            resolve_model_path(config.provenance.model, Path(path)),
-            config=config,
-            device=device,
-            dtype=dtype,
-            **arguments,
-        )
+        arguments.setdefault("engine", tuned.engine or "auto")
+        name = resolve_model_path(tuned.model, Path(path))
+        model = cls.from_pretrained(name, config=config, device=device, dtype=dtype, **arguments)
+        threads = torch.get_num_threads()
+        if model.device.type == "cpu" and tuned.num_threads not in (None, threads):
+            logger.warning(
+                "%s was tuned with %d CPU threads, torch uses %d here: call torch.set_num_threads(%d) first",
+                path,
+                tuned.num_threads,
+                threads,
+                tuned.num_threads,
+            )
+        return model
 
     @property
     def config(self) -> DecodeConfig:

@@ -316,3 +316,30 @@ def test_public_names() -> None:
     assert layerskip.Confirmed is Confirmed
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = layerskip.nothing
+
+
+def test_from_config_uses_the_tuned_engine_and_warns_of_other_threads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path / "model")
+    wrapped = LayerSkipModel(model)
+    provenance = Provenance(
+        model="./model",
+        weights_fingerprint=wrapped.weights_fingerprint(),
+        device="cpu",
+        dtype="float32",
+        num_layers=zoo.NUM_LAYERS,
+        engine="eager",
+        num_threads=torch.get_num_threads() + 1,
+    )
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=2, provenance=provenance)
+    config.save(tmp_path / "best.json")
+    loaded = LayerSkipModel.from_config(tmp_path / "best.json", device="cpu")
+    assert loaded.engine_name == "eager"
+    assert f"was tuned with {torch.get_num_threads() + 1} CPU threads" in caplog.text
+    caplog.clear()
+    same = provenance.model_copy(update={"num_threads": torch.get_num_threads()})
+    config.model_copy(update={"provenance": same}).save(tmp_path / "best.json")
+    LayerSkipModel.from_config(tmp_path / "best.json", device="cpu")
+    assert "CPU threads" not in caplog.text
