@@ -18,11 +18,18 @@ class OneLineParser(argparse.ArgumentParser):
     """argparse, with its errors in one line on stderr and exit code 2."""
 
     def __init__(self, **arguments: Any) -> None:
-        arguments.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        arguments.setdefault("formatter_class", _DefaultsFormatter)
         super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something; "None" and "False" do not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:

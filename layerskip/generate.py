@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from layerskip.model import GenerateOutput, LayerSkipModel
 
 PROG = "layerskip.generate"
+_DEFAULT_NEW_TOKENS = 128
 # Style beside colour, so that nothing is told by colour alone; all four read on dark and on light backgrounds.
 _STYLES = {"accepted": "green", "recovered": "bold red underline", "bonus": "bold blue", "target-only": ""}
 
@@ -27,7 +28,9 @@ def build_parser() -> OneLineParser:
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the prompt; - reads it from standard input")
     text.add_argument("--chat", help="a user message, put through the tokenizer's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--max-new-tokens", type=int, help=f"default: what the config was tuned for, else {_DEFAULT_NEW_TOKENS}"
+    )
     parser.add_argument("--do-sample", action="store_true", help="sample instead of greedy decoding")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
@@ -58,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--repeats: must be at least 1, got {arguments.repeats}")
     model = _load(arguments, config)
     prompt_ids = _prompt_ids(model, arguments)
-    generation = _generation_arguments(arguments)
+    generation = _generation_arguments(arguments, config)
     if arguments.compare:
         from layerskip.compare import compare
 
@@ -121,9 +124,14 @@ def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[in
     return ids
 
 
-def _generation_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig | None) -> dict[str, Any]:
+    max_new_tokens = arguments.max_new_tokens
+    if max_new_tokens is None:
+        # Like for like: longer texts of a small model loop, and loops are easy to draft.
+        tuned = config.provenance if config is not None else None
+        max_new_tokens = (tuned.max_new_tokens if tuned is not None else None) or _DEFAULT_NEW_TOKENS
     return {
-        "max_new_tokens": arguments.max_new_tokens,
+        "max_new_tokens": max_new_tokens,
         "do_sample": arguments.do_sample,
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,

@@ -76,6 +76,15 @@ def test_compare_says_whether_the_tokens_were_identical(config_file: Path, capsy
     assert "speedup" in err
 
 
+def test_the_length_defaults_to_what_the_config_was_tuned_for(config_file: Path, capsys) -> None:
+    config = DecodeConfig.load(config_file)
+    assert config.provenance is not None
+    tuned = config.provenance.model_copy(update={"max_new_tokens": 9})
+    config.model_copy(update={"provenance": tuned}).save(config_file)
+    assert run("--config", config_file, "--prompt", PROMPT) == 0
+    assert "9 tokens (length)" in capsys.readouterr().err
+
+
 def test_compare_recalls_what_the_search_confirmed(config_file: Path, capsys) -> None:
     rates = {"tokens_per_s": 300.0, "plain_tokens_per_s": 200.0, "speedup": 1.5}
     interval = {"speedup_ci_low": 1.4, "speedup_ci_high": 1.6, "speedup_prompt_low": 1.1, "speedup_prompt_high": 2.1}
