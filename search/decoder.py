@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from layerskip.config import DecodeConfig
+from layerskip.identity import IdentityReport, check_greedy
 from layerskip.stats import DecodeStats
 
 if TYPE_CHECKING:
@@ -22,24 +23,13 @@ class Decoded:
     stats: DecodeStats
 
 
-@dataclass(frozen=True)
-class Identity:
-    """How an output compares with the target's own greedy output."""
-
-    identical: bool
-    is_tie: bool = False
-    """Differs, but every emitted token is the target's argmax within the dtype's rounding."""
-    first_difference: int | None = None
-    logit_gap: float | None = None
-
-
 class Decoder(Protocol):
     """Greedy decoding of one model on one device."""
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
         """Continue one prompt greedily under `config`."""
 
-    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> Identity:
+    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
 
     def free_memory(self) -> None:
@@ -61,20 +51,9 @@ class ModelDecoder:
         )
         return Decoded(tuple(out.ids), out.stats)
 
-    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> Identity:
+    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
-        if tuple(ids) == tuple(reference_ids):
-            return Identity(identical=True)
-        from layerskip.identity import check_greedy
-
-        report = check_greedy(self.model, prompt_ids, ids, reference_ids)
-        return Identity(
-            identical=report.identical,
-            # In float32 a difference is a bug, however near the logits are.
-            is_tie=report.is_tie and str(self.model.dtype) != "torch.float32",
-            first_difference=report.first_difference,
-            logit_gap=report.logit_gap,
-        )
+        return check_greedy(self.model, prompt_ids, ids, reference_ids)
 
     def free_memory(self) -> None:
         """Collect garbage and empty the device's allocator cache."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
-from search.decoder import Decoder
+from search.decoder import Decoded, Decoder
 from search.measurement import PromptCase, measure_pair, time_one
 from search.prompts import EncodedPrompt
 from search.statistics import geometric_mean, log_spread
@@ -90,11 +90,8 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
         if len(cases) >= _MAX_TRIALS_APART * per_trial:
             break
         out = decoder.decode(prompt.ids, plain)
-        if len(out.ids) < 2:
-            LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
-            dropped.append(prompt.prompt_id)
+        if not _file_case(prompt, out, cases, dropped):
             continue
-        cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids))
         seconds.append(out.stats.prefill_s + out.stats.decode_s)
         if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
             per_trial = prompts_for(options.trial_seconds, 2 * float(np.mean(seconds)))
@@ -120,15 +117,21 @@ def make_cases(
     Cost: one plain decoding each.
     """
     plain = DecodeConfig.plain(num_layers)
-    cases, dropped = [], []
+    cases: list[PromptCase] = []
+    dropped: list[str] = []
     for prompt in prompts:
-        out = decoder.decode(prompt.ids, plain)
-        if len(out.ids) < 2:
-            LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
-            dropped.append(prompt.prompt_id)
-        else:
-            cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids))
+        _file_case(prompt, decoder.decode(prompt.ids, plain), cases, dropped)
     return tuple(cases), tuple(dropped)
+
+
+def _file_case(prompt: EncodedPrompt, out: Decoded, cases: list[PromptCase], dropped: list[str]) -> bool:
+    """Put a prompt with its reference among the cases, or, too short to time, among the dropped. True for a case."""
+    if len(out.ids) < 2:
+        LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
+        dropped.append(prompt.prompt_id)
+        return False
+    cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids))
+    return True
 
 
 def warm_up(decoder: Decoder, prompt_ids: Sequence[int], num_layers: int) -> None:

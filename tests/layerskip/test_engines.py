@@ -133,10 +133,12 @@ def test_runs_do_not_nest_and_forward_needs_a_session() -> None:
 def test_auto_takes_the_faster_engine_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = ModelAdapter(zoo.build("llama"))
     for milliseconds, expected in (({"fused": 1.0, "eager": 2.0}, "fused"), ({"fused": 3.0, "eager": 2.0}, "eager")):
-        monkeypatch.setattr("layerskip.engines.choice._step_ms", lambda engine, ms=milliseconds: ms[engine.name])
+        monkeypatch.setattr(
+            "layerskip.engines.choice._decode_and_verify_ms", lambda engine, ms=milliseconds: ms[engine.name]
+        )
         choice = make_engine("auto", adapter)
         assert choice.engine.name == expected
-        assert choice.reason == f"a step takes {milliseconds['fused']:.2f} ms fused, 2.00 ms eager"
+        assert choice.reason == f"one token and then four take {milliseconds['fused']:.2f} ms fused, 2.00 ms eager"
 
 
 def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails() -> None:

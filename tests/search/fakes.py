@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layerskip import DecodeConfig, DecodeStats
-from search.decoder import Decoded, Identity
+from layerskip.identity import IdentityReport
+from search.decoder import Decoded
 from search.export import Origin
 from search.fingerprint import Fingerprint
 from search.pipeline import SearchRun
@@ -66,11 +67,11 @@ class FakeDecoder:
             ids = (*ids[:5], 99, *ids[6:])
         return Decoded(ids, stats)
 
-    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> Identity:
+    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         if tuple(ids) == tuple(reference_ids):
-            return Identity(identical=True)
+            return IdentityReport(identical=True, is_tie=False)
         tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
-        return Identity(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
+        return IdentityReport(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
 
     def free_memory(self) -> None:
         self.num_freed += 1
