@@ -153,11 +153,18 @@ class ModelAdapter:
             self._attached = False
 
     def forward(
-        self, input_ids: torch.Tensor, cache: SharedLengthCache, mask: SkipMask | None = None, *, num_logits: int
+        self,
+        input_ids: torch.Tensor,
+        cache: SharedLengthCache,
+        mask: SkipMask | None = None,
+        *,
+        num_logits: int,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Logits of the last `num_logits` positions, and the cache advanced by the input.
 
         Shapes: input_ids (T,) int64 at positions [length, length + T); returns (num_logits, V) in the model's dtype.
+        attention_mask: additive, (1, 1, T, keys), or one per layer type; None = causal, as the model makes it.
         Cost: one forward over T tokens; no device sync of its own.
         Raises: RuntimeError outside `attached()`.
         """
@@ -172,6 +179,8 @@ class ModelAdapter:
             arguments["position_ids"] = positions.unsqueeze(0)
         if self._keep_argument is not None:
             arguments[self._keep_argument] = num_logits
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
         logits: torch.Tensor = self.model(**arguments).logits
         cache.advance(num_tokens)
         return logits[0, -num_logits:]

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest, Emitted
-from layerskip.engines import make_engine
+from layerskip.engines import Engine, make_engine
 from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
@@ -204,6 +204,11 @@ class LayerSkipModel:
     def max_positions(self) -> int | None:
         """Longest text (prompt and output) the model is made for; None if unknown or unlimited."""
         return self._adapter.max_positions
+
+    @property
+    def engine(self) -> Engine:
+        """How forwards are executed; for measuring steps one by one."""
+        return self._engine
 
     @property
     def engine_name(self) -> str:

@@ -10,9 +10,8 @@ four rows costs 1.3 to 2 times that of one, and verification with it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,77 +20,10 @@ from torch import nn
 
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.engines.base import SessionEngine
+from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.skip_mask import SkipMask
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A product with a matrix stored as (inputs, outputs)."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + product, in one operation."""
-        out = torch.addmm(residual, x, self.weight)
-        return out if self.bias is None else out.add_(self.bias)
-
-    @classmethod
-    def fuse(cls, *modules: nn.Linear) -> _Linear:
-        """One matrix for several products of the same input; a copy."""
-        weight = torch.cat([module.weight.detach() for module in modules]).t().contiguous()
-        biases = [module.bias.detach() for module in modules if module.bias is not None]
-        return cls(weight, torch.cat(biases) if biases else None)
-
-
-class _Norm:
-    """Root-mean-square norm over the last axis.
-
-    In float32 on a CPU as four short operations, where the library's one runs seven:
-    x / sqrt(mean(x^2) + eps) = x * sqrt(n) / hypot(|x|, sqrt(n * eps)).
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._weight: torch.Tensor = module.weight.detach()
-        self._eps: float = module.variance_epsilon
-        width = self._weight.shape[0]
-        self._short = self._weight.dtype == torch.float32 and self._weight.device.type == "cpu"
-        self._scaled_weight = self._weight * width**0.5
-        self._floor = torch.tensor((width * self._eps) ** 0.5)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._short:
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            scaled: torch.Tensor = x * (self._scaled_weight / torch.hypot(length, self._floor))
-            return scaled
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-
-
-@dataclass(frozen=True)
-class _Attention:
-    norm: _Norm
-    qkv: _Linear
-    out: _Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    num_queries: int
-    num_keys: int
-    head_dim: int
-    scaling: float
-    window: int | None
-
-
-@dataclass(frozen=True)
-class _Mlp:
-    norm: _Norm
-    gate_up: _Linear
-    down: _Linear
-    activation: Callable[[torch.Tensor], torch.Tensor]
 
 
 class FusedEngine(SessionEngine):
@@ -108,13 +40,13 @@ class FusedEngine(SessionEngine):
         super().__init__(adapter)
         model: Any = adapter.model
         _check_supported(model, adapter)
-        self._rotary = model.model.rotary_emb
-        self._embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
+        self.rotary = model.model.rotary_emb
+        self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():
             pairs = zip(adapter.layers, adapter.windows, strict=True)
-            self._layers = [(_attention(layer, window), _mlp(layer)) for layer, window in pairs]
-            self._head = _Linear.fuse(model.lm_head)
-        self._norm = _Norm(model.model.norm)
+            self.layers = [(attention_of(layer, window), mlp_of(layer)) for layer, window in pairs]
+            self.head = Linear.fuse(model.lm_head)
+        self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._cos = self._sin = torch.empty(0)
 
@@ -140,33 +72,27 @@ class FusedEngine(SessionEngine):
             raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {start + num_tokens}")
         step = _Step(start, num_tokens, self._cos[start : start + num_tokens], self._sin[start : start + num_tokens])
         mask = self._no_skip if mask is None else mask
-        x = F.embedding(input_ids, self._embedding)
+        x = F.embedding(input_ids, self.embedding)
         for layer, buffers, skip_attention, skip_mlp in zip(
-            self._layers, cache.layers, mask.attention, mask.mlp, strict=True
+            self.layers, cache.layers, mask.attention, mask.mlp, strict=True
         ):
             attention, mlp = layer
             if not skip_attention:
                 x = _attend(attention, x, buffers, step)
             if not skip_mlp:
-                gate, up = mlp.gate_up(mlp.norm(x)).chunk(2, dim=-1)
-                x = mlp.down.add_to(x, mlp.activation(gate).mul_(up))
+                x = mlp.add_to(x)
         cache.advance(num_tokens)
-        return self._head(self._norm(x[-num_logits:]))
+        return self.head(self.norm(x[-num_logits:]))
 
     def _make_position_table(self, capacity: int) -> None:
         """Cosines and signed sines for positions 0..capacity-1, shape (capacity, 1, head_dim); kept between runs."""
         if self._cos.shape[0] >= capacity:
             return
-        positions = torch.arange(capacity, device=self.device).unsqueeze(0)
-        cos, sin = self._rotary(self._embedding[:1], positions)
-        half = cos.shape[-1] // 2
-        self._cos = cos[0].unsqueeze(1)
-        # rotate_half negates the first half after the swap; the sign lives in the table instead.
-        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).unsqueeze(1)
+        self._cos, self._sin = rotary_table(self.rotary, self.embedding[:1], capacity)
 
     def _allocate(self) -> None:
-        for (attention, _), layer in zip(self._layers, self.cache.layers, strict=True):
-            like = self._embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
+        for (attention, _), layer in zip(self.layers, self.cache.layers, strict=True):
+            like = self.embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
             layer.lazy_initialization(like, like)
 
 
@@ -193,28 +119,18 @@ class _Step:
         return first, self._masks[window], False
 
 
-def _attend(layer: _Attention, x: torch.Tensor, buffers: Any, step: _Step) -> torch.Tensor:
+def _attend(layer: Attention, x: torch.Tensor, buffers: Any, step: _Step) -> torch.Tensor:
     """x plus attention; keys and values of the new positions go into the cache."""
-    num_rotated = layer.num_queries + layer.num_keys
-    heads = layer.qkv(layer.norm(x)).view(step.num_tokens, num_rotated + layer.num_keys, layer.head_dim)
-    rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
-    if layer.query_norm is not None and layer.key_norm is not None:
-        queries, keys = rotated[:, : layer.num_queries], rotated[:, layer.num_queries :]
-        rotated = torch.cat([layer.query_norm(queries), layer.key_norm(keys)], dim=1)
-    low, high = rotated.chunk(2, dim=-1)
-    rotated = torch.addcmul(rotated * step.cos, torch.cat([high, low], dim=-1), step.sin).transpose(0, 1)
-    keys, all_values = buffers.keys, buffers.values
-    keys[0, :, step.start : step.stop] = rotated[layer.num_queries :]
-    all_values[0, :, step.start : step.stop] = values.transpose(0, 1)
+    queries, keys, values = layer.project(x, step.cos, step.sin)
+    buffers.keys[0, :, step.start : step.stop] = keys.transpose(0, 1)
+    buffers.values[0, :, step.start : step.stop] = values.transpose(0, 1)
     first, mask, is_causal = step.visible(layer.window, x.device)
-    out = F.scaled_dot_product_attention(
-        rotated[: layer.num_queries].unsqueeze(0),
-        keys[:, :, first : step.stop],
-        all_values[:, :, first : step.stop],
-        attn_mask=mask,
+    out = layer.attend(
+        queries.transpose(0, 1).unsqueeze(0),
+        buffers.keys[:, :, first : step.stop],
+        buffers.values[:, :, first : step.stop],
+        mask,
         is_causal=is_causal,
-        scale=layer.scaling,
-        enable_gqa=layer.num_queries != layer.num_keys,
     )
     return layer.out.add_to(x, out[0].transpose(0, 1).reshape(step.num_tokens, -1))
 
@@ -240,35 +156,6 @@ def _check_supported(model: Any, adapter: ModelAdapter) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedModelError(f"engine fused: the model must be on one device, got {sorted(map(str, devices))}")
-
-
-def _attention(layer: Any, window: int | None) -> _Attention:
-    attention = layer.self_attn
-    head_dim: int = attention.head_dim
-    query_norm = getattr(attention, "q_norm", None)
-    key_norm = getattr(attention, "k_norm", None)
-    return _Attention(
-        norm=_Norm(layer.input_layernorm),
-        num_queries=attention.q_proj.out_features // head_dim,
-        num_keys=attention.k_proj.out_features // head_dim,
-        qkv=_Linear.fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=_Linear.fuse(attention.o_proj),
-        query_norm=_Norm(query_norm) if query_norm is not None else None,
-        key_norm=_Norm(key_norm) if key_norm is not None else None,
-        head_dim=head_dim,
-        scaling=attention.scaling,
-        window=window,
-    )
-
-
-def _mlp(layer: Any) -> _Mlp:
-    mlp = layer.mlp
-    return _Mlp(
-        norm=_Norm(layer.post_attention_layernorm),
-        gate_up=_Linear.fuse(mlp.gate_proj, mlp.up_proj),
-        down=_Linear.fuse(mlp.down_proj),
-        activation=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
-    )
 
 
 def _bytes_to_copy(adapter: ModelAdapter) -> int:

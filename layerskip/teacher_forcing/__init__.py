@@ -1,0 +1,7 @@
+"""What a mask's draft would say at every position of the target's own text, without decoding under it."""
+
+from layerskip.teacher_forcing.base import DraftReadings, ForcedText, TeacherForcing
+from layerskip.teacher_forcing.choice import make_teacher_forcing
+from layerskip.teacher_forcing.layerwise import LayerwiseForcing
+
+__all__ = ["DraftReadings", "ForcedText", "LayerwiseForcing", "TeacherForcing", "make_teacher_forcing"]

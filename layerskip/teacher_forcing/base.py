@@ -1,0 +1,131 @@
+"""Texts and readings of teacher forcing, and what every way to run it shares."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layerskip.sampling import Sampler, SamplingParams
+from layerskip.skip_mask import SkipMask
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ForcedText:
+    """A prompt and the target's own continuation of it."""
+
+    prompt_ids: tuple[int, ...]
+    continuation_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids or not self.continuation_ids:
+            raise ValueError(
+                "text: prompt and continuation must hold at least one token each, got "
+                f"{len(self.prompt_ids)} and {len(self.continuation_ids)}"
+            )
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.continuation_ids
+
+
+@dataclass(frozen=True)
+class DraftReadings:
+    """One mask on P texts of up to T continuation tokens; arrays (P, T), zero beyond a text's end.
+
+    Row k is a draft step whose input is continuation token k, so what it says of token k + 1.
+    """
+
+    accepted: Floats
+    """Probability that verification keeps the drafted token: 0 or 1 when greedy. 0 at a text's last row, whose next
+    token is unknown."""
+    confidence: Floats
+    """Top probability of the draft's distribution: what `draft_threshold` looks at."""
+
+
+class TeacherForcing(ABC):
+    """The draft under any mask at all positions of fixed texts at once.
+
+    A live draft step at the start of a round attends to the *target's* keys and values of all earlier positions and to
+    its own of the current one. `keys` says whether the readings do too (`target`) or whether the draft's own keys and
+    values stand in throughout the continuation (`own`), which is an approximation.
+    """
+
+    keys: str
+    sampler: Sampler
+
+    def __init__(self, texts: Sequence[ForcedText], device: torch.device) -> None:
+        if not texts:
+            raise ValueError("texts: must hold at least one text, got none")
+        self.texts = tuple(texts)
+        self.lengths = np.array([len(text.continuation_ids) for text in texts])
+        """Continuation tokens per text, (P,)."""
+        self._continuations = [torch.tensor(text.continuation_ids, device=device) for text in texts]
+        self.target_probs: Floats = np.zeros(self.shape, dtype=np.float32)
+        """The target's probability of each continuation token, (P, T): what `target_threshold` looks at."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, T)."""
+        return len(self.texts), int(self.lengths.max())
+
+    @abstractmethod
+    def draft_logits(self, mask: SkipMask) -> Iterator[torch.Tensor]:
+        """Per text the draft's logits (T_p, V), row k after continuation token k."""
+
+    @abstractmethod
+    def target_logits(self) -> Iterator[torch.Tensor]:
+        """Per text the target's logits (T_p + 1, V), row 0 after the prompt, row k + 1 after continuation token k."""
+
+    @torch.inference_mode()
+    def read(self, mask: SkipMask) -> DraftReadings:
+        """Greedy decoding: is the draft's first choice the target's token, and how sure is it?
+
+        Cost: at most one draft forward over all continuation tokens.
+        """
+        accepted, confidence = (np.zeros(self.shape, dtype=np.float32) for _ in range(2))
+        for i, logits in enumerate(self.draft_logits(mask)):
+            ids = self._continuations[i]
+            best = logits.float().max(dim=-1)
+            top = (best.values - logits.float().logsumexp(dim=-1)).exp()
+            right = (best.indices[:-1] == ids[1:]).float()
+            rows = torch.stack([torch.cat([right, right.new_zeros(1)]), top]).cpu().numpy()
+            accepted[i, : len(ids)], confidence[i, : len(ids)] = rows
+        return DraftReadings(accepted, confidence)
+
+    @torch.inference_mode()
+    def read_sampled(self, mask: SkipMask, params: SamplingParams) -> DraftReadings:
+        """Sampled decoding: the chance that a token drawn from the draft is kept, sum of min(target, draft).
+
+        Both distributions are shaped by `params` first. Cost: that of `read`, and once more the target's logits.
+        Raises: ValueError for greedy parameters or a repetition penalty, which depends on the draft drawn so far.
+        Ref: Leviathan et al. 2023 (2211.17192), theorem 3.5.
+        """
+        if not params.do_sample:
+            raise ValueError("do_sample: must be True to read sampled acceptance, got False")
+        if params.repetition_penalty != 1.0:
+            raise ValueError(f"repetition_penalty: cannot be predicted, must be 1.0, got {params.repetition_penalty}")
+        sampler = Sampler(params, None)
+        accepted, confidence = (np.zeros(self.shape, dtype=np.float32) for _ in range(2))
+        for i, (draft, target) in enumerate(zip(self.draft_logits(mask), self.target_logits(), strict=True)):
+            count = int(self.lengths[i])
+            draft_probs = sampler.shape(draft, [0]).softmax(dim=-1)
+            target_probs = sampler.shape(target[1:], [0]).softmax(dim=-1)
+            kept = torch.minimum(draft_probs, target_probs).sum(dim=-1)
+            kept[-1] = 0.0
+            accepted[i, :count] = kept.cpu().numpy()
+            confidence[i, :count] = draft_probs.max(dim=-1).values.cpu().numpy()
+        return DraftReadings(accepted, confidence)
+
+    def _note_target(self, i: int, logits: torch.Tensor) -> None:
+        """Fill `target_probs` of one text from the target's logits (T_p + 1, V) or more rows."""
+        ids = self._continuations[i]
+        rows = logits[: len(ids)].float()
+        chosen = rows.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        self.target_probs[i, : len(ids)] = (chosen - rows.logsumexp(dim=-1)).exp().cpu().numpy()

@@ -1,0 +1,62 @@
+"""Which way of teacher forcing a model takes: layer by layer, with substituted keys, or with the draft's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from layerskip.engines.base import Engine
+from layerskip.engines.fused import FusedEngine
+from layerskip.identity import logit_difference
+from layerskip.model import LayerSkipModel
+from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing.base import ForcedText, TeacherForcing
+from layerskip.teacher_forcing.layerwise import LayerwiseForcing
+from layerskip.teacher_forcing.whole_model import WholeModelForcing
+
+LOG = logging.getLogger(__name__)
+_NUM_CHECKED = 3
+
+
+def make_teacher_forcing(model: LayerSkipModel, texts: Sequence[ForcedText]) -> TeacherForcing:
+    """The best way that this model allows, found by comparing readings with live draft steps.
+
+    `.keys` says which: `target` where earlier positions are the target's, as when drafting; `own` where that cannot be
+    had and the readings are an approximation. Cost: one target forward a text, and a few to check.
+    """
+    engine = model.engine
+    if isinstance(engine, FusedEngine):
+        forcing: TeacherForcing = LayerwiseForcing(engine, texts)
+        if matches_live(forcing, engine, model.num_layers):
+            return forcing
+        LOG.warning("layer-by-layer teacher forcing does not match live drafting; using the model's own modules")
+    try:
+        forcing = WholeModelForcing(model.adapter, texts, keys="target")
+        if matches_live(forcing, engine, model.num_layers):
+            return forcing
+        reason = "the draft's logits differ from a live step's"
+    except Exception as error:  # noqa: BLE001 (an architecture may refuse a mask of ours in any way it likes)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    LOG.info("the target's keys cannot be substituted (%s): predictions use the draft's own", reason)
+    return WholeModelForcing(model.adapter, texts, keys="own")
+
+
+@torch.inference_mode()
+def matches_live(forcing: TeacherForcing, engine: Engine, num_layers: int) -> bool:
+    """Whether readings of the shortest text equal live draft steps at the start of a round, up to rounding."""
+    mask = SkipMask.from_layers(num_layers, range(1, num_layers, 2))
+    i = min(range(len(forcing.texts)), key=lambda one: len(forcing.texts[one].ids))
+    text = forcing.texts[i]
+    rows = next(logits for at, logits in enumerate(forcing.draft_logits(mask)) if at == i)
+    count = len(text.continuation_ids)
+    for k in sorted({0, count // 2, count - 1})[:_NUM_CHECKED]:
+        ids = torch.tensor(text.ids[: len(text.prompt_ids) + k + 1], device=engine.device)
+        with engine.session(len(ids)):
+            engine.forward(ids[:-1])
+            live = engine.forward(ids[-1:], mask).clone()
+        difference, tolerance = logit_difference(rows[k : k + 1], live)
+        if not difference <= tolerance:
+            return False
+    return True

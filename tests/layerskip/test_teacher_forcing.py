@@ -1,0 +1,155 @@
+"""Teacher forcing: its readings are those of live draft steps, on every architecture; where not, it says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from layerskip import LayerSkipModel, SkipMask
+from layerskip.sampling import SamplingParams
+from layerskip.teacher_forcing import ForcedText, LayerwiseForcing, TeacherForcing, make_teacher_forcing
+from layerskip.teacher_forcing.whole_model import WholeModelForcing
+from tests.layerskip import zoo
+
+OWN_KEYS = {"bloom", "mpt", "falcon-alibi"}
+"""Positions enter through the distance between keys, which substituted keys do not have."""
+
+
+def texts_of(model: LayerSkipModel) -> list[ForcedText]:
+    """Two texts of different lengths, the second longer than any window."""
+    texts = []
+    for length, count in ((3, 9), (11, 14)):
+        prompt = zoo.prompt_of(length)
+        out = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=[])
+        texts.append(ForcedText(tuple(prompt), tuple(out.ids)))
+    return texts
+
+
+@torch.inference_mode()
+def live_row(model: LayerSkipModel, text: ForcedText, k: int, mask: SkipMask) -> torch.Tensor:
+    """Logits of the first draft step of a round that starts after continuation token k."""
+    ids = torch.tensor(text.ids[: len(text.prompt_ids) + k + 1])
+    with model.engine.session(len(ids)):
+        model.engine.forward(ids[:-1])
+        return model.engine.forward(ids[-1:], mask)[0].clone()
+
+
+def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[ForcedText]) -> None:
+    for kind, mask in zoo.masks_of("llama").items():
+        try:
+            model.adapter.check_mask(mask)
+        except ValueError:
+            continue
+        for text, rows in zip(texts, forcing.draft_logits(mask), strict=True):
+            for k in range(len(text.continuation_ids)):
+                live = live_row(model, text, k, mask)
+                torch.testing.assert_close(rows[k], live, rtol=1e-3, atol=1e-3, msg=f"{kind}, row {k}")
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SPECS))
+def test_readings_equal_live_draft_steps(name: str) -> None:
+    model = LayerSkipModel(zoo.build(name), engine="eager")
+    texts = texts_of(model)
+    forcing = make_teacher_forcing(model, texts)
+    if name in OWN_KEYS:
+        assert forcing.keys == "own"
+        return
+    assert forcing.keys == "target"
+    check_rows(model, forcing, texts)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "mistral-sliding"])
+def test_layerwise_readings_equal_live_draft_steps(name: str) -> None:
+    model = LayerSkipModel(zoo.build(name), engine="fused")
+    texts = texts_of(model)
+    forcing = make_teacher_forcing(model, texts)
+    assert isinstance(forcing, LayerwiseForcing)
+    check_rows(model, forcing, texts)
+
+
+def test_layerwise_states_do_not_depend_on_what_was_read_before() -> None:
+    """Shared beginnings, a cache of two states, texts one by one: the same readings."""
+    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+    texts = texts_of(model)
+    roomy, tight = (LayerwiseForcing(model.engine, texts, cache_bytes=size) for size in (1 << 20, 1))
+    masks = list(zoo.masks_of("llama").values())
+    for mask in masks + masks[::-1]:
+        fresh = LayerwiseForcing(model.engine, texts).read(mask)
+        for forcing in (roomy, tight):
+            reading = forcing.read(mask)
+            np.testing.assert_array_equal(reading.accepted, fresh.accepted)
+            np.testing.assert_allclose(reading.confidence, fresh.confidence, rtol=1e-6)
+    assert len(tight._states) <= 3
+
+
+def test_layerwise_states_are_the_targets_own() -> None:
+    """`target(L)` leads to the target's logits, and its parts compose to it."""
+    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+    texts = texts_of(model)
+    forcing = LayerwiseForcing(model.engine, texts)
+    hidden = forcing.embed()
+    for layer in range(forcing.num_layers):
+        hidden = forcing.mlp(layer, forcing.attention(layer, hidden))
+        torch.testing.assert_close(hidden, forcing.target(layer + 1), rtol=1e-5, atol=1e-5)
+    for text, logits in zip(texts, forcing.target_logits(), strict=True):
+        count = len(text.continuation_ids)
+        expected = model.target_logits(text.ids, num_logits=count + 1)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["eager", "fused"])
+def test_readings_of_the_whole_model(engine: str) -> None:
+    """Without a skip the draft is the target: always right, and as sure of the next token as the target is."""
+    model = LayerSkipModel(zoo.build("llama"), engine=engine)
+    texts = texts_of(model)
+    forcing = make_teacher_forcing(model, texts)
+    reading = forcing.read(SkipMask.none(zoo.NUM_LAYERS))
+    for i, text in enumerate(texts):
+        count = len(text.continuation_ids)
+        assert reading.accepted[i].tolist() == [1.0] * (count - 1) + [0.0] * (reading.accepted.shape[1] - count + 1)
+        np.testing.assert_allclose(reading.confidence[i, : count - 1], forcing.target_probs[i, 1:count], rtol=1e-4)
+
+
+def test_sampled_acceptance_is_the_overlap_of_the_two_distributions() -> None:
+    model = LayerSkipModel(zoo.build("llama"), engine="eager")
+    texts = texts_of(model)
+    forcing = make_teacher_forcing(model, texts)
+    mask = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
+    params = SamplingParams(do_sample=True, temperature=0.7, top_k=0)
+    reading = forcing.read_sampled(mask, params)
+    text, k = texts[1], 4
+    draft = (live_row(model, text, k, mask) / 0.7).softmax(-1)
+    target = (live_row(model, text, k, SkipMask.none(zoo.NUM_LAYERS)) / 0.7).softmax(-1)
+    assert reading.accepted[1, k] == pytest.approx(float(torch.minimum(draft, target).sum()), abs=1e-4)
+    assert reading.confidence[1, k] == pytest.approx(float(draft.max()), abs=1e-4)
+    assert 0 < reading.accepted[1, k] < 1
+    whole = forcing.read_sampled(SkipMask.none(zoo.NUM_LAYERS), params)
+    np.testing.assert_allclose(whole.accepted[1, :-1], 1.0, atol=1e-4)
+    with pytest.raises(ValueError, match="do_sample"):
+        forcing.read_sampled(mask, SamplingParams())
+    with pytest.raises(ValueError, match=r"repetition_penalty: .* got 1\.2"):
+        forcing.read_sampled(mask, SamplingParams(do_sample=True, repetition_penalty=1.2))
+
+
+def test_own_keys_are_told_apart_from_the_targets() -> None:
+    """`own` reads another draft than a live round's first step, and leaves the target's keys as they were."""
+    model = LayerSkipModel(zoo.build("llama"), engine="eager")
+    texts = texts_of(model)
+    own = WholeModelForcing(model.adapter, texts, keys="own")
+    mask = SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[0, 1])
+    before = [layer.keys.clone() for cache in own._caches for layer in cache.layers]
+    rows = list(own.draft_logits(mask))[1]
+    after = [layer.keys for cache in own._caches for layer in cache.layers]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    torch.testing.assert_close(rows[0], live_row(model, texts[1], 0, mask), rtol=1e-3, atol=1e-3)
+    last = len(rows) - 1
+    assert (rows[last] - live_row(model, texts[1], last, mask)).abs().max() > 1e-3
+
+
+def test_bad_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token each, got 0 and 1"):
+        ForcedText((), (1,))
+    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+    with pytest.raises(ValueError, match="at least one text"):
+        make_teacher_forcing(model, [])
