@@ -57,6 +57,16 @@ class _Gate:
 
 
 @dataclass(frozen=True)
+class ForcedPositions:
+    """Positions and visibility of a forward whose tokens do not simply follow the cache."""
+
+    positions: torch.Tensor
+    """(T,) int64."""
+    attention_mask: torch.Tensor | dict[str, torch.Tensor]
+    """Additive, (1, 1, T, keys), or one for each layer type."""
+
+
+@dataclass(frozen=True)
 class _LayerGates:
     layer: _Gate
     attention: tuple[_Gate, ...]
@@ -159,12 +169,11 @@ class ModelAdapter:
         mask: SkipMask | None = None,
         *,
         num_logits: int,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        forced: ForcedPositions | None = None,
     ) -> torch.Tensor:
         """Logits of the last `num_logits` positions, and the cache advanced by the input.
 
         Shapes: input_ids (T,) int64 at positions [length, length + T); returns (num_logits, V) in the model's dtype.
-        attention_mask: additive, (1, 1, T, keys), or one per layer type; None = causal, as the model makes it.
         Cost: one forward over T tokens; no device sync of its own.
         Raises: RuntimeError outside `attached()`.
         """
@@ -175,12 +184,13 @@ class ModelAdapter:
         arguments: dict[str, Any] = {"input_ids": input_ids.unsqueeze(0), "past_key_values": cache, "use_cache": True}
         if self._takes_positions:
             # Left implicit, some models would read them from a cache layer's own count.
-            positions = torch.arange(cache.length, cache.length + num_tokens, device=input_ids.device)
+            start = cache.length
+            positions = forced.positions if forced else torch.arange(start, start + num_tokens, device=input_ids.device)
             arguments["position_ids"] = positions.unsqueeze(0)
         if self._keep_argument is not None:
             arguments[self._keep_argument] = num_logits
-        if attention_mask is not None:
-            arguments["attention_mask"] = attention_mask
+        if forced is not None:
+            arguments["attention_mask"] = forced.attention_mask
         logits: torch.Tensor = self.model(**arguments).logits
         cache.advance(num_tokens)
         return logits[0, -num_logits:]

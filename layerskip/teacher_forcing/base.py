@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from layerskip.sampling import Sampler, SamplingParams
@@ -37,9 +38,11 @@ class ForcedText:
 
 @dataclass(frozen=True)
 class DraftReadings:
-    """One mask on P texts of up to T continuation tokens; arrays (P, T), zero beyond a text's end.
+    """One mask on P texts of up to T continuation tokens; arrays (D + 1, P, T), zero beyond a text's end.
 
-    Row k is a draft step whose input is continuation token k, so what it says of token k + 1.
+    Row (d, k) is a draft step whose input is continuation token k, so what it says of token k + 1, in a round that has
+    drafted d tokens before it: those positions hold the draft's own keys and values, earlier ones the target's. The
+    last d stands for all later ones too.
     """
 
     accepted: Floats
@@ -52,9 +55,9 @@ class DraftReadings:
 class TeacherForcing(ABC):
     """The draft under any mask at all positions of fixed texts at once.
 
-    A live draft step at the start of a round attends to the *target's* keys and values of all earlier positions and to
-    its own of the current one. `keys` says whether the readings do too (`target`) or whether the draft's own keys and
-    values stand in throughout the continuation (`own`), which is an approximation.
+    A live draft step attends to the *target's* keys and values of all positions before its round and to the draft's
+    own since. `keys` says whether the readings do too (`target`), up to the depth asked for, or whether the draft's own
+    keys and values stand in throughout the continuation (`own`), which is an approximation.
     """
 
     keys: str
@@ -76,31 +79,33 @@ class TeacherForcing(ABC):
         return len(self.texts), int(self.lengths.max())
 
     @abstractmethod
-    def draft_logits(self, mask: SkipMask) -> Iterator[torch.Tensor]:
-        """Per text the draft's logits (T_p, V), row k after continuation token k."""
+    def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
+        """Per text the draft's logits (D + 1, T_p, V), row (d, k) after continuation token k, d tokens into a round.
+
+        D is `depth`, or 0 where the draft's own keys stand in.
+        """
 
     @abstractmethod
     def target_logits(self) -> Iterator[torch.Tensor]:
         """Per text the target's logits (T_p + 1, V), row 0 after the prompt, row k + 1 after continuation token k."""
 
     @torch.inference_mode()
-    def read(self, mask: SkipMask) -> DraftReadings:
+    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
         """Greedy decoding: is the draft's first choice the target's token, and how sure is it?
 
-        Cost: at most one draft forward over all continuation tokens.
+        Cost: at most depth + 1 draft forwards over all continuation tokens.
         """
-        accepted, confidence = (np.zeros(self.shape, dtype=np.float32) for _ in range(2))
-        for i, logits in enumerate(self.draft_logits(mask)):
+        readings = []
+        for i, logits in enumerate(self.draft_logits(mask, depth)):
             ids = self._continuations[i]
             best = logits.float().max(dim=-1)
             top = (best.values - logits.float().logsumexp(dim=-1)).exp()
-            right = (best.indices[:-1] == ids[1:]).float()
-            rows = torch.stack([torch.cat([right, right.new_zeros(1)]), top]).cpu().numpy()
-            accepted[i, : len(ids)], confidence[i, : len(ids)] = rows
-        return DraftReadings(accepted, confidence)
+            right = best.indices[:, :-1] == ids[1:]
+            readings.append(torch.stack([F.pad(right.float(), (0, 1)), top]))
+        return self._collect(readings)
 
     @torch.inference_mode()
-    def read_sampled(self, mask: SkipMask, params: SamplingParams) -> DraftReadings:
+    def read_sampled(self, mask: SkipMask, params: SamplingParams, depth: int = 0) -> DraftReadings:
         """Sampled decoding: the chance that a token drawn from the draft is kept, sum of min(target, draft).
 
         Both distributions are shaped by `params` first. Cost: that of `read`, and once more the target's logits.
@@ -112,16 +117,21 @@ class TeacherForcing(ABC):
         if params.repetition_penalty != 1.0:
             raise ValueError(f"repetition_penalty: cannot be predicted, must be 1.0, got {params.repetition_penalty}")
         sampler = Sampler(params, None)
-        accepted, confidence = (np.zeros(self.shape, dtype=np.float32) for _ in range(2))
-        for i, (draft, target) in enumerate(zip(self.draft_logits(mask), self.target_logits(), strict=True)):
-            count = int(self.lengths[i])
-            draft_probs = sampler.shape(draft, [0]).softmax(dim=-1)
+        readings = []
+        for draft, target in zip(self.draft_logits(mask, depth), self.target_logits(), strict=True):
+            shape = draft.shape
+            draft_probs = sampler.shape(draft.flatten(0, 1), [0]).softmax(dim=-1).view(shape)
             target_probs = sampler.shape(target[1:], [0]).softmax(dim=-1)
             kept = torch.minimum(draft_probs, target_probs).sum(dim=-1)
-            kept[-1] = 0.0
-            accepted[i, :count] = kept.cpu().numpy()
-            confidence[i, :count] = draft_probs.max(dim=-1).values.cpu().numpy()
-        return DraftReadings(accepted, confidence)
+            readings.append(torch.stack([F.pad(kept[:, :-1], (0, 1)), draft_probs.max(dim=-1).values]))
+        return self._collect(readings)
+
+    def _collect(self, readings: Sequence[torch.Tensor]) -> DraftReadings:
+        """One array for texts of different lengths, from (2, D + 1, T_p) each."""
+        out = np.zeros((2, readings[0].shape[1], *self.shape), dtype=np.float32)
+        for i, one in enumerate(readings):
+            out[:, :, i, : one.shape[2]] = one.cpu().numpy()
+        return DraftReadings(out[0], out[1])
 
     def _note_target(self, i: int, logits: torch.Tensor) -> None:
         """Fill `target_probs` of one text from the target's logits (T_p + 1, V) or more rows."""

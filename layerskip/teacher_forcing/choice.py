@@ -17,7 +17,6 @@ from layerskip.teacher_forcing.layerwise import LayerwiseForcing
 from layerskip.teacher_forcing.whole_model import WholeModelForcing
 
 LOG = logging.getLogger(__name__)
-_NUM_CHECKED = 3
 
 
 def make_teacher_forcing(model: LayerSkipModel, texts: Sequence[ForcedText]) -> TeacherForcing:
@@ -45,18 +44,19 @@ def make_teacher_forcing(model: LayerSkipModel, texts: Sequence[ForcedText]) -> 
 
 @torch.inference_mode()
 def matches_live(forcing: TeacherForcing, engine: Engine, num_layers: int) -> bool:
-    """Whether readings of the shortest text equal live draft steps at the start of a round, up to rounding."""
+    """Whether readings of the shortest text equal live draft steps, first and second of a round, up to rounding."""
     mask = SkipMask.from_layers(num_layers, range(1, num_layers, 2))
     i = min(range(len(forcing.texts)), key=lambda one: len(forcing.texts[one].ids))
     text = forcing.texts[i]
-    rows = next(logits for at, logits in enumerate(forcing.draft_logits(mask)) if at == i)
+    rows = next(logits for at, logits in enumerate(forcing.draft_logits(mask, depth=1)) if at == i)
     count = len(text.continuation_ids)
-    for k in sorted({0, count // 2, count - 1})[:_NUM_CHECKED]:
+    for depth, k in {(0, 0), (0, count // 2), (0, count - 1), (min(1, count - 1), count - 1)}:
         ids = torch.tensor(text.ids[: len(text.prompt_ids) + k + 1], device=engine.device)
         with engine.session(len(ids)):
-            engine.forward(ids[:-1])
-            live = engine.forward(ids[-1:], mask).clone()
-        difference, tolerance = logit_difference(rows[k : k + 1], live)
+            engine.forward(ids[: len(ids) - depth - 1])
+            for token in ids[len(ids) - depth - 1 :]:
+                live = engine.forward(token.view(1), mask).clone()
+        difference, tolerance = logit_difference(rows[depth, k].unsqueeze(0), live)
         if not difference <= tolerance:
             return False
     return True

@@ -12,10 +12,13 @@ from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import rotary_table
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.base import ForcedText, TeacherForcing
+from layerskip.teacher_forcing.rows import RowGeometry
 
 _MAX_SCORES = 1 << 26
 """Attention scores (heads x queries x keys) computed at a time: 256 MiB in float32."""
 CACHE_BYTES = 1 << 28
+_Key = tuple[int, tuple[int, ...]]
+"""Depth, and the sublayers that were run."""
 
 
 class LayerwiseForcing(TeacherForcing):
@@ -34,39 +37,35 @@ class LayerwiseForcing(TeacherForcing):
         self._engine = engine
         self.num_layers = len(engine.layers)
         self._capacity = max(len(text.ids) for text in texts)
-        self._states: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
-        self._max_states = 0
+        self._states: OrderedDict[_Key, torch.Tensor] = OrderedDict()
+        self._cache_bytes, self._used_bytes = cache_bytes, 0
+        self._layouts: dict[int, _Layout] = {}
         with torch.inference_mode():
             self._keep_target()
-            self._make_rows()
-            first = F.embedding(torch.cat(self._continuations), engine.embedding)
-        self._max_states = max(2, cache_bytes // first.nbytes)
-        self._states[()] = first
 
     def embed(self) -> torch.Tensor:
         """Hidden states (rows, hidden) before layer 0; rows are the continuation tokens of all texts in order."""
-        return self._states[()]
+        return self._layout(0).embedded
 
     def target(self, layer: int) -> torch.Tensor:
         """The target's hidden states after its first `layer` layers, 0..num_layers."""
-        return self._state(tuple(range(2 * layer)))
+        return self._state(tuple(range(2 * layer)), 0)
 
     @torch.inference_mode()
-    def attention(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def attention(self, layer: int, hidden: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Hidden states after the attention sublayer of `layer`, residual included."""
-        part = self._engine.layers[layer][0]
-        queries, keys, values = part.project(hidden, self._cos, self._sin)
+        layout, part = self._layout(depth), self._engine.layers[layer][0]
+        queries, keys, values = part.project(hidden, layout.cos, layout.sin)
         out = torch.empty_like(queries)
-        for group in self._groups(part.num_queries):
-            rows, target_keys = self._rows[group], self._keys[layer][group]
+        for group in layout.groups(part.num_queries):
+            rows, real = layout.rows[group], layout.is_row[group]
             padded = [one[rows].transpose(1, 2) for one in (queries, keys, values)]
             attended = part.attend(
                 padded[0],
-                torch.cat([target_keys, padded[1]], dim=2),
+                torch.cat([self._keys[layer][group], padded[1]], dim=2),
                 torch.cat([self._values[layer][group], padded[2]], dim=2),
-                self._visible(part.window, group),
+                layout.visible(part.window, group),
             )
-            real = self._is_row[group]
             out[rows[real]] = attended.transpose(1, 2)[real]
         return part.out.add_to(hidden, out.reshape(hidden.shape[0], -1))
 
@@ -76,12 +75,12 @@ class LayerwiseForcing(TeacherForcing):
         return self._engine.layers[layer][1].add_to(hidden)
 
     @torch.inference_mode()
-    def draft_logits(self, mask: SkipMask) -> Iterator[torch.Tensor]:
+    def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
         pairs = enumerate(zip(mask.attention, mask.mlp, strict=True))
         kept = tuple(2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part])
-        hidden = self._engine.norm(self._state(kept))
-        for rows in torch.split(hidden, self.lengths.tolist()):
-            yield self._engine.head(rows)
+        hidden = self._engine.norm(self._state(kept, depth))
+        for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
+            yield self._engine.head(rows).view(depth + 1, rows.shape[0] // (depth + 1), -1)
 
     @torch.inference_mode()
     def target_logits(self) -> Iterator[torch.Tensor]:
@@ -90,22 +89,30 @@ class LayerwiseForcing(TeacherForcing):
             yield torch.cat([first, self._engine.head(rows)])
 
     @torch.inference_mode()
-    def _state(self, kept: tuple[int, ...]) -> torch.Tensor:
+    def _state(self, kept: tuple[int, ...], depth: int) -> torch.Tensor:
         """Hidden states after these sublayers (2 x layer, + 1 for the MLP), from the longest known beginning."""
-        known = next(n for n in range(len(kept), -1, -1) if kept[:n] in self._states)
-        self._states.move_to_end(kept[:known])
-        hidden = self._states[kept[:known]]
+        known = next((n for n in range(len(kept), 0, -1) if (depth, kept[:n]) in self._states), 0)
+        hidden = self._layout(depth).embedded
+        if known:
+            self._states.move_to_end((depth, kept[:known]))
+            hidden = self._states[depth, kept[:known]]
         for n in range(known, len(kept)):
             layer, is_mlp = divmod(kept[n], 2)
-            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden)
-            self._remember(kept[: n + 1], hidden)
+            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, depth)
+            self._remember((depth, kept[: n + 1]), hidden)
         return hidden
 
-    def _remember(self, kept: tuple[int, ...], hidden: torch.Tensor) -> None:
-        self._states[kept] = hidden
-        if len(self._states) > self._max_states:
-            self._states.move_to_end(())  # where every mask begins
-            self._states.popitem(last=False)
+    def _remember(self, key: _Key, hidden: torch.Tensor) -> None:
+        self._states[key] = hidden
+        self._used_bytes += hidden.nbytes
+        while self._used_bytes > self._cache_bytes and len(self._states) > 1:
+            self._used_bytes -= self._states.popitem(last=False)[1].nbytes
+
+    def _layout(self, depth: int) -> _Layout:
+        if depth not in self._layouts:
+            with torch.inference_mode():
+                self._layouts[depth] = _Layout(self._engine, self.texts, self._capacity, depth)
+        return self._layouts[depth]
 
     def _keep_target(self) -> None:
         """One target forward a text: its keys and values, padded to (P, heads, capacity, head_dim) per layer."""
@@ -128,34 +135,44 @@ class LayerwiseForcing(TeacherForcing):
                     self._keys[layer][i, :, :length] = buffers.keys[0, :, :length]
                     self._values[layer][i, :, :length] = buffers.values[0, :, :length]
 
-    def _make_rows(self) -> None:
-        """Which row stands where in the padded (P, T) layout, at which position; and the rotations of all rows."""
-        device = self._engine.device
-        lengths = torch.tensor(self.lengths, device=device)
-        columns = torch.arange(self.shape[1], device=device)
-        self._is_row = columns < lengths.unsqueeze(1)
-        starts = lengths.cumsum(0) - lengths
-        self._rows = starts.unsqueeze(1) + torch.minimum(columns, lengths.unsqueeze(1) - 1)
-        prompts = torch.tensor([len(text.prompt_ids) for text in self.texts], device=device)
-        self._positions = prompts.unsqueeze(1) + torch.minimum(columns, lengths.unsqueeze(1) - 1)
-        cos, sin = rotary_table(self._engine.rotary, self._engine.embedding[:1], self._capacity)
-        positions = self._positions[self._is_row]
-        self._cos, self._sin = cos[positions], sin[positions]
 
-    def _groups(self, num_heads: int) -> Iterator[slice]:
+class _Layout:
+    """Where the rows of all texts stand for one depth: in one list (rows, hidden), text by text, for the products, and
+    padded to (P, C) columns for attention."""
+
+    def __init__(self, engine: FusedEngine, texts: Sequence[ForcedText], capacity: int, depth: int) -> None:
+        device = engine.device
+        self._capacity = capacity
+        geometry = [RowGeometry.of(text, depth, device) for text in texts]
+        self._geometry = geometry
+        lengths = torch.tensor([len(one.positions) for one in geometry], device=device)
+        self._width = int(lengths.max())
+        columns = torch.arange(self._width, device=device)
+        self.is_row = columns < lengths.unsqueeze(1)
+        starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
+        self.rows = starts + torch.minimum(columns, lengths.unsqueeze(1) - 1)
+        positions = torch.cat([one.positions for one in geometry])
+        cos, sin = rotary_table(engine.rotary, engine.embedding[:1], capacity)
+        self.cos, self.sin = cos[positions], sin[positions]
+        self.embedded = F.embedding(torch.cat([one.ids for one in geometry]), engine.embedding)
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def groups(self, num_heads: int) -> Iterator[slice]:
         """Texts in groups whose attention scores fit the memory set aside for them."""
-        num_texts, width = self.shape
-        size = max(1, _MAX_SCORES // (num_heads * width * (self._capacity + width)))
+        num_texts = len(self._geometry)
+        size = max(1, _MAX_SCORES // (num_heads * self._width * (self._capacity + self._width)))
         for start in range(0, num_texts, size):
             yield slice(start, min(start + size, num_texts))
 
-    def _visible(self, window: int | None, group: slice) -> torch.Tensor:
-        """(P, 1, T, capacity + T) boolean: the target's keys before the row's position, and the row's own key."""
-        keys = torch.arange(self._capacity, device=self._engine.device)
-        positions = self._positions[group].unsqueeze(-1)
-        seen = keys < positions
-        if window is not None:
-            seen = seen & (keys > positions - window)
-        width = self.shape[1]
-        own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(len(seen), width, width)
-        return torch.cat([seen, own], dim=-1).unsqueeze(1)
+    def visible(self, window: int | None, group: slice) -> torch.Tensor:
+        """(P, 1, C, capacity + C) boolean, True = visible; padded columns see themselves, so that nothing is NaN."""
+        key = (window, group.start)
+        if key not in self._masks:
+            padded = torch.eye(self._width, dtype=torch.bool, device=self.rows.device)
+            mask = F.pad(padded, (self._capacity, 0)).repeat(group.stop - group.start, 1, 1)
+            for out, one in zip(mask, self._geometry[group], strict=True):
+                count = len(one.positions)
+                out[:count, : self._capacity] = one.sees_target(self._capacity, window)
+                out[:count, self._capacity : self._capacity + count] = one.sees_rows(window)
+            self._masks[key] = mask.unsqueeze(1)
+        return self._masks[key]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from layerskip.adapter import ModelAdapter
+from layerskip.adapter import ForcedPositions, ModelAdapter
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.base import ForcedText, TeacherForcing
+from layerskip.teacher_forcing.rows import RowGeometry
 
 
 class WholeModelForcing(TeacherForcing):
@@ -33,10 +34,14 @@ class WholeModelForcing(TeacherForcing):
                 self._note_target(i, logits)
                 self._caches.append(cache)
 
-    def draft_logits(self, mask: SkipMask) -> Iterator[torch.Tensor]:
-        for i in range(len(self.texts)):
+    def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
+        for i, text in enumerate(self.texts):
             with torch.inference_mode(), self._adapter.attached():
-                logits = self._substituted(i, mask) if self.keys == "target" else self._ordinary(i, mask)
+                if self.keys == "target":
+                    logits = self._substituted(i, mask, RowGeometry.of(text, depth, self._adapter.device))
+                    logits = logits.view(depth + 1, len(text.continuation_ids), -1)
+                else:
+                    logits = self._ordinary(i, mask).unsqueeze(0)
             yield logits
 
     def target_logits(self) -> Iterator[torch.Tensor]:
@@ -59,27 +64,22 @@ class WholeModelForcing(TeacherForcing):
             for layer, (keys, values) in zip(cache.layers, saved, strict=True):
                 layer.keys[:, :, start:], layer.values[:, :, start:] = keys, values
 
-    def _substituted(self, i: int, mask: SkipMask) -> torch.Tensor:
-        ids, start = self._continuations[i], len(self.texts[i].prompt_ids)
-        cache: Any = _SubstitutedCache(self._caches[i], start)
-        masks = {window: self._visible(start, len(ids), window) for window in set(self._adapter.windows)}
+    def _substituted(self, i: int, mask: SkipMask, rows: RowGeometry) -> torch.Tensor:
+        cache: Any = _SubstitutedCache(self._caches[i], len(self.texts[i].prompt_ids))
+        masks = {window: self._visible(rows, len(self.texts[i].ids), window) for window in set(self._adapter.windows)}
         if len(masks) == 1:
             attention_mask: Any = next(iter(masks.values()))
         else:
             window = next(window for window in masks if window is not None)
             attention_mask = {"full_attention": masks[None], "sliding_attention": masks[window]}
-        return self._adapter.forward(ids, cache, mask, num_logits=len(ids), attention_mask=attention_mask)
+        forced = ForcedPositions(rows.positions, attention_mask)
+        return self._adapter.forward(rows.ids, cache, mask, num_logits=len(rows.ids), forced=forced)
 
-    def _visible(self, start: int, count: int, window: int | None) -> torch.Tensor:
-        """Additive mask (1, 1, T, N + T): the target's keys before each row's position, and the row's own key."""
-        device, dtype = self._adapter.device, self._adapter.dtype
-        positions = torch.arange(start, start + count, device=device).unsqueeze(1)
-        keys = torch.arange(start + count, device=device)
-        seen = keys < positions
-        if window is not None:
-            seen = seen & (keys > positions - window)
-        seen = torch.cat([seen, torch.eye(count, dtype=torch.bool, device=device)], dim=1)
-        hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
+    def _visible(self, rows: RowGeometry, num_keys: int, window: int | None) -> torch.Tensor:
+        """Additive mask (1, 1, R, num_keys + R)."""
+        dtype = self._adapter.dtype
+        seen = torch.cat([rows.sees_target(num_keys, window), rows.sees_rows(window)], dim=1)
+        hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device)
         return hidden.masked_fill(seen, 0.0)[None, None]
 
 

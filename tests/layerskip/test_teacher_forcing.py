@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -27,12 +29,15 @@ def texts_of(model: LayerSkipModel) -> list[ForcedText]:
 
 
 @torch.inference_mode()
-def live_row(model: LayerSkipModel, text: ForcedText, k: int, mask: SkipMask) -> torch.Tensor:
-    """Logits of the first draft step of a round that starts after continuation token k."""
+def live_row(model: LayerSkipModel, text: ForcedText, k: int, mask: SkipMask, depth: int = 0) -> torch.Tensor:
+    """Logits of the draft step after continuation token k, in a round that has drafted `depth` tokens before it."""
     ids = torch.tensor(text.ids[: len(text.prompt_ids) + k + 1])
+    start = len(ids) - depth - 1
     with model.engine.session(len(ids)):
-        model.engine.forward(ids[:-1])
-        return model.engine.forward(ids[-1:], mask)[0].clone()
+        model.engine.forward(ids[:start])
+        for token in ids[start:]:
+            row = model.engine.forward(token.view(1), mask)[0].clone()
+    return row
 
 
 def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[ForcedText]) -> None:
@@ -41,10 +46,12 @@ def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[Force
             model.adapter.check_mask(mask)
         except ValueError:
             continue
-        for text, rows in zip(texts, forcing.draft_logits(mask), strict=True):
-            for k in range(len(text.continuation_ids)):
-                live = live_row(model, text, k, mask)
-                torch.testing.assert_close(rows[k], live, rtol=1e-3, atol=1e-3, msg=f"{kind}, row {k}")
+        for text, rows in zip(texts, forcing.draft_logits(mask, depth=2), strict=True):
+            for depth, k in itertools.product(range(3), range(len(text.continuation_ids))):
+                if depth <= k:
+                    live = live_row(model, text, k, mask, depth)
+                    message = f"{kind}, row {k} at depth {depth}"
+                    torch.testing.assert_close(rows[depth, k], live, rtol=1e-3, atol=1e-3, msg=message)
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SPECS))
@@ -74,13 +81,13 @@ def test_layerwise_states_do_not_depend_on_what_was_read_before() -> None:
     texts = texts_of(model)
     roomy, tight = (LayerwiseForcing(model.engine, texts, cache_bytes=size) for size in (1 << 20, 1))
     masks = list(zoo.masks_of("llama").values())
-    for mask in masks + masks[::-1]:
-        fresh = LayerwiseForcing(model.engine, texts).read(mask)
+    for i, mask in enumerate(masks + masks[::-1]):
+        fresh = LayerwiseForcing(model.engine, texts).read(mask, depth=i % 3)
         for forcing in (roomy, tight):
-            reading = forcing.read(mask)
+            reading = forcing.read(mask, depth=i % 3)
             np.testing.assert_array_equal(reading.accepted, fresh.accepted)
             np.testing.assert_allclose(reading.confidence, fresh.confidence, rtol=1e-6)
-    assert len(tight._states) <= 3
+    assert len(tight._states) == 1
 
 
 def test_layerwise_states_are_the_targets_own() -> None:
@@ -107,8 +114,8 @@ def test_readings_of_the_whole_model(engine: str) -> None:
     reading = forcing.read(SkipMask.none(zoo.NUM_LAYERS))
     for i, text in enumerate(texts):
         count = len(text.continuation_ids)
-        assert reading.accepted[i].tolist() == [1.0] * (count - 1) + [0.0] * (reading.accepted.shape[1] - count + 1)
-        np.testing.assert_allclose(reading.confidence[i, : count - 1], forcing.target_probs[i, 1:count], rtol=1e-4)
+        assert reading.accepted[0, i].tolist() == [1.0] * (count - 1) + [0.0] * (reading.accepted.shape[2] - count + 1)
+        np.testing.assert_allclose(reading.confidence[0, i, : count - 1], forcing.target_probs[i, 1:count], rtol=1e-4)
 
 
 def test_sampled_acceptance_is_the_overlap_of_the_two_distributions() -> None:
@@ -121,11 +128,11 @@ def test_sampled_acceptance_is_the_overlap_of_the_two_distributions() -> None:
     text, k = texts[1], 4
     draft = (live_row(model, text, k, mask) / 0.7).softmax(-1)
     target = (live_row(model, text, k, SkipMask.none(zoo.NUM_LAYERS)) / 0.7).softmax(-1)
-    assert reading.accepted[1, k] == pytest.approx(float(torch.minimum(draft, target).sum()), abs=1e-4)
-    assert reading.confidence[1, k] == pytest.approx(float(draft.max()), abs=1e-4)
-    assert 0 < reading.accepted[1, k] < 1
+    assert reading.accepted[0, 1, k] == pytest.approx(float(torch.minimum(draft, target).sum()), abs=1e-4)
+    assert reading.confidence[0, 1, k] == pytest.approx(float(draft.max()), abs=1e-4)
+    assert 0 < reading.accepted[0, 1, k] < 1
     whole = forcing.read_sampled(SkipMask.none(zoo.NUM_LAYERS), params)
-    np.testing.assert_allclose(whole.accepted[1, :-1], 1.0, atol=1e-4)
+    np.testing.assert_allclose(whole.accepted[0, 1, :-1], 1.0, atol=1e-4)
     with pytest.raises(ValueError, match="do_sample"):
         forcing.read_sampled(mask, SamplingParams())
     with pytest.raises(ValueError, match=r"repetition_penalty: .* got 1\.2"):
@@ -139,7 +146,7 @@ def test_own_keys_are_told_apart_from_the_targets() -> None:
     own = WholeModelForcing(model.adapter, texts, keys="own")
     mask = SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[0, 1])
     before = [layer.keys.clone() for cache in own._caches for layer in cache.layers]
-    rows = list(own.draft_logits(mask))[1]
+    rows = list(own.draft_logits(mask))[1][0]
     after = [layer.keys for cache in own._caches for layer in cache.layers]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     torch.testing.assert_close(rows[0], live_row(model, texts[1], 0, mask), rtol=1e-3, atol=1e-3)
