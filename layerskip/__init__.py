@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from layerskip.config import Confirmed, DecodeConfig, Provenance
+from layerskip.config import Confirmed, DecodeConfig, GroupSetting, Provenance
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 
@@ -14,6 +14,7 @@ __all__ = [
     "DecodeConfig",
     "DecodeStats",
     "GenerateOutput",
+    "GroupSetting",
     "LayerSkipModel",
     "Provenance",
     "SkipMask",

@@ -5,16 +5,50 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from layerskip.skip_mask import SkipMask
 
 MAX_GAMMA = 64
 ENGINE_NAMES = ("auto", "eager", "fused")
+MAX_GROUPS = 64
+MAX_GROUP_NAME = 64
+DEFAULT_GROUP = "default"
+"""What tables call the setting for text of no group, so no group may have this name."""
+GROUP_NAME_RULE = (
+    f"must be text of 1 to {MAX_GROUP_NAME} printable characters, without blanks at its ends, not {DEFAULT_GROUP!r}"
+)
 _MAX_FILE_BYTES = 1 << 20
+
+
+def is_group_name(value: object) -> TypeGuard[str]:
+    """Whether a prompt group may be called so; `GROUP_NAME_RULE` says the rule."""
+    return (
+        isinstance(value, str)
+        and 1 <= len(value) <= MAX_GROUP_NAME
+        and value.isprintable()
+        and value == value.strip()
+        and value != DEFAULT_GROUP
+    )
+
+
+def _check_group_name(name: str) -> str:
+    if not is_group_name(name):
+        raise ValueError(f"group name {GROUP_NAME_RULE}, got {name[:80]!a}")
+    return name
 
 
 def _read_mask(value: object) -> SkipMask:
@@ -29,6 +63,7 @@ MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str,
 Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+GroupName = Annotated[str, AfterValidator(_check_group_name)]
 
 
 class _Frozen(BaseModel):
@@ -85,13 +120,15 @@ class Confirmed(_Frozen):
     mean_accepted_length: Annotated[float, Field(ge=1.0)] | None = None
 
 
-class DecodeConfig(_Frozen):
-    """How to decode: skip mask, gamma and thresholds. gamma = 0 is plain decoding.
-
-    Raises: ValueError naming the field, the rule and the value got; unknown fields are refused.
-    """
+class _Versioned(_Frozen):
+    """A base of its own, so that the version is the first field of the file."""
 
     schema_version: Literal[1] = 1
+
+
+class _Setting(_Frozen):
+    """What a run of the decoder follows, and what speaks for it."""
+
     skip_mask: MaskField
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
     draft_threshold: Probability = 0.0
@@ -99,9 +136,24 @@ class DecodeConfig(_Frozen):
     target_threshold: Probability = 0.0
     """While the target's probability of the token it just emitted is below this, it decodes alone; 0 = off."""
     reason: str | None = None
-    """Why the search decided so, where it says not to speculate."""
+    """Why the search decided so, where it says not to speculate or gives a group the default's setting."""
     confirmed: Confirmed | None = None
+
+
+class GroupSetting(_Setting):
+    """How to decode the prompts of one group; `confirmed` was measured on that group's held-out prompts."""
+
+
+class DecodeConfig(_Setting, _Versioned):
+    """How to decode: skip mask, gamma and thresholds. gamma = 0 is plain decoding.
+
+    With `groups`, these are the default for text of no group, and `for_group` gives each group's own.
+    Raises: ValueError naming the field, the rule and the value got; unknown fields are refused.
+    """
+
     provenance: Provenance | None = None
+    groups: Annotated[Mapping[GroupName, GroupSetting], Field(min_length=1, max_length=MAX_GROUPS)] | None = None
+    """Settings by prompt group, searched on prompts of that group alone."""
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -116,6 +168,12 @@ class DecodeConfig(_Frozen):
                 f"skip_mask: must have provenance.num_layers = {self.provenance.num_layers} layers, "
                 f"got {self.skip_mask.num_layers}"
             )
+        for name, setting in (self.groups or {}).items():
+            if setting.skip_mask.num_layers != self.skip_mask.num_layers:
+                raise ValueError(
+                    f"groups.{name}.skip_mask: must have the default's {self.skip_mask.num_layers} layers, "
+                    f"got {setting.skip_mask.num_layers}"
+                )
         return self
 
     @classmethod
@@ -126,6 +184,22 @@ class DecodeConfig(_Frozen):
     @property
     def speculates(self) -> bool:
         return self.gamma > 0
+
+    def for_group(self, name: str | None) -> DecodeConfig:
+        """The config for prompts of one group, None being the default, without `groups`.
+
+        The provenance is kept as it is: its `trial` and `searched_tokens_per_s` are the default's.
+        Raises: ValueError naming the known groups if there is no such group.
+        """
+        if name is None:
+            return self if self.groups is None else self.model_copy(update={"groups": None})
+        if self.groups is None:
+            raise ValueError(f"group: this config has no groups, got {str(name)[:80]!a}")
+        if name not in self.groups:
+            raise ValueError(f"group: must be one of {', '.join(self.groups)}; got {str(name)[:80]!a}")
+        setting = self.groups[name]
+        fields = {field: getattr(setting, field) for field in GroupSetting.model_fields}
+        return DecodeConfig(**fields, provenance=self.provenance)
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2, exclude_none=True) + "\n"
@@ -180,7 +254,7 @@ def describe_validation_error(error: ValidationError) -> str:
     """One line: every field that broke a rule, the rule and the value got."""
     lines = []
     for item in error.errors(include_url=False):
-        field = ".".join(str(part) for part in item["loc"])
+        field = ".".join(_printable(part) for part in item["loc"] if part != "[key]")
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = "unknown field"
@@ -190,6 +264,12 @@ def describe_validation_error(error: ValidationError) -> str:
             message = f"{message[0].lower()}{message[1:]}, got {str(item['input'])[:80]!r}"
         lines.append(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
     return "; ".join(lines)
+
+
+def _printable(part: int | str) -> str:
+    """A field's name as one short line, whatever the file calls it."""
+    text = str(part)[:80]
+    return text if text.isprintable() else ascii(text)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

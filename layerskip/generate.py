@@ -24,6 +24,7 @@ _STYLES = {"accepted": "green", "recovered": "bold red underline", "bonus": "bol
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("--config", type=Path, help="decode config, as the search exports it (best.json)")
+    parser.add_argument("--group", metavar="NAME", help="use the config's setting for this prompt group")
     parser.add_argument("--model", help="Hugging Face id or folder; default: the model that the config names")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the prompt; - reads it from standard input")
@@ -79,10 +80,12 @@ def _read_config(arguments: argparse.Namespace) -> DecodeConfig | None:
     if arguments.config is None:
         if arguments.model is None:
             raise ValueError("give --config FILE, or --model NAME to decode plainly")
+        if arguments.group is not None:
+            raise ValueError(f"--group: needs --config, got {arguments.group[:80]!a} without one")
         return None
     if not arguments.config.is_file():
         raise ValueError(f"--config: no such file: {arguments.config}")
-    return DecodeConfig.load(arguments.config)
+    return DecodeConfig.load(arguments.config).for_group(arguments.group)
 
 
 def _load(arguments: argparse.Namespace, config: DecodeConfig | None) -> LayerSkipModel:

@@ -76,6 +76,8 @@ class GenerateArguments:
     """On the model's device; not together with `seed`."""
     config: DecodeConfig | None = None
     """Overrides the model's decode config for this run."""
+    group: str | None = None
+    """Decode with the config's setting for this prompt group; None is the default setting."""
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -179,8 +181,13 @@ class LayerSkipModel:
         self._config = config
 
     def check_config(self, config: DecodeConfig) -> None:
-        """Raises ValueError if the config has another layer count or was made for other weights."""
+        """Raises ValueError if a mask does not fit this model or the config was made for other weights."""
         self._adapter.check_mask(config.skip_mask)
+        for name, setting in (config.groups or {}).items():
+            try:
+                self._adapter.check_mask(setting.skip_mask)
+            except ValueError as error:
+                raise ValueError(f"groups.{name}.{error}") from None
         made_for = config.provenance
         if made_for is not None and made_for.weights_fingerprint != self.weights_fingerprint():
             raise ValueError(
@@ -268,6 +275,8 @@ class LayerSkipModel:
         config = self._config if given.config is None else given.config
         if given.config is not None:
             self.check_config(given.config)
+        if given.group is not None:
+            config = config.for_group(given.group)
         prompt_ids = self._prompt_ids(prompt, given.max_new_tokens)
         sampler = Sampler(self._sampling(given), self._generator(given))
         request = DecodeRequest(

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from numpy.typing import NDArray
+
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport, check_greedy
 from layerskip.stats import DecodeStats
+from layerskip.teacher_forcing import ForcedText
+from search.cost_model import Timer
+from search.predictor import Forcing
 
 if TYPE_CHECKING:
     from search.spec import StudySpec
@@ -35,6 +40,19 @@ class Decoder(Protocol):
     def free_memory(self) -> None:
         """Give back what a failed run left behind."""
 
+    def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
+        """What drafts would say at every position of these texts. Cost: about a target forward over each."""
+
+    def timer(self, gamma_max: int) -> Timer:
+        """Times single steps."""
+
+
+class TextForcing(Forcing, Protocol):
+    """Readings of drafts, and of the target on the same texts."""
+
+    lengths: NDArray[Any]
+    target_probs: NDArray[Any]
+
 
 class ModelDecoder:
     """A LayerSkipModel as a Decoder."""
@@ -54,6 +72,18 @@ class ModelDecoder:
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
         return check_greedy(self.model, prompt_ids, ids, reference_ids)
+
+    def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
+        """What drafts would say at every position of these texts. Cost: about a target forward over each."""
+        from layerskip.teacher_forcing import make_teacher_forcing
+
+        return make_teacher_forcing(self.model, texts)
+
+    def timer(self, gamma_max: int) -> Timer:
+        """Times single steps."""
+        from layerskip.step_times import StepTimer
+
+        return StepTimer(self.model, gamma_max)
 
     def free_memory(self) -> None:
         """Collect garbage and empty the device's allocator cache."""

@@ -14,8 +14,10 @@ from layerskip.config import DecodeConfig
 from search.decoder import Decoder
 from search.leaderboard import Standings, make_standings
 from search.measurement import LosslessViolation, Pair, add_up, measure_pair, speedup
+from search.outlook import Outlook
 from search.reference import Reference
-from search.samplers import StudySampler
+from search.replay import live_counts
+from search.samplers import ProposalSampler
 from search.space import SearchSpace
 from search.statistics import ratio_interval
 from search.stop import StopSignal
@@ -45,9 +47,11 @@ class Objective:
     decoder: Decoder
     space: SearchSpace
     reference: Reference
-    sampler: StudySampler
+    sampler: ProposalSampler
     stop: StopSignal
     clock: Callable[[], float] = time.perf_counter
+    outlook: Outlook | None = None
+    """Predictions to write beside each measurement."""
 
     def __call__(self, trial: optuna.Trial) -> float:
         start = self.clock()
@@ -86,12 +90,15 @@ class Objective:
         }
         if proposal.repeat_of is not None:
             attributes["repeat_of"] = proposal.repeat_of
+        if proposal.considered:
+            attributes["considered"] = proposal.considered
         _set_all(trial, attributes)
 
     def _measure(self, trial: optuna.Trial, config: DecodeConfig, standings: Standings) -> Outcome:
         """Pairs on this trial's prompts, in order, until all are done or the trial is hopeless."""
         pairs: list[Pair] = []
         steps = self.reference.steps(standings.num_full_trials(trial.params))
+        self._predict(trial, config, steps, standings)
         estimate = 1.0
         for count, step in enumerate(steps, start=1):
             case = self.reference.cases[step]
@@ -103,6 +110,19 @@ class Objective:
             if count < len(steps) and standings.is_hopeless(estimate, count):
                 return Outcome(tuple(pairs), steps[:count], estimate, stopped_early=True)
         return Outcome(tuple(pairs), steps, estimate, stopped_early=False)
+
+    def _predict(self, trial: optuna.Trial, config: DecodeConfig, steps: Sequence[int], standings: Standings) -> None:
+        """Write down what is expected, before the clock starts."""
+        if self.outlook is None or not config.speculates:
+            return
+        earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        told = self.outlook.describe_trial(trial.params, config, steps, earlier, self.reference.noise_sigma)
+        expected = standings.standardised(steps, told["predicted_ratios"])
+        told |= {
+            "predicted_speedup": expected,
+            "predicted_tokens_per_s": expected * self.reference.plain_tokens_per_s,
+        }
+        _set_all(trial, told)
 
     def _record(self, trial: optuna.Trial, outcome: Outcome, seconds: float) -> float:
         ratios = [pair.ratio for pair in outcome.pairs]
@@ -125,6 +145,7 @@ class Objective:
             "accepted_by_position": list(acceptance.accepted_by_position),
             "drafted_by_position": list(acceptance.drafted_by_position),
             "num_target_only": acceptance.num_target_only,
+            "forwards": [live_counts([one]).tolist() for one in stats],
             "draft_s": sum(one.draft_s for one in stats),
             "verify_s": sum(one.verify_s for one in stats),
             "seconds": seconds,

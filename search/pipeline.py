@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import optuna
@@ -17,33 +17,60 @@ from search.export import SearchFacts, save_best, save_summary, with_provenance
 from search.fingerprint import environment
 from search.leaderboard import counted
 from search.measurement import LosslessViolation
-from search.objective import Objective, standings_of, violations_in
+from search.objective import standings_of, violations_in
+from search.outlook import Outlook, OutlookOptions, describe_outlook, open_outlook, outlook_facts
+from search.prediction_check import check_predictions, describe_checks
 from search.progress import duration
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference, plain_speed, warm_up
-from search.samplers import SamplerOptions, StudySampler, quiet_optuna
+from search.samplers import quiet_optuna
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, near, open_storage, redact
-from search.study import now_utc, open_study, set_sampler
+from search.study import now_utc, open_study
 from search.subject import Subject, Tools
 from search.summary import SummaryInput, summarise_run
-from search.trial_watch import TrialWatch
+from search.trial_phase import TrialPhase
 
 _REFERENCE = "reference"
 
 
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run decided, for a caller that goes on from there."""
+
+    config: DecodeConfig
+    """As exported, with provenance."""
+    confirmation: Confirmation
+    reference: Reference
+    summary: dict[str, Any]
+
+
 class SearchRun:
-    """One run of one study. `run` returns the exit code: 0, or 1 where the machinery or losslessness broke."""
+    """One run of one study. `run` returns the exit code: 0, or 1 where the machinery or losslessness broke.
+
+    `outcome` is there after a run that reached its end. With `exports=False` best.json and summary.json are the
+    caller's to write.
+    """
+
+    outcome: RunOutcome | None = None
 
     def __init__(
-        self, subject: Subject, spec: StudySpec, paths: StudyPaths, tools: Tools, *, load_s: float = 0.0
+        self,
+        subject: Subject,
+        spec: StudySpec,
+        paths: StudyPaths,
+        tools: Tools,
+        *,
+        load_s: float = 0.0,
+        exports: bool = True,
     ) -> None:
+        self._exports = exports
         self._subject, self._spec, self._paths, self._tools = subject, spec, paths, tools
         self._say = tools.reporter
         self._seconds: dict[str, float] = {"load": load_s}
         self._start = tools.clock() - load_s
 
-    def run(self) -> int:
-        """Everything, in order.
+    def run(self, *, searches: bool = True, confirms: bool = True) -> int:
+        """Everything, in order; or the trials alone (`confirms=False`) and what follows them in a later call.
 
         Raises: ValueError or OSError in one line for bad input; KeyboardInterrupt if stopped.
         """
@@ -53,11 +80,16 @@ class SearchRun:
             study = self._open(storage)
             with self._phase("reference"):
                 reference = self._reference(study)
-            with self._phase("search"):
-                broken = self._search(study, reference)
-            if broken is not None:
-                self._say.warn(broken)
-                return 1
+            if searches:
+                with self._phase("outlook"):
+                    outlook = self._look_ahead(study, reference)
+                with self._phase("search"):
+                    broken = self._search(study, reference, outlook)
+                if broken is not None:
+                    self._say.warn(broken)
+                    return 1
+            if not confirms:
+                return 0
             with self._phase("confirm"):
                 confirmation, dropped = self._confirm(study, reference)
             return self._finish(study, reference, confirmation, dropped)
@@ -105,36 +137,22 @@ class SearchRun:
         self._say.phase("reference", ", ".join(facts))
         return reference
 
-    def _search(self, study: optuna.Study, reference: Reference) -> str | None:
-        """Trials up to the total. Returns why the run must end without a result, else None."""
+    def _look_ahead(self, study: optuna.Study, reference: Reference) -> Outlook:
+        """What is predicted before the first trial; read from the study on a resume."""
         spec, subject = self._spec, self._subject
-        done = counted(study.get_trials(deepcopy=False))
-        if done >= spec.trials:
-            self._say.phase("search", f"all {spec.trials} trials are done: straight to the confirm stage")
-            return None
-        self._say.phase("search", f"{spec.trials - done} trials, sampler {spec.sampler}, seed {spec.seed}")
-        options = SamplerOptions(
-            spec.sampler, spec.seed, spec.repeat_every, reference.noise_sigma, reference.num_per_trial
+        self._say.phase("outlook", "costs of the steps, what each sublayer is worth, and a pool of predicted configs")
+        options = OutlookOptions(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, spec.trial_seconds)
+        outlook = open_outlook(
+            study, subject.decoder, subject.space, reference, subject.fingerprint, options, clock=self._tools.clock
         )
-        sampler = StudySampler(subject.space, options)
-        set_sampler(study, sampler)
-        objective = Objective(subject.decoder, subject.space, reference, sampler, self._tools.stop, self._tools.clock)
-        watch = TrialWatch(spec, subject.space, reference, self._tools)
-        with self._tools.stop.deferred(), self._say.trials(done, spec.trials):
-            study.optimize(
-                objective,
-                n_trials=spec.trials - done,
-                timeout=spec.timeout_s,
-                catch=(Exception,),
-                callbacks=[watch],
-            )
-        if self._tools.stop.received is not None:
-            raise KeyboardInterrupt
-        if watch.broken is None and counted(study.get_trials(deepcopy=False)) < spec.trials:
-            self._say.phase(
-                "search", f"time limit of {spec.timeout_s:g} s reached" if spec.timeout_s else "ended early"
-            )
-        return watch.broken
+        for line in describe_outlook(outlook):
+            self._say.phase("outlook", line)
+        return outlook
+
+    def _search(self, study: optuna.Study, reference: Reference, outlook: Outlook) -> str | None:
+        """Trials up to the total, or a handful where nothing can win. Returns why the run must end, else None."""
+        phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools)
+        return phase.run()
 
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
@@ -172,6 +190,9 @@ class SearchRun:
         config = with_provenance(confirmation, self._subject.origin, facts)
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
+        checks = check_predictions(trials)
+        for line in describe_checks(checks):
+            self._say.phase("outlook", line)
         summary = summarise_run(
             SummaryInput(
                 facts=facts,
@@ -185,8 +206,10 @@ class SearchRun:
                 seconds=self._seconds,
                 violations=violations,
                 fingerprint=asdict(self._subject.fingerprint),
+                prediction=checks | outlook_facts(study),
             )
         )
+        self.outcome = RunOutcome(config, confirmation, reference, summary)
         self._write(study, config, summary)
         self._tell_verdict(confirmation)
         for line in violations:
@@ -195,10 +218,11 @@ class SearchRun:
 
     def _write(self, study: optuna.Study, config: DecodeConfig, summary: dict[str, Any]) -> None:
         """best.json, summary.json, and the verdict in the study (finished trials take no attributes)."""
-        kept = save_best(config, self._paths)
-        save_summary(summary, self._paths)
-        if kept is not None:
-            self._say.warn(f"best.json could not be read and was kept as {kept.name}")
+        if self._exports:
+            kept = save_best(config, self._paths)
+            save_summary(summary, self._paths)
+            if kept is not None:
+                self._say.warn(f"best.json could not be read and was kept as {kept.name}")
         for key in ("verdict", "reason", "confirmed"):
             study.set_user_attr(key, summary[key])
 
@@ -220,7 +244,8 @@ class SearchRun:
                 self._say.phase("", row)
         else:
             self._say.phase("result", confirmation.config.reason or "do not speculate")
-        self._say.phase("written", f"{near(self._paths.best)} and {self._paths.summary.name} ({self._times()})")
+        if self._exports:
+            self._say.phase("written", f"{near(self._paths.best)} and {self._paths.summary.name} ({self._times()})")
 
     def _times(self) -> str:
         return ", ".join(f"{name} {duration(seconds)}" for name, seconds in self._seconds.items())
@@ -238,4 +263,4 @@ class SearchRun:
             # Plain decoding itself fails, out of memory say: there is nothing to search until it works.
             raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
         finally:
-            self._seconds[name] = self._tools.clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._tools.clock() - start

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layerskip.config import DEFAULT_GROUP, DecodeConfig
 from search.decoder import ModelDecoder, load_model
 from search.export import Origin, portable_model_name
 from search.fingerprint import package_version, take_fingerprint
@@ -40,21 +44,52 @@ def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSe
     return Subject(ModelDecoder(model, spec.max_new_tokens), space, encoded[0], encoded[1], fingerprint, origin)
 
 
-def estimate(subject: Subject, spec: StudySpec) -> str:
-    """How long the search will take, from one prompt decoded plainly. Cost: three decodings."""
-    from layerskip.config import DecodeConfig
+@dataclass(frozen=True)
+class StudyTime:
+    """How long a study will take at most, at the cost of plain pairs."""
 
+    num_per_trial: int
+    search_s: float
+    confirm_s: float
+
+
+def time_pair(subject: Subject) -> float:
+    """Seconds of a plain/plain pair, prefill included, on the first tuning prompt. Cost: three decodings."""
     warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
     out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    pair_s = 2 * (out.stats.prefill_s + out.stats.decode_s)
-    per_trial = spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s)
-    per_trial = min(per_trial, len(subject.tuning))
+    return 2 * (out.stats.prefill_s + out.stats.decode_s)
+
+
+def time_study(subject: Subject, spec: StudySpec, pair_s: float) -> StudyTime:
+    """The time of `spec.trials` trials and the confirm stage; the time limit is not looked at."""
+    per_trial = min(spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s), len(subject.tuning))
     num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)
     confirm_s = num_held_out * pair_s / 2 * (2 + spec.num_confirm_candidates + 2 * spec.confirm_repeats)
-    search_s = spec.trials * per_trial * pair_s
-    if spec.timeout_s is not None:
-        search_s = min(search_s, spec.timeout_s)
+    return StudyTime(per_trial, spec.trials * per_trial * pair_s, confirm_s)
+
+
+def estimate(subject: Subject, spec: StudySpec) -> str:
+    """How long the search will take, from one prompt decoded plainly. Cost: three decodings."""
+    time = time_study(subject, spec, time_pair(subject))
+    search_s = min(time.search_s, spec.timeout_s or time.search_s)
     return (
-        f"{spec.trials} trials of up to {per_trial} prompts: at most about {duration(search_s)}, "
-        f"then confirm about {duration(confirm_s)}; nothing was written"
+        f"{spec.trials} trials of up to {time.num_per_trial} prompts: at most about {duration(search_s)}, "
+        f"then confirm about {duration(time.confirm_s)}; nothing was written"
+    )
+
+
+def estimate_groups(subjects: Mapping[str, Subject], spec: StudySpec) -> str:
+    """How long the searches of all prompts and of each group will take in total. Cost: three decodings."""
+    pair_s = time_pair(next(iter(subjects.values())))
+    times = {name: time_study(subject, spec, pair_s) for name, subject in subjects.items()}
+    search_s = sum(one.search_s for one in times.values())
+    search_s = min(search_s, spec.timeout_s or search_s)
+    confirm_s = sum(one.confirm_s for one in times.values())
+    groups = [subject for name, subject in subjects.items() if name != DEFAULT_GROUP]
+    num_held_out = sum(min(len(subject.held_out), spec.num_confirm_prompts) for subject in groups)
+    matrix_s = num_held_out * pair_s * (0.5 + spec.confirm_repeats * len(subjects))
+    return (
+        f"{len(subjects)} studies (all prompts, and {len(groups)} groups) of {spec.trials} trials: at most about "
+        f"{duration(search_s)}, then confirm about {duration(confirm_s)} and the matrix at most {duration(matrix_s)}; "
+        f"{duration(search_s + confirm_s + matrix_s)} in total; nothing was written"
     )

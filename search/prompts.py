@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from layerskip.config import describe_validation_error
+from search.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 
 MIN_TUNING = 2
 MIN_HELD_OUT = 4
@@ -60,7 +61,8 @@ class Prompt:
     """One prompt before tokenising, and where it stands."""
 
     prompt_id: str
-    category: str | None
+    group: str | None
+    """What its record says; None if that is no name for a group."""
     kind: Literal["text", "chat", "turn"]
     messages: tuple[tuple[str, str], ...]
     """(role, content); for `text` and `turn` one message from `user`."""
@@ -91,7 +93,7 @@ class EncodedPrompt:
     """A prompt as the model sees it."""
 
     prompt_id: str
-    category: str | None
+    group: str | None
     ids: tuple[int, ...]
 
 
@@ -105,16 +107,17 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-def load_prompts(tuning: str, held_out: str | None) -> tuple[PromptSet, PromptSet]:
+def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROUPS) -> tuple[PromptSet, PromptSet]:
     """Read and check both sets; without a held-out file, split the tuning file.
 
-    The split is deterministic: by content hash, a third of the prompts but at least 4 are held out.
+    The split is deterministic: by content hash, a third of the prompts but at least 4 are held out; where groups are
+    required, a third of each group but at least 2.
     Raises: ValueError or FileNotFoundError in one line with file and line.
     """
-    tuning_set = PromptSet("tuning", read_prompts(Path(tuning)))
+    tuning_set = PromptSet("tuning", read_prompts(Path(tuning), grouping))
     if held_out is None:
-        return _split(tuning_set.prompts, tuning)
-    held_out_set = PromptSet("held-out", read_prompts(Path(held_out)))
+        return _split(tuning_set.prompts, tuning, by_group=grouping.required)
+    held_out_set = PromptSet("held-out", read_prompts(Path(held_out), grouping))
     seen = {prompt.fingerprint: prompt.source for prompt in tuning_set.prompts}
     for prompt in held_out_set.prompts:
         if prompt.fingerprint in seen:
@@ -126,8 +129,15 @@ def load_prompts(tuning: str, held_out: str | None) -> tuple[PromptSet, PromptSe
     return tuning_set, held_out_set
 
 
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
+def encoded_fingerprint(prompts: Sequence[EncodedPrompt]) -> str:
+    """Hash over the prompts' token ids in order."""
+    return _sha256(json.dumps([prompt.ids for prompt in prompts]))[:16]
+
+
+def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ...]:
     """Every prompt of a JSONL file; blank lines are skipped, each other line has one of the three shapes.
+
+    Beside the shape's own fields a line may have the one that names its group.
 
     Raises: ValueError naming file and line, FileNotFoundError if there is no such file.
     """
@@ -142,7 +152,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        prompt = _parse_line(line, path.name, f"{path}:{number}")
+        prompt = _parse_line(line, f"{path}:{number}", grouping)
         if prompt.fingerprint in prompts:
             raise ValueError(f"{prompt.source}: repeats the prompt of {prompts[prompt.fingerprint].source}")
         prompts[prompt.fingerprint] = prompt
@@ -167,7 +177,7 @@ def encode_prompts(prompts: PromptSet, model: Encoder, *, room: int) -> tuple[En
                 f"{prompt.source}: {len(ids)} prompt tokens + {room} to decode do not fit the model's "
                 f"{model.max_positions} positions"
             )
-        encoded.append(EncodedPrompt(prompt.prompt_id, prompt.category, ids))
+        encoded.append(EncodedPrompt(prompt.prompt_id, prompt.group, ids))
     return tuple(encoded)
 
 
@@ -189,7 +199,7 @@ def _encode(prompt: Prompt, model: Encoder) -> Sequence[int]:
     return ids
 
 
-def _parse_line(line: str, file_name: str, source: str) -> Prompt:
+def _parse_line(line: str, source: str, grouping: Grouping) -> Prompt:
     if len(line) > MAX_LINE_CHARS:
         raise ValueError(f"{source}: a line has at most {MAX_LINE_CHARS} characters, got {len(line)}")
     try:
@@ -202,35 +212,41 @@ def _parse_line(line: str, file_name: str, source: str) -> Prompt:
     if len(named) != 1:
         got = ", ".join(sorted(map(str, data))) or "none"
         raise ValueError(f"{source}: must have exactly one of the fields prompt, messages, turns; got fields: {got}")
+    kind = _SHAPES[named[0]]
     try:
-        shape = _SHAPES[named[0]](**data)
+        shape = kind(**{name: data[name] for name in data if name in kind.model_fields or name != grouping.field})
     except ValidationError as error:
         raise ValueError(f"{source}: {describe_validation_error(error)}") from None
-    return _to_prompt(shape, f"{Path(file_name).stem}-{source.rpartition(':')[2]}", source)
+    return _to_prompt(shape, grouping.read(data, source), source)
 
 
-def _to_prompt(shape: _Plain | _Chat | _SpecBench, default_id: str, source: str) -> Prompt:
+def _to_prompt(shape: _Plain | _Chat | _SpecBench, group: str | None, source: str) -> Prompt:
     if isinstance(shape, _SpecBench):
-        prompt = Prompt(str(shape.question_id), shape.category, "turn", (("user", shape.turns[0]),), source)
+        prompt = Prompt(str(shape.question_id), group, "turn", (("user", shape.turns[0]),), source)
     else:
-        prompt_id = default_id if shape.id is None else str(shape.id)
+        path, _, line = source.rpartition(":")
+        prompt_id = f"{Path(path).stem}-{line}" if shape.id is None else str(shape.id)
         if isinstance(shape, _Chat):
             messages = tuple((message.role, message.content) for message in shape.messages)
-            prompt = Prompt(prompt_id, shape.category, "chat", messages, source)
+            prompt = Prompt(prompt_id, group, "chat", messages, source)
         else:
-            prompt = Prompt(prompt_id, shape.category, "text", (("user", shape.prompt),), source)
+            prompt = Prompt(prompt_id, group, "text", (("user", shape.prompt),), source)
     if not all(content.strip() for _, content in prompt.messages):
         raise ValueError(f"{source}: prompt is empty")
     return prompt
 
 
-def _split(prompts: tuple[Prompt, ...], path: str) -> tuple[PromptSet, PromptSet]:
+def _split(prompts: tuple[Prompt, ...], path: str, *, by_group: bool) -> tuple[PromptSet, PromptSet]:
     if len(prompts) < MIN_TO_SPLIT:
         raise ValueError(
             f"{path}: without --held-out the prompts are split, which needs at least {MIN_TO_SPLIT}, got {len(prompts)}"
         )
-    num_held_out = max(MIN_HELD_OUT, len(prompts) // 3)
-    chosen = {prompt.fingerprint for prompt in sorted(prompts, key=lambda one: one.fingerprint)[:num_held_out]}
+    # Group by group where groups count, or chance would leave small ones without held-out prompts.
+    parts = [of_group(prompts, name) for name in {one.group for one in prompts}] if by_group else [prompts]
+    least = MIN_IN_GROUP if by_group else MIN_HELD_OUT
+    chosen: set[str] = set()
+    for part in parts:
+        chosen.update(sorted(prompt.fingerprint for prompt in part)[: max(least, len(part) // 3)])
     return (
         PromptSet("tuning", tuple(prompt for prompt in prompts if prompt.fingerprint not in chosen)),
         PromptSet("held-out", tuple(prompt for prompt in prompts if prompt.fingerprint in chosen)),

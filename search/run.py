@@ -15,6 +15,7 @@ from search.stop import StopSignal
 
 if TYPE_CHECKING:
     from search.progress import Reporter
+    from search.prompts import PromptSet
     from search.subject import Subject
 
 PROG = "search.run"
@@ -30,6 +31,7 @@ _ABOUT_FLAGS = {
     "study_name": "name inside the storage",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "revision": "branch, tag or commit of a hub model",
+    "group_field": "field of a prompt's record that names its group (default: category)",
 }
 _ABOUT_NUMBERS = {
     "trials": (int, "trials in the study in total"),
@@ -63,6 +65,15 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--trust-remote-code", action="store_true", default=None, help="let the model's repository run its own code"
     )
+    parser.add_argument(
+        "--per-group",
+        action="store_true",
+        default=None,
+        help="search each group of prompts apart as well, --trials trials each; export a setting per group",
+    )
+    parser.add_argument(
+        "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     return parser
 
@@ -94,14 +105,13 @@ def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSigna
 
     start = time.perf_counter()
     command = shlex.join(["python", "-m", PROG, *map(redact, argv)])
-    from search.prompts import load_prompts
-
-    prompt_sets = load_prompts(spec.prompts, spec.held_out)
+    prompt_sets = _read_prompts(spec)
     check_storage(paths.storage_url(spec))
     if not dry_run:
         check_writable(paths.folder)
+    from search.groups import GroupRun
     from search.pipeline import SearchRun
-    from search.preflight import estimate, open_subject
+    from search.preflight import open_subject
     from search.progress import Reporter
     from search.study import stored_engine
     from search.subject import Tools
@@ -112,7 +122,7 @@ def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSigna
     subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
     _tell_plan(reporter, spec, subject)
     if dry_run:
-        reporter.phase("dry run", estimate(subject, spec))
+        _tell_time(reporter, spec, subject)
         return 0
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
@@ -121,7 +131,18 @@ def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSigna
         write_atomically(paths.spec_file, to_toml(spec, paths.folder))
         reporter.phase("preflight", f"new study folder {paths.folder}")
     load_s = time.perf_counter() - start
-    return SearchRun(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
+    kind = GroupRun if spec.per_group else SearchRun
+    return kind(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
+
+
+def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
+    from search.grouping import Grouping, count_groups
+    from search.prompts import load_prompts
+
+    sets = load_prompts(spec.prompts, spec.held_out, Grouping(spec.group_field, required=spec.per_group))
+    if spec.per_group:
+        count_groups(sets[0].prompts, sets[1].prompts)
+    return sets
 
 
 def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
@@ -137,6 +158,20 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
         f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
         f"{len(subject.space.bit_names)} mask bits, gamma 1..{spec.gamma_max}, two thresholds",
     )
+    if spec.per_group:
+        from search.grouping import count_groups
+
+        counts = count_groups(subject.tuning, subject.held_out)
+        text = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in counts.items())
+        reporter.phase("preflight", f"tuning and held-out prompts by {spec.group_field!a}: {text}")
+
+
+def _tell_time(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
+    from search.groups import group_subjects
+    from search.preflight import estimate, estimate_groups
+
+    text = estimate_groups(group_subjects(subject), spec) if spec.per_group else estimate(subject, spec)
+    reporter.phase("dry run", text)
 
 
 def demo_folder() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,15 +86,27 @@ class SearchSpace:
         expected = {*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD}
         if params.keys() != expected:
             raise ValueError(f"params: must be the space's parameters, differ in {sorted(params.keys() ^ expected)}")
-        chosen = {name for name in self.bit_names if params[name]}
-        attention, mlp, layers = (_layers(chosen, kind) for kind in ("attn", "mlp", "layer"))
-        mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
         return DecodeConfig(
-            skip_mask=mask,
+            skip_mask=self.to_mask(params),
             gamma=int(params[GAMMA]),
             draft_threshold=snap_threshold(params[DRAFT_THRESHOLD]),
             target_threshold=snap_threshold(params[TARGET_THRESHOLD]),
         )
+
+    def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
+        """The mask of its bits; other parameters are ignored."""
+        chosen = {name for name in self.bit_names if bits[name]}
+        attention, mlp, layers = (_layers(chosen, kind) for kind in ("attn", "mlp", "layer"))
+        return SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
+
+    def to_bits(self, mask: SkipMask) -> dict[str, Any]:
+        """The bits of a mask, those that the space has."""
+        if mask.num_layers != self.num_layers:
+            raise ValueError(f"skip_mask: must have {self.num_layers} layers, got {mask.num_layers}")
+        flags = [mask.attention[i] for i in self.attention_bits]
+        flags += [mask.mlp[i] for i in self.mlp_bits]
+        flags += [mask.attention[i] and mask.mlp[i] for i in self.layer_bits]
+        return dict(zip(self.bit_names, flags, strict=True))
 
     def to_params(self, config: DecodeConfig) -> dict[str, Any]:
         """The parameters of a config, moved to the nearest point of the space.
@@ -102,14 +114,7 @@ class SearchSpace:
         Bits the space has not are dropped; a whole-layer bit is set if the config skips both halves; gamma is cut to
         1..gamma_max; thresholds are rounded to the step. On configs of the space it is the inverse of `to_config`.
         """
-        mask = config.skip_mask
-        if mask.num_layers != self.num_layers:
-            raise ValueError(f"skip_mask: must have {self.num_layers} layers, got {mask.num_layers}")
-        flags = [mask.attention[i] for i in self.attention_bits]
-        flags += [mask.mlp[i] for i in self.mlp_bits]
-        flags += [mask.attention[i] and mask.mlp[i] for i in self.layer_bits]
-        params: dict[str, Any] = dict(zip(self.bit_names, flags, strict=True))
-        return params | {
+        return self.to_bits(config.skip_mask) | {
             GAMMA: min(max(config.gamma, 1), self.gamma_max),
             DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
             TARGET_THRESHOLD: snap_threshold(config.target_threshold),

@@ -15,7 +15,7 @@ from layerskip.config import MAX_GAMMA, describe_validation_error
 
 STUDY_FILE = "study.toml"
 Granularity = Literal["layer", "sublayer"]
-SamplerName = Literal["local-tpe", "tpe-univariate", "tpe", "random"]
+SamplerName = Literal["replay", "local-tpe", "tpe", "gp", "random"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 EngineName = Literal["auto", "eager", "fused"]
 Positive = Annotated[int, Field(ge=1)]
@@ -56,8 +56,10 @@ class StudySpec(BaseModel):
     """Most draft tokens per round that the search may propose."""
     granularity: Granularity = "sublayer"
     """Skip attention and MLP apart, or whole layers only."""
-    sampler: SamplerName = "local-tpe"
+    sampler: SamplerName = "replay"
     """Who proposes new configs; warm starts and re-measurements come with each of them."""
+    force: bool = False
+    """Search on where predictions say that nothing can beat plain decoding."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch; None = torch's own choice. Part of the fingerprint."""
@@ -79,6 +81,10 @@ class StudySpec(BaseModel):
     """Most held-out prompts used."""
     max_failures: Positive = 5
     """Failed trials in a row that end the run."""
+    per_group: bool = False
+    """Search each prompt group apart as well, `trials` trials each, and export a setting per group."""
+    group_field: Annotated[str, Field(min_length=1, max_length=64)] = "category"
+    """Field of a prompt's record that names its group; of no account without `per_group`."""
 
     def __init__(self, **data: Any) -> None:
         try:

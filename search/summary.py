@@ -32,6 +32,8 @@ class SummaryInput:
     seconds: Mapping[str, float]
     violations: Sequence[str]
     fingerprint: Mapping[str, Any]
+    prediction: Mapping[str, Any]
+    """Replay and prediction against what was measured, and what was known before the first trial."""
 
 
 def summarise_run(given: SummaryInput) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "verdict": "speculate" if confirmation.winner else "do not speculate",
         "reason": confirmation.config.reason,
         "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
-        "config": confirmation.config.model_dump(mode="json", exclude={"confirmed", "provenance"}),
+        "config": confirmation.config.model_dump(mode="json", exclude={"confirmed", "provenance", "groups"}),
         "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
         "seconds_in_trials": round(sum(trial.user_attrs.get("seconds", 0.0) for trial in given.trials), 3),
         "seconds": {name: round(value, 3) for name, value in given.seconds.items()},
@@ -57,6 +59,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
             "single_trial": _single_best(given.trials),
             "pooled": [_entry(entry, reference) for entry in given.standings.entries[:5]],
         },
+        **given.prediction,
         "candidates": [_candidate(one) for one in confirmation.candidates],
         "held_out_too_short": list(given.held_out_dropped),
         "not_lossless": list(given.violations),

@@ -7,18 +7,24 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.leaderboard import counted
 from search.objective import standings_of
+from search.outlook import RECHECK_EVERY, Outlook
 from search.progress import duration, trial_line
 from search.reference import Reference
 from search.space import SearchSpace
 from search.spec import StudySpec
 from search.subject import Tools
 
+_NOTABLE_DRIFT = 0.1
+
 
 class TrialWatch:
     """Optuna callback: prints each trial, and stops the study on a signal, at the total or after failures in a row."""
 
-    def __init__(self, spec: StudySpec, space: SearchSpace, reference: Reference, tools: Tools) -> None:
+    def __init__(
+        self, spec: StudySpec, space: SearchSpace, reference: Reference, tools: Tools, *, total: int, outlook: Outlook
+    ) -> None:
         self._spec, self._space, self._reference, self._tools = spec, space, reference, tools
+        self._total, self._outlook = total, outlook
         self._start = tools.clock()
         self._num_here = 0
         self._failures_in_row = 0
@@ -27,7 +33,7 @@ class TrialWatch:
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         trials = study.get_trials(deepcopy=False)
-        done, total = counted(trials), self._spec.trials
+        done, total = counted(trials), self._total
         self._num_here += 1
         pace = (self._tools.clock() - self._start) / self._num_here
         eta = duration(pace * max(0, total - done))
@@ -42,3 +48,17 @@ class TrialWatch:
             self.broken = f"{self._failures_in_row} trials in a row failed, the last one with {reason}"
         if self.broken is not None or self._tools.stop.received is not None or done >= total:
             study.stop()
+        elif done and done % RECHECK_EVERY == 0:
+            self._recheck(study)
+
+    def _recheck(self, study: optuna.Study) -> None:
+        """Follow the machine: a price that moved changes what is worth measuring."""
+        try:
+            moved = self._outlook.recheck(study)
+        except Exception as error:  # noqa: BLE001 (the search can do without; the next trial tells what is wrong)
+            self._tools.reporter.warn(f"the costs could not be measured again: {type(error).__name__}: {error}")
+            return
+        if abs(moved - 1.0) > _NOTABLE_DRIFT:
+            self._tools.reporter.phase(
+                "drift", f"verifying four tokens costs {moved:.2f} times what it did at the start"
+            )

@@ -13,27 +13,10 @@ from numpy.typing import NDArray
 
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class ForcedText:
-    """A prompt and the target's own continuation of it."""
-
-    prompt_ids: tuple[int, ...]
-    continuation_ids: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.prompt_ids or not self.continuation_ids:
-            raise ValueError(
-                "text: prompt and continuation must hold at least one token each, got "
-                f"{len(self.prompt_ids)} and {len(self.continuation_ids)}"
-            )
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return self.prompt_ids + self.continuation_ids
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,6 +33,20 @@ class DraftReadings:
     token is unknown."""
     confidence: Floats
     """Top probability of the draft's distribution: what `draft_threshold` looks at."""
+    choices: Ints
+    """The draft's likeliest token."""
+
+
+@dataclass(frozen=True)
+class WrongDraft:
+    """A draft token that the target does not say, after which the draft goes on until it is unsure or out of room."""
+
+    text: int
+    row: int
+    """Index of the continuation token that it was drafted after."""
+    token: int
+    room: int
+    """Most tokens that may be drafted after it, at least 1."""
 
 
 class TeacherForcing(ABC):
@@ -67,6 +64,7 @@ class TeacherForcing(ABC):
         if not texts:
             raise ValueError("texts: must hold at least one text, got none")
         self.texts = tuple(texts)
+        self._device = device
         self.lengths = np.array([len(text.continuation_ids) for text in texts])
         """Continuation tokens per text, (P,)."""
         self._continuations = [torch.tensor(text.continuation_ids, device=device) for text in texts]
@@ -77,6 +75,10 @@ class TeacherForcing(ABC):
     def shape(self) -> tuple[int, int]:
         """(P, T)."""
         return len(self.texts), int(self.lengths.max())
+
+    @abstractmethod
+    def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
+        """Per text the draft's logits (R_p, V) at the rows given for it. `keys="target"` only."""
 
     @abstractmethod
     def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -101,7 +103,8 @@ class TeacherForcing(ABC):
             best = logits.float().max(dim=-1)
             top = (best.values - logits.float().logsumexp(dim=-1)).exp()
             right = best.indices[:, :-1] == ids[1:]
-            readings.append(torch.stack([F.pad(right.float(), (0, 1)), top]))
+            # Ids are exact in float64, and one transfer serves all.
+            readings.append(torch.stack([F.pad(right.double(), (0, 1)), top.double(), best.indices.double()]))
         return self._collect(readings)
 
     @torch.inference_mode()
@@ -123,15 +126,67 @@ class TeacherForcing(ABC):
             draft_probs = sampler.shape(draft.flatten(0, 1), [0]).softmax(dim=-1).view(shape)
             target_probs = sampler.shape(target[1:], [0]).softmax(dim=-1)
             kept = torch.minimum(draft_probs, target_probs).sum(dim=-1)
-            readings.append(torch.stack([F.pad(kept[:, :-1], (0, 1)), draft_probs.max(dim=-1).values]))
+            best = draft_probs.max(dim=-1)
+            kept = F.pad(kept[:, :-1], (0, 1))
+            readings.append(torch.stack([kept.double(), best.values.double(), best.indices.double()]))
         return self._collect(readings)
 
     def _collect(self, readings: Sequence[torch.Tensor]) -> DraftReadings:
-        """One array for texts of different lengths, from (2, D + 1, T_p) each."""
-        out = np.zeros((2, readings[0].shape[1], *self.shape), dtype=np.float32)
+        """One array for texts of different lengths, from (3, D + 1, T_p) each."""
+        out = np.zeros((3, readings[0].shape[1], *self.shape))
         for i, one in enumerate(readings):
             out[:, :, i, : one.shape[2]] = one.cpu().numpy()
-        return DraftReadings(out[0], out[1])
+        return DraftReadings(out[0].astype(np.float32), out[1].astype(np.float32), out[2].astype(np.int64))
+
+    @torch.inference_mode()
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+        """How many tokens greedy drafting adds after each wrong one before its confidence falls below `threshold`.
+
+        Each goes on from the target's own text and the wrong token, one token at a time, all of them side by side.
+        Cost: as many draft forwards over a few rows as the longest of them has tokens. With `keys="own"` all the room
+        is taken to be used.
+        """
+        if self.keys != "target":
+            return [one.room for one in wrong]
+        tokens = [[one.token] for one in wrong]
+        going = list(range(len(wrong)))
+        while going:
+            rows, places = self._chain_rows(wrong, tokens, going)
+            found: dict[int, tuple[int, float]] = {}
+            for place, logits in zip(places, self.logits(mask, rows), strict=True):
+                if place:
+                    last = logits[[row for _, row in place]].float()
+                    best = last.max(dim=-1)
+                    top = (best.values - last.logsumexp(dim=-1)).exp()
+                    for (chain, _), token, sure in zip(place, best.indices.tolist(), top.tolist(), strict=True):
+                        found[chain] = (token, sure)
+            for chain, (token, _) in found.items():
+                tokens[chain].append(token)
+            going = [c for c in going if found[c][1] >= threshold and len(tokens[c]) <= wrong[c].room]
+        return [len(one) - 1 for one in tokens]
+
+    def _chain_rows(
+        self, wrong: Sequence[WrongDraft], tokens: Sequence[Sequence[int]], going: Sequence[int]
+    ) -> tuple[list[RowGeometry], list[list[tuple[int, int]]]]:
+        """Per text the rows of its unfinished chains, and (chain, place of its last row)."""
+        rows, places = [], []
+        for i, text in enumerate(self.texts):
+            ids: list[int] = []
+            positions: list[int] = []
+            depths: list[int] = []
+            rounds: list[int] = []
+            place = []
+            for chain in (c for c in going if wrong[c].text == i):
+                count = len(tokens[chain])
+                start = len(text.prompt_ids) + wrong[chain].row + 1
+                ids += tokens[chain]
+                positions += range(start, start + count)
+                depths += range(count)
+                rounds += [chain] * count
+                place.append((chain, len(ids) - 1))
+            rows.append(RowGeometry.from_lists(ids, positions, depths, rounds, self._device))
+            places.append(place)
+        return rows, places
 
     def _note_target(self, i: int, logits: torch.Tensor) -> None:
         """Fill `target_probs` of one text from the target's logits (T_p + 1, V) or more rows."""

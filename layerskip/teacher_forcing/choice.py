@@ -12,8 +12,9 @@ from layerskip.engines.fused import FusedEngine
 from layerskip.identity import logit_difference
 from layerskip.model import LayerSkipModel
 from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing.base import ForcedText, TeacherForcing
+from layerskip.teacher_forcing.base import TeacherForcing
 from layerskip.teacher_forcing.layerwise import LayerwiseForcing
+from layerskip.teacher_forcing.rows import ForcedText
 from layerskip.teacher_forcing.whole_model import WholeModelForcing
 
 LOG = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import rotary_table
 from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing.base import ForcedText, TeacherForcing
-from layerskip.teacher_forcing.rows import RowGeometry
+from layerskip.teacher_forcing.base import TeacherForcing
+from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
 
 _MAX_SCORES = 1 << 26
 """Attention scores (heads x queries x keys) computed at a time: 256 MiB in float32."""
@@ -52,9 +52,10 @@ class LayerwiseForcing(TeacherForcing):
         return self._state(tuple(range(2 * layer)), 0)
 
     @torch.inference_mode()
-    def attention(self, layer: int, hidden: torch.Tensor, depth: int = 0) -> torch.Tensor:
+    def attention(self, layer: int, hidden: torch.Tensor, layout: _Layout | None = None) -> torch.Tensor:
         """Hidden states after the attention sublayer of `layer`, residual included."""
-        layout, part = self._layout(depth), self._engine.layers[layer][0]
+        layout = self._layout(0) if layout is None else layout
+        part = self._engine.layers[layer][0]
         queries, keys, values = part.project(hidden, layout.cos, layout.sin)
         out = torch.empty_like(queries)
         for group in layout.groups(part.num_queries):
@@ -75,10 +76,18 @@ class LayerwiseForcing(TeacherForcing):
         return self._engine.layers[layer][1].add_to(hidden)
 
     @torch.inference_mode()
+    def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
+        layout = _Layout(self._engine, rows, self._capacity)
+        hidden = layout.embedded
+        for sublayer in _kept(mask):
+            layer, is_mlp = divmod(sublayer, 2)
+            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
+        logits = self._engine.head(self._engine.norm(hidden))
+        yield from torch.split(logits, [len(one.ids) for one in rows])
+
+    @torch.inference_mode()
     def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
-        pairs = enumerate(zip(mask.attention, mask.mlp, strict=True))
-        kept = tuple(2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part])
-        hidden = self._engine.norm(self._state(kept, depth))
+        hidden = self._engine.norm(self._state(_kept(mask), depth))
         for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
             yield self._engine.head(rows).view(depth + 1, rows.shape[0] // (depth + 1), -1)
 
@@ -98,7 +107,7 @@ class LayerwiseForcing(TeacherForcing):
             hidden = self._states[depth, kept[:known]]
         for n in range(known, len(kept)):
             layer, is_mlp = divmod(kept[n], 2)
-            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, depth)
+            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, self._layout(depth))
             self._remember((depth, kept[: n + 1]), hidden)
         return hidden
 
@@ -111,7 +120,8 @@ class LayerwiseForcing(TeacherForcing):
     def _layout(self, depth: int) -> _Layout:
         if depth not in self._layouts:
             with torch.inference_mode():
-                self._layouts[depth] = _Layout(self._engine, self.texts, self._capacity, depth)
+                rows = [RowGeometry.of(text, depth, self._engine.device) for text in self.texts]
+                self._layouts[depth] = _Layout(self._engine, rows, self._capacity)
         return self._layouts[depth]
 
     def _keep_target(self) -> None:
@@ -137,22 +147,22 @@ class LayerwiseForcing(TeacherForcing):
 
 
 class _Layout:
-    """Where the rows of all texts stand for one depth: in one list (rows, hidden), text by text, for the products, and
+    """Where the rows of all texts stand: in one list (rows, hidden), text by text, for the products, and
     padded to (P, C) columns for attention."""
 
-    def __init__(self, engine: FusedEngine, texts: Sequence[ForcedText], capacity: int, depth: int) -> None:
+    def __init__(self, engine: FusedEngine, geometry: Sequence[RowGeometry], capacity: int) -> None:
         device = engine.device
         self._capacity = capacity
-        geometry = [RowGeometry.of(text, depth, device) for text in texts]
         self._geometry = geometry
         lengths = torch.tensor([len(one.positions) for one in geometry], device=device)
         self._width = int(lengths.max())
         columns = torch.arange(self._width, device=device)
         self.is_row = columns < lengths.unsqueeze(1)
         starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
-        self.rows = starts + torch.minimum(columns, lengths.unsqueeze(1) - 1)
+        self.rows = starts + torch.minimum(columns, (lengths.unsqueeze(1) - 1).clamp_min(0))
+        self.rows.clamp_max_(int(lengths.sum()) - 1)  # a text without rows points somewhere; nothing is read from there
         positions = torch.cat([one.positions for one in geometry])
-        cos, sin = rotary_table(engine.rotary, engine.embedding[:1], capacity)
+        cos, sin = rotary_table(engine.rotary, engine.embedding[:1], int(positions.max()) + 1)
         self.cos, self.sin = cos[positions], sin[positions]
         self.embedded = F.embedding(torch.cat([one.ids for one in geometry]), engine.embedding)
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
@@ -176,3 +186,9 @@ class _Layout:
                 out[:count, self._capacity : self._capacity + count] = one.sees_rows(window)
             self._masks[key] = mask.unsqueeze(1)
         return self._masks[key]
+
+
+def _kept(mask: SkipMask) -> tuple[int, ...]:
+    """The sublayers that are run, in order: 2 x layer, + 1 for the MLP."""
+    pairs = enumerate(zip(mask.attention, mask.mlp, strict=True))
+    return tuple(2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part])

@@ -1,4 +1,4 @@
-"""Which keys a teacher-forced row sees: the target's before its round, the draft's own since."""
+"""Texts, and which keys a teacher-forced row of one sees: the target's before its round, the draft's own since."""
 
 from __future__ import annotations
 
@@ -6,30 +6,55 @@ from dataclasses import dataclass
 
 import torch
 
-from layerskip.teacher_forcing.base import ForcedText
+
+@dataclass(frozen=True)
+class ForcedText:
+    """A prompt and the target's own continuation of it."""
+
+    prompt_ids: tuple[int, ...]
+    continuation_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids or not self.continuation_ids:
+            raise ValueError(
+                "text: prompt and continuation must hold at least one token each, got "
+                f"{len(self.prompt_ids)} and {len(self.continuation_ids)}"
+            )
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.continuation_ids
 
 
 @dataclass(frozen=True)
 class RowGeometry:
-    """The rows of one text, (depth + 1) x T of them, d by d; all tensors on the rows' device."""
+    """Draft steps on one text; all tensors on the rows' device, (R,) int64."""
 
     ids: torch.Tensor
-    """(R,): input token of each row."""
+    """Input token of each row."""
     positions: torch.Tensor
-    """(R,): its position in the text."""
+    """Its position in the text."""
     depths: torch.Tensor
-    """(R,): how many tokens its round has drafted before it."""
+    """How many tokens its round has drafted before it."""
+    rounds: torch.Tensor
+    """Which round it belongs to."""
 
     @classmethod
     def of(cls, text: ForcedText, depth: int, device: torch.device) -> RowGeometry:
-        """All rows of a text up to `depth`."""
+        """Every place of the continuation up to `depth` tokens into a round, (depth + 1) x T rows, d by d."""
         count = len(text.continuation_ids)
         start = len(text.prompt_ids)
-        return cls(
-            ids=torch.tensor(text.continuation_ids, device=device).repeat(depth + 1),
-            positions=torch.arange(start, start + count, device=device).repeat(depth + 1),
-            depths=torch.arange(depth + 1, device=device).repeat_interleave(count),
-        )
+        positions = torch.arange(start, start + count, device=device).repeat(depth + 1)
+        depths = torch.arange(depth + 1, device=device).repeat_interleave(count)
+        ids = torch.tensor(text.continuation_ids, device=device).repeat(depth + 1)
+        return cls(ids, positions, depths, rounds=positions - depths)
+
+    @classmethod
+    def from_lists(
+        cls, ids: list[int], positions: list[int], depths: list[int], rounds: list[int], device: torch.device
+    ) -> RowGeometry:
+        """Rows one by one."""
+        return cls(*(torch.tensor(one, dtype=torch.long, device=device) for one in (ids, positions, depths, rounds)))
 
     def sees_target(self, num_keys: int, window: int | None) -> torch.Tensor:
         """(R, num_keys) boolean: the target's keys of the positions before the row's round."""
@@ -40,7 +65,6 @@ class RowGeometry:
 
     def sees_rows(self, window: int | None) -> torch.Tensor:
         """(R, R) boolean: the row itself and the rows of the same round before it."""
-        rounds = self.positions - self.depths  # where a row's round starts
-        same = rounds.unsqueeze(1) == rounds
+        same = self.rounds.unsqueeze(1) == self.rounds
         seen = same & (self.depths <= self.depths.unsqueeze(1))
         return seen if window is None else seen & (self.positions > self.positions.unsqueeze(1) - window)

@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from layerskip.adapter import ForcedPositions, ModelAdapter
 from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing.base import ForcedText, TeacherForcing
-from layerskip.teacher_forcing.rows import RowGeometry
+from layerskip.teacher_forcing.base import TeacherForcing
+from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
 
 
 class WholeModelForcing(TeacherForcing):
@@ -33,6 +33,15 @@ class WholeModelForcing(TeacherForcing):
                 logits = adapter.forward(ids, cache, num_logits=len(text.continuation_ids) + 1)
                 self._note_target(i, logits)
                 self._caches.append(cache)
+
+    def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
+        for i, one in enumerate(rows):
+            if not len(one.ids):
+                yield torch.empty(0, device=self._adapter.device)
+                continue
+            with torch.inference_mode(), self._adapter.attached():
+                logits = self._substituted(i, mask, one)
+            yield logits
 
     def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
         for i, text in enumerate(self.texts):

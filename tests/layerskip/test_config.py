@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
-from layerskip.config import MAX_GAMMA, write_atomically
+from layerskip import Confirmed, DecodeConfig, GroupSetting, LayerSkipModel, Provenance, SkipMask
+from layerskip.config import MAX_GAMMA, MAX_GROUP_NAME, MAX_GROUPS, is_group_name, write_atomically
 from layerskip.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
 from tests.layerskip import zoo
@@ -46,10 +46,15 @@ FULL: dict[str, Any] = {
     "confirmed": CONFIRMED,
     "provenance": PROVENANCE,
 }
+GROUPS: dict[str, Any] = {
+    "code": {"skip_mask": "4:2", "gamma": 5, "draft_threshold": 0.75, "confirmed": CONFIRMED},
+    "écrit à la main": {"skip_mask": "4:none", "gamma": 0, "reason": "slower"},
+}
 
 probabilities = st.floats(0, 1)
 rates = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False)
 texts = st.text(max_size=20)
+group_names = st.text(min_size=1, max_size=MAX_GROUP_NAME).filter(is_group_name)
 
 
 @st.composite
@@ -79,15 +84,16 @@ def configs(draw: st.DrawFn) -> DecodeConfig:
         acceptance_rate=st.none() | probabilities,
         mean_accepted_length=st.none() | st.floats(1, 60),
     )
-    return DecodeConfig(
-        skip_mask=SkipMask(draw(flags), draw(flags)),
-        gamma=draw(st.integers(0, MAX_GAMMA)),
-        draft_threshold=draw(probabilities),
-        target_threshold=draw(probabilities),
-        reason=draw(st.none() | texts),
-        confirmed=draw(st.none() | confirmed),
-        provenance=draw(st.none() | provenance),
-    )
+    settings = {
+        "skip_mask": st.builds(SkipMask, flags, flags),
+        "gamma": st.integers(0, MAX_GAMMA),
+        "draft_threshold": probabilities,
+        "target_threshold": probabilities,
+        "reason": st.none() | texts,
+        "confirmed": st.none() | confirmed,
+    }
+    groups = st.dictionaries(group_names, st.builds(GroupSetting, **settings), min_size=1, max_size=3)
+    return draw(st.builds(DecodeConfig, **settings, provenance=st.none() | provenance, groups=st.none() | groups))
 
 
 @given(configs())
@@ -96,6 +102,19 @@ def test_json_round_trips(config: DecodeConfig) -> None:
     assert DecodeConfig.from_json(text) == config
     assert DecodeConfig.from_json(text).to_json() == text
     assert text.endswith("}\n")
+
+
+@given(configs())
+def test_each_group_has_a_config_of_its_own(config: DecodeConfig) -> None:
+    default = config.for_group(None)
+    assert default.groups is None
+    assert default == config.model_copy(update={"groups": None})
+    for name, setting in (config.groups or {}).items():
+        own = config.for_group(name)
+        assert own.groups is None
+        assert own.provenance == config.provenance
+        assert GroupSetting(**{field: getattr(own, field) for field in GroupSetting.model_fields}) == setting
+        assert DecodeConfig.from_json(own.to_json()) == own
 
 
 def test_a_config_is_a_value_in_readable_json() -> None:
@@ -197,6 +216,90 @@ def test_thresholds_are_checked_without_json_too(value: float) -> None:
     for name in ("draft_threshold", "target_threshold"):
         with pytest.raises(ValueError, match=f"{name}: input should be"):
             DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, **{name: value})
+
+
+# Groups.
+
+
+def with_groups(groups: Any) -> DecodeConfig:
+    return DecodeConfig.from_json(json.dumps(FULL | {"groups": groups}))
+
+
+def test_a_group_has_its_own_setting_and_the_rest_is_the_default() -> None:
+    config = with_groups(GROUPS)
+    code = config.for_group("code")
+    assert (str(code.skip_mask), code.gamma, code.draft_threshold, code.target_threshold) == ("4:2", 5, 0.75, 0.0)
+    assert code.confirmed == Confirmed(**CONFIRMED)
+    assert code.provenance == config.provenance
+    by_hand = config.for_group("écrit à la main")
+    assert (by_hand.gamma, by_hand.reason, by_hand.confirmed) == (0, "slower", None)
+    assert (config.gamma, str(config.skip_mask)) == (3, "4:1,a2")
+    assert config.for_group(None) == DecodeConfig.from_json(json.dumps(FULL))
+
+
+def test_a_file_without_groups_says_nothing_of_them() -> None:
+    config = DecodeConfig.from_json(json.dumps(FULL))
+    assert config.groups is None
+    assert "groups" not in json.loads(config.to_json())
+    assert next(iter(json.loads(config.to_json()))) == "schema_version"
+    assert config.for_group(None) is config
+
+
+@pytest.mark.parametrize("name", ["prose", "Code", "", "default", "x" * 1_000, "two\nlines"])
+def test_an_unknown_group_names_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match="group: must be one of code, écrit à la main; got '") as error:
+        with_groups(GROUPS).for_group(name)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 200
+    with pytest.raises(ValueError, match="group: this config has no groups, got '") as error:
+        DecodeConfig.plain(4).for_group(name)
+    assert "\n" not in str(error.value)
+
+
+CODE = GROUPS["code"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"code": CODE | {"skip_mask": "5:2"}}, "groups.code.skip_mask: must have the default's 4 layers, got 5"),
+        ({"code": CODE | {"turbo": 1}}, "groups.code.turbo: unknown field"),
+        ({"code": CODE | {"provenance": PROVENANCE}}, "groups.code.provenance: unknown field"),
+        ({"code": CODE | {"groups": GROUPS}}, "groups.code.groups: unknown field"),
+        ({"code": CODE | {"schema_version": 1}}, "groups.code.schema_version: unknown field"),
+        ({"code": CODE | {"gamma": 65}}, "groups.code.gamma: input should be less than or equal to 64, got '65'"),
+        ({"code": CODE | {"gamma": "3"}}, "groups.code.gamma: input should be a valid integer"),
+        ({"code": {"gamma": 3}}, "groups.code.skip_mask: is required"),
+        ({"code": None}, "groups.code: input should be"),
+        ({}, "groups: dictionary should have at least 1 item"),
+        ([CODE], "groups: input should be a valid dictionary"),
+        ({f"g{i}": CODE for i in range(MAX_GROUPS + 1)}, f"groups: dictionary should have at most {MAX_GROUPS} items"),
+        ({"": CODE}, "group name must be text of 1 to 64 printable characters.*, got ''"),
+        ({"default": CODE}, "groups.default: group name must be .* not 'default', got 'default'"),
+        ({" code": CODE}, "group name must be .* without blanks at its ends"),
+        ({"two\nlines": CODE}, r"groups.'two\\nlines': group name must be"),
+        ({"x" * (MAX_GROUP_NAME + 1): CODE}, "group name must be text of 1 to 64"),
+        ({"x" * 100_000: CODE}, "group name must be text of 1 to 64"),
+    ],
+)
+def test_bad_groups_name_field_rule_and_value(groups: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        with_groups(groups)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_the_most_and_the_longest_names_are_taken() -> None:
+    names = [f"{i:0{MAX_GROUP_NAME}d}" for i in range(MAX_GROUPS)]
+    config = with_groups(dict.fromkeys(names, CODE))
+    assert DecodeConfig.from_json(config.to_json()) == config
+    assert config.for_group(names[-1]).gamma == 5
+
+
+def test_a_group_that_is_given_twice_is_refused() -> None:
+    text = json.dumps(FULL | {"groups": {"code": CODE, "prose": CODE}}).replace('"prose"', '"code"')
+    with pytest.raises(ValueError, match="code: is given twice"):
+        DecodeConfig.from_json(text)
 
 
 # Files.
@@ -309,6 +412,38 @@ def test_a_config_for_other_weights_is_refused(tmp_path: Path) -> None:
 def test_a_config_for_another_layer_count_is_refused() -> None:
     with pytest.raises(ValueError, match="skip_mask: must have the model's 4 layers, got 12"):
         LayerSkipModel(zoo.model_of("llama"), engine="eager", config=DecodeConfig.plain(12))
+
+
+def test_a_group_whose_mask_does_not_fit_the_model_is_refused() -> None:
+    whole_layers_only = LayerSkipModel(zoo.model_of("opt-post-norm"), engine="eager")
+    groups = {"code": GroupSetting(skip_mask=SkipMask.parse("4:a2"), gamma=1)}
+    config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, groups=groups)
+    with pytest.raises(ValueError, match=r"^groups\.code\.skip_mask: layer 2 of this model can only be skipped whole"):
+        whole_layers_only.config = config
+    with pytest.raises(ValueError, match=r"^groups\.code\.skip_mask: layer 2"):
+        whole_layers_only.generate([1], max_new_tokens=1, config=config)
+    LayerSkipModel(zoo.model_of("llama"), engine="eager").config = config
+
+
+def test_a_group_decodes_with_its_own_setting() -> None:
+    groups = {"three": GroupSetting(skip_mask=SkipMask.none(4), gamma=3)}
+    config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, groups=groups)
+    model = LayerSkipModel(zoo.model_of("llama"), engine="eager", config=config)
+    outputs = {
+        name: model.generate([1, 2, 3], max_new_tokens=9, eos_token_id=[], group=name) for name in (None, "three")
+    }
+    # A draft of the whole model is always accepted: gamma drafted tokens and one bonus a round.
+    assert [len(outputs[name].stats.drafted_by_position) for name in (None, "three")] == [1, 3]
+    assert [outputs[name].stats.num_rounds for name in (None, "three")] == [4, 2]
+    assert outputs[None].ids == outputs["three"].ids
+    stream = model.stream([1, 2, 3], max_new_tokens=9, eos_token_id=[], group="three")
+    assert [len(piece.ids) for piece in stream] == [1, 4, 4]
+    own = model.generate([1, 2, 3], max_new_tokens=9, eos_token_id=[], group="three", config=config)
+    assert own.stats.num_rounds == 2
+    with pytest.raises(ValueError, match="group: must be one of three; got 'two'"):
+        model.generate([1, 2, 3], max_new_tokens=9, group="two")
+    with pytest.raises(ValueError, match="group: this config has no groups, got 'three'"):
+        model.generate([1, 2, 3], max_new_tokens=9, group="three", config=DecodeConfig.plain(4))
 
 
 def test_relative_models_are_relative_to_the_config() -> None:

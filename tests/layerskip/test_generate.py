@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip import Confirmed, DecodeConfig, GroupSetting, LayerSkipModel, Provenance, SkipMask
 from layerskip.generate import main
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
@@ -95,6 +95,40 @@ def test_compare_recalls_what_the_search_confirmed(config_file: Path, capsys) ->
     assert said in capsys.readouterr().err
 
 
+@pytest.fixture
+def grouped_file(config_file: Path) -> Path:
+    """Drafts one token by default, five for code, none for prose."""
+    config = DecodeConfig.load(config_file)
+    num_layers = config.skip_mask.num_layers
+    code = GroupSetting(skip_mask=SkipMask.none(num_layers), gamma=5)
+    prose = GroupSetting(skip_mask=SkipMask.none(num_layers), gamma=0, reason="slower")
+    config.model_copy(update={"gamma": 1, "groups": {"code": code, "prose": prose}}).save(config_file)
+    return config_file
+
+
+@pytest.mark.parametrize(("group", "gamma"), [((), 1), (("--group", "code"), 5), (("--group", "prose"), 0)])
+def test_a_group_has_its_own_setting_and_the_same_text(
+    group: tuple[str, ...], gamma: int, grouped_file: Path, demo_model: LayerSkipModel, capsys
+) -> None:
+    plain = demo_model.generate(PROMPT, max_new_tokens=16, do_sample=False)
+    assert run("--config", grouped_file, "--prompt", PROMPT, "--max-new-tokens", 16, "--json", *group) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == plain.ids
+    assert len(record["drafted_by_position"]) == gamma
+    arguments = ("--config", grouped_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--json")
+    assert run(*arguments, "--repeats", 1, *group) == 0
+    assert len(json.loads(capsys.readouterr().out)["drafted_by_position"]) == gamma
+
+
+def test_an_unknown_group_is_one_line(grouped_file: Path, config_file: Path, capsys) -> None:
+    assert run("--config", grouped_file, "--prompt", "x", "--group", "verse") == 2
+    err = capsys.readouterr().err
+    assert err == "layerskip.generate: error: group: must be one of code, prose; got 'verse'\n"
+    DecodeConfig.load(config_file).for_group("code").save(config_file)
+    assert run("--config", config_file, "--prompt", "x", "--group", "code") == 2
+    assert "group: this config has no groups, got 'code'" in capsys.readouterr().err
+
+
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:
     arguments = ("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 12, "--do-sample", "--seed", 5)
     assert run(*arguments) == 0
@@ -116,6 +150,10 @@ def test_stop_text_ends_the_output(config_file: Path, demo_model: LayerSkipModel
 
 BAD_INPUT = {
     "missing config": (["--config", "nosuch.json", "--prompt", "x"], "no such file: nosuch.json"),
+    "group without config": (
+        ["--model", str(DEMO_MODEL), "--prompt", "x", "--group", "a"],
+        "--group: needs --config",
+    ),
     "neither config nor model": (["--prompt", "x"], "give --config FILE, or --model NAME"),
     "unknown model folder": (["--model", "./nosuch", "--prompt", "x"], "no such folder: ./nosuch"),
     "empty prompt": (["--model", str(DEMO_MODEL), "--prompt", ""], "prompt: must hold at least one token"),

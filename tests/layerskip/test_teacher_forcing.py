@@ -10,7 +10,13 @@ import torch
 
 from layerskip import LayerSkipModel, SkipMask
 from layerskip.sampling import SamplingParams
-from layerskip.teacher_forcing import ForcedText, LayerwiseForcing, TeacherForcing, make_teacher_forcing
+from layerskip.teacher_forcing import (
+    ForcedText,
+    LayerwiseForcing,
+    TeacherForcing,
+    WrongDraft,
+    make_teacher_forcing,
+)
 from layerskip.teacher_forcing.whole_model import WholeModelForcing
 from tests.layerskip import zoo
 
@@ -160,3 +166,36 @@ def test_bad_texts_are_refused() -> None:
     model = LayerSkipModel(zoo.build("llama"), engine="fused")
     with pytest.raises(ValueError, match="at least one text"):
         make_teacher_forcing(model, [])
+
+
+@pytest.mark.parametrize(("name", "engine"), [("llama", "fused"), ("llama", "eager"), ("gemma2", "eager")])
+def test_overrun_is_what_a_live_draft_adds_after_a_wrong_token(name: str, engine: str) -> None:
+    """Where the round starts at the wrong token itself, the two are the same step by step."""
+    model = LayerSkipModel(zoo.build(name), engine=engine)
+    texts = texts_of(model)
+    forcing = make_teacher_forcing(model, texts)
+    mask = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
+    sureness = np.sort(forcing.read(mask).confidence[0, 0])[2:-2]
+    wrong = [
+        WrongDraft(text, row, token, room) for text, row, token, room in [(1, 3, 7, 4), (0, 2, 9, 3), (1, 8, 5, 1)]
+    ]
+    for threshold in (0.0, float(np.median(sureness)), 1.0):
+        expected = [live_overrun(model, texts[one.text], one, mask, threshold) for one in wrong]
+        assert forcing.overrun(mask, wrong, threshold) == expected
+    assert forcing.overrun(mask, wrong, 0.0) == [4, 3, 1]
+    assert forcing.overrun(mask, wrong, 1.0) == [1, 1, 1]
+    assert forcing.overrun(mask, [], 0.5) == []
+
+
+@torch.inference_mode()
+def live_overrun(model: LayerSkipModel, text: ForcedText, wrong: WrongDraft, mask: SkipMask, threshold: float) -> int:
+    ids = text.ids[: len(text.prompt_ids) + wrong.row + 1]
+    token, count = torch.tensor([wrong.token]), 0
+    with model.engine.session(len(ids) + wrong.room + 1):
+        model.engine.forward(torch.tensor(ids))
+        while count < wrong.room:
+            best = model.engine.forward(token, mask)[0].softmax(-1).max(dim=-1)
+            token, count = best.indices.view(1), count + 1
+            if float(best.values) < threshold:
+                break
+    return count

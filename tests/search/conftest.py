@@ -57,5 +57,16 @@ def tiny_study(tiny_model: Path, tmp_path: Path) -> list[str]:
     tuning = write_jsonl(tmp_path / "tuning.jsonl", [{"prompt": f"w{i} w{i + 1} w3"} for i in range(6)])
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"w{i} w{i + 2} w9"} for i in range(20, 25)])
     flags = ["--study", str(tmp_path / "study"), "--model", str(tiny_model), "--prompts", str(tuning)]
-    flags += ["--held-out", str(held_out), "--trials", "4", "--max-new-tokens", "8", "--trial-seconds", "0.1"]
+    flags += [
+        "--held-out",
+        str(held_out),
+        "--trials",
+        "4",
+        "--max-new-tokens",
+        "8",
+        "--gamma-max",
+        "4",
+        "--trial-seconds",
+        "0.1",
+    ]
     return [*flags, "--device", "cpu", "--threads", "1"]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
+from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
 from search.export import Origin
 from search.fingerprint import Fingerprint
+from search.groups import GroupRun
 from search.pipeline import SearchRun
 from search.progress import Reporter
 from search.prompts import EncodedPrompt
@@ -20,6 +22,7 @@ from search.space import SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.stop import StopSignal
 from search.subject import Subject, Tools
+from tests.search.fake_outlook import FakeForcing, FakeTimer
 
 NUM_LAYERS = 6
 PLAIN_TOKENS_PER_S = 100.0
@@ -34,6 +37,9 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
 
 @dataclass
 class FakeDecoder:
@@ -46,6 +52,8 @@ class FakeDecoder:
     break_on: Callable[[DecodeConfig], Exception | None] = lambda _config: None
     wrong_on: Callable[[DecodeConfig], bool] = lambda _config: False
     tie_on: Callable[[DecodeConfig], bool] = lambda _config: False
+    taste: Callable[[Sequence[int], DecodeConfig], float] = lambda _prompt_ids, _config: 1.0
+    """Factor on the speed of a config on a prompt: what makes one config suit some prompts better."""
     num_tokens: int = 17
     num_decoded: int = 0
     num_freed: int = 0
@@ -56,6 +64,7 @@ class FakeDecoder:
         if error is not None:
             raise error
         speed = PLAIN_TOKENS_PER_S * true_speedup(config, self.gain) * (1 + self.noise * wobble(prompt_ids, config))
+        speed *= self.taste(prompt_ids, config)
         stats = DecodeStats(num_prompt_tokens=len(prompt_ids), num_emitted=self.num_tokens, prefill_s=0.01)
         stats.decode_s = (self.num_tokens - 1) / speed
         if config.speculates:
@@ -76,6 +85,12 @@ class FakeDecoder:
     def free_memory(self) -> None:
         self.num_freed += 1
 
+    def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
+        return FakeForcing(texts, self.clock.advance)
+
+    def timer(self, gamma_max: int) -> FakeTimer:
+        return FakeTimer(1 / PLAIN_TOKENS_PER_S)
+
 
 def true_speedup(config: DecodeConfig, gain: float = 1.0) -> float:
     """Noise-free: the best skips the four middle layers whole at gamma 4; plain is 1."""
@@ -86,6 +101,23 @@ def true_speedup(config: DecodeConfig, gain: float = 1.0) -> float:
     bad = mask.attention[0] + mask.mlp[0] + mask.attention[5] + mask.mlp[5]
     advantage = 0.06 * good - 0.15 * bad - 0.02 * abs(config.gamma - 4) - 0.1 * config.target_threshold
     return max(0.2, 1 + gain * advantage)
+
+
+CALM, WILD = (500, 1, 2), (512, 1, 3)
+"""Prompts of two groups: the last token id tells them apart (see `group_prompts`)."""
+
+
+def wild_needs_late_layers(prompt_ids: Sequence[int], config: DecodeConfig) -> float:
+    """A taste: on wild prompts each sublayer of layers 3 and 4 that is skipped costs 15 %; on calm ones nothing."""
+    if not config.speculates or prompt_ids[2] == CALM[2]:
+        return 1.0
+    mask = config.skip_mask
+    return 0.85 ** (sum(mask.attention[3:5]) + sum(mask.mlp[3:5]))
+
+
+def truth(config: DecodeConfig, prompt_ids: Sequence[int]) -> float:
+    """Noise-free speedup under that taste."""
+    return true_speedup(config) * wild_needs_late_layers(prompt_ids, config)
 
 
 def wobble(prompt_ids: Sequence[int], config: DecodeConfig) -> float:
@@ -136,6 +168,12 @@ def prompts(count: int, first: int = 0) -> tuple[EncodedPrompt, ...]:
     return tuple(EncodedPrompt(f"p{i}", None, (first + i, 1, 2)) for i in range(count))
 
 
+def group_prompts(groups: Mapping[str, int], first: int = 0) -> tuple[EncodedPrompt, ...]:
+    """So many prompts of each group, sorted by group; the last token id tells the group: 2, 3, ..."""
+    names = [(place, name) for place, (name, count) in enumerate(groups.items()) for _ in range(count)]
+    return tuple(EncodedPrompt(f"{name}{i}", name, (first + i, 1, 2 + place)) for i, (place, name) in enumerate(names))
+
+
 def make_spec(**changes: object) -> StudySpec:
     fields = {"model": "fake", "prompts": "/p.jsonl", "trials": 30, "prompts_per_trial": 5, "max_new_tokens": 17}
     return StudySpec(**(fields | changes))
@@ -158,3 +196,14 @@ class Bench:
         subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
         tools = Tools(Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
         return SearchRun(subject, make_spec(**spec), self.paths, tools).run()
+
+    def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
+        """A per-group search with so many tuning prompts of each group, and as many held-out ones if not told.
+
+        The sampler is one that needs no predictions: nothing here depends on who proposes.
+        """
+        sets = group_prompts(groups), group_prompts(held_out or groups, first=500)
+        subject = Subject(self.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
+        tools = Tools(Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
+        fields = {"sampler": "local-tpe", "per_group": True} | spec
+        return GroupRun(subject, make_spec(**fields), self.paths, tools).run()

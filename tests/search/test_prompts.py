@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from search.grouping import Grouping, of_group
 from search.prompts import Prompt, PromptSet, encode_prompts, load_prompts, read_prompts
 from tests.search.conftest import write_jsonl
 
@@ -44,9 +45,9 @@ class FakeModel:
 
 def test_three_shapes_are_told_apart_by_their_fields(tmp_path: Path) -> None:
     text, chat, bench = read_prompts(write_jsonl(tmp_path / "p.jsonl", [TEXT, CHAT, BENCH]))
-    assert (text.kind, text.prompt_id, text.category) == ("text", "a", "code")
+    assert (text.kind, text.prompt_id, text.group) == ("text", "a", "code")
     assert (chat.kind, chat.prompt_id, len(chat.messages)) == ("chat", "7", 2)
-    assert (bench.kind, bench.prompt_id, bench.category) == ("turn", "81", "writing")
+    assert (bench.kind, bench.prompt_id, bench.group) == ("turn", "81", "writing")
     assert bench.messages == (("user", "Write a haiku."),)
     assert bench.source == f"{tmp_path / 'p.jsonl'}:3"
 
@@ -124,6 +125,37 @@ def test_the_split_depends_on_the_content_alone(tmp_path: Path) -> None:
     again = load_prompts(str(write_jsonl(tmp_path / "b.jsonl", records(0, 30)[::-1])), None)[1]
     assert {one.fingerprint for one in again.prompts} == {one.fingerprint for one in held_out.prompts}
     assert not {one.fingerprint for one in tuning.prompts} & {one.fingerprint for one in held_out.prompts}
+
+
+def test_where_groups_count_a_third_of_each_is_held_out_and_at_least_two(tmp_path: Path) -> None:
+    sizes = {"a": 12, "b": 4, "c": 3, "d": 1}
+    lines = [{"prompt": f"{name} {i}", "category": name} for name, size in sizes.items() for i in range(size)]
+    path = str(write_jsonl(tmp_path / "p.jsonl", lines))
+    sets = load_prompts(path, None, Grouping(required=True))
+    counts = [{name: len(of_group(some.prompts, name)) for name in sizes} for some in sets]
+    assert counts == [{"a": 8, "b": 2, "c": 1, "d": 0}, {"a": 4, "b": 2, "c": 2, "d": 1}]
+    again = load_prompts(str(write_jsonl(tmp_path / "q.jsonl", lines[::-1])), None, Grouping(required=True))
+    assert {one.fingerprint for one in again[1].prompts} == {one.fingerprint for one in sets[1].prompts}
+
+
+@pytest.mark.parametrize("record", [TEXT, CHAT, BENCH])
+def test_the_group_may_stand_in_another_field(record: dict[str, Any], tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [record | {"topic": "haiku"}])
+    assert read_prompts(path, Grouping("topic"))[0].group == "haiku"
+    assert read_prompts(path, Grouping("topic", required=True))[0].group == "haiku"
+    with pytest.raises(ValueError, match="topic: unknown field"):
+        read_prompts(path)
+    with pytest.raises(ValueError, match="topic: unknown field"):
+        read_prompts(path, Grouping("subject"))
+
+
+@pytest.mark.parametrize("value", [7, None, "", " x", "default", ["a"], "two\nlines", "x" * 65])
+def test_what_is_no_name_for_a_group_is_refused_only_where_groups_count(value: object, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x", "topic": value}])
+    assert read_prompts(path, Grouping("topic"))[0].group is None
+    with pytest.raises(ValueError, match=re.escape(f"{path}:1: topic: --per-group: must be text")) as caught:
+        read_prompts(path, Grouping("topic", required=True))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_set_fingerprint_follows_content_and_order(tmp_path: Path) -> None:

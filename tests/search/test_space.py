@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, SkipMask
-from search.samplers import local_move, unmeasured_flips
+from search.local_proposer import local_move, unmeasured_flips
 from search.space import SearchSpace, snap_threshold
 from search.warm_starts import warm_starts
 

@@ -32,6 +32,8 @@ def load(tmp_path: Path, text: str, **flags: Any) -> StudySpec:
         ('dtype = "int4"', "dtype: input should be"),
         ('trials = "9"', "trials: input should be a valid integer, got '9'"),
         ("speed = 3", "speed: unknown field"),
+        ("per_group = 1", "per_group: input should be a valid boolean, got '1'"),
+        ('group_field = ""', "group_field: string should have at least 1 character"),
         ("num_threads = 0", "num_threads: input should be greater than or equal to 1"),
         ("trials = ", "not valid TOML"),
     ],

@@ -1,0 +1,154 @@
+"""Forecast: everything that is known before the first trial, and the pool of configs worth measuring."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layerskip.skip_mask import SkipMask
+from search.predictor import Predictor
+from search.sensitivity import Sensitivity
+from search.space import SearchSpace
+from search.warm_starts import warm_starts
+
+_NUM_ELITE = 4
+_NUM_ORDERED = 12
+_NUM_EXITS = 12
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config that was predicted, and not necessarily measured."""
+
+    params: Mapping[str, Any]
+    log_speedup: float
+    """Predicted, on all texts, uncorrected."""
+
+    @property
+    def key(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(sorted(self.params.items()))
+
+
+class Candidates:
+    """Predicts masks of a space and writes configs down in a few characters."""
+
+    def __init__(self, predictor: Predictor, space: SearchSpace) -> None:
+        self.predictor = predictor
+        self._space = space
+
+    def of(self, mask: SkipMask) -> Candidate:
+        """The mask at its best predicted setting. Cost: a reading if the mask is new."""
+        best = self.predictor.best_setting(mask)
+        return Candidate(self._space.to_params(best.config), float(np.log(best.speedup)))
+
+    def variants(self, mask: SkipMask, count: int) -> list[Candidate]:
+        """The mask at its `count` best settings."""
+        return [
+            Candidate(self._space.to_params(one.config), float(np.log(one.speedup)))
+            for one in self.predictor.best_settings(mask, count)
+        ]
+
+    def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
+        """JSON values: mask in text form, gamma, thresholds, log speedup."""
+        rows = []
+        for one in candidates:
+            config = self._space.to_config(dict(one.params))
+            rows.append(
+                [
+                    str(config.skip_mask),
+                    config.gamma,
+                    config.draft_threshold,
+                    config.target_threshold,
+                    round(one.log_speedup, 5),
+                ]
+            )
+        return rows
+
+    def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
+        """The inverse of `write`."""
+        found = []
+        for mask, gamma, draft_threshold, target_threshold, log_speedup in rows:
+            bits = self._space.to_bits(SkipMask.parse(mask))
+            others = {"gamma": gamma, "draft_threshold": draft_threshold, "target_threshold": target_threshold}
+            found.append(Candidate(bits | others, float(log_speedup)))
+        return found
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Masks predicted before the first trial, best first."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    def to_json(self, candidates: Candidates) -> str:
+        """One line, for a study's attributes."""
+        return json.dumps(candidates.write(self.candidates), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, candidates: Candidates) -> Pool:
+        """The inverse of `to_json`."""
+        return cls(tuple(candidates.read(json.loads(text))))
+
+
+def make_pool(
+    candidates: Candidates,
+    space: SearchSpace,
+    sensitivity: Sensitivity,
+    *,
+    seed: int,
+    seconds: float,
+    max_readings: int = 400,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pool:
+    """Known shapes, exits, sublayers skipped in order of sensitivity, then climbs from the best by single flips.
+
+    Cost: at most `max_readings` readings, and about `seconds`.
+    """
+    start = clock()
+    found: dict[SkipMask, Candidate] = {}
+
+    def spent() -> bool:
+        return len(found) >= max_readings or clock() - start > seconds
+
+    for mask in (*known_masks(space), *_ordered_masks(space, sensitivity)):
+        if mask not in found and not spent():
+            found[mask] = candidates.of(mask)
+    rng = np.random.default_rng(seed)
+    climbed: set[SkipMask] = set()
+    while not spent():
+        best = sorted(found, key=lambda mask: -found[mask].log_speedup)[:_NUM_ELITE]
+        parent = next((mask for mask in best if mask not in climbed), None)
+        if parent is None:
+            break
+        climbed.add(parent)
+        for bit in rng.permutation(np.array(space.bit_names)):
+            bits = space.to_bits(parent)
+            neighbour = space.to_mask(bits | {str(bit): not bits[str(bit)]})
+            if neighbour not in found and not spent():
+                found[neighbour] = candidates.of(neighbour)
+    return Pool(tuple(sorted(found.values(), key=lambda one: -one.log_speedup)))
+
+
+def known_masks(space: SearchSpace) -> list[SkipMask]:
+    """The warm starts' masks and early exits at up to a dozen depths."""
+    masks = [space.to_mask(start.params) for start in warm_starts(space)]
+    if space.num_layers > 1:
+        exits = np.unique(np.linspace(1, space.num_layers - 1, _NUM_EXITS).round().astype(int)).tolist()
+        masks += [space.to_mask(space.to_bits(SkipMask.early_exit(space.num_layers, i))) for i in exits]
+    return list(dict.fromkeys(masks))
+
+
+def _ordered_masks(space: SearchSpace, sensitivity: Sensitivity) -> list[SkipMask]:
+    """The most dispensable sublayers skipped, a few of them to nearly all."""
+    order = sensitivity.order()
+    sizes = np.unique(np.linspace(1, max(1, len(order) - 1), _NUM_ORDERED).round().astype(int))
+    return [space.to_mask({name: name in set(order[:size]) for name in space.bit_names}) for size in sizes]

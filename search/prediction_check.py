@@ -1,0 +1,91 @@
+"""How good the predictions were: replayed against live counts, predicted against measured tokens/s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from optuna.trial import FrozenTrial, TrialState
+
+from search.replay import ReplayCheck, check_replay
+
+
+@dataclass(frozen=True)
+class PredictionCheck:
+    """Predicted against measured tokens/s of trials, each on the prompts it was measured on."""
+
+    num_trials: int
+    median_abs_error: float
+    """Of predicted / measured - 1."""
+    spearman: float | None
+    """Rank correlation; None below three trials or where all are equal."""
+    bias: float
+    """Geometric mean of predicted / measured; above 1 is optimistic."""
+
+
+def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
+    """Counts over the prompts that each trial really decoded; None where no trial has both."""
+    pairs = []
+    for trial in trials:
+        replayed, live = trial.user_attrs.get("replayed_forwards"), trial.user_attrs.get("forwards")
+        if trial.state == TrialState.COMPLETE and replayed and live:
+            shared = min(len(replayed), len(live))
+            pairs.append(tuple(np.array(one[:shared]).sum(axis=0).tolist() for one in (replayed, live)))
+    return check_replay(pairs)
+
+
+def prediction_check_of(trials: Sequence[FrozenTrial]) -> PredictionCheck | None:
+    """Predictions as they stood before each trial; None where no trial has one."""
+    from scipy import stats
+
+    pairs = [pair for trial in trials if (pair := predicted_and_measured(trial)) is not None]
+    if not pairs:
+        return None
+    predicted, measured = (np.array([pair[side] for pair in pairs]) for side in (0, 1))
+    varied = len(pairs) >= 3 and np.ptp(predicted) > 0 and np.ptp(measured) > 0
+    return PredictionCheck(
+        num_trials=len(pairs),
+        median_abs_error=float(np.median(np.abs(predicted / measured - 1.0))),
+        spearman=float(stats.spearmanr(predicted, measured).statistic) if varied else None,
+        bias=float(np.exp(np.log(predicted / measured).mean())),
+    )
+
+
+def predicted_and_measured(trial: FrozenTrial) -> tuple[float, float] | None:
+    """Speedups of one trial on the prompts it was measured on; None where it has no prediction or no measurement."""
+    predicted, measured = trial.user_attrs.get("predicted_ratios"), trial.user_attrs.get("ratios")
+    if trial.state != TrialState.COMPLETE or not predicted or not measured:
+        return None
+    logs = [[math.log(value) for value in one[: len(measured)]] for one in (predicted, measured)]
+    return math.exp(math.fsum(logs[0]) / len(logs[0])), math.exp(math.fsum(logs[1]) / len(logs[1]))
+
+
+def check_predictions(trials: Sequence[FrozenTrial]) -> dict[str, Any]:
+    """`prediction` and `replay` of summary.json; each None where there is nothing to compare."""
+    prediction, replayed = prediction_check_of(trials), replay_check_of(trials)
+    return {
+        "prediction": asdict(prediction) if prediction else None,
+        "replay": asdict(replayed) if replayed else None,
+    }
+
+
+def describe_checks(checks: dict[str, Any]) -> list[str]:
+    """One line each, for people."""
+    lines = []
+    if (replayed := checks["replay"]) is not None:
+        lines.append(
+            f"replayed counts against live ones, {replayed['num_settings']} trials: exact in "
+            f"{100 * replayed['exact_share']:.0f} %, error median {100 * replayed['median_error']:.2f} %, "
+            f"95th percentile {100 * replayed['p95_error']:.2f} %"
+        )
+    if (prediction := checks["prediction"]) is not None:
+        rank = "-" if prediction["spearman"] is None else f"{prediction['spearman']:.3f}"
+        lines.append(
+            f"predicted tokens/s against measured, {prediction['num_trials']} trials: median error "
+            f"{100 * prediction['median_abs_error']:.1f} %, rank correlation {rank}, "
+            f"predicted / measured {prediction['bias']:.3f}"
+        )
+    return lines

@@ -1,0 +1,242 @@
+"""Predictor: tokens/s of a config before it is measured, from a reading of its draft and the cost of its steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from layerskip.config import DecodeConfig
+from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing import DraftReadings, WrongDraft
+from search.cost_model import CostModel, Timer, time_draft
+from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
+from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
+
+SHARP_DEPTH = 3
+"""Drafts of a round that see the draft's own keys when a config about to be measured is read."""
+_DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
+_MAX_KEPT = 4096
+_TIMING_REPEATS = 5
+
+
+class Forcing(Protocol):
+    """Readings of any mask on fixed texts; see `layerskip.teacher_forcing.TeacherForcing`."""
+
+    keys: str
+
+    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings: ...
+
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
+
+
+@runtime_checkable
+class LayerStates(Protocol):
+    """The target's and a draft's hidden states (rows, hidden) on the continuations of the tuning texts."""
+
+    num_layers: int
+
+    def embed(self) -> torch.Tensor:
+        """Before layer 0."""
+
+    def attention(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """After the attention sublayer of `layer`, residual included."""
+
+    def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """After the MLP sublayer of `layer`, residual included."""
+
+    def target(self, layer: int) -> torch.Tensor:
+        """The target's after its first `layer` layers, 0..num_layers."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A config and the speedup predicted for it on all texts."""
+
+    config: DecodeConfig
+    speedup: float
+    """Geometric mean over texts."""
+
+
+@dataclass(frozen=True)
+class TrialPrediction:
+    """What a trial is expected to show on its own prompts, in their order."""
+
+    ratios: tuple[float, ...]
+    """Speculative over plain tokens/s."""
+    forwards: tuple[tuple[float, float, float], ...]
+    """Drafts, verifications and target-only steps."""
+    draft_s: float
+    """Seconds of one draft token, timed on this mask just now."""
+
+
+class Predictor:
+    """Readings are kept by mask; the cost model may be exchanged during the study."""
+
+    def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel) -> None:
+        self._forcing = forcing
+        self._rows = rows
+        self._gamma_max = len(cost.verify_s) - 1
+        self._readings: OrderedDict[SkipMask, DraftReadings] = OrderedDict()
+        self._grid = Settings.grid(range(1, self._gamma_max + 1), _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS)
+        self.cost = cost
+
+    @property
+    def num_texts(self) -> int:
+        return len(self._rows.lengths)
+
+    @property
+    def sublayer_s(self) -> CostModel:
+        """Seconds of the steps, with a draft's sublayer by sublayer."""
+        return self.cost
+
+    @property
+    def states(self) -> LayerStates | None:
+        """Hidden states layer by layer, where the engine gives them."""
+        return self._forcing if isinstance(self._forcing, LayerStates) else None
+
+    @property
+    def keys(self) -> str:
+        """Whose keys the readings saw: `target`, or `own` as an approximation."""
+        return self._forcing.keys
+
+    def agreement(self, mask: SkipMask) -> float:
+        """Share of positions where the draft's choice is the target's token."""
+        return float(self._reading(mask).accepted[0].sum() / max(1, (self._rows.lengths - 1).sum()))
+
+    def best_setting(self, mask: SkipMask) -> Predicted:
+        """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best.
+
+        Cost: a reading if the mask is new, and some milliseconds.
+        """
+        rough = self._best(mask, self._grid)
+        config = rough.config
+        near = [
+            sorted({snap_threshold(value + step * THRESHOLD_STEP) for step in (-1, 0, 1)})
+            for value in (config.draft_threshold, config.target_threshold)
+        ]
+        gammas = [g for g in range(config.gamma - 1, config.gamma + 2) if 1 <= g <= self._gamma_max]
+        return self._best(mask, Settings.grid(gammas, *near))
+
+    def best_settings(self, mask: SkipMask, count: int) -> list[Predicted]:
+        """The `count` best of the coarse grid, best first."""
+        logs = self._log_speedups(mask, self._grid)
+        order = np.argsort(-logs, kind="stable")[:count]
+        return [Predicted(self._config(mask, self._grid, int(i)), float(np.exp(logs[i]))) for i in order]
+
+    def speedup(self, config: DecodeConfig) -> float:
+        """Predicted for one config on all texts."""
+        return float(np.exp(self._log_speedups(config.skip_mask, Settings.of(config))[0]))
+
+    def ratios(self, config: DecodeConfig, steps: Sequence[int]) -> list[float]:
+        """Predicted for one config on the texts at `steps` as configs are ranked: one draft deep, costs by terms."""
+        logs = self._text_logs(config.skip_mask, Settings.of(config))[0]
+        return self._fill(np.exp(logs), steps)
+
+    def surface(self, mask: SkipMask, target_threshold: float) -> tuple[Floats, Floats, Floats]:
+        """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask, for plotting."""
+        thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
+        gammas = np.arange(1, self._gamma_max + 1)
+        grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold])
+        values = np.exp(self._log_speedups(mask, grid)).reshape(len(gammas), len(thresholds))
+        return gammas.astype(np.float64), thresholds, values
+
+    def trial(self, config: DecodeConfig, steps: Sequence[int], timer: Timer, text: Sequence[int]) -> TrialPrediction:
+        """A sharper prediction for a config about to be measured: read several drafts deep, its draft step timed.
+
+        `steps` are places of texts; one beyond the texts that are read is expected to be an average one, and then
+        there are no counts. Cost: SHARP_DEPTH + 1 readings, a few short ones, and six short drafts.
+        """
+        threshold = config.draft_threshold > 0
+        draft_s = time_draft(
+            timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
+        )
+        counts = self._exact_counts(config)
+        ratios = np.exp(self._logs(counts, self._rows, np.array([draft_s]))[0])
+        forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1)
+        known = max(steps) < self.num_texts
+        return TrialPrediction(
+            ratios=tuple(self._fill(ratios, steps)),
+            forwards=tuple((float(a), float(b), float(c)) for a, b, c in forwards[list(steps)]) if known else (),
+            draft_s=draft_s,
+        )
+
+    def _exact_counts(self, config: DecodeConfig) -> Counts:
+        """Counts (1, P) from a reading several drafts deep, drafts after a wrong token included."""
+        reading = self._forcing.read(config.skip_mask, SHARP_DEPTH)
+        rounds = walk(reading, self._rows, config)
+        open_ended = [one for one in rounds if one.wrong_and_sure]
+        wrong = [self._wrong_draft(reading, one) for one in open_ended]
+        added = dict(
+            zip(
+                map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
+            )
+        )
+        drafted, num_rounds, alone, verify_s = np.zeros((4, 1, self.num_texts))
+        for one in rounds:
+            count = one.drafted + added.get(id(one), 0)
+            drafted[0, one.text] += count
+            num_rounds[0, one.text] += count > 0
+            alone[0, one.text] += count == 0
+            verify_s[0, one.text] += self.cost.verify_s[count] if count else 0.0
+        return Counts(drafted, num_rounds, alone, verify_s)
+
+    @staticmethod
+    def _wrong_draft(reading: DraftReadings, one: Round) -> WrongDraft:
+        depth = min(one.accepted, len(reading.choices) - 1)
+        row = one.row + one.accepted
+        return WrongDraft(one.text, row, int(reading.choices[depth, one.text, row]), one.room - one.drafted)
+
+    def _best(self, mask: SkipMask, grid: Settings) -> Predicted:
+        logs = self._log_speedups(mask, grid)
+        best = int(np.argmax(logs))
+        return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
+
+    def _config(self, mask: SkipMask, grid: Settings, i: int) -> DecodeConfig:
+        return DecodeConfig(
+            skip_mask=mask,
+            gamma=int(grid.gamma[i]),
+            draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
+            target_threshold=snap_threshold(float(grid.target_threshold[i])),
+        )
+
+    def _log_speedups(self, mask: SkipMask, grid: Settings) -> Floats:
+        """(S,): mean log speedup over texts."""
+        means: Floats = self._text_logs(mask, grid).mean(axis=1)
+        return means
+
+    def _text_logs(self, mask: SkipMask, grid: Settings) -> Floats:
+        """(S, P): log speedup on each text."""
+        readings = self._reading(mask)
+        counts = replay(readings.accepted, readings.confidence, self._rows, grid, self.cost.verify_s)
+        plain = self.cost.draft_s(mask, threshold=False)
+        watched = self.cost.draft_s(mask, threshold=True)
+        return self._logs(counts, self._rows, np.where(grid.draft_threshold > 0, watched, plain))
+
+    def _fill(self, ratios: Floats, steps: Sequence[int]) -> list[float]:
+        """The ratios of the texts at `steps`; a text that is not read is expected to be an average one."""
+        average = float(np.exp(np.log(ratios).mean()))
+        return [float(ratios[step]) if step < len(ratios) else average for step in steps]
+
+    def _logs(self, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:
+        """(S, P): log of plain over speculative seconds."""
+        alone = self.cost.verify_s[0]
+        seconds = counts.drafted * draft_s[:, None] + counts.verify_s + counts.target_only * alone
+        # A text of one token has no step to save: ratio 1.
+        steps = np.maximum(rows.lengths - 1, 0)
+        logs: Floats = np.log(np.where(steps > 0, steps * alone, 1.0) / np.where(steps > 0, seconds, 1.0))
+        return logs
+
+    def _reading(self, mask: SkipMask) -> DraftReadings:
+        if mask in self._readings:
+            self._readings.move_to_end(mask)
+            return self._readings[mask]
+        reading = self._readings[mask] = self._forcing.read(mask)
+        if len(self._readings) > _MAX_KEPT:
+            self._readings.popitem(last=False)
+        return reading

@@ -1,0 +1,57 @@
+"""Proposal and Proposer: what to measure next, and what every way to decide it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from optuna.trial import FrozenTrial
+
+from search.leaderboard import Entry, Key, was_interrupted
+
+_NUM_REPEAT = 4
+
+
+@dataclass(frozen=True)
+class ProposeOptions:
+    """What proposers need to know of the study."""
+
+    repeat_every: int
+    noise_sigma: float
+    num_first: int
+    """Prompts of a first trial."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Where a trial's config comes from; `params` is None where an Optuna sampler draws it."""
+
+    origin: str
+    params: dict[str, Any] | None = None
+    repeat_of: int | None = None
+    considered: list[list[Any]] | None = None
+    """Configs that were predicted for this proposal, for later ones to know; see `Candidates.write`."""
+
+
+class Proposer(Protocol):
+    """Says what to measure next; a pure function of its arguments and of what it was built with."""
+
+    def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
+        """The proposal after `index` counted trials; `trials` may hold interrupted ones besides."""
+        ...
+
+
+def least_measured(entries: Sequence[Entry]) -> Entry:
+    """Of the leaders by point estimate, the one with the fewest trials: the likeliest to be there by luck."""
+    leaders = sorted(entries, key=lambda entry: -entry.speedup)[:_NUM_REPEAT]
+    return min(leaders, key=lambda entry: len(entry.trials))
+
+
+def measured_keys(trials: Sequence[FrozenTrial]) -> set[Key]:
+    """Configs that some trial has tried.
+
+    An interrupted trial measured nothing: proposing it again is what makes a resume equal an uninterrupted run.
+    """
+    return {tuple(sorted(trial.params.items())) for trial in trials if not was_interrupted(trial)}

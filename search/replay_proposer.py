@@ -1,0 +1,141 @@
+"""ReplayProposer: proposes the config with the best corrected prediction that nobody has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from optuna.trial import FrozenTrial
+
+from layerskip.skip_mask import SkipMask
+from search.correction import Correction
+from search.forecast import Candidate, Candidates, Pool
+from search.leaderboard import make_standings, was_interrupted
+from search.proposals import Proposal, ProposeOptions, least_measured, measured_keys
+from search.space import SearchSpace
+from search.warm_starts import warm_starts
+
+_CALIBRATION = ("no-skip", "early-exit", "alternating", "middle-half", "later-attention", "later-mlp")
+_CALIBRATE_EVERY = 2
+_NUM_PARENTS = 6
+_NUM_VARIANTS = 6
+_BOLDNESS = 0.5
+"""Standard deviations of the correction that are added to a prediction: where little is known, more is hoped for."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    candidate: Candidate
+    score: float
+
+
+class ReplayProposer:
+    """Every proposal follows from (trials, index, random generator), so that a resume equals an uninterrupted run.
+
+    In turn: at the start every second trial a known shape at its best predicted setting, so that predictions are
+    checked far from the top too; every `repeat_every`-th trial a leader again; otherwise new neighbours of the leading
+    masks are predicted, and of all configs ever predicted and not measured the one with the best corrected
+    prediction is measured.
+
+    Cost: `num_readings` readings a proposal, and some milliseconds.
+    """
+
+    def __init__(
+        self, space: SearchSpace, options: ProposeOptions, candidates: Candidates, pool: Pool, *, num_readings: int
+    ) -> None:
+        self._space, self._options = space, options
+        self._candidates, self._pool = candidates, pool
+        self._num_readings = num_readings
+        self._known: dict[int, list[Candidate]] = {}
+        self._calibration: list[Candidate] | None = None
+
+    def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
+        """See `Proposer`."""
+        every = self._options.repeat_every
+        entries = make_standings(trials, self._space, self._options.noise_sigma, self._options.num_first).entries
+        if every and index % every == every - 1 and entries:
+            again = least_measured(entries)
+            return Proposal("repeat", dict(again.params), again.trials[0])
+        measured = measured_keys(trials)
+        if index % _CALIBRATE_EVERY == 1:
+            left = [one for one in self._shapes() if one.key not in measured]
+            if left:
+                return Proposal("warm", dict(left[0].params))
+        correction = Correction(trials, self._space, self._options.noise_sigma)
+        known = self._all_known(trials)
+        leading = self._score(known, correction)[:_NUM_PARENTS]
+        fresh = self._neighbours([one.candidate for one in leading], known, rng)
+        variants = self._candidates.variants(self._mask(leading[0].candidate), _NUM_VARIANTS)
+        for one in self._score([*known, *fresh, *variants], correction):
+            if one.candidate.key not in measured:
+                origin = "replay" if one.candidate in fresh else "pool"
+                return Proposal(origin, dict(one.candidate.params), considered=self._candidates.write(fresh))
+        return Proposal("random")
+
+    def _shapes(self) -> list[Candidate]:
+        """The known shapes that calibrate, each at its best predicted setting."""
+        if self._calibration is None:
+            starts = warm_starts(self._space)
+            chosen = [next((s for s in starts if s.origin.startswith(name)), None) for name in _CALIBRATION]
+            self._calibration = [self._candidates.of(self._space.to_mask(s.params)) for s in chosen if s is not None]
+        return self._calibration
+
+    def _all_known(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
+        """The pool and what earlier proposals predicted, each config once."""
+        found = {one.key: one for one in self._pool.candidates}
+        for trial in trials:
+            rows = trial.user_attrs.get("considered")
+            if not rows or was_interrupted(trial):
+                continue
+            if trial.number not in self._known:
+                self._known[trial.number] = self._candidates.read(rows)
+            found.update((one.key, one) for one in self._known[trial.number])
+        return list(found.values())
+
+    def _score(self, candidates: Sequence[Candidate], correction: Correction) -> list[_Scored]:
+        """Best first by prediction, corrected and a little hopeful."""
+        mean, deviation = correction.of([one.params for one in candidates])
+        scores = np.array([one.log_speedup for one in candidates]) + mean + _BOLDNESS * deviation
+        order = np.argsort(-scores, kind="stable")
+        return [_Scored(candidates[int(i)], float(scores[i])) for i in order]
+
+    def _neighbours(
+        self, parents: Sequence[Candidate], known: Sequence[Candidate], rng: np.random.Generator
+    ) -> list[Candidate]:
+        """New masks near the parents, predicted."""
+        seen = {self._mask(one) for one in known}
+        fresh: list[Candidate] = []
+        for _ in range(4 * self._num_readings):
+            if len(fresh) == self._num_readings:
+                break
+            # The best parent is the likeliest.
+            place = min(int(rng.geometric(0.4)) - 1, len(parents) - 1)
+            other = parents[int(rng.integers(len(parents)))]
+            mask = self._space.to_mask(move(parents[place].params, other.params, self._space.bit_names, rng))
+            if mask not in seen:
+                seen.add(mask)
+                fresh.append(self._candidates.of(mask))
+        return fresh
+
+    def _mask(self, candidate: Candidate) -> SkipMask:
+        return self._space.to_mask(candidate.params)
+
+
+def move(
+    params: Mapping[str, Any], other: Mapping[str, Any], bit_names: Sequence[str], rng: np.random.Generator
+) -> dict[str, bool]:
+    """Bits of a neighbour: one or two flipped, a skipped and a kept one swapped, or a cross with another parent."""
+    bits = {name: bool(params[name]) for name in bit_names}
+    kind = rng.random()
+    skipped = [name for name in bit_names if bits[name]]
+    kept = [name for name in bit_names if not bits[name]]
+    if kind < 0.15:
+        chosen = [name for name in bit_names if bits[name] != bool(other[name]) and rng.random() < 0.5]
+    elif kind < 0.45 and skipped and kept:
+        chosen = [str(rng.choice(skipped)), str(rng.choice(kept))]
+    else:
+        count = min(len(bit_names), 1 if kind < 0.8 else 2)
+        chosen = [str(name) for name in rng.choice(np.array(bit_names), size=count, replace=False)]
+    return bits | {name: not bits[name] for name in chosen}
