@@ -42,8 +42,10 @@ class Correction:
             return
         self._points = self._features([row[0] for row in rows])
         noise = np.array([_NOISE**2 + noise_sigma**2 / row[2] for row in rows])
-        self._factor = cho_factor(self._kernel(self._points, self._points) + np.diag(noise), lower=True)
-        self._weights = cho_solve(self._factor, np.array([row[1] for row in rows]))
+        factor = cho_factor(self._kernel(self._points, self._points) + np.diag(noise), lower=True)
+        # The inverse itself, because it is small and many more points than trials are asked for.
+        self._inverse = cho_solve(factor, np.eye(len(rows)))
+        self._weights = self._inverse @ np.array([row[1] for row in rows])
 
     def of(self, params: Sequence[Mapping[str, Any]]) -> tuple[Floats, Floats]:
         """Mean and standard deviation, (N,) each, of log(measured / predicted) of these configs."""
@@ -51,7 +53,7 @@ class Correction:
             return np.zeros(len(params)), np.full(len(params), math.hypot(_COMMON, _OWN))
         across = self._kernel(self._features(params), self._points)
         mean: Floats = across @ self._weights
-        explained = np.einsum("ij,ji->i", across, cho_solve(self._factor, across.T))
+        explained = ((across @ self._inverse) * across).sum(axis=1)
         return mean, np.sqrt(np.maximum(_COMMON**2 + _OWN**2 - explained, 0.0))
 
     def _features(self, params: Sequence[Mapping[str, Any]]) -> Floats:

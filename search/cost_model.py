@@ -130,6 +130,12 @@ def measure_costs(
     )
 
 
+def free_costs(space: SearchSpace, gamma_max: int) -> CostModel:
+    """Nothing costs anything: for counting alone."""
+    nothing = (0.0,) * space.num_layers
+    return CostModel((0.0,) * (gamma_max + 1), 0.0, nothing, nothing, 0.0, 0.0, 0, {})
+
+
 def time_draft(
     timer: Timer, text: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
 ) -> float:

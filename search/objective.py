@@ -84,6 +84,7 @@ class Objective:
         attributes: dict[str, Any] = {
             "process": process_token(),
             "origin": proposal.origin,
+            "proposing_s": round(self.sampler.proposing_s, 4),
             "skip_mask": str(mask),
             "num_skipped_attention": mask.num_skipped_attention,
             "num_skipped_mlp": mask.num_skipped_mlp,

@@ -152,8 +152,8 @@ def open_outlook(
     longest = max(len(case.reference_ids) for case in cases)
     if options.gamma_max > longest - 2:
         raise ValueError(
-            f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or no "
-            f"round could draft so many, got {options.gamma_max}"
+            f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or "
+            f"no round could draft so many, got {options.gamma_max}"
         )
     budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.trials * options.trial_seconds)
     timer = decoder.timer(options.gamma_max)
@@ -162,10 +162,10 @@ def open_outlook(
     costs_s = clock() - start
     predictor = _predictor(decoder, reference, options, pool_costs(costs), space, budget, clock)
     candidates = Candidates(predictor, space)
-    reading_start = clock()
     sensitivity = _sensitivity(study, predictor, space)
-    reading_s = (clock() - reading_start) / (2 * len(space.bit_names) + 1)
+    pool_start = clock()
     pool = _pool(study, candidates, space, sensitivity, options, budget, clock)
+    reading_s = (clock() - pool_start) / len(pool.candidates)
     num_readings = study.user_attrs.get(READINGS)
     if num_readings is None:
         allowed = max(_MIN_PROPOSAL_S, _PROPOSAL_SHARE * options.trial_seconds)

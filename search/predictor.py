@@ -156,7 +156,7 @@ class Predictor:
         draft_s = time_draft(
             timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
         )
-        counts = self._exact_counts(config)
+        counts = self.counts(config, sharp=True)
         ratios = np.exp(self._logs(counts, self._rows, np.array([draft_s]))[0])
         forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1)
         known = max(steps) < self.num_texts
@@ -166,8 +166,17 @@ class Predictor:
             draft_s=draft_s,
         )
 
-    def _exact_counts(self, config: DecodeConfig) -> Counts:
-        """Counts (1, P) from a reading several drafts deep, drafts after a wrong token included."""
+    def counts(self, config: DecodeConfig, *, sharp: bool) -> Counts:
+        """Counts (1, P) of one config on all texts.
+
+        sharp: from a reading several drafts deep, drafts after a wrong token included; else as configs are ranked.
+        """
+        if sharp:
+            return self._sharp_counts(config)
+        reading = self._reading(config.skip_mask)
+        return replay(reading.accepted, reading.confidence, self._rows, Settings.of(config), self.cost.verify_s)
+
+    def _sharp_counts(self, config: DecodeConfig) -> Counts:
         reading = self._forcing.read(config.skip_mask, SHARP_DEPTH)
         rounds = walk(reading, self._rows, config)
         open_ended = [one for one in rounds if one.wrong_and_sure]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from layerskip.config import describe_validation_error
-from search.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
+from search.per_group.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 
 MIN_TUNING = 2
 MIN_HELD_OUT = 4

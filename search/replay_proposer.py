@@ -65,10 +65,12 @@ class ReplayProposer:
                 return Proposal("warm", dict(left[0].params))
         correction = Correction(trials, self._space, self._options.noise_sigma)
         known = self._all_known(trials)
-        leading = self._score(known, correction)[:_NUM_PARENTS]
-        fresh = self._neighbours([one.candidate for one in leading], known, rng)
-        variants = self._candidates.variants(self._mask(leading[0].candidate), _NUM_VARIANTS)
-        for one in self._score([*known, *fresh, *variants], correction):
+        scored = self._score(known, correction)
+        leading = [one.candidate for one in scored[:_NUM_PARENTS]]
+        fresh = self._neighbours(leading, known, rng)
+        variants = self._candidates.variants(self._mask(leading[0]), _NUM_VARIANTS)
+        scored += self._score([*fresh, *variants], correction)
+        for one in sorted(scored, key=lambda one: -one.score):
             if one.candidate.key not in measured:
                 origin = "replay" if one.candidate in fresh else "pool"
                 return Proposal(origin, dict(one.candidate.params), considered=self._candidates.write(fresh))

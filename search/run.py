@@ -109,7 +109,7 @@ def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSigna
     check_storage(paths.storage_url(spec))
     if not dry_run:
         check_writable(paths.folder)
-    from search.groups import GroupRun
+    from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
     from search.preflight import open_subject
     from search.progress import Reporter
@@ -136,7 +136,7 @@ def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSigna
 
 
 def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
-    from search.grouping import Grouping, count_groups
+    from search.per_group.grouping import Grouping, count_groups
     from search.prompts import load_prompts
 
     sets = load_prompts(spec.prompts, spec.held_out, Grouping(spec.group_field, required=spec.per_group))
@@ -159,7 +159,7 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
         f"{len(subject.space.bit_names)} mask bits, gamma 1..{spec.gamma_max}, two thresholds",
     )
     if spec.per_group:
-        from search.grouping import count_groups
+        from search.per_group.grouping import count_groups
 
         counts = count_groups(subject.tuning, subject.held_out)
         text = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in counts.items())
@@ -167,7 +167,7 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
 
 
 def _tell_time(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
-    from search.groups import group_subjects
+    from search.per_group.run import group_subjects
     from search.preflight import estimate, estimate_groups
 
     text = estimate_groups(group_subjects(subject), spec) if spec.per_group else estimate(subject, spec)

@@ -25,7 +25,7 @@ log = logging.getLogger("demo")
 NUM_PROMPTS = 24
 NUM_MASKS = 20  # best masks kept in training.json
 SAMPLE = 19  # the tuning prompt whose continuation the card shows: one of those that do not fall into repetition
-CARD = Path(__file__).resolve().parent / "card.md"
+HERE = Path(__file__).resolve().parent
 
 
 def training_facts(
@@ -93,7 +93,7 @@ def export(
     save_model(model, partial)
     save_tokenizer(tokenizer, partial)
     (partial / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    card = Template(CARD.read_text(encoding="utf-8"))
+    card = Template(card_of(facts["recipe"]).read_text(encoding="utf-8"))
     text = card.substitute(facts, sample=sample, sample_id=shown["id"])
     (partial / "README.md").write_text(text, encoding="utf-8")
     for path in partial.iterdir():
@@ -101,6 +101,11 @@ def export(
     swap(partial, out)
     log.info("exported to %s", out)
     return facts
+
+
+def card_of(recipe: str) -> Path:
+    """The model card's template."""
+    return HERE / ("card_stock.md" if recipe == "stock" else "card.md")
 
 
 def measured_facts(

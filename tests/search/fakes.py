@@ -14,7 +14,7 @@ from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
 from search.export import Origin
 from search.fingerprint import Fingerprint
-from search.groups import GroupRun
+from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
 from search.progress import Reporter
 from search.prompts import EncodedPrompt

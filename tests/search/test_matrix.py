@@ -13,10 +13,10 @@ import pytest
 
 from layerskip import Confirmed, DecodeConfig, SkipMask
 from search.decoder import Decoded
-from search.group_choice import decide, tolerance
-from search.group_export import GroupResult, combined_config
-from search.matrix import NO_PROMPT, Cell, measure_matrix, table, violations_of
 from search.measurement import LosslessViolation, PromptCase
+from search.per_group.choice import decide, tolerance
+from search.per_group.export import GroupResult, combined_config
+from search.per_group.matrix import NO_PROMPT, Cell, measure_matrix, table, violations_of
 from tests.search.fakes import CALM, NUM_LAYERS, WILD, FakeDecoder, group_prompts, truth, wild_needs_late_layers
 
 

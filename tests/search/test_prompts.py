@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from search.grouping import Grouping, of_group
+from search.per_group.grouping import Grouping, of_group
 from search.prompts import Prompt, PromptSet, encode_prompts, load_prompts, read_prompts
 from tests.search.conftest import write_jsonl
 

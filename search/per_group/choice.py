@@ -8,7 +8,7 @@ from typing import Literal
 
 from layerskip.config import DecodeConfig, GroupSetting
 from search.confirm import TIE, describe
-from search.matrix import Cell
+from search.per_group.matrix import Cell
 
 _MAX_REASON = 500
 _NO = "do not speculate"

@@ -16,8 +16,8 @@ from layerskip import generate as generate_command
 from search import run
 from search.decoder import Decoded
 from search.fingerprint import FingerprintMismatch
-from search.groups import group_subjects
 from search.leaderboard import counted
+from search.per_group.run import group_subjects
 from search.storage import open_storage
 from search.subject import Subject
 from tests.search.conftest import write_jsonl

@@ -12,12 +12,12 @@ from layerskip.config import DEFAULT_GROUP, DecodeConfig
 from search.confirm import describe
 from search.export import save_best, save_summary
 from search.fingerprint import FingerprintMismatch, compare
-from search.group_choice import Decision, decide
-from search.group_export import GroupResult, combined_config, group_summary
-from search.grouping import count_groups, interleaved, of_group
 from search.leaderboard import counted
-from search.matrix import Matrix, measure_matrix, table, violations_of
 from search.measurement import LosslessViolation, PromptCase
+from search.per_group.choice import Decision, decide
+from search.per_group.export import GroupResult, combined_config, group_summary
+from search.per_group.grouping import count_groups, interleaved, of_group
+from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
 from search.pipeline import RunOutcome, SearchRun
 from search.progress import duration
 from search.prompts import encoded_fingerprint

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerskip.config import DEFAULT_GROUP, DecodeConfig
-from search.group_choice import Decision
-from search.matrix import Matrix, violations_of
+from search.per_group.choice import Decision
+from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome
 from search.subject import Subject
 
