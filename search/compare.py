@@ -1,0 +1,133 @@
+"""python -m search.compare: every published way to choose a mask, on the same budget, engine, prompts and seeds."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from search.run import demo_folder
+from search.spec import StudyPaths, StudySpec, load_spec
+from search.stop import StopSignal
+
+if TYPE_CHECKING:
+    from search.comparison.plan import ComparisonPlan
+
+PROG = "search.compare"
+_CHECKPOINTS = (5, 10, 25)
+_EPILOG = """\
+Each strategy runs once per seed; the runs take turns of three trials, so that drift of the machine hits all alike. At
+each checkpoint the leader of every run is confirmed on held-out prompts. Written to --out: results.json, table.md,
+plot.html, and the journals from which the same command goes on after a stop. More trials, seeds or strategies may be
+asked for later; what is measured stays. Exit codes: 0 done, 1 outputs were not lossless, 2 bad input, 130 and 143
+stopped by a signal."""
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(
+        prog=f"python -m {PROG}",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--study", help="study folder, or its study.toml; the demo without it")
+    parser.add_argument("--strategies", metavar="A,B", help="which ones; all that the engine allows without it")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs per strategy, at least 2 (5)")
+    parser.add_argument("--trials", type=int, default=25, metavar="N", help="measured trials per run (25)")
+    parser.add_argument("--checkpoints", metavar="A,B", help="numbers of trials to confirm after (5,10,25)")
+    parser.add_argument("--confirm-repeats", type=int, metavar="N", help="passes over the held-out prompts")
+    parser.add_argument("--out", help="folder of the results; STUDY/compare without it")
+    parser.add_argument("--dry-run", action="store_true", help="print what it would take, write nothing")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    arguments = build_parser().parse_args(given)
+    return run_command(PROG, lambda: _run(arguments, given))
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    spec, paths = load_spec({}, arguments.study, demo=demo_folder())
+    plan = make_plan(arguments, spec)
+    out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"
+    stop = StopSignal()
+    with stop.installed():
+        try:
+            return _compare(plan, spec, paths, out, stop, shlex.join(["python", "-m", PROG, *argv]), arguments)
+        except KeyboardInterrupt:
+            print_error(PROG, f"stopped; the same command goes on with what is in {out}")
+            return stop.exit_code
+
+
+def make_plan(arguments: argparse.Namespace, spec: StudySpec) -> ComparisonPlan:
+    """The flags as a plan; seeds count up from the study's. Raises: ValueError in one line."""
+    from search.comparison.plan import ComparisonPlan
+    from search.rivals import STRATEGIES
+
+    names = tuple(STRATEGIES) if arguments.strategies is None else _split(arguments.strategies)
+    if arguments.checkpoints is None:
+        trials = arguments.trials
+        checkpoints = (*(one for one in _CHECKPOINTS if one < trials), trials)
+    else:
+        checkpoints = tuple(_whole("--checkpoints", text) for text in _split(arguments.checkpoints))
+    return ComparisonPlan(
+        strategies=names,
+        seeds=tuple(range(spec.seed, spec.seed + max(arguments.seeds, 0))),
+        trials=arguments.trials,
+        checkpoints=checkpoints,
+        confirm_repeats=spec.confirm_repeats if arguments.confirm_repeats is None else arguments.confirm_repeats,
+    )
+
+
+def _compare(
+    plan: ComparisonPlan,
+    spec: StudySpec,
+    paths: StudyPaths,
+    out: Path,
+    stop: StopSignal,
+    command: str,
+    arguments: argparse.Namespace,
+) -> int:
+    from search.comparison.pipeline import ComparisonRun, stored_engine
+    from search.comparison.plan import estimate
+    from search.preflight import open_subject
+    from search.progress import Reporter
+    from search.prompts import load_prompts
+    from search.storage import check_writable
+    from search.subject import Tools
+
+    prompt_sets = load_prompts(spec.prompts, spec.held_out)
+    if not arguments.dry_run:
+        check_writable(out)
+    quiet_libraries()
+    reporter = Reporter()
+    engine = stored_engine(out) if spec.engine == "auto" else None
+    subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
+    reporter.phase("plan", estimate(plan, subject, spec))
+    if arguments.dry_run:
+        reporter.phase("dry run", "nothing was written")
+        return 0
+    run = ComparisonRun(plan, subject, spec, out, Tools(reporter, stop, command))
+    return run.run(named=arguments.strategies is not None)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
+def _whole(flag: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{flag}: must be whole numbers, got {text!r}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

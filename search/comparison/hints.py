@@ -1,0 +1,65 @@
+"""What rivals may ask of the model: agreement, step costs and hidden states, shared by all runs and paid by each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing import ForcedText
+from search.comparison.accounting import Account, SharedForcing
+from search.cost_model import CostModel, CostOptions, measure_costs
+from search.predictor import LayerStates
+from search.reference import Reference
+from search.subject import Subject
+
+_COST_REPEATS = 15
+_NUM_TIMED_TEXTS = 3
+
+
+class ModelHints:
+    """See `search.rivals.common.Hints`. All tuning texts of the reference are read."""
+
+    def __init__(self, subject: Subject, reference: Reference, account: Account) -> None:
+        self._subject, self._account = subject, account
+        self._texts = tuple(ForcedText(case.prompt_ids, case.reference_ids) for case in reference.cases)
+
+    @property
+    def cost(self) -> CostModel:
+        """Measured once. Cost: as `measure_costs`."""
+        return self._account.ask("costs", self._measure_costs)
+
+    @property
+    def states(self) -> LayerStates | None:
+        """Of the teacher forcing, where it works layer by layer. Cost, once: a target forward over every text."""
+        forcing = self._forcing.forcing
+        return forcing if isinstance(forcing, LayerStates) else None
+
+    def agreement(self, mask: SkipMask) -> float:
+        """Share of positions with the target's token. Cost: a reading."""
+        forcing = self._forcing
+
+        def work() -> float:
+            accepted = forcing.forcing.read(mask).accepted[0]
+            return float(accepted.sum() / max(1, int((np.asarray(forcing.lengths) - 1).sum())))
+
+        return self._account.ask(("agreement", mask), work)
+
+    @cached_property
+    def _forcing(self) -> SharedForcing:
+        question = ("forcing", self._texts)
+        forcing = self._account.ask(question, lambda: self._subject.decoder.teacher_forcing(self._texts))
+        return SharedForcing(forcing, self._account)
+
+    def _measure_costs(self) -> CostModel:
+        subject, space = self._subject, self._subject.space
+        options = CostOptions(space.gamma_max, _COST_REPEATS, seed=0)
+        timer = subject.decoder.timer(space.gamma_max)
+        return measure_costs(timer, self._timed_texts(), space, subject.fingerprint, options)
+
+    def _timed_texts(self) -> Sequence[tuple[int, ...]]:
+        """A few texts, each up to the middle of its continuation."""
+        chosen = self._texts[:_NUM_TIMED_TEXTS]
+        return [one.prompt_ids + one.continuation_ids[: len(one.continuation_ids) // 2] for one in chosen]

@@ -1,0 +1,77 @@
+"""Ours: the study's own way to propose, set up for one run as `search.run` sets it up, and kept for a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from layerskip.config import write_atomically
+from search.comparison.accounting import Account, SharedDecoder
+from search.outlook import RECHECK_EVERY, Outlook, OutlookOptions, open_outlook
+from search.proposals import ProposeOptions, Proposer
+from search.reference import Reference
+from search.spec import StudySpec
+from search.subject import Subject
+
+
+class OurWay:
+    """Predictions of one run: made before its first trial, stored in a file, their costs measured again on the way."""
+
+    def __init__(
+        self, study: optuna.Study, subject: Subject, reference: Reference, spec: StudySpec, account: Account, file: Path
+    ) -> None:
+        """`spec` holds the run's seed and number of trials. Cost: see `open_outlook`. Raises: as that; ValueError
+        naming the file if it cannot be read."""
+        self._study, self._account, self._file = study, account, file
+        self.unpaid_s = 0.0
+        """Seconds of preparation that no trial's record holds yet."""
+        stored = _read(file)
+        for name, value in stored.get("attributes", {}).items():
+            study.set_user_attr(name, value)
+        start = account.now()
+        self.outlook: Outlook = open_outlook(
+            study,
+            SharedDecoder(subject.decoder, account),
+            subject.space,
+            reference,
+            subject.fingerprint,
+            OutlookOptions(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, spec.trial_seconds),
+            clock=account.now,
+        )
+        self.unpaid_s = stored.get("unpaid_s", account.now() - start)
+        self._save()
+        options = ProposeOptions(spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
+        self.proposer: Proposer = self.outlook.proposer(options)
+
+    def before_trial(self, num_done: int) -> None:
+        """Measure the costs again wherever `search.run` does."""
+        while len(self.outlook.costs) < 1 + num_done // RECHECK_EVERY:
+            start = self._account.now()
+            self.outlook.recheck(self._study)
+            self.unpaid_s += self._account.now() - start
+            self._save()
+
+    def paid(self) -> None:
+        """What was unpaid is in a trial's record now."""
+        if self.unpaid_s:
+            self.unpaid_s = 0.0
+            self._save()
+
+    def _save(self) -> None:
+        data = {"unpaid_s": self.unpaid_s, "attributes": self._study.user_attrs}
+        write_atomically(self._file, json.dumps(data) + "\n")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and isinstance(data.get("attributes"), dict):
+            return data
+    except ValueError:
+        pass
+    raise ValueError(f"{file}: not what a comparison stored; remove it to have it made again")

@@ -1,0 +1,188 @@
+"""A comparison from an open model to results.json, table.md and plot.html."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from layerskip.config import write_atomically
+from search.comparison.accounting import Account
+from search.comparison.confirm import Confirmed, confirm_picks
+from search.comparison.hints import ModelHints
+from search.comparison.journal import Journal
+from search.comparison.plan import ComparisonPlan
+from search.comparison.plot import make_plot
+from search.comparison.results import make_table, picks_of, summarise
+from search.comparison.runs import Shared, StrategyRun, make_runs, run_all
+from search.fingerprint import FingerprintMismatch, compare, environment
+from search.measurement import LosslessViolation
+from search.reference import Reference, ReferenceOptions, make_cases, make_reference, warm_up
+from search.rivals import STRATEGIES
+from search.samplers import quiet_optuna
+from search.spec import StudySpec
+from search.storage import near
+from search.study import now_utc
+from search.subject import Subject, Tools
+
+SCHEMA_VERSION = 1
+_SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"
+
+
+class ComparisonRun:
+    """One comparison in one folder. `run` returns the exit code: 0, or 1 where losslessness broke."""
+
+    def __init__(
+        self,
+        plan: ComparisonPlan,
+        subject: Subject,
+        spec: StudySpec,
+        out: Path,
+        tools: Tools,
+    ) -> None:
+        self._plan, self._subject, self._spec, self._out, self._tools = plan, subject, spec, out, tools
+        self._say = tools.reporter
+
+    def run(self, *, named: bool) -> int:
+        """Everything, in order; `named` says that the user asked for these strategies by name.
+
+        Raises: ValueError, OSError or CommandError in one line; KeyboardInterrupt if stopped, with nothing lost.
+        """
+        quiet_optuna()
+        self._out.mkdir(parents=True, exist_ok=True)
+        try:
+            shared = self._share()
+            self._leave_out(shared, named=named)
+            journal = Journal(self._out / _TRIALS)
+            runs = make_runs(self._plan, shared, journal)
+            run_all(self._plan, runs, shared, journal)
+            confirmed, dropped = self._confirm(runs)
+        except LosslessViolation as violation:
+            self._say.warn(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            return 1
+        return self._finish(shared, runs, confirmed, dropped)
+
+    def _share(self) -> Shared:
+        """The reference, stored or new, and what else all runs share."""
+        subject, spec = self._subject, self._spec
+        setup = read_setup(self._out)
+        if setup is None:
+            self._say.phase("reference", "plain decoding of tuning prompts")
+            options = ReferenceOptions(subject.space.num_layers, spec.seed, spec.trial_seconds, spec.prompts_per_trial)
+            reference = make_reference(subject.decoder, subject.tuning, options)
+            facts = {"created_at": now_utc(), "environment": environment(), "fingerprint": asdict(subject.fingerprint)}
+            setup = facts | {"reference": reference.to_json()}
+            write_atomically(self._out / _SETUP, json.dumps(setup, indent=2) + "\n")
+        else:
+            _check_fingerprint(setup, subject, self._out)
+            reference = Reference.from_json(setup["reference"])
+            warm_up(subject.decoder, reference.cases[0].prompt_ids, subject.space.num_layers)
+        self._say.phase(
+            "reference",
+            f"plain {reference.plain_tokens_per_s:.1f} tok/s, A/A noise {100 * reference.noise_sigma:.1f} % a pair, "
+            f"{reference.num_per_trial} of {len(reference.cases)} prompts a full trial",
+        )
+        return Shared(subject, reference, spec, self._tools, self._out)
+
+    def _leave_out(self, shared: Shared, *, named: bool) -> None:
+        """Strategies that need hidden states where there are none: refused if asked for, else left out, and said."""
+        needing = [name for name in self._plan.strategies if STRATEGIES[name].uses_states]
+        account = Account(shared.ledger, self._tools.clock)
+        if not needing or ModelHints(shared.subject, shared.reference, account).states is not None:
+            return
+        reason = f"{', '.join(needing)}: hidden states layer by layer are needed, which this engine does not give"
+        if named:
+            raise ValueError(f"--strategies: {reason}")
+        self._say.phase("left out", reason)
+        self._plan = replace(self._plan, strategies=tuple(one for one in self._plan.strategies if one not in needing))
+
+    def _confirm(self, runs: Mapping[tuple[str, int], StrategyRun]) -> tuple[dict[str, Confirmed], tuple[str, ...]]:
+        subject, plan = self._subject, self._plan
+        picks = picks_of(plan, runs)
+        prompts = subject.held_out[: self._spec.num_confirm_prompts]
+        cases, dropped = make_cases(subject.decoder, prompts, subject.space.num_layers)
+        if not cases:
+            raise ValueError("held_out: the model ends the text before a second token on every held-out prompt")
+        self._say.phase(
+            "confirm", f"{len(picks)} picks on {len(cases)} held-out prompts x {plan.confirm_repeats}, interleaved"
+        )
+        journal = Journal(self._out / _CONFIRM)
+        stop = self._tools.stop
+        return confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop), dropped
+
+    def _finish(
+        self,
+        shared: Shared,
+        runs: Mapping[tuple[str, int], StrategyRun],
+        confirmed: Mapping[str, Confirmed],
+        dropped: tuple[str, ...],
+    ) -> int:
+        """Write the three files, print the table, choose the exit code."""
+        violations = _violations(runs, confirmed)
+        results = {
+            "schema_version": SCHEMA_VERSION,
+            "command": self._tools.command,
+            "commit": environment().get("commit"),
+            "created_at": now_utc(),
+            "fingerprint": asdict(self._subject.fingerprint),
+            "environment": environment(),
+            "plan": asdict(self._plan),
+            "reference": {
+                "plain_tokens_per_s": shared.reference.plain_tokens_per_s,
+                "noise_sigma": shared.reference.noise_sigma,
+                "num_per_trial": shared.reference.num_per_trial,
+            },
+            "held_out_dropped": list(dropped),
+            "violations": violations,
+        } | summarise(self._plan, runs, confirmed)
+        table = make_table(results)
+        write_atomically(self._out / "results.json", json.dumps(results, indent=2) + "\n")
+        write_atomically(self._out / "table.md", table)
+        title = f"Ways to choose a skip mask: {self._subject.origin.model} on {self._subject.fingerprint.device}"
+        write_atomically(self._out / "plot.html", make_plot(results, title))
+        for line in table.splitlines():
+            self._say.line(line)
+        self._say.phase("written", f"{near(self._out)}: results.json, table.md and plot.html")
+        for line in violations:
+            self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
+        return 1 if violations else 0
+
+
+def read_setup(out: Path) -> dict[str, Any] | None:
+    """What an earlier run of the same folder fixed; None for a new one. Raises: ValueError naming the file."""
+    file = out / _SETUP
+    if not file.is_file():
+        return None
+    try:
+        setup = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        setup = None
+    if not isinstance(setup, dict) or not {"fingerprint", "reference"} <= setup.keys():
+        raise ValueError(f"{file}: not the setup of a comparison; remove the folder or use another --out")
+    return setup
+
+
+def stored_engine(out: Path) -> str | None:
+    """The engine that an earlier run was measured with, so that `auto` does not choose another one on a resume."""
+    setup = read_setup(out)
+    return setup["fingerprint"].get("engine") if setup else None
+
+
+def _check_fingerprint(setup: Mapping[str, Any], subject: Subject, out: Path) -> None:
+    try:
+        compare(setup["fingerprint"], subject.fingerprint)
+    except FingerprintMismatch as mismatch:
+        what = str(mismatch).partition(". Use another")[0]
+        raise FingerprintMismatch(f"{out}: {what}. Use another --out") from None
+
+
+def _violations(runs: Mapping[tuple[str, int], StrategyRun], confirmed: Mapping[str, Confirmed]) -> list[str]:
+    lines = [
+        f"{name}, seed {seed}, trial {record.number}: {record.user_attrs.get('violation')}"
+        for (name, seed), run in runs.items()
+        for record in run.records
+        if record.user_attrs.get("lossless") is False
+    ]
+    return lines + [f"confirm: {one.excluded} under {key}" for key, one in confirmed.items() if not one.lossless]

@@ -1,0 +1,207 @@
+"""The runs: every strategy and seed as a study of its own, in turns, each finished trial in a journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.pruners import NopPruner
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from layerskip.cli import CommandError
+from search.comparison.accounting import Account, Ledger, TimedProposer
+from search.comparison.hints import ModelHints
+from search.comparison.journal import Journal
+from search.comparison.ours import OurWay
+from search.comparison.plan import ComparisonPlan
+from search.leaderboard import Entry, counted
+from search.objective import Objective, TrialFailed, standings_of
+from search.progress import duration
+from search.reference import Reference
+from search.rivals import STRATEGIES
+from search.samplers import ProposalSampler
+from search.space import SearchSpace
+from search.spec import StudySpec
+from search.study import set_sampler
+from search.subject import Subject, Tools
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One finished trial of one run: all that the study needs to be built again, and what the trial cost."""
+
+    strategy: str
+    seed: int
+    number: int
+    state: str
+    value: float | None
+    params: dict[str, Any]
+    user_attrs: dict[str, Any]
+    steps: list[tuple[int, float]]
+    """What the trial reported: (place of the prompt, ratio)."""
+    proposal_s: float
+    """Of proposing, one-off preparation included."""
+    measure_s: float
+    seconds: float
+    """Of the run so far, both together."""
+
+    def to_trial(self, space: SearchSpace) -> FrozenTrial:
+        """As Optuna knew it. Raises: ValueError if it does not fit the space."""
+        return create_trial(
+            state=TrialState[self.state],
+            value=self.value,
+            params=self.params,
+            distributions={name: one for name, one in space.distributions.items() if name in self.params},
+            user_attrs=self.user_attrs,
+            intermediate_values=dict(self.steps),
+        )
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all runs share."""
+
+    subject: Subject
+    reference: Reference
+    spec: StudySpec
+    tools: Tools
+    out: Path
+    ledger: Ledger = field(default_factory=dict)
+
+
+class StrategyRun:
+    """One strategy with one seed. Follows from its records: a resume goes on as if it had never stopped."""
+
+    def __init__(self, name: str, seed: int, shared: Shared, records: Sequence[TrialRecord]) -> None:
+        self.name, self.seed = name, seed
+        self.records = list(records)
+        self._shared = shared
+        self._account = Account(shared.ledger, shared.tools.clock)
+        # The objective stops hopeless trials itself; see `search.study`.
+        self._study = optuna.create_study(direction="maximize", pruner=NopPruner())
+        self._study.add_trials([record.to_trial(shared.subject.space) for record in self.records])
+        self._ours: OurWay | None = None
+        self._proposer: TimedProposer | None = None
+
+    def advance(self, num_trials: int, total: int, journal: Journal) -> None:
+        """Trials up to this number, of `total` in the end, each kept in the journal.
+
+        Raises: KeyboardInterrupt; CommandError if they keep failing; what setting up the strategy raises.
+        """
+        if len(self.records) >= num_trials:
+            return
+        if self._proposer is None:
+            with self._shared.tools.stop.interruptible():
+                self._proposer, self._objective = self._set_up(total)
+        while len(self.records) < num_trials:
+            self.records.append(self._trial(self._proposer))
+            journal.append(asdict(self.records[-1]))
+            if self._ours is not None:
+                self._ours.paid()
+            if self._shared.tools.stop.received is not None:
+                raise KeyboardInterrupt
+            self._refuse_a_row_of_failures()
+
+    def leader(self, num_trials: int) -> Entry | None:
+        """The config with the best pooled lower bound after so many trials."""
+        trials = self._study.get_trials(deepcopy=False)[:num_trials]
+        return standings_of(trials, self._shared.subject.space, self._shared.reference).leader
+
+    def _set_up(self, total: int) -> tuple[TimedProposer, Objective]:
+        """Proposer, sampler and objective. The one place that knows how a proposer becomes an Optuna sampler."""
+        shared, factory = self._shared, STRATEGIES[self.name].factory
+        subject, tools = shared.subject, shared.tools
+        if factory is None:
+            spec = shared.spec.model_copy(update={"seed": self.seed, "trials": total})
+            file = shared.out / f"{self.name}-{self.seed}.json"
+            self._ours = OurWay(self._study, subject, shared.reference, spec, self._account, file)
+            inner = self._ours.proposer
+        else:
+            inner = factory(subject.space, ModelHints(subject, shared.reference, self._account), self.seed)
+        proposer = TimedProposer(inner, self._account, tools.stop)
+        if self.records:
+            # The latest proposal once more, so that one-off work is not charged a second time.
+            earlier = self._study.get_trials(deepcopy=False)[:-1]
+            index = counted(earlier)
+            proposer.propose(earlier, index, np.random.default_rng([self.seed, index, 0]))
+        sampler = ProposalSampler(subject.space, proposer, self.seed)
+        set_sampler(self._study, sampler)
+        outlook = self._ours.outlook if self._ours else None
+        decoder, space = subject.decoder, subject.space
+        return proposer, Objective(decoder, space, shared.reference, sampler, tools.stop, tools.clock, outlook)
+
+    def _trial(self, proposer: TimedProposer) -> TrialRecord:
+        unpaid_s = 0.0
+        if self._ours is not None:
+            self._ours.before_trial(len(self.records))
+            unpaid_s = self._ours.unpaid_s
+        start = self._account.now()
+        self._study.optimize(self._objective, n_trials=1, catch=(TrialFailed,))
+        trial = self._study.get_trials(deepcopy=False)[-1]
+        measure_s = self._account.now() - start - proposer.seconds
+        proposal_s = proposer.seconds + unpaid_s
+        return TrialRecord(
+            strategy=self.name,
+            seed=self.seed,
+            number=len(self.records),
+            state=trial.state.name,
+            value=trial.value,
+            params=trial.params,
+            user_attrs=trial.user_attrs,
+            steps=list(trial.intermediate_values.items()),
+            proposal_s=proposal_s,
+            measure_s=measure_s,
+            seconds=(self.records[-1].seconds if self.records else 0.0) + proposal_s + measure_s,
+        )
+
+    def _refuse_a_row_of_failures(self) -> None:
+        latest = self.records[-self._shared.spec.max_failures :]
+        if len(latest) == self._shared.spec.max_failures and all(one.state == "FAIL" for one in latest):
+            reason = latest[-1].user_attrs.get("failure", "unknown")
+            raise CommandError(
+                f"{self.name}, seed {self.seed}: {len(latest)} trials in a row failed, the last one with {reason}"
+            )
+
+
+def make_runs(plan: ComparisonPlan, shared: Shared, journal: Journal) -> dict[tuple[str, int], StrategyRun]:
+    """All runs, with what the journal holds of them.
+
+    Raises: ValueError naming the file if it holds what does not fit.
+    """
+    stored: dict[tuple[str, int], list[TrialRecord]] = {}
+    for number, fields in enumerate(journal.read(), start=1):
+        try:
+            record = TrialRecord(**fields)
+        except TypeError as error:
+            raise ValueError(f"{journal.path}: line {number} is not a trial: {error}") from None
+        records = stored.setdefault((record.strategy, record.seed), [])
+        if record.number != len(records):
+            raise ValueError(f"{journal.path}: line {number}: expected trial {len(records)}, got {record.number}")
+        records.append(record)
+    return {key: StrategyRun(*key, shared, stored.get(key, ())) for key in plan.runs}
+
+
+def run_all(
+    plan: ComparisonPlan, runs: Mapping[tuple[str, int], StrategyRun], shared: Shared, journal: Journal
+) -> None:
+    """All trials, run by run in turns. Raises as `StrategyRun.advance`."""
+    tools = shared.tools
+    total = len(plan.runs) * plan.trials
+    start, done_before = tools.clock(), sum(min(len(run.records), plan.trials) for run in runs.values())
+    with tools.stop.deferred():
+        for name, seed, num_trials in plan.turns():
+            run = runs[name, seed]
+            if len(run.records) >= num_trials:
+                continue
+            run.advance(num_trials, plan.trials, journal)
+            done = sum(min(len(one.records), plan.trials) for one in runs.values())
+            eta = (tools.clock() - start) / max(done - done_before, 1) * (total - done)
+            leader = run.leader(num_trials)
+            best = f"best {leader.speedup:.2f}x" if leader else "none yet"
+            tools.reporter.phase(
+                "run", f"{done}/{total}  {name}, seed {seed}: {num_trials} trials, {best}, eta {duration(eta)}"
+            )

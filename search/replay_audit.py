@@ -1,0 +1,142 @@
+"""python -m search.replay_audit: replayed counts of random configs against those of really decoding with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from search.run import demo_folder
+from search.spec import StudySpec, load_spec
+
+if TYPE_CHECKING:
+    from search.space import SearchSpace
+    from search.subject import Subject
+
+PROG = "search.replay_audit"
+_SHARES = (0.1, 0.6)
+"""Of the sublayers that a random mask skips."""
+
+
+def build_parser() -> OneLineParser:
+    """Flags of the command."""
+    parser = OneLineParser(
+        prog=f"python -m {PROG}",
+        description=__doc__,
+        epilog="Counts alone, nothing is timed. Exit codes: 0 done, 1 an output was not lossless, 2 bad input.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--study", help="study folder, or its study.toml (default: the demo study)")
+    parser.add_argument("--settings", type=int, default=200, metavar="N", help="random configs (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="tuning prompts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the configs (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write every count here, as JSON")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    arguments = build_parser().parse_args(given)
+    return run_command(PROG, lambda: _run(arguments, given))
+
+
+def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
+    for name in ("settings", "prompts"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name}: must be at least 1, got {getattr(arguments, name)}")
+    spec, paths = load_spec({}, arguments.study, demo=demo_folder())
+    from search.preflight import open_subject
+    from search.progress import Reporter
+    from search.prompts import load_prompts
+
+    quiet_libraries()
+    subject = open_subject(spec, paths, load_prompts(spec.prompts, spec.held_out))
+    result = audit(subject, spec, num_settings=arguments.settings, num_prompts=arguments.prompts, seed=arguments.seed)
+    say = Reporter()
+    for name, check in result["checks"].items():
+        say.phase(
+            "replay",
+            f"{name}, {check['num_settings']} settings: exact in {100 * check['exact_share']:.1f} %, error median "
+            f"{100 * check['median_error']:.2f} %, 95th percentile {100 * check['p95_error']:.2f} %",
+        )
+    if arguments.out is not None:
+        from layerskip.config import write_atomically
+
+        facts = {"command": shlex.join(["python", "-m", PROG, *argv])}
+        write_atomically(arguments.out, json.dumps(facts | result, indent=1) + "\n")
+    return 0
+
+
+def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: int, seed: int) -> dict[str, Any]:
+    """Decode `num_prompts` tuning prompts under every random config, and replay the same.
+
+    `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
+    look at drafts after a wrong token). Cost: settings x prompts decodings.
+    """
+    from layerskip.teacher_forcing import ForcedText
+    from search.cost_model import free_costs
+    from search.predictor import Predictor
+    from search.reference import make_cases
+    from search.replay import TextRows, check_replay, live_counts
+
+    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers)
+    forcing = subject.decoder.teacher_forcing([ForcedText(case.prompt_ids, case.reference_ids) for case in cases])
+    rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
+    predictor = Predictor(forcing, rows, free_costs(subject.space, spec.gamma_max))
+    rng = np.random.default_rng(seed)
+    records = []
+    for _ in range(num_settings):
+        config = subject.space.to_config(random_params(subject.space, rng))
+        live = live_counts([subject.decoder.decode(case.prompt_ids, config).stats for case in cases])
+        sharp, ranked = predictor.counts(config, sharp=True), predictor.counts(config, sharp=False)
+        records.append(
+            {
+                "skip_mask": str(config.skip_mask),
+                "gamma": config.gamma,
+                "draft_threshold": config.draft_threshold,
+                "target_threshold": config.target_threshold,
+                "live": live.tolist(),
+                "sharp": sharp.total()[0].tolist(),
+                "ranked": ranked.total()[0].tolist(),
+            }
+        )
+    checks = {}
+    for name in ("sharp", "ranked"):
+        check = check_replay([(record[name], record["live"]) for record in records])
+        checks[name] = asdict(check) if check else {}
+    return {"checks": checks, "keys": predictor.keys, "num_prompts": len(cases), "seed": seed, "settings": records}
+
+
+def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
+    """A third each: bits at random, more skipped towards the end, an early exit with a few bits flipped.
+
+    Each threshold is off half of the time and anywhere on its grid otherwise.
+    """
+    from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, snap_threshold
+
+    names = space.bit_names
+    depth = np.array([int(name.rpartition(".")[2]) for name in names]) / space.num_layers
+    kind = int(rng.integers(3))
+    if kind == 0:
+        skipped = rng.random(len(names)) < rng.uniform(*_SHARES)
+    elif kind == 1:
+        skipped = rng.random(len(names)) < depth
+    else:
+        skipped = (depth >= rng.uniform(0.15, 0.8)) ^ (rng.random(len(names)) < 0.08)
+    params: dict[str, Any] = dict(zip(names, map(bool, skipped), strict=True))
+    params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
+    for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
+        params[name] = snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0
+    return params
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,209 @@
+"""What a study's trials measured, drawn beside what was predicted of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+import plotly.graph_objects as go
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.skip_mask import SkipMask
+from search.figure_style import BLUE, GREEN, GREY, ORANGE, PURPLE, MissingData, finish, look, ratio_line
+from search.leaderboard import Entry, is_full
+from search.objective import standings_of
+from search.outlook import POOL
+from search.prediction_check import predicted_and_measured, prediction_check_of, replay_check_of
+from search.reference import Reference
+from search.space import GAMMA, SearchSpace
+from search.study import trials_by_state
+
+_MAX_STANDINGS = 200
+"""Points of the leader's curve: each costs a fit over all earlier trials."""
+_DISPLAY = {"warm": "known shape", "repeat": "measured again", "pool": "pool", "replay": "neighbour by replay"}
+
+
+def prediction_figure(study: optuna.Study) -> go.Figure:
+    """Predicted against measured speedup, a point per trial, each on the prompts that it was measured on.
+
+    Raises: MissingData if no trial has both.
+    """
+    trials = study.get_trials(deepcopy=False)
+    found = [(trial, pair) for trial in trials if (pair := predicted_and_measured(trial)) is not None]
+    check = prediction_check_of(trials)
+    if not found or check is None:
+        raise MissingData(f"predicted_ratios: no trial of study {study.study_name!r} has them and a measurement")
+    values = [value for _, pair in found for value in pair]
+    low, high = 0.95 * min(values), 1.05 * max(values)
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[low, high],
+        y=[low, high],
+        mode="lines",
+        name="measured = predicted",
+        line={"dash": "dot", "color": GREY, "width": 1.5},
+        hoverinfo="skip",
+    )
+    groups = dict.fromkeys(_origin(trial) for trial, _ in found)
+    for place, origin in enumerate(groups):
+        some = [(trial, pair) for trial, pair in found if _origin(trial) == origin]
+        colour, symbol = look(place)
+        figure.add_scatter(
+            x=[predicted for _, (predicted, _) in some],
+            y=[measured for _, (_, measured) in some],
+            mode="markers",
+            name=f"{_DISPLAY.get(origin, origin)} ({len(some)})",
+            marker={"color": colour, "size": 9, "symbol": [_symbol(symbol, trial) for trial, _ in some]},
+            customdata=[_about(trial) for trial, _ in some],
+            hovertemplate="%{customdata}<br>predicted %{x:.3f}, measured %{y:.3f}<extra></extra>",
+        )
+    figure.update_xaxes(title="predicted speedup over plain decoding", range=[low, high], constrain="domain")
+    figure.update_yaxes(title="measured speedup", range=[low, high], scaleanchor="x", constrain="domain")
+    figure.update_layout(height=600)
+    rank = "-" if check.spearman is None else f"{check.spearman:.2f}"
+    title = f"Predicted against measured: median error {100 * check.median_abs_error:.1f} %, rank correlation {rank}"
+    return finish(figure, title, _prediction_facts(trials, check.num_trials, check.bias))
+
+
+def convergence_figure(study: optuna.Study) -> go.Figure:
+    """Measured and predicted speedup of every trial, and the pooled lower bound of whatever led after it.
+
+    Predictions are drawn where there are some.
+    Raises: MissingData if no trial has been measured, or the study keeps no reference.
+    """
+    trials = study.get_trials(deepcopy=False)
+    measured = [trial for trial in trials if trial.state == TrialState.COMPLETE and "speedup" in trial.user_attrs]
+    if not measured:
+        raise MissingData(f"speedup: no trial of study {study.study_name!r} has been measured")
+    if "reference" not in study.user_attrs:
+        raise MissingData(f"reference: study {study.study_name!r} keeps none")
+    figure = go.Figure()
+    full, partial = ([trial for trial in measured if is_full(trial) == wanted] for wanted in (True, False))
+    _add_trials(figure, full, "speedup", "measured", (BLUE, "circle"))
+    _add_trials(figure, partial, "speedup", "measured, stopped early", (BLUE, "circle-open"))
+    predicted = [trial for trial in trials if "predicted_speedup" in trial.user_attrs]
+    _add_trials(figure, predicted, "predicted_speedup", "predicted", (ORANGE, "x-thin-open"))
+    _add_leader(figure, measured, Reference.from_json(study.user_attrs["reference"]))
+    confirmed = study.user_attrs.get("confirmed")
+    if confirmed:
+        _add_confirmed(figure, max(trial.number for trial in trials) + 2, confirmed)
+    figure.add_hline(**ratio_line(1.0, "plain decoding"))
+    figure.update_xaxes(title="trial")
+    figure.update_yaxes(title="speedup over plain decoding")
+    figure.update_layout(height=500)
+    return finish(figure, "Speedup by trial", _convergence_facts(study, trials))
+
+
+def space_of(trial: FrozenTrial) -> SearchSpace:
+    """The space that a trial was drawn from. Raises: KeyError for a trial that the search did not make."""
+    bits: dict[str, list[int]] = {"attn": [], "mlp": [], "layer": []}
+    for name in trial.params:
+        if name.startswith("skip."):
+            _, kind, layer = name.split(".")
+            bits[kind].append(int(layer))
+    attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
+    gamma_max = int(getattr(trial.distributions[GAMMA], "high", trial.params[GAMMA]))
+    return SearchSpace(SkipMask.parse(trial.user_attrs["skip_mask"]).num_layers, gamma_max, attention, mlp, layers)
+
+
+def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
+    """(trial number, leader once that trial was in): after every trial, or after some 200 of them; none before any led.
+
+    Cost: a fit over all earlier trials each.
+    """
+    ordered = sorted(trials, key=lambda trial: trial.number)
+    space = space_of(ordered[0])
+    counts = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_STANDINGS)).round().astype(int)).tolist()
+    found = [(ordered[count - 1].number, standings_of(ordered[:count], space, reference).leader) for count in counts]
+    return [(number, leader) for number, leader in found if leader is not None]
+
+
+def _add_trials(
+    figure: go.Figure, trials: Sequence[FrozenTrial], field: str, words: str, appearance: tuple[str, str]
+) -> None:
+    if not trials:
+        return
+    colour, symbol = appearance
+    figure.add_scatter(
+        x=[trial.number for trial in trials],
+        y=[trial.user_attrs[field] for trial in trials],
+        mode="markers",
+        name=words,
+        marker={"color": colour, "symbol": symbol, "size": 8, "line": {"width": 2, "color": colour}},
+        customdata=[_about(trial) for trial in trials],
+        hovertemplate="%{customdata}<br>" + words + " %{y:.3f}<extra></extra>",
+    )
+
+
+def _add_leader(figure: go.Figure, measured: Sequence[FrozenTrial], reference: Reference) -> None:
+    found = leaders(measured, reference)
+    if not found:
+        return
+    figure.add_scatter(
+        x=[number for number, _ in found],
+        y=[entry.lower for _, entry in found],
+        mode="lines",
+        name="leader, pooled lower bound",
+        line={"color": GREEN, "width": 2.5, "shape": "hv"},
+        customdata=[f"#{e.trials[0]}, {len(e.trials)} trials, pooled {e.speedup:.3f}" for _, e in found],
+        hovertemplate="leader %{customdata}<br>lower bound %{y:.3f}<extra></extra>",
+    )
+
+
+def _add_confirmed(figure: go.Figure, x: int, confirmed: dict[str, Any]) -> None:
+    speedup, low, high = (confirmed[name] for name in ("speedup", "speedup_ci_low", "speedup_ci_high"))
+    figure.add_scatter(
+        x=[x],
+        y=[speedup],
+        mode="markers",
+        name="confirmed, 95 % interval",
+        marker={"color": PURPLE, "symbol": "diamond", "size": 11},
+        error_y={"type": "data", "symmetric": False, "array": [high - speedup], "arrayminus": [speedup - low]},
+        hovertemplate=f"confirmed on {confirmed['num_prompts']} held-out prompts: %{{y:.3f}}<extra></extra>",
+    )
+
+
+def _about(trial: FrozenTrial) -> str:
+    """Hover text: which config."""
+    params, attrs = trial.params, trial.user_attrs
+    return (
+        f"#{trial.number} {attrs.get('origin', '?')}<br>mask {attrs.get('skip_mask', '?')}<br>"
+        f"gamma {params.get('gamma', '?')}, thresholds {params.get('draft_threshold', 0):g} and "
+        f"{params.get('target_threshold', 0):g}"
+    )
+
+
+def _origin(trial: FrozenTrial) -> str:
+    return str(trial.user_attrs.get("origin", "?")).partition(":")[0]
+
+
+def _symbol(symbol: str, trial: FrozenTrial) -> str:
+    return symbol if is_full(trial) else f"{symbol}-open"
+
+
+def _prediction_facts(trials: Sequence[FrozenTrial], count: int, bias: float) -> str:
+    text = f"{count} trials, open = stopped early; predicted / measured {bias:.3f}"
+    if (replayed := replay_check_of(trials)) is not None:
+        text += f"; forwards replayed exactly in {100 * replayed.exact_share:.0f} %"
+    return text
+
+
+def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> str:
+    words: dict[str, Callable[[int], str]] = {
+        "measured": lambda n: f"{n} in full",
+        "stopped_early": lambda n: f"{n} stopped early",
+        "not_lossless": lambda n: f"{n} NOT LOSSLESS",
+        "failed": lambda n: f"{n} failed",
+    }
+    counts = trials_by_state(list(trials))
+    text = f"{len(trials)} trials: " + ", ".join(tell(counts[name]) for name, tell in words.items() if counts[name])
+    if (plain := study.user_attrs.get("plain_tokens_per_s")) is not None:
+        text += f"; plain decoding {plain:.1f} tokens/s"
+    pool = json.loads(study.user_attrs.get(POOL, "[]"))
+    if pool:
+        text += f"; best of {len(pool)} predicted before the first trial {math.exp(pool[0][-1]):.2f}"
+    return text

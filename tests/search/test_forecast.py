@@ -1,0 +1,209 @@
+"""Sensitivity finds planted sublayers; the pool holds the optimum of the fake landscape and keeps to its budget."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+from layerskip import DecodeConfig, SkipMask
+from layerskip.teacher_forcing import ForcedText
+from search.cost_model import CostOptions, measure_costs
+from search.forecast import Candidate, Candidates, Pool, known_masks, make_pool
+from search.predictor import Predictor
+from search.replay import TextRows
+from search.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
+from search.space import SearchSpace
+from tests.search.fake_outlook import FakeForcing, FakeTimer
+from tests.search.fakes import FINGERPRINT, SPACE, FakeClock
+from tests.search.outlook_fakes import space_of
+
+LENGTH = 17
+SPACES = {
+    "one layer": space_of(1),
+    "one whole layer": space_of(1, whole=True, gamma_max=1),
+    "whole layers": space_of(6, whole=True),
+    "some whole layers": SearchSpace(4, 6, attention_bits=(1, 2, 3), mlp_bits=(1, 2, 3), layer_bits=(0,)),
+    "80 layers": space_of(80),
+}
+any_space = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+
+
+def candidates_of(space: SearchSpace, num_texts: int = 4) -> tuple[Candidates, FakeForcing]:
+    forcing = FakeForcing([ForcedText((i,), tuple(range(LENGTH))) for i in range(num_texts)])
+    cost = measure_costs(FakeTimer(), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
+    rows = TextRows(forcing.lengths, forcing.target_probs, LENGTH)
+    return Candidates(Predictor(forcing, rows, cost), space), forcing
+
+
+def planted(space: SearchSpace, critical: dict[str, float], asked: list[SkipMask]) -> Sensitivity:
+    """Of an agreement that every skipped sublayer lowers by a weight of its own, small but for the critical ones."""
+    weights = {name: 0.001 * (i + 1) for i, name in enumerate(space.bit_names)} | critical
+
+    def agreement(mask: SkipMask) -> float:
+        asked.append(mask)
+        return 1.0 - sum(weights[name] for name, skipped in space.to_bits(mask).items() if skipped)
+
+    return measure_sensitivity(agreement, space)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_planted_critical_sublayers_are_found(whole: bool) -> None:
+    space = space_of(8, whole=whole)
+    critical = {"skip.layer.03": 0.3, "skip.layer.06": 0.2} if whole else {"skip.attn.03": 0.3, "skip.mlp.06": 0.2}
+    asked: list[SkipMask] = []
+    found = planted(space, critical, asked)
+    weights = {name: critical.get(name, 0.001 * (i + 1)) for i, name in enumerate(space.bit_names)}
+    assert {one.name: one.leave_one_out for one in found.sublayers} == pytest.approx(
+        {name: 1.0 - weight for name, weight in weights.items()}
+    )
+    # Added to the thin draft, or taken out of it: in a sum of weights the same.
+    assert {one.name: one.keep_one_out for one in found.sublayers} == pytest.approx(weights)
+    assert [one.name for one in found.sublayers] == list(space.bit_names)
+    assert found.order() == sorted(space.bit_names, key=weights.__getitem__)
+    assert found.order()[:-3:-1] == list(critical)
+    assert len(asked) == 2 * len(space.bit_names) + 1
+    assert found.base == str(SkipMask.early_exit(8, 2))
+    assert found.base_agreement == pytest.approx(1.0 - sum(w for name, w in weights.items() if int(name[-2:]) >= 2))
+
+
+def test_equally_dispensable_sublayers_go_by_what_they_add_to_a_thin_draft() -> None:
+    worths = (
+        SublayerWorth("a", 0.9, 0.0),
+        SublayerWorth("b", 1.0, 0.5),
+        SublayerWorth("c", 1.0, 0.1),
+        SublayerWorth("d", 0.95, 0.0),
+    )
+    assert Sensitivity(worths, "4:none", 1.0).order() == ["c", "b", "d", "a"]
+
+
+@any_space
+def test_sensitivity_of_any_space_and_its_json(space: SearchSpace) -> None:
+    asked: list[SkipMask] = []
+    found = planted(space, {}, asked)
+    assert [one.name for one in found.sublayers] == list(space.bit_names)
+    allowed = all(not (mask.attention[i] ^ mask.mlp[i]) for mask in asked for i in space.layer_bits)
+    assert allowed
+    text = found.to_json()
+    assert "\n" not in text
+    assert Sensitivity.from_json(text) == found
+
+
+def test_the_pool_holds_the_best_mask_of_all() -> None:
+    """All 256 masks of four layers by brute force; the pool reads a quarter of them and has the best."""
+    space = space_of(4)
+    everywhere, _ = candidates_of(space)
+    bits = itertools.product([False, True], repeat=8)
+    best = max(everywhere.of(space.to_mask(dict(zip(space.bit_names, one, strict=True)))).log_speedup for one in bits)
+    candidates, forcing = candidates_of(space)
+    sensitivity = measure_sensitivity(candidates.predictor.agreement, space)
+    pool = make_pool(candidates, space, sensitivity, seed=0, seconds=1e9, max_readings=64)
+    assert pool.best.log_speedup == pytest.approx(best)
+    assert pool.best.log_speedup > math.log(1.3)
+    assert forcing.num_readings < 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pool_reaches_the_fake_decoders_optimum(seed: int) -> None:
+    """The four middle layers of six, whole: see `fakes.true_speedup`."""
+    candidates, _ = candidates_of(SPACE)
+    sensitivity = measure_sensitivity(candidates.predictor.agreement, SPACE)
+    pool = make_pool(candidates, SPACE, sensitivity, seed=seed, seconds=1e9)
+    assert SPACE.to_mask(pool.best.params) == SkipMask.contiguous(6, 1, 4)
+
+
+def test_climbing_leaves_the_known_shapes_by_single_flips() -> None:
+    """The best mask is no known shape and not in the order of sensitivity either, which here misleads."""
+    space = space_of(6)
+    candidates, _ = candidates_of(space)
+    odd = SkipMask.from_sublayers(6, attention=[0, 2, 4], mlp=[1, 5])
+    candidates.of = lambda mask: Candidate(  # type: ignore[method-assign]
+        space.to_bits(mask) | {"gamma": 1, "draft_threshold": 0.0, "target_threshold": 0.0},
+        -float(sum(a != b for a, b in zip(mask.attention + mask.mlp, odd.attention + odd.mlp, strict=True))),
+    )
+    misleading = Sensitivity(tuple(SublayerWorth(name, 1.0, 0.0) for name in space.bit_names), "6:none", 1.0)
+    pool = make_pool(candidates, space, misleading, seed=0, seconds=1e9)
+    assert odd not in known_masks(space)
+    assert space.to_mask(pool.best.params) == odd
+    assert pool.best.log_speedup == 0.0
+
+
+@any_space
+def test_a_pool_of_any_space_is_valid_sorted_and_read_back(space: SearchSpace) -> None:
+    candidates, forcing = candidates_of(space, num_texts=2)
+    sensitivity = planted(space, {}, [])
+    pool = make_pool(candidates, space, sensitivity, seed=0, seconds=1e9, max_readings=40)
+    masks = [space.to_mask(one.params) for one in pool.candidates]
+    assert len(set(masks)) == len(masks) == forcing.num_readings <= 40
+    assert [one.log_speedup for one in pool.candidates] == sorted(one.log_speedup for one in pool.candidates)[::-1]
+    assert SkipMask.none(space.num_layers) in masks
+    for one in pool.candidates:
+        assert one.params.keys() == space.distributions.keys()
+        config = space.to_config(dict(one.params))
+        assert space.to_params(config) == one.params
+        assert 1 <= config.gamma <= space.gamma_max
+        assert one.log_speedup == pytest.approx(math.log(candidates.predictor.speedup(config)))
+    again = Pool.from_json(pool.to_json(candidates), candidates)
+    assert [one.params for one in again.candidates] == [one.params for one in pool.candidates]
+    assert [one.key for one in again.candidates] == [one.key for one in pool.candidates]
+    assert [one.log_speedup for one in again.candidates] == pytest.approx(
+        [one.log_speedup for one in pool.candidates], abs=1e-5
+    )
+    assert Pool.from_json(again.to_json(candidates), candidates) == again
+
+
+def test_a_small_space_is_predicted_whole_and_then_done() -> None:
+    candidates, _ = candidates_of(space_of(1))
+    pool = make_pool(candidates, space_of(1), planted(space_of(1), {}, []), seed=0, seconds=1e9)
+    assert {str(space_of(1).to_mask(one.params)) for one in pool.candidates} == {"1:none", "1:0", "1:a0", "1:m0"}
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, 3), (2.0, 11)])
+def test_the_pool_keeps_to_its_seconds(seconds: float, expected: int) -> None:
+    """A reading takes 0.19 s; the one under way when time is up is finished."""
+    clock = FakeClock()
+    candidates, forcing = candidates_of(SPACE)
+    forcing._tick = lambda _seconds: clock.advance(0.19)
+    pool = make_pool(candidates, SPACE, planted(SPACE, {}, []), seed=0, seconds=seconds, clock=clock)
+    assert len(pool.candidates) == forcing.num_readings == expected
+
+
+def test_known_masks_are_told_apart_and_hold_exits_at_many_depths() -> None:
+    masks = known_masks(space_of(80))
+    assert len(set(masks)) == len(masks)
+    exits = {mask.exit_layer for mask in masks} - {None}
+    assert len(exits) >= 12
+    assert {1, 79} <= exits
+    assert known_masks(space_of(1)) == [SkipMask.none(1)]
+
+
+def test_candidates_are_written_in_a_few_characters_and_read_back() -> None:
+    candidates, _ = candidates_of(SPACE)
+    draw = random.Random(0)
+    config = DecodeConfig(
+        skip_mask=SkipMask.from_sublayers(6, attention=[1, 4], mlp=[2]),
+        gamma=draw.randint(1, 6),
+        draft_threshold=0.35,
+        target_threshold=0.05,
+    )
+    one = Candidate(SPACE.to_params(config), -0.123456789)
+    (row,) = candidates.write([one])
+    assert row == ["6:a1,a4,m2", config.gamma, 0.35, 0.05, -0.12346]
+    (back,) = candidates.read(json.loads(json.dumps([row])))
+    assert (back.params, back.key) == (one.params, one.key)
+    assert back.log_speedup == -0.12346
+
+
+def test_variants_are_the_masks_best_settings() -> None:
+    candidates, _ = candidates_of(SPACE)
+    mask = SkipMask.contiguous(6, 1, 4)
+    found = candidates.variants(mask, 6)
+    assert len({one.key for one in found}) == 6
+    assert {SPACE.to_mask(one.params) for one in found} == {mask}
+    speedups = [candidates.predictor.speedup(SPACE.to_config(dict(one.params))) for one in found]
+    assert [math.exp(one.log_speedup) for one in found] == pytest.approx(speedups)
+    assert speedups == sorted(speedups, reverse=True)
+    assert candidates.of(mask).log_speedup >= found[0].log_speedup - 1e-12

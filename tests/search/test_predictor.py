@@ -1,0 +1,272 @@
+"""Predictor: predicted speedups are those of decoding step by step, priced; the best setting is one by brute force."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerskip import DecodeConfig, SkipMask
+from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from search.cost_model import CostModel, CostOptions, measure_costs
+from search.predictor import SHARP_DEPTH, Predictor
+from search.replay import Settings, TextRows, live_counts, replay
+from tests.search.fake_outlook import FakeForcing, FakeTimer, simulate
+from tests.search.fakes import FINGERPRINT
+from tests.search.outlook_fakes import PlantedTimer, space_of
+
+NUM_LAYERS = 12
+GAMMA_MAX = 8
+LENGTH = 24
+MASKS = [
+    SkipMask.none(NUM_LAYERS),
+    SkipMask.contiguous(NUM_LAYERS, 3, 6),
+    SkipMask.from_sublayers(NUM_LAYERS, attention=range(2, 10), mlp=[3, 4, 11]),
+    SkipMask.early_exit(NUM_LAYERS, 10),
+    SkipMask.early_exit(NUM_LAYERS, 0),
+]
+
+
+def cost_of(timer: FakeTimer) -> CostModel:
+    options = CostOptions(GAMMA_MAX, repeats=1, seed=0)
+    return measure_costs(timer, [(1, 2)], space_of(NUM_LAYERS), FINGERPRINT, options)
+
+
+COST = cost_of(PlantedTimer())
+
+
+def forcing_of(lengths: Sequence[int], seed: int = 0) -> FakeForcing:
+    return FakeForcing([ForcedText((seed, i), tuple(range(length))) for i, length in enumerate(lengths)])
+
+
+def predictor_of(forcing: FakeForcing, cost: CostModel = COST, max_new_tokens: int = LENGTH) -> Predictor:
+    return Predictor(forcing, TextRows(forcing.lengths, forcing.target_probs, max_new_tokens), cost)
+
+
+def live_ratio(forcing: FakeForcing, text: int, config: DecodeConfig, cost: CostModel = COST) -> float:
+    """Plain over speculative seconds of a decoding step by step; the fake's verifications grow by a fixed share."""
+    stats = simulate(forcing, text, config, LENGTH)
+    alone, more = cost.verify_s[0], cost.verify_s[1] - cost.verify_s[0]
+    draft_s = cost.draft_s(config.skip_mask, threshold=config.draft_threshold > 0)
+    seconds = stats.num_drafted * (draft_s + more) + (stats.num_rounds + stats.num_target_only) * alone
+    return (int(forcing.lengths[text]) - 1) * alone / seconds
+
+
+configs = st.builds(
+    DecodeConfig,
+    skip_mask=st.sampled_from(MASKS),
+    gamma=st.integers(1, GAMMA_MAX),
+    draft_threshold=st.one_of(st.just(0.0), st.floats(0.01, 0.95)),
+    target_threshold=st.one_of(st.just(0.0), st.floats(0.01, 0.95)),
+)
+
+
+@given(config=configs, seed=st.integers(0, 9), num_texts=st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_a_predicted_speedup_is_that_of_decoding_step_by_step(config: DecodeConfig, seed: int, num_texts: int) -> None:
+    forcing = forcing_of([LENGTH] * num_texts, seed)
+    predictor = predictor_of(forcing)
+    live = [live_ratio(forcing, i, config) for i in range(num_texts)]
+    assert predictor.ratios(config, range(num_texts)) == pytest.approx(live)
+    assert predictor.speedup(config) == pytest.approx(math.exp(sum(map(math.log, live)) / num_texts))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("share", [0.03, 0.3])
+def test_the_best_setting_is_as_good_as_any_of_a_fine_grid(mask: SkipMask, share: float) -> None:
+    """2,400 settings by brute force; what the coarse grid misses is little."""
+    forcing, cost = forcing_of([LENGTH] * 6), cost_of(PlantedTimer(verify_share=share))
+    predictor = predictor_of(forcing, cost)
+    best = predictor.best_setting(mask)
+    steps = [0.05 * i for i in range(20)]
+    grid = Settings.grid(range(1, GAMMA_MAX + 1), steps, steps[:15])
+    reading = forcing.read(mask)
+    rows = TextRows(forcing.lengths, forcing.target_probs, LENGTH)
+    counts = replay(reading.accepted, reading.confidence, rows, grid, cost.verify_s)
+    draft_s = np.where(
+        grid.draft_threshold > 0, cost.draft_s(mask, threshold=True), cost.draft_s(mask, threshold=False)
+    )
+    seconds = counts.drafted * draft_s[:, None] + counts.verify_s + counts.target_only * cost.verify_s[0]
+    brute = np.exp(np.log((LENGTH - 1) * cost.verify_s[0] / seconds).mean(axis=1)).max()
+    assert best.speedup == pytest.approx(predictor.speedup(best.config))
+    assert brute * 0.98 <= best.speedup <= brute * (1 + 1e-9)
+    assert best.config.skip_mask == mask
+
+
+def test_best_settings_come_best_first_and_are_told_apart() -> None:
+    predictor = predictor_of(forcing_of([LENGTH] * 3))
+    found = predictor.best_settings(MASKS[1], 12)
+    assert len(found) == len({str(one.config) for one in found}) == 12
+    assert [one.speedup for one in found] == sorted((one.speedup for one in found), reverse=True)
+    assert [one.speedup for one in found] == pytest.approx([predictor.speedup(one.config) for one in found])
+    assert found[0].speedup <= predictor.best_setting(MASKS[1]).speedup * (1 + 1e-12)
+
+
+def test_the_surface_holds_predicted_speedups() -> None:
+    predictor = predictor_of(forcing_of([LENGTH] * 3))
+    gammas, thresholds, speedups = predictor.surface(MASKS[1], 0.3)
+    assert (gammas[0], gammas[-1], thresholds[0], thresholds[-1]) == (1, GAMMA_MAX, 0.0, pytest.approx(0.95))
+    for i, k in [(0, 0), (3, 5), (7, 19), (7, 0)]:
+        config = DecodeConfig(
+            skip_mask=MASKS[1], gamma=int(gammas[i]), draft_threshold=float(thresholds[k]), target_threshold=0.3
+        )
+        assert speedups[i, k] == pytest.approx(predictor.speedup(config))
+
+
+def test_a_mask_is_read_once_and_prices_may_change() -> None:
+    forcing = forcing_of([LENGTH] * 2)
+    predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[1], gamma=4)
+    before = predictor.speedup(config)
+    predictor.best_setting(MASKS[1])
+    dear = cost_of(PlantedTimer(fixed_s=5e-3))
+    predictor.cost = dear
+    assert predictor.speedup(config) < before
+    assert predictor.ratios(config, [1]) == pytest.approx([live_ratio(forcing, 1, config, dear)])
+    assert forcing.num_readings == 1 + 1  # and one by the simulation
+
+
+def test_agreement_is_the_share_of_right_tokens() -> None:
+    """Of texts of 5 and 3 tokens, 4 + 2 places have a known next token; the draft is right on 3 of them."""
+    scripted = ScriptedForcing([[[1, 0, 1, 0, 0], [1, 0, 0, 0, 0]]], lengths=[5, 3])
+    assert predictor_of(scripted, max_new_tokens=5).agreement(MASKS[1]) == pytest.approx(3 / 6)
+    assert predictor_of(forcing_of([9, 4]), max_new_tokens=9).agreement(MASKS[0]) == 1.0
+    assert predictor_of(forcing_of([1]), max_new_tokens=9).agreement(MASKS[0]) == 0.0
+
+
+def test_a_text_of_one_token_saves_and_costs_nothing() -> None:
+    forcing = forcing_of([LENGTH, 1])
+    config = DecodeConfig(skip_mask=MASKS[1], gamma=3, draft_threshold=0.4)
+    assert predictor_of(forcing).ratios(config, [0, 1]) == pytest.approx([live_ratio(forcing, 0, config), 1.0])
+
+
+class SlowOn(PlantedTimer):
+    """The mask to be tried takes 1.5 times what its terms say, and twice that in one bad moment."""
+
+    def draft_s(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+    ) -> list[float]:
+        times = [1.5 * one for one in super().draft_s(text_ids, masks, gamma=gamma, threshold=threshold)]
+        return [times[0] * 9, times[1] * 2, *times[2:]]
+
+
+@pytest.mark.parametrize("draft_threshold", [0.0, 0.4])
+def test_a_trial_is_predicted_with_its_own_draft_time(draft_threshold: float) -> None:
+    forcing = forcing_of([LENGTH] * 4)
+    predictor, timer = predictor_of(forcing), SlowOn()
+    config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=draft_threshold, target_threshold=0.2)
+    told = predictor.trial(config, [2, 0], timer, (1, 2, 3))
+    terms = COST.draft_s(MASKS[1], threshold=draft_threshold > 0)
+    assert told.draft_s == pytest.approx(1.5 * terms)
+    ((text, masks, gamma, threshold),) = timer.drafted
+    assert (text, set(masks), gamma, threshold) == ((1, 2, 3), {MASKS[1]}, 5, draft_threshold > 0)
+    if draft_threshold == 0.0:  # a fake draft goes on for one token at most where a threshold is set
+        for step, forwards, ratio in zip([2, 0], told.forwards, told.ratios, strict=True):
+            stats = simulate(forcing, step, config, LENGTH)
+            assert forwards == tuple(live_counts([stats]).tolist())
+            slower = stats.num_drafted * 0.5 * terms
+            expected = 23 * COST.verify_s[0] / (23 * COST.verify_s[0] / live_ratio(forcing, step, config) + slower)
+            assert ratio == pytest.approx(expected)
+
+
+def test_a_trial_with_times_as_the_terms_say_is_ranked_the_same() -> None:
+    forcing = forcing_of([LENGTH] * 4)
+    predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[2], gamma=4)
+    told = predictor.trial(config, [3, 1], PlantedTimer(), (1,))
+    assert told.ratios == pytest.approx(predictor.ratios(config, [3, 1]))
+
+
+def test_texts_that_are_not_read_are_expected_to_be_average_ones() -> None:
+    forcing = forcing_of([LENGTH] * 3)
+    predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[1], gamma=4)
+    known = predictor.ratios(config, range(3))
+    average = math.prod(known) ** (1 / 3)
+    assert predictor.ratios(config, [7, 1, 3]) == pytest.approx([average, known[1], average])
+    told = predictor.trial(config, [7, 1, 3], PlantedTimer(), (1,))
+    assert told.ratios == pytest.approx([average, known[1], average])
+    assert told.forwards == ()
+    assert len(predictor.trial(config, [2, 1], PlantedTimer(), (1,)).forwards) == 2
+
+
+@dataclass
+class Overrun:
+    """Answers given, and what was asked."""
+
+    answers: list[int] = field(default_factory=list)
+    asked: list[tuple[SkipMask, list[WrongDraft], float]] = field(default_factory=list)
+
+
+class ScriptedForcing(FakeForcing):
+    """Readings as written down: depths x texts x places."""
+
+    def __init__(self, accepted: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], sure: float = 0.9) -> None:
+        super().__init__([ForcedText((i,), tuple(range(length))) for i, length in enumerate(lengths)])
+        self.target_probs[:] = 1.0
+        self._accepted = np.array(accepted, dtype=np.float32)
+        self.confidence = np.full(self._accepted.shape, sure, dtype=np.float32)
+        self.choices = np.arange(self._accepted.size).reshape(self._accepted.shape)
+        self.overruns = Overrun()
+
+    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
+        assert depth in (0, SHARP_DEPTH)
+        return DraftReadings(
+            self._accepted[: depth + 1], self.confidence[: depth + 1], self.choices[: depth + 1].astype(np.int64)
+        )
+
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+        self.overruns.asked.append((mask, list(wrong), threshold))
+        return self.overruns.answers[: len(wrong)]
+
+
+def two_texts() -> ScriptedForcing:
+    """All right when read one deep. Deeper, text 0 is wrong at place 2, two drafts into a round, and text 1 at place 1,
+    one draft into it, where it is unsure as well."""
+    accepted = np.ones((SHARP_DEPTH + 1, 2, 8), dtype=int)
+    accepted[:, :, 7] = 0
+    accepted[2, 0, 2] = accepted[1, 1, 1] = 0
+    forcing = ScriptedForcing(accepted.tolist(), lengths=[8, 8])
+    forcing.confidence[1, 1, 1] = 0.3
+    forcing.overruns.answers = [2]
+    return forcing
+
+
+NONLINEAR = CostModel((1.0, 1.5, 2.5, 4.5, 8.5, 16.5), 0.25, (0.0,) * 12, (0.0,) * 12, 0.0, 0.0, 8, {})
+
+
+def test_sharp_counts_hold_what_a_draft_adds_after_a_wrong_token() -> None:
+    """Text 0: a round of 3, 2 of them right, and 2 more after the wrong one; then 3 right ones, all that there is room
+    for (8 - 4 - 1). Text 1: 2 drafts, the second wrong and unsure, so nothing is added; then, from token 3 on, 4 right
+    ones. The target alone is not needed."""
+    forcing = two_texts()
+    predictor = predictor_of(forcing, NONLINEAR, max_new_tokens=8)
+    config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=0.5)
+    sharp = predictor.counts(config, sharp=True)
+    assert sharp.drafted.tolist() == [[5 + 3, 2 + 4]]
+    assert sharp.rounds.tolist() == [[2, 2]]
+    assert sharp.target_only.tolist() == [[0, 0]]
+    assert sharp.verify_s.tolist() == [[16.5 + 4.5, 2.5 + 8.5]]
+    token = int(forcing.choices[2, 0, 2])
+    assert forcing.overruns.asked == [(MASKS[1], [WrongDraft(text=0, row=2, token=token, room=2)], 0.5)]
+
+
+def test_ranked_counts_read_one_deep_and_look_no_further() -> None:
+    """All right: a round of 5 drafts and, two tokens being left, the target alone; overruns are not asked for."""
+    forcing = two_texts()
+    predictor = predictor_of(forcing, NONLINEAR, max_new_tokens=8)
+    ranked = predictor.counts(DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=0.5), sharp=False)
+    assert ranked.total().tolist() == [[10, 2, 2]]
+    assert ranked.verify_s.tolist() == [[16.5, 16.5]]
+    assert forcing.overruns.asked == []
+
+
+def test_a_trial_is_priced_by_its_sharp_counts() -> None:
+    predictor = predictor_of(two_texts(), NONLINEAR, max_new_tokens=8)
+    config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=0.5)
+    timer = PlantedTimer(fixed_s=0.5, attention_s=0.0, mlp_s=0.0, threshold_s=0.0)
+    told = predictor.trial(config, [1, 0], timer, (1,))
+    assert told.forwards == ((6, 2, 0), (8, 2, 0))
+    assert told.ratios == pytest.approx([7.0 / (6 * 0.5 + 11.0), 7.0 / (8 * 0.5 + 21.0)])

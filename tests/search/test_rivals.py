@@ -1,0 +1,404 @@
+"""Every rival on synthetic models: valid at any size, pure, and true to its own criterion."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from optuna.trial import FrozenTrial
+
+from layerskip.skip_mask import SkipMask
+from search.leaderboard import counted
+from search.proposals import Proposal, measured_keys
+from search.rivals import STRATEGIES
+from search.rivals.bayesian import DraftVerify, Swift
+from search.rivals.common import bits_of, throughput, union
+from search.rivals.gaussian_process import GaussianProcess, upper_bound_points
+from search.rivals.hidden_states import (
+    Clasp,
+    KnapSpec,
+    latency_weights,
+    most_similar_layers,
+    most_similar_sublayers,
+)
+from search.rivals.leave_one_out import LeaveOneOut
+from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from tests.search.fakes import SPACE
+from tests.search.rival_fakes import FakeHints, OrthogonalStates, agreement_of, failed, make_space, measured
+
+RIVALS = [name for name in STRATEGIES if name != "ours"]
+SPACES = {
+    "one layer": make_space(1, gamma_max=1),
+    "one whole layer": make_space(1, whole=True, gamma_max=2),
+    "two layers": make_space(2, gamma_max=2),
+    "whole layers": make_space(6, whole=True),
+    "six layers": SPACE,
+}
+
+
+def make(name: str, space: SearchSpace, seed: int = 0) -> Any:
+    factory = STRATEGIES[name].factory
+    assert factory is not None
+    return factory(space, FakeHints(space.num_layers), seed)
+
+
+def propose(proposer: Any, trials: list[FrozenTrial], seed: int = 0) -> Proposal:
+    index = counted(trials)
+    proposal: Proposal = proposer.propose(trials, index, np.random.default_rng([seed, index, 0]))
+    return proposal
+
+
+def follow(proposer: Any, space: SearchSpace, count: int) -> tuple[list[Proposal], list[FrozenTrial]]:
+    """So many proposals, each measured before the next."""
+    proposals: list[Proposal] = []
+    trials: list[FrozenTrial] = []
+    for number in range(count):
+        proposals.append(propose(proposer, trials))
+        params = proposals[-1].params
+        assert params is not None
+        trials.append(measured(space, params, number))
+    return proposals, trials
+
+
+def check_valid(proposal: Proposal, space: SearchSpace) -> None:
+    assert proposal.params is not None
+    assert proposal.params.keys() == space.distributions.keys()
+    for name, one in space.distributions.items():
+        assert one._contains(one.to_internal_repr(proposal.params[name])), (name, proposal.params[name])
+    config = space.to_config(proposal.params)
+    assert space.to_params(config) == proposal.params
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: str, space: SearchSpace) -> None:
+    proposals, trials = follow(make(name, space), space, 60)
+    for number, proposal in enumerate(proposals):
+        check_valid(proposal, space)
+        if proposal.repeat_of is not None:
+            assert proposal.repeat_of < number
+            assert trials[proposal.repeat_of].params == proposal.params
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_eighty_layers(name: str) -> None:
+    space = make_space(80, gamma_max=8)
+    proposals, _ = follow(make(name, space), space, 7)
+    for proposal in proposals:
+        check_valid(proposal, space)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_proposal_follows_from_its_arguments_alone(name: str) -> None:
+    """A proposer that has run all along says what a fresh one says, at every trial: so a resume cannot differ."""
+    proposals, trials = follow(make(name, SPACE), SPACE, 30)
+    for number in (0, 1, 7, 29):
+        assert propose(make(name, SPACE), trials[:number]) == proposals[number]
+    veteran = make(name, SPACE)
+    propose(veteran, trials)
+    assert propose(veteran, trials[:7]) == proposals[7]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_nothing_but_failures_is_no_reason_to_crash(name: str) -> None:
+    space = SPACES["two layers"]
+    proposer = make(name, space)
+    trials: list[FrozenTrial] = []
+    for number in range(30):
+        proposal = propose(proposer, trials)
+        check_valid(proposal, space)
+        assert proposal.repeat_of is None
+        assert proposal.params is not None
+        trials.append(failed(space, proposal.params, number, "out of memory"))
+
+
+@pytest.mark.parametrize("name", [one for one in RIVALS if one not in ("random", "raw-tpe")])
+def test_an_interrupted_trial_is_proposed_again_and_a_failed_one_is_not(name: str) -> None:
+    _, trials = follow(make(name, SPACE), SPACE, 8)
+    proposal = propose(make(name, SPACE), trials)
+    assert proposal.params is not None
+    interrupted = [*trials, failed(SPACE, proposal.params, 8, "interrupted")]
+    assert propose(make(name, SPACE), interrupted) == proposal
+    broken = propose(make(name, SPACE), [*trials, failed(SPACE, proposal.params, 8, "out of memory")])
+    assert broken.params != proposal.params or broken.repeat_of is not None
+
+
+def test_seeds_matter_where_a_strategy_draws() -> None:
+    for name in ("layerskip", "swift"):
+        one, other = (make(name, SPACE, seed) for seed in (0, 1))
+        assert propose(one, []).params != propose(other, []).params
+
+
+def test_the_used_up_grid_measures_leaders_in_turn() -> None:
+    space = make_space(3, gamma_max=2)
+    proposals, trials = follow(make("layerskip", space), space, 4 + 8)
+    first = [tuple(sorted(one.params.items())) for one in proposals[:4] if one.params]
+    assert len(set(first)) == 4
+    assert {space.to_config(dict(one)).skip_mask.exit_layer for one in first} == {1, 2}
+    assert all(one.repeat_of is None for one in proposals[:4])
+    again = Counter(one.repeat_of for one in proposals[4:])
+    assert again == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert measured_keys(trials) == set(first)
+
+
+def test_thresholds_and_gamma_are_each_papers_own() -> None:
+    space = make_space(6, gamma_max=16)
+    expected = {
+        "draft-verify": ({12}, 0.6),
+        "layerskip": (set(range(1, 17)), 0.0),
+        "swift": ({16}, 0.8),
+        "clasp": (set(range(1, 17)), 0.7),
+        "knapspec": (set(range(1, 17)), 0.7),
+        "leave-one-out": (set(range(1, 17)), 0.0),
+    }
+    for name, (gammas, threshold) in expected.items():
+        for proposal in follow(make(name, space), space, 10)[0]:
+            assert proposal.params is not None
+            assert proposal.params[GAMMA] in gammas
+            assert proposal.params[DRAFT_THRESHOLD] == threshold
+            assert proposal.params[TARGET_THRESHOLD] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clasp_finds_the_most_similar_layers_of_every_number(seed: int) -> None:
+    lengths = np.random.default_rng(seed).uniform(0.1, 1.0, 12).tolist()
+    states = OrthogonalStates(lengths)
+    plans = most_similar_layers(states)
+    assert sorted(plans) == list(range(7))
+    for count, layers in plans.items():
+        assert len(layers) == count
+        best = max(
+            (states.similarity(SkipMask.from_layers(6, one)), one) for one in itertools.combinations(range(6), count)
+        )
+        assert states.similarity(SkipMask.from_layers(6, layers)) == pytest.approx(best[0], abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("whole", [False, True])
+def test_knapspec_finds_the_most_similar_sublayers_of_every_budget(seed: int, whole: bool) -> None:
+    rng = np.random.default_rng(seed)
+    states = OrthogonalStates(rng.uniform(0.1, 1.0, 12).tolist())
+    bits = [mask for _, mask in bits_of(make_space(6, whole=whole))]
+    weights = [int(one) for one in rng.integers(1, 6, len(bits))]
+    plans = most_similar_sublayers(states, bits, weights, -1.0)
+    inner = [place for place, bit in enumerate(bits) if not any(bit.attention[i] or bit.mlp[i] for i in (0, 5))]
+    best: dict[int, float] = {}
+    for size in range(len(inner) + 1):
+        for places in itertools.combinations(inner, size):
+            saved = sum(weights[place] for place in places)
+            similarity = states.similarity(union(6, [bits[place] for place in places]))
+            best[saved] = max(best.get(saved, -1.0), similarity)
+    assert plans.keys() == best.keys()
+    for saved, places in plans.items():
+        assert sum(weights[place] for place in places) == saved
+        assert states.similarity(union(6, [bits[place] for place in places])) == pytest.approx(best[saved], abs=1e-12)
+
+
+def test_knapspec_lets_dissimilar_branches_die() -> None:
+    """Without attention 1 the state is a right angle away from the target's right there, whatever comes later."""
+    states = OrthogonalStates([0.1, 0.1, 5.0, 0.1, 0.1, 5.0, 0.1, 0.1])
+    bits = [mask for _, mask in bits_of(make_space(4))]
+
+    def masks(min_similarity: float) -> list[SkipMask]:
+        plans = most_similar_sublayers(states, bits, [1] * 8, min_similarity)
+        return [union(4, [bits[i] for i in one]) for one in plans.values()]
+
+    assert {mask.num_skipped for mask in masks(-1.0)} == {0, 1, 2, 3, 4}
+    assert {mask.num_skipped for mask in masks(0.5)} == {0, 1, 2, 3}
+    assert not any(mask.attention[1] for mask in masks(0.5))
+    assert masks(1.1) == []
+
+
+def test_latencies_become_small_whole_weights() -> None:
+    bits = [mask for _, mask in bits_of(make_space(2))] + [SkipMask.from_layers(2, [1])]
+    for attention_s, mlp_s, expected in (
+        (1.0, 2.4, (1, 2)),
+        (2.6, 1.0, (3, 1)),
+        (1.0, 99.0, (1, 5)),
+        (0.0, 0.0, (1, 1)),
+    ):
+        cost = FakeHints(2, attention_s=attention_s, mlp_s=mlp_s).cost
+        attention, mlp = expected
+        assert latency_weights(bits, cost, 5) == [attention, mlp, attention, mlp, attention + mlp]
+
+
+def test_bits_are_in_the_order_in_which_they_run() -> None:
+    mixed = SearchSpace(3, 2, attention_bits=(0, 2), mlp_bits=(0, 2), layer_bits=(1,))
+    assert [str(mask) for _, mask in bits_of(mixed)] == ["3:a0", "3:m0", "3:1", "3:a2", "3:m2"]
+    for name, mask in bits_of(mixed):
+        config = mixed.to_config(
+            {one: one == name for one in mixed.bit_names} | {GAMMA: 1, DRAFT_THRESHOLD: 0.0, TARGET_THRESHOLD: 0.0}
+        )
+        assert config.skip_mask == mask
+
+
+def test_clasp_sweeps_numbers_first_and_then_around_the_leader() -> None:
+    space = make_space(8, gamma_max=12)
+    clasp = Clasp(space, FakeHints(8))
+    trials: list[FrozenTrial] = []
+    seen = []
+    for number in range(11):
+        params = propose(clasp, trials).params
+        assert params is not None
+        config = space.to_config(params)
+        seen.append((len(config.skip_mask.skipped_layers), config.gamma))
+        trials.append(measured(space, params, number, speedup=2.0 if seen[-1] == (3, 10) else 1.0))
+    assert seen[:7] == [(count, 10) for count in (4, 5, 3, 6, 2, 7, 1)]
+    assert set(seen[7:9]) == {(3, 9), (3, 11)}
+    assert set(seen[9:11]) == {(3, 8), (3, 12)}
+
+
+def test_one_off_work_is_done_once() -> None:
+    hints = FakeHints(6)
+    clasp, loo = Clasp(SPACE, hints), LeaveOneOut(SPACE, hints)
+    follow(clasp, SPACE, 1)
+    num_run = hints.states.num_run
+    follow(clasp, SPACE, 10)
+    assert hints.states.num_run == num_run > 0
+    follow(loo, SPACE, 10)
+    assert hints.num_asked == 12
+
+
+@pytest.mark.parametrize("rival", [KnapSpec, LeaveOneOut])
+def test_the_first_configs_are_the_masks_at_their_best_gamma_by_expected_throughput(rival: Any) -> None:
+    hints = FakeHints(6)
+    configs = list(rival(SPACE, hints).configs())
+    num_masks = len({config.skip_mask for config in configs})
+    assert len(configs) == num_masks * SPACE.gamma_max
+    cost, threshold = hints.cost, rival is KnapSpec
+
+    def value(config: Any) -> float:
+        agreement, gamma = agreement_of(config.skip_mask), config.gamma
+        draft_s = cost.draft_s(config.skip_mask, threshold=threshold)
+        return (1 - agreement ** (gamma + 1)) / (1 - agreement) / (gamma * draft_s + cost.verify_s[gamma])
+
+    head = configs[:num_masks]
+    assert len({config.skip_mask for config in head}) == num_masks
+    assert [value(one) for one in head] == sorted((value(one) for one in head), reverse=True)
+    for config in configs[num_masks:]:
+        best = next(one for one in head if one.skip_mask == config.skip_mask)
+        assert value(config) <= value(best) + 1e-12
+
+
+def test_leave_one_out_takes_sublayers_by_loss_per_second() -> None:
+    """A dear sublayer that saves much goes before a cheap one that saves nothing, and the masks are nested."""
+    configs = LeaveOneOut(SPACE, FakeHints(6, attention_s=1e-5, mlp_s=1e-2)).configs()
+    masks = sorted({config.skip_mask for config in configs}, key=lambda mask: mask.num_skipped)
+    assert [mask.num_skipped for mask in masks] == list(range(1, 13))
+    for smaller, larger in itertools.pairwise(masks):
+        assert union(6, [smaller, larger]) == larger
+    assert all(masks[5].mlp)
+    assert not any(masks[5].attention)
+
+
+def test_throughput_is_the_closed_form() -> None:
+    assert throughput(0.5, 2.0, 3, 10.0) == pytest.approx((1 + 0.5 + 0.25 + 0.125) / 16.0)
+    assert throughput(1.0, 2.0, 3, 10.0) == pytest.approx(4 / 16.0)
+
+
+def test_swift_skips_its_share_keeps_the_ends_and_only_gets_better() -> None:
+    hints = FakeHints(6)
+    swift = Swift(SPACE, hints, seed=3)
+    best = []
+    for index in range(4):
+        mask = SPACE.to_config(swift.propose([], index, np.random.default_rng(0)).params or {}).skip_mask
+        assert hints.num_asked == 25 * (index + 1)
+        assert mask.num_skipped == 3, "45 % of the eight inner sublayers, rounded down"
+        assert not any((mask.attention[0], mask.mlp[0], mask.attention[-1], mask.mlp[-1]))
+        best.append(agreement_of(mask))
+    assert best == sorted(best)
+    assert len(set(swift._agreements[:24])) > 5
+    last = swift._points[24]
+    assert ((last > 0) & (last < 1)).any(), "the 25th step comes from the Gaussian process, on relaxed bits"
+
+
+def test_swift_ends_once_the_agreement_is_good_enough() -> None:
+    swift = Swift(SPACE, FakeHints(6, agree=lambda _mask: 0.96), seed=0)
+    swift.propose([], 3, np.random.default_rng(0))
+    assert len(swift._agreements) == 1
+
+
+def test_draft_verify_learns_from_measured_speed() -> None:
+    """On the fake landscape it leaves random search behind: all proposals after the first 20 beat the random mean."""
+    _, trials = follow(DraftVerify(SPACE), SPACE, 40)
+    _, random = follow(make("random", SPACE), SPACE, 40)
+    early, late = (np.mean([trial.value for trial in part]) for part in (random, trials[20:]))
+    assert late > 1.15 * early
+    assert len(measured_keys(trials)) == 40
+
+
+def test_gaussian_process_interpolates_and_climbs_its_bound() -> None:
+    rng = np.random.default_rng(0)
+    points = rng.random((60, 3))
+    values = 5 + 100 * (points[:, 0] - 0.5 * points[:, 1] ** 2)
+    process = GaussianProcess(points, values)
+    fresh = rng.random((50, 3))
+    mean, deviation = process.predict(fresh)
+    truth = 5 + 100 * (fresh[:, 0] - 0.5 * fresh[:, 1] ** 2)
+    assert np.abs(mean - truth).max() < 10
+    assert (np.abs(mean - truth) < 4 * deviation + 2).all()
+    assert process.predict(points[:1])[1][0] < process.predict(np.full((1, 3), 9.0))[1][0]
+    best = upper_bound_points(process, 3, 0.1, rng)
+    assert best.shape == (2005, 3)
+    assert best[0, 0] > 0.95
+    assert best[0, 1] < 0.2
+
+
+def test_the_bounds_gradient_is_its_slope() -> None:
+    rng = np.random.default_rng(1)
+    process = GaussianProcess(rng.random((20, 4)), rng.random(20))
+    point = rng.random(4)
+    bound, gradient = process.bound_and_gradient(point, 2.0)
+    for i, step in enumerate(np.eye(4) * 1e-6):
+        slope = (
+            process.bound_and_gradient(point + step, 2.0)[0] - process.bound_and_gradient(point - step, 2.0)[0]
+        ) / 2e-6
+        assert slope == pytest.approx(gradient[i], rel=1e-4, abs=1e-6)
+    mean, deviation = process.predict(point[None])
+    unit = process._spread
+    assert bound == pytest.approx((mean[0] - process._mean) / unit + 2.0 * deviation[0] / unit)
+
+
+def test_equal_values_are_no_reason_to_crash() -> None:
+    process = GaussianProcess(np.zeros((6, 2)), np.ones(6))
+    mean, deviation = process.predict(np.zeros((1, 2)))
+    assert mean[0] == pytest.approx(1.0)
+    assert math.isfinite(deviation[0])
+
+
+def test_no_states_is_said_in_one_line() -> None:
+    hints = FakeHints(6)
+    hints.states = None
+    for rival in (Clasp, KnapSpec):
+        with pytest.raises(ValueError, match="needs hidden states layer by layer"):
+            propose(rival(SPACE, hints), [])
+
+
+def test_the_registry_names_all_and_only_ours_is_set_up_elsewhere() -> None:
+    assert list(STRATEGIES) == [
+        "ours", "random", "raw-tpe", "draft-verify", "layerskip", "swift", "clasp", "knapspec", "leave-one-out"
+    ]  # fmt: skip
+    for name, info in STRATEGIES.items():
+        assert info.name == name
+        assert info.about
+        assert info.source
+        assert (info.factory is None) == (name == "ours")
+
+
+def test_only_those_that_need_the_model_ask_it() -> None:
+    for name in ("random", "raw-tpe", "draft-verify", "layerskip"):
+        factory = STRATEGIES[name].factory
+        assert factory is not None
+        follow(factory(SPACE, None, 0), SPACE, 12)  # type: ignore[arg-type]
+
+
+def test_knapspec_drafts_with_the_whole_model_where_no_mask_survives() -> None:
+    hints = FakeHints(3)
+    hints.states = OrthogonalStates([0.1, 0.1, 9.0, 9.0, 0.1, 0.1])
+    knapspec = KnapSpec(make_space(3), hints)
+    knapspec.MIN_SIMILARITY = 0.99
+    assert {str(config.skip_mask) for config in knapspec.configs()} == {"3:none"}
