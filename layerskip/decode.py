@@ -59,32 +59,42 @@ class DecodeLoop:
 
         Raises: whatever a forward raises; the model is whole again afterwards.
         """
-        run = _Run(request, stats, list(request.prompt_ids))
-        capacity = len(run.context) + request.max_new_tokens + self._config.gamma
-        stats.num_prompt_tokens = len(run.context)
+        run = self.begin(request, stats)
+        with self._engine.session(run.capacity):
+            while not run.finished:
+                yield self.step(run)
+
+    def begin(self, request: DecodeRequest, stats: DecodeStats) -> Run:
+        """The request before its first step. Computes nothing."""
+        stats.num_prompt_tokens = len(request.prompt_ids)
         stats.drafted_by_position = [0] * self._config.gamma
         stats.accepted_by_position = [0] * self._config.gamma
-        with self._engine.session(capacity):
-            clock = _Clock(self._engine)
-            verdict = self._target_step(run.context, run.context)
-            stats.prefill_s = clock.lap()
-            yield run.take([verdict.next_token], [TARGET_ONLY])
-            clock.skip()
-            while not run.finished:
-                if alone := self._wants_target_alone(run, verdict):
-                    verdict = self._target_step(run.context, run.context[-1:])
-                    stats.num_target_only += 1
-                    ids, origins = [verdict.next_token], [TARGET_ONLY]
-                else:
-                    verdict, ids, origins = self._round(run)
-                emitted = run.take(ids, origins)
-                seconds = clock.lap()
-                stats.decode_s += seconds
-                stats.target_only_s += seconds if alone else 0.0
-                yield emitted
-                clock.skip()
+        capacity = len(request.prompt_ids) + request.max_new_tokens + self._config.gamma
+        return Run(request, stats, list(request.prompt_ids), capacity)
 
-    def _wants_target_alone(self, run: _Run, verdict: Verdict) -> bool:
+    def step(self, run: Run) -> Emitted:
+        """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.
+
+        Must find `run.cached` tokens in the session's cache.
+        """
+        clock = _Clock(self._engine)
+        if run.verdict is None:
+            run.verdict = self._target_step(run.context, run.context)
+            run.stats.prefill_s = clock.lap()
+            return run.take([run.verdict.next_token], [TARGET_ONLY])
+        if alone := self._wants_target_alone(run, run.verdict):
+            run.verdict = self._target_step(run.context, run.context[-1:])
+            run.stats.num_target_only += 1
+            ids, origins = [run.verdict.next_token], [TARGET_ONLY]
+        else:
+            run.verdict, ids, origins = self._round(run)
+        emitted = run.take(ids, origins)
+        seconds = clock.lap()
+        run.stats.decode_s += seconds
+        run.stats.target_only_s += seconds if alone else 0.0
+        return emitted
+
+    def _wants_target_alone(self, run: Run, verdict: Verdict) -> bool:
         # With one token left there is nothing to gain from a draft: the target's own token ends the text.
         if self._config.gamma == 0 or run.remaining <= 1:
             return True
@@ -100,7 +110,7 @@ class DecodeLoop:
         return self._verify(torch.empty(0, dtype=torch.long, device=logits.device), None, logits)
 
     @torch.inference_mode()
-    def _round(self, run: _Run) -> tuple[Verdict, list[int], list[str]]:
+    def _round(self, run: Run) -> tuple[Verdict, list[int], list[str]]:
         """Draft, verify, commit. The cache ends up holding all of the context but the last emitted token."""
         engine, stats, context = self._engine, run.stats, run.context
         clock = _Clock(engine, enabled=run.request.profile)
@@ -127,13 +137,25 @@ class DecodeLoop:
 
 
 @dataclass
-class _Run:
-    """The text so far and whether it has ended."""
+class Run:
+    """One request under way: the text so far and whether it has ended."""
 
     request: DecodeRequest
     stats: DecodeStats
     context: list[int]
-    finished: bool = field(default=False)
+    """Prompt and emitted tokens."""
+    capacity: int
+    """Tokens that the cache must hold."""
+    origins: list[str] = field(default_factory=list)
+    """Of the emitted tokens."""
+    verdict: Verdict | None = None
+    """The latest one; None before the prompt's own forward."""
+    finished: bool = False
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache between two steps: all but the last emitted one."""
+        return 0 if self.verdict is None else len(self.context) - 1
 
     @property
     def remaining(self) -> int:
@@ -150,6 +172,7 @@ class _Run:
                 self.finished = True
                 break
         self.stats.num_cut += len(ids) - taken
+        self.origins += origins[:taken]
         return Emitted(ids[:taken], origins[:taken])
 
     def _ends(self, token: int) -> bool:

@@ -15,9 +15,10 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
-from layerskip.decode import DecodeLoop, DecodeRequest, Emitted
+from layerskip.decode import DecodeLoop, DecodeRequest, Emitted, Run
 from layerskip.engines import Engine, make_engine
 from layerskip.loading import load_pretrained, weights_fingerprint
+from layerskip.lockstep import decode_in_lockstep
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
 from layerskip.text_stream import TextStream
@@ -277,17 +278,51 @@ class LayerSkipModel:
             self.check_config(given.config)
         if given.group is not None:
             config = config.for_group(given.group)
-        prompt_ids = self._prompt_ids(prompt, given.max_new_tokens)
         sampler = Sampler(self._sampling(given), self._generator(given))
-        request = DecodeRequest(
-            prompt_ids=prompt_ids,
+        return GenerationStream(
+            DecodeLoop(self._engine, config, sampler),
+            self._request(prompt, given),
+            self.tokenizer,
+            sampled=not sampler.greedy,
+        )
+
+    def generate_in_lockstep(
+        self, prompt: Prompt, configs: Sequence[DecodeConfig], **arguments: Any
+    ) -> list[GenerateOutput]:
+        """One greedy continuation under each config, decoded in turns token by token: for comparing their speeds.
+
+        Each output is what `generate` gives under its config, and its `stats` hold the seconds of its own steps alone.
+        Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see
+        `layerskip.lockstep` for why not one by one.
+        Raises: ValueError as `generate`, or if the output would be sampled; Diverged if a logit tie parts the outputs.
+        """
+        given = GenerateArguments(**arguments)
+        if given.config is not None or given.group is not None:
+            raise ValueError("config, group: must not be given here, the settings to compare are `configs`")
+        sampling = self._sampling(given)
+        sampler = Sampler(sampling, None)
+        if not sampler.greedy:
+            raise ValueError("do_sample: must be off to decode in lockstep, drawn tokens would differ; got True")
+        for config in configs:
+            self.check_config(config)
+        if not configs:
+            raise ValueError("configs: must hold at least one, got none")
+        request = self._request(prompt, given)
+        loops = [DecodeLoop(self._engine, config, sampler) for config in configs]
+        return [self._output(run, request) for run in decode_in_lockstep(self._engine, loops, request)]
+
+    def _output(self, run: Run, request: DecodeRequest) -> GenerateOutput:
+        ids = run.context[len(request.prompt_ids) :]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True) if self.tokenizer is not None else ""
+        return GenerateOutput(ids, text, run.origins, finish_reason(ids, request), run.stats)
+
+    def _request(self, prompt: Prompt, given: GenerateArguments) -> DecodeRequest:
+        return DecodeRequest(
+            prompt_ids=self._prompt_ids(prompt, given.max_new_tokens),
             max_new_tokens=given.max_new_tokens,
             eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
             should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
             profile=given.profile,
-        )
-        return GenerationStream(
-            DecodeLoop(self._engine, config, sampler), request, self.tokenizer, sampled=not sampler.greedy
         )
 
     def target_logits(self, ids: Sequence[int], *, num_logits: int) -> torch.Tensor:
@@ -374,13 +409,13 @@ class GenerationStream:
         """Everything emitted so far."""
         text = self._tokenizer.decode(self._ids, skip_special_tokens=True) if self._tokenizer is not None else ""
         return GenerateOutput(
-            list(self._ids), text, list(self._origins), self._finish_reason(), self.stats, sampled=self._sampled
+            list(self._ids),
+            text,
+            list(self._origins),
+            finish_reason(self._ids, self._request),
+            self.stats,
+            sampled=self._sampled,
         )
-
-    def _finish_reason(self) -> str:
-        if self._ids and self._ids[-1] in self._request.eos_token_ids:
-            return "eos"
-        return "length" if len(self._ids) >= self._request.max_new_tokens else "stop"
 
 
 def _pieces(
@@ -396,6 +431,13 @@ def _pieces(
         yield StreamPiece(text.push(emitted.ids) if text else "", emitted.ids, emitted.origins)
     if text and (rest := text.finish()):
         yield StreamPiece(rest, [], [])
+
+
+def finish_reason(ids: Sequence[int], request: DecodeRequest) -> str:
+    """Why the emitted tokens end where they do: `eos`, `length` or `stop`."""
+    if ids and ids[-1] in request.eos_token_ids:
+        return "eos"
+    return "length" if len(ids) >= request.max_new_tokens else "stop"
 
 
 def resolve_model_path(model: str, config_path: Path) -> str:

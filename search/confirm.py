@@ -1,7 +1,8 @@
 """Confirm: the best few against plain decoding on held-out prompts; one winner, or "do not speculate".
 
-First pass: plain and every candidate, interleaved prompt by prompt with rotating order. It only chooses. Then fresh
-passes of the chosen one against plain give the number that is reported, so the luck that helped it win is not in it.
+First pass: plain and every candidate in lockstep on each prompt. It only chooses. Then fresh passes of the chosen one
+against plain, one after the other as a user runs them, give the number that is reported, so the luck that helped it win
+is not in it.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to fewer skipped sublayers, then smaller gamma,
@@ -19,7 +20,7 @@ from statistics import median
 from layerskip.config import Confirmed, DecodeConfig
 from search.decoder import Decoder
 from search.leaderboard import Entry
-from search.measurement import LosslessViolation, Pair, PromptCase, add_up, measure_pair, time_one
+from search.measurement import LosslessViolation, Pair, PromptCase, add_up, measure_pair_apart, time_all, time_one
 from search.statistics import CI_LEVEL, geometric_mean, prompt_interval, ratio_interval
 
 TIE = 0.01
@@ -172,17 +173,22 @@ def _choosing_pass(
     rates: list[list[float]] = [[] for _ in configs]
     excluded: dict[int, Candidate] = {}
     for row, case in enumerate(cases):
-        for turn in range(len(configs)):
-            i = (row + turn) % len(configs)
-            if i in excluded:
-                continue
-            try:
-                rates[i].append(time_one(decoder, case, configs[i]).tokens_per_s)
-            except Exception as error:
-                if i == 0:
-                    raise  # without plain decoding there is nothing to compare with
-                excluded[i] = _excluded(decoder, entries[i - 1], error)
-                tell(f"EXCLUDED {describe(configs[i])}: {excluded[i].excluded}")
+        turns = [(row + turn) % len(configs) for turn in range(len(configs))]
+        able = [i for i in turns if i not in excluded]
+        try:
+            timed = dict(zip(able, time_all(decoder, case, [configs[i] for i in able]), strict=True))
+        except Exception:  # noqa: BLE001 (one by one it shows whose it is)
+            timed = {}
+            for i in able:
+                try:
+                    timed[i] = time_one(decoder, case, configs[i])
+                except Exception as error:
+                    if i == 0:
+                        raise  # without plain decoding there is nothing to compare with
+                    excluded[i] = _excluded(decoder, entries[i - 1], error)
+                    tell(f"EXCLUDED {describe(configs[i])}: {excluded[i].excluded}")
+        for i, one in timed.items():
+            rates[i].append(one.tokens_per_s)
     return tuple(
         excluded[i] if i in excluded else Candidate(entry, _ratios(rates[i], rates[0]))
         for i, entry in enumerate(entries, start=1)
@@ -200,7 +206,10 @@ def _fresh_passes(
     decoder: Decoder, cases: Sequence[PromptCase], config: DecodeConfig, repeats: int
 ) -> list[list[Pair]]:
     return [
-        [measure_pair(decoder, case, config, plain_first=(row + repeat) % 2 == 0) for row, case in enumerate(cases)]
+        [
+            measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0)
+            for row, case in enumerate(cases)
+        ]
         for repeat in range(repeats)
     ]
 

@@ -14,7 +14,7 @@ from search.fingerprint import Fingerprint
 from search.space import SearchSpace
 
 _DRAFT_LENGTH = 4
-_NUM_KEPT = 3
+_NUM_KEPT = 5
 """Of the measurements made during a study, the latest so many are pooled."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
 

@@ -34,6 +34,9 @@ class Decoder(Protocol):
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
         """Continue one prompt greedily under `config`."""
 
+    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+        """Continue one prompt greedily under each config, in turns of a step. Raises: Diverged if outputs part."""
+
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
 
@@ -63,11 +66,18 @@ class ModelDecoder:
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
         """Continue one prompt greedily under `config`."""
-        # A penalty in the model's generation_config would make the output another one than the argmax of the logits.
-        out = self.model.generate(
-            prompt_ids, config=config, max_new_tokens=self.max_new_tokens, do_sample=False, repetition_penalty=1.0
-        )
+        out = self.model.generate(prompt_ids, config=config, **self._arguments)
         return Decoded(tuple(out.ids), out.stats)
+
+    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+        """Continue one prompt greedily under each config, in turns of a step. Raises: Diverged if outputs part."""
+        outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments)
+        return [Decoded(tuple(out.ids), out.stats) for out in outs]
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        # A penalty in the model's generation_config would make the output another one than the argmax of the logits.
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""

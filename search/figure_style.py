@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import textwrap
 
 import plotly.graph_objects as go
 
@@ -17,8 +17,23 @@ LOOKS = (
     (GREY, "pentagon"),
 )
 """Colour and marker of the first group, the second one, ...: never the colour alone."""
-_SMALL = 13
-_AXIS = {"gridcolor": "#e3e3e3", "linecolor": "#888888", "showline": True, "zeroline": False, "automargin": True}
+DOTTED = {"dash": "dot", "color": GREY, "width": 1.5}
+_SMALL, _LARGE = 13, 16
+_LINE = 21
+"""Pixels from one line of the title to the next: 1.3 times the larger font."""
+_BUTTONS = 40
+"""Pixels at the top that belong to Plotly's buttons; in a card they lie beside the title."""
+_PHONE_WIDTH, _CARD_WIDTH = 46, 80
+"""Characters of the smaller font."""
+_CARD_HEIGHT = 450
+_AXIS = {
+    "gridcolor": "#e3e3e3",
+    "linecolor": "#888888",
+    "showline": True,
+    "zeroline": False,
+    "automargin": True,
+    "title": {"font": {"size": _SMALL}},
+}
 
 
 class MissingData(ValueError):  # noqa: N818 (reads as the fact it states)
@@ -30,30 +45,39 @@ def look(place: int) -> tuple[str, str]:
     return LOOKS[place % len(LOOKS)]
 
 
-def finish(figure: go.Figure, title: str, below: str) -> go.Figure:
-    """Give the figure its title, a line of facts below it, and the template; returns it.
+def finish(figure: go.Figure, title: str, facts: str) -> go.Figure:
+    """Give the figure its title, facts below it, the template, and a legend at the foot; returns it.
 
-    The template is written out in every stored figure, and a storage takes one row per 2 kB: so it is not plotly's.
+    Readable from a phone's width on: text is wrapped, and nothing stands beside the plot. The template is written out
+    in every stored figure, and a storage takes a row per 2 kB: so it is not plotly's.
     """
-    top = 100 + 20 * below.count("<br>") + 20 * len(figure.layout.annotations[:1])
     figure.update_layout(
-        title={"text": f"{title}<br><span style='font-size:{_SMALL}px'>{below}</span>", "x": 0.01, "xanchor": "left"},
+        meta={"title": title, "facts": facts},
+        title={"font": {"size": _LARGE}, "x": 0, "xanchor": "left", "y": 1, "yanchor": "top"},
         template=_template(),
         hovermode="closest",
-        legend={"bgcolor": "rgba(255,255,255,0.7)"},
-        margin={"t": top, "l": 70, "r": 20, "b": 60},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+    )
+    figure.update_annotations(font={"size": _SMALL})
+    return _titled(figure, _PHONE_WIDTH, _BUTTONS)
+
+
+def fit_card(figure: go.Figure) -> go.Figure:
+    """Make a finished figure fit the dashboard's cards, half a page wide, which cover what is higher; returns it."""
+    figure.update_layout(height=_CARD_HEIGHT)
+    return _titled(figure, _CARD_WIDTH, 12)
+
+
+def _titled(figure: go.Figure, width: int, above: int) -> go.Figure:
+    """The title with its facts in lines of so many characters, so many pixels from the top."""
+    lines = textwrap.wrap(figure.layout.meta["facts"], width)
+    small = [f"<span style='font-size:{_SMALL}px'>{line}</span>" for line in lines]
+    heading = [one.text.count("<br>") + 1 for one in figure.layout.annotations[:1] if one.yref == "paper"]
+    figure.update_layout(
+        title={"text": "<br>".join([figure.layout.meta["title"], *small]), "pad": {"t": above, "l": 14}},
+        margin={"t": above + _LINE * (1 + len(lines) + sum(heading)), "l": 14, "r": 14, "b": 40},
     )
     return figure
-
-
-def ratio_line(value: float, text: str) -> dict[str, Any]:
-    """Arguments of `add_hline`: a dotted line with its name at the right end."""
-    return {
-        "y": value,
-        "line": {"dash": "dot", "color": GREY, "width": 1.5},
-        "annotation": {"text": text, "font": {"size": _SMALL - 1, "color": GREY}},
-        "annotation_position": "bottom right",
-    }
 
 
 def _template() -> go.layout.Template:

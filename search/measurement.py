@@ -1,4 +1,4 @@
-"""Paired measurement: plain and speculative decoding of a prompt, back to back, order flipped, outputs checked."""
+"""Paired measurement: plain and speculative decoding in lockstep or one after the other, outputs checked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from layerskip.config import DecodeConfig
+from layerskip.lockstep import Diverged
 from layerskip.stats import DecodeStats
 from search.decoder import Decoded, Decoder
 from search.statistics import geometric_mean
@@ -78,13 +79,34 @@ def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
 
 
 def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
-    """Both ways to decode one prompt, back to back. The order is the caller's to flip. Raises as `time_one`."""
+    """Both ways to decode one prompt, in lockstep; who takes the first step is the caller's to flip.
+
+    Where a logit tie parts the two, they are measured one after the other. Raises as `time_one`.
+    """
     plain = DecodeConfig.plain(config.skip_mask.num_layers)
-    if plain_first:
-        first = time_one(decoder, case, plain)
-        return Pair(case.prompt_id, first, time_one(decoder, case, config))
-    speculative = time_one(decoder, case, config)
-    return Pair(case.prompt_id, time_one(decoder, case, plain), speculative)
+    timed = time_all(decoder, case, [plain, config] if plain_first else [config, plain])
+    return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
+
+
+def measure_pair_apart(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
+    """Both ways to decode one prompt, one after the other, as a user runs them. Raises as `time_one`."""
+    plain = DecodeConfig.plain(config.skip_mask.num_layers)
+    order = [plain, config] if plain_first else [config, plain]
+    timed = [time_one(decoder, case, one) for one in order]
+    return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
+
+
+def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed]:
+    """Several ways to decode one prompt, in lockstep, with garbage collection off, each output checked.
+
+    Where a logit tie parts them, they are measured one after the other. Raises as `time_one`.
+    """
+    try:
+        with no_garbage_collection():
+            outs = decoder.decode_in_lockstep(case.prompt_ids, configs)
+    except Diverged:
+        return [time_one(decoder, case, config) for config in configs]
+    return [_checked(decoder, case, config, out) for config, out in zip(configs, outs, strict=True)]
 
 
 def speedup(pairs: Sequence[Pair]) -> float:

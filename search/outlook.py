@@ -30,7 +30,7 @@ from search.space import SearchSpace
 
 COSTS, SENSITIVITY, POOL, READINGS = "cost_model", "sensitivity", "pool", "readings_per_proposal"
 """Attributes of the study."""
-_REPEATS, _RECHECK_REPEATS = 15, 3
+_REPEATS, _RECHECK_REPEATS = 25, 7
 RECHECK_EVERY = 20
 _NUM_TIMED_TEXTS = 3
 _MIN_TEXTS = 4

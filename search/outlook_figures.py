@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from layerskip.skip_mask import SkipMask
-from search.figure_style import BLUE, GREEN, GREY, ORANGE, MissingData, finish, ratio_line
+from search.figure_style import BLUE, DOTTED, GREEN, GREY, ORANGE, MissingData, finish
 from search.outlook import COSTS, SENSITIVITY
 from search.sensitivity import Sensitivity, SublayerWorth
 
@@ -23,7 +23,7 @@ _KINDS = {
 """Second word of a bit's name: what it skips, and how that looks."""
 _NUM_NAMED = 3
 _HATCH = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}
-_LOSSES = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001)
+_LOSSES = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 """Ticks of the axis of agreement, as 1 - agreement."""
 
 
@@ -39,40 +39,29 @@ def cost_figure(study: optuna.Study) -> go.Figure:
         raise MissingData(f"{COSTS}: study {study.study_name!r} keeps no measured costs")
     shown = {"first": costs[0], "latest": costs[-1]} if len(costs) > 1 else {"only": costs[0]}
     figure = make_subplots(
-        cols=2,
-        column_widths=[0.55, 0.45],
-        horizontal_spacing=0.1,
-        subplot_titles=("verifying draft tokens", "one draft token, nothing skipped"),
+        rows=2,
+        row_heights=[0.62, 0.38],
+        vertical_spacing=0.27,
+        subplot_titles=(
+            "verifying so many draft tokens at once",
+            "one draft token, nothing skipped<br>(dotted: a target step)",
+        ),
     )
-    looks = {"first": (GREY, "dash", "circle-open"), "latest": (BLUE, "solid", "circle")}
-    for name, cost in shown.items():
-        colour, dash, symbol = looks.get(name, looks["latest"])
-        steps = [seconds / cost["verify_s"][0] for seconds in cost["verify_s"]]
-        figure.add_scatter(
-            x=list(range(len(steps))),
-            y=steps,
-            name=f"{name}: target step {1000 * cost['verify_s'][0]:.2f} ms",
-            line={"color": colour, "dash": dash},
-            marker={"symbol": symbol, "size": 9},
-            mode="lines+markers",
-            customdata=[1000 * seconds for seconds in cost["verify_s"]],
-            hovertemplate="%{x} draft tokens: %{y:.2f} target steps, %{customdata:.2f} ms<extra>" + name + "</extra>",
-            row=1,
-            col=1,
-        )
+    _add_verifications(figure, shown)
     _add_terms(figure, shown)
-    figure.update_xaxes(title="draft tokens verified at once", col=1)
-    figure.update_yaxes(title="cost (target steps)", rangemode="tozero", col=1)
-    figure.update_xaxes(title="measurement", col=2)
-    figure.update_yaxes(title="cost (target steps)", rangemode="tozero", col=2)
-    figure.update_layout(barmode="stack", height=480, legend={"traceorder": "normal"})
+    figure.update_yaxes(title="target steps", rangemode="tozero", row=1)
+    figure.update_xaxes(title="target steps", rangemode="tozero", row=2)
+    figure.update_yaxes(autorange="reversed", row=2)
+    figure.update_layout(
+        barmode="stack", height=680, uniformtext={"minsize": 10, "mode": "hide"}, legend={"traceorder": "normal"}
+    )
     one = costs[-1]
-    below = (
+    facts = (
         f"{len(costs)} measurement{'s' * (len(costs) > 1)} on texts of about {one['context_tokens']} tokens, "
         f"{_device(one['measured_on'])}; "
         f"the sum of terms misses a draft step by {100 * one['fit_error']:.1f} % (median)"
     )
-    return finish(figure, "What a step costs", below)
+    return finish(figure, "What a step costs", facts)
 
 
 def sensitivity_figure(study: optuna.Study) -> go.Figure:
@@ -88,31 +77,50 @@ def sensitivity_figure(study: optuna.Study) -> go.Figure:
     figure = make_subplots(
         rows=2,
         shared_xaxes=True,
-        vertical_spacing=0.13,
+        vertical_spacing=0.16,
         subplot_titles=(
-            "left out alone: low = hard to do without",
-            "added alone to a draft of the shaded layers, those taken out of it: high = worth its place",
+            "left out alone: low = hard to do without<br>(stretched near 1)",
+            "added to the draft of the shaded layers,<br>or taken out of it: high = worth its place",
         ),
     )
     _add_worths(figure, 1, sensitivity, "leave_one_out")
     _add_worths(figure, 2, sensitivity, "keep_one_out")
-    figure.add_hline(y=0.0, line={"dash": "dot", "color": GREY, "width": 1.5}, row=2, col=1)
+    figure.add_hline(y=0.0, line=DOTTED, row=2, col=1)
     if base.exit_layer is not None:
         figure.add_vrect(
             x0=-0.5, x1=base.exit_layer - 0.5, fillcolor="#888888", opacity=0.14, line_width=0, row=2, col=1
         )
-    figure.update_xaxes(range=[-0.5, base.num_layers - 0.5], dtick=1 if base.num_layers <= 24 else 5)
+    figure.update_xaxes(range=[-0.5, base.num_layers - 0.5], dtick=1 if base.num_layers <= 16 else 5)
     figure.update_xaxes(title="layer", row=2)
-    figure.update_yaxes(title="agreement (stretched near 1)", row=1, type="log", autorange="reversed")
+    figure.update_yaxes(title="agreement", row=1, type="log", autorange="reversed")
     figure.update_yaxes(tickvals=_LOSSES, ticktext=[f"{1 - loss:g}" for loss in _LOSSES], row=1)
     figure.update_yaxes(title="agreement gained", row=2)
-    figure.update_layout(height=640)
+    figure.update_layout(height=680)
     worst = sorted(sensitivity.sublayers, key=lambda one: one.leave_one_out)[:_NUM_NAMED]
-    below = (
-        f"agreement = share of draft tokens that the target accepts; the thin draft ({sensitivity.base}) has "
-        f"{sensitivity.base_agreement:.2f}<br>hardest to do without: {', '.join(map(_told, worst))}"
+    facts = (
+        f"hardest to do without: {', '.join(map(_told, worst))}; agreement = share of draft tokens that the target "
+        f"accepts; the draft of the shaded layers has {sensitivity.base_agreement:.2f}"
     )
-    return finish(figure, "Which sublayers matter", below)
+    return finish(figure, "Which sublayers matter", facts)
+
+
+def _add_verifications(figure: go.Figure, shown: Mapping[str, Mapping[str, Any]]) -> None:
+    """A curve per measurement: target steps that verifying 0, 1, ... draft tokens takes."""
+    for name, cost in shown.items():
+        colour, dash, symbol = (GREY, "dash", "circle-open") if name == "first" else (BLUE, "solid", "circle")
+        alone = cost["verify_s"][0]
+        figure.add_scatter(
+            x=list(range(len(cost["verify_s"]))),
+            y=[seconds / alone for seconds in cost["verify_s"]],
+            name=f"{name}: target step {1000 * alone:.2f} ms",
+            line={"color": colour, "dash": dash},
+            marker={"symbol": symbol, "size": 9},
+            mode="lines+markers",
+            customdata=[1000 * seconds for seconds in cost["verify_s"]],
+            hovertemplate="%{x} draft tokens: %{y:.2f} target steps, %{customdata:.2f} ms<extra>" + name + "</extra>",
+            row=1,
+            col=1,
+        )
 
 
 def _add_terms(figure: go.Figure, shown: Mapping[str, Mapping[str, Any]]) -> None:
@@ -128,21 +136,23 @@ def _add_terms(figure: go.Figure, shown: Mapping[str, Mapping[str, Any]]) -> Non
         seconds = [sum(cost[field]) if isinstance(cost[field], list) else cost[field] for cost in shown.values()]
         steps = [one / cost["verify_s"][0] for one, cost in zip(seconds, shown.values(), strict=True)]
         figure.add_bar(
-            x=list(shown),
-            y=steps,
+            x=steps,
+            y=list(shown),
+            orientation="h",
             name=words,
-            width=0.5,
+            width=0.7,
             marker={"color": colour, "pattern": {"shape": pattern, **_HATCH}},
             text=[f"{name} {value:.2f}" for value in steps],
             textfont={"color": "white"},
+            textposition="inside",
             insidetextanchor="middle",
             textangle=0,
             customdata=[1000 * one for one in seconds],
-            hovertemplate="%{y:.3f} target steps, %{customdata:.3f} ms<extra>" + words + "</extra>",
-            row=1,
-            col=2,
+            hovertemplate="%{x:.3f} target steps, %{customdata:.3f} ms<extra>" + words + "</extra>",
+            row=2,
+            col=1,
         )
-    figure.add_hline(**ratio_line(1.0, "a target step"), row=1, col=2)
+    figure.add_vline(x=1.0, line=DOTTED, row=2, col=1)
 
 
 def _add_worths(figure: go.Figure, row: int, sensitivity: Sensitivity, field: str) -> None:

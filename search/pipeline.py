@@ -92,7 +92,9 @@ class SearchRun:
                 return 0
             with self._phase("confirm"):
                 confirmation, dropped = self._confirm(study, reference)
-            return self._finish(study, reference, confirmation, dropped)
+            code = self._finish(study, reference, confirmation, dropped)
+            self._show(study)
+            return code
         except LosslessViolation as violation:
             self._say.warn(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
             return 1
@@ -223,8 +225,19 @@ class SearchRun:
             save_summary(summary, self._paths)
             if kept is not None:
                 self._say.warn(f"best.json could not be read and was kept as {kept.name}")
-        for key in ("verdict", "reason", "confirmed"):
+        for key in ("verdict", "reason", "confirmed", "config"):
             study.set_user_attr(key, summary[key])
+
+    def _show(self, study: optuna.Study) -> None:
+        """Figures and a note for the dashboard: extras, that cannot fail a run whose results are written."""
+        try:
+            from search.dashboard_figures import push_figures
+
+            push_figures(study)
+        except Exception as error:  # noqa: BLE001 (a locked storage, a changed dashboard, a figure's bug: all the same)
+            cause = error.__cause__ or error  # Optuna wraps what the database said
+            line = next(iter(str(cause).splitlines()), "")[:200]
+            self._say.warn(f"no figures for the dashboard: {type(cause).__name__}: {line}")
 
     def _tell_verdict(self, confirmation: Confirmation) -> None:
         measured = confirmation.measured

@@ -17,8 +17,8 @@ from search.cost_model import CostModel, Timer, time_draft
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
 
-SHARP_DEPTH = 3
-"""Drafts of a round that see the draft's own keys when a config about to be measured is read."""
+SHARP_DEPTH = 5
+"""Drafts of a round, at most, that see the draft's own keys when a config about to be measured is read."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _MAX_KEPT = 4096
@@ -30,7 +30,7 @@ class Forcing(Protocol):
 
     keys: str
 
-    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings: ...
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
 
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
 
@@ -149,44 +149,55 @@ class Predictor:
     def trial(self, config: DecodeConfig, steps: Sequence[int], timer: Timer, text: Sequence[int]) -> TrialPrediction:
         """A sharper prediction for a config about to be measured: read several drafts deep, its draft step timed.
 
-        `steps` are places of texts; one beyond the texts that are read is expected to be an average one, and then
-        there are no counts. Cost: SHARP_DEPTH + 1 readings, a few short ones, and six short drafts.
+        `steps` are places of texts; where one lies beyond the texts that are read, all of those are read, it is
+        expected to be an average one, and there are no counts. Cost: up to SHARP_DEPTH + 1 readings of
+        these texts alone and a few short ones; six short drafts.
         """
         threshold = config.draft_threshold > 0
         draft_s = time_draft(
             timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
         )
-        counts = self.counts(config, sharp=True)
-        ratios = np.exp(self._logs(counts, self._rows, np.array([draft_s]))[0])
-        forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1)
         known = max(steps) < self.num_texts
+        places = sorted(set(steps)) if known else list(range(self.num_texts))
+        counts = self.counts(config, sharp=True, texts=places)
+        ratios = np.exp(self._logs(counts, self._rows.select(places), np.array([draft_s]))[0])
+        if not known:
+            return TrialPrediction(tuple(self._fill(ratios, steps)), (), draft_s)
+        forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1).tolist()
+        at = [places.index(step) for step in steps]
         return TrialPrediction(
-            ratios=tuple(self._fill(ratios, steps)),
-            forwards=tuple((float(a), float(b), float(c)) for a, b, c in forwards[list(steps)]) if known else (),
-            draft_s=draft_s,
+            ratios=tuple(float(ratios[i]) for i in at), forwards=tuple(tuple(forwards[i]) for i in at), draft_s=draft_s
         )
 
-    def counts(self, config: DecodeConfig, *, sharp: bool) -> Counts:
-        """Counts (1, P) of one config on all texts.
+    def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
+        """Counts (1, P) of one config on the texts at these places, ascending; on all without.
 
         sharp: from a reading several drafts deep, drafts after a wrong token included; else as configs are ranked.
         """
+        places = list(range(self.num_texts)) if texts is None else list(texts)
         if sharp:
-            return self._sharp_counts(config)
-        reading = self._reading(config.skip_mask)
-        return replay(reading.accepted, reading.confidence, self._rows, Settings.of(config), self.cost.verify_s)
+            return self._sharp_counts(config, places)
+        reading = self._reading(config.skip_mask).select(places)
+        return replay(
+            reading.accepted,
+            reading.confidence,
+            self._rows.select(places),
+            Settings.of(config),
+            self.cost.verify_s,
+        )
 
-    def _sharp_counts(self, config: DecodeConfig) -> Counts:
-        reading = self._forcing.read(config.skip_mask, SHARP_DEPTH)
-        rounds = walk(reading, self._rows, config)
+    def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
+        depth = min(SHARP_DEPTH, max(0, config.gamma - 1))
+        reading = self._forcing.read(config.skip_mask, depth, places)
+        rounds = walk(reading, self._rows.select(places), config)
         open_ended = [one for one in rounds if one.wrong_and_sure]
-        wrong = [self._wrong_draft(reading, one) for one in open_ended]
+        wrong = [self._wrong_draft(reading, one, places) for one in open_ended]
         added = dict(
             zip(
                 map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
             )
         )
-        drafted, num_rounds, alone, verify_s = np.zeros((4, 1, self.num_texts))
+        drafted, num_rounds, alone, verify_s = np.zeros((4, 1, len(places)))
         for one in rounds:
             count = one.drafted + added.get(id(one), 0)
             drafted[0, one.text] += count
@@ -196,10 +207,10 @@ class Predictor:
         return Counts(drafted, num_rounds, alone, verify_s)
 
     @staticmethod
-    def _wrong_draft(reading: DraftReadings, one: Round) -> WrongDraft:
+    def _wrong_draft(reading: DraftReadings, one: Round, places: Sequence[int]) -> WrongDraft:
         depth = min(one.accepted, len(reading.choices) - 1)
         row = one.row + one.accepted
-        return WrongDraft(one.text, row, int(reading.choices[depth, one.text, row]), one.room - one.drafted)
+        return WrongDraft(places[one.text], row, int(reading.choices[depth, one.text, row]), one.room - one.drafted)
 
     def _best(self, mask: SkipMask, grid: Settings) -> Predicted:
         logs = self._log_speedups(mask, grid)

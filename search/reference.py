@@ -23,7 +23,7 @@ MIN_PROMPTS_PER_TRIAL = 4
 MAX_PROMPTS_PER_TRIAL = 16
 MIN_NOISE_PAIRS = 12
 _NUM_TO_ESTIMATE = 3
-_MAX_TRIALS_APART = 4
+_MAX_TRIALS_APART = 8
 """So many trials of one config see different prompts, if there are enough; then they repeat."""
 
 
@@ -74,7 +74,7 @@ class Reference:
 
 
 def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions) -> Reference:
-    """Warm up, decode the tuning prompts plainly until four trials have enough of them, then run plain against plain.
+    """Warm up, decode the tuning prompts plainly until eight trials have enough of them, then run plain against plain.
 
     The order of prompts is a shuffle from the seed. Cost: a plain decoding of every prompt used, and 24 for the noise.
     Raises: ValueError if no prompt can be timed; LosslessViolation if plain decoding does not repeat itself.

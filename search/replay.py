@@ -44,6 +44,11 @@ class TextRows:
                 f"got {self.max_new_tokens}"
             )
 
+    def select(self, texts: Sequence[int]) -> TextRows:
+        """The texts at these places."""
+        chosen = list(texts)
+        return TextRows(self.lengths[chosen], self.target_probs[chosen], self.max_new_tokens)
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,20 @@ import plotly.graph_objects as go
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.skip_mask import SkipMask
-from search.figure_style import BLUE, GREEN, GREY, ORANGE, PURPLE, MissingData, finish, look, ratio_line
+from search.figure_style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, MissingData, finish, look
 from search.leaderboard import Entry, is_full
 from search.objective import standings_of
 from search.outlook import POOL
-from search.prediction_check import predicted_and_measured, prediction_check_of, replay_check_of
+from search.prediction_check import PredictionCheck, predicted_and_measured, prediction_check_of, replay_check_of
 from search.reference import Reference
-from search.space import GAMMA, SearchSpace
+from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
 from search.study import trials_by_state
 
+REFERENCE = "reference"
+"""Attribute of the study."""
 _MAX_STANDINGS = 200
 """Points of the leader's curve: each costs a fit over all earlier trials."""
-_DISPLAY = {"warm": "known shape", "repeat": "measured again", "pool": "pool", "replay": "neighbour by replay"}
+_DISPLAY = {"warm": "known shape", "repeat": "measured again", "replay": "neighbour by replay"}
 
 
 def prediction_figure(study: optuna.Study) -> go.Figure:
@@ -45,12 +47,13 @@ def prediction_figure(study: optuna.Study) -> go.Figure:
         y=[low, high],
         mode="lines",
         name="measured = predicted",
-        line={"dash": "dot", "color": GREY, "width": 1.5},
+        line=DOTTED,
         hoverinfo="skip",
     )
     groups = dict.fromkeys(_origin(trial) for trial, _ in found)
     for place, origin in enumerate(groups):
         some = [(trial, pair) for trial, pair in found if _origin(trial) == origin]
+        some.sort(key=lambda one: not is_full(one[0]))  # the legend shows the first one's form
         colour, symbol = look(place)
         figure.add_scatter(
             x=[predicted for _, (predicted, _) in some],
@@ -63,10 +66,8 @@ def prediction_figure(study: optuna.Study) -> go.Figure:
         )
     figure.update_xaxes(title="predicted speedup over plain decoding", range=[low, high], constrain="domain")
     figure.update_yaxes(title="measured speedup", range=[low, high], scaleanchor="x", constrain="domain")
-    figure.update_layout(height=600)
-    rank = "-" if check.spearman is None else f"{check.spearman:.2f}"
-    title = f"Predicted against measured: median error {100 * check.median_abs_error:.1f} %, rank correlation {rank}"
-    return finish(figure, title, _prediction_facts(trials, check.num_trials, check.bias))
+    figure.update_layout(height=640)
+    return finish(figure, "Predicted against measured", _prediction_facts(check, trials))
 
 
 def convergence_figure(study: optuna.Study) -> go.Figure:
@@ -79,22 +80,22 @@ def convergence_figure(study: optuna.Study) -> go.Figure:
     measured = [trial for trial in trials if trial.state == TrialState.COMPLETE and "speedup" in trial.user_attrs]
     if not measured:
         raise MissingData(f"speedup: no trial of study {study.study_name!r} has been measured")
-    if "reference" not in study.user_attrs:
-        raise MissingData(f"reference: study {study.study_name!r} keeps none")
+    if REFERENCE not in study.user_attrs:
+        raise MissingData(f"{REFERENCE}: study {study.study_name!r} keeps none")
     figure = go.Figure()
     full, partial = ([trial for trial in measured if is_full(trial) == wanted] for wanted in (True, False))
     _add_trials(figure, full, "speedup", "measured", (BLUE, "circle"))
     _add_trials(figure, partial, "speedup", "measured, stopped early", (BLUE, "circle-open"))
     predicted = [trial for trial in trials if "predicted_speedup" in trial.user_attrs]
     _add_trials(figure, predicted, "predicted_speedup", "predicted", (ORANGE, "x-thin-open"))
-    _add_leader(figure, measured, Reference.from_json(study.user_attrs["reference"]))
+    _add_leader(figure, measured, Reference.from_json(study.user_attrs[REFERENCE]))
     confirmed = study.user_attrs.get("confirmed")
     if confirmed:
-        _add_confirmed(figure, max(trial.number for trial in trials) + 2, confirmed)
-    figure.add_hline(**ratio_line(1.0, "plain decoding"))
+        _add_confirmed(figure, len(trials) + 1 + len(trials) // 30, confirmed)
+    figure.add_hline(y=1.0, line=DOTTED, annotation={"text": "plain decoding"}, annotation_position="bottom right")
     figure.update_xaxes(title="trial")
     figure.update_yaxes(title="speedup over plain decoding")
-    figure.update_layout(height=500)
+    figure.update_layout(height=560)
     return finish(figure, "Speedup by trial", _convergence_facts(study, trials))
 
 
@@ -128,14 +129,15 @@ def _add_trials(
     if not trials:
         return
     colour, symbol = appearance
+    tells = field == "speedup"  # which config it is need not be stored twice
     figure.add_scatter(
         x=[trial.number for trial in trials],
         y=[trial.user_attrs[field] for trial in trials],
         mode="markers",
         name=words,
         marker={"color": colour, "symbol": symbol, "size": 8, "line": {"width": 2, "color": colour}},
-        customdata=[_about(trial) for trial in trials],
-        hovertemplate="%{customdata}<br>" + words + " %{y:.3f}<extra></extra>",
+        customdata=[_about(trial) for trial in trials] if tells else None,
+        hovertemplate=("%{customdata}" if tells else "#%{x}") + f"<br>{words} %{{y:.3f}}<extra></extra>",
     )
 
 
@@ -155,26 +157,27 @@ def _add_leader(figure: go.Figure, measured: Sequence[FrozenTrial], reference: R
 
 
 def _add_confirmed(figure: go.Figure, x: int, confirmed: dict[str, Any]) -> None:
+    """A diamond beside the trials; one prompt has no interval, and what stands for it is a thousandfold."""
     speedup, low, high = (confirmed[name] for name in ("speedup", "speedup_ci_low", "speedup_ci_high"))
+    bar = {"type": "data", "symmetric": False, "array": [high - speedup], "arrayminus": [speedup - low]}
+    has_interval = confirmed["num_prompts"] > 1
     figure.add_scatter(
         x=[x],
         y=[speedup],
         mode="markers",
-        name="confirmed, 95 % interval",
+        name="confirmed, 95 % interval" if has_interval else "confirmed on one prompt",
         marker={"color": PURPLE, "symbol": "diamond", "size": 11},
-        error_y={"type": "data", "symmetric": False, "array": [high - speedup], "arrayminus": [speedup - low]},
+        error_y=bar if has_interval else None,
         hovertemplate=f"confirmed on {confirmed['num_prompts']} held-out prompts: %{{y:.3f}}<extra></extra>",
     )
 
 
 def _about(trial: FrozenTrial) -> str:
-    """Hover text: which config."""
+    """Hover text: which config. Short, as it is stored once a trial and figure."""
     params, attrs = trial.params, trial.user_attrs
-    return (
-        f"#{trial.number} {attrs.get('origin', '?')}<br>mask {attrs.get('skip_mask', '?')}<br>"
-        f"gamma {params.get('gamma', '?')}, thresholds {params.get('draft_threshold', 0):g} and "
-        f"{params.get('target_threshold', 0):g}"
-    )
+    text = f"#{trial.number} {attrs.get('origin', '?')}<br>mask {attrs.get('skip_mask', '?')}<br>gamma {params[GAMMA]}"
+    thresholds = [f", {name} {params[name]:g}" for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD) if params[name]]
+    return text + "".join(thresholds)
 
 
 def _origin(trial: FrozenTrial) -> str:
@@ -185,22 +188,28 @@ def _symbol(symbol: str, trial: FrozenTrial) -> str:
     return symbol if is_full(trial) else f"{symbol}-open"
 
 
-def _prediction_facts(trials: Sequence[FrozenTrial], count: int, bias: float) -> str:
-    text = f"{count} trials, open = stopped early; predicted / measured {bias:.3f}"
+def _prediction_facts(check: PredictionCheck, trials: Sequence[FrozenTrial]) -> str:
+    rank = "-" if check.spearman is None else f"{check.spearman:.2f}"
+    text = (
+        f"{check.num_trials} trials: median error {100 * check.median_abs_error:.1f} %, rank correlation {rank}, "
+        f"predicted / measured {check.bias:.3f}; open = stopped early"
+    )
     if (replayed := replay_check_of(trials)) is not None:
         text += f"; forwards replayed exactly in {100 * replayed.exact_share:.0f} %"
     return text
 
 
 def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> str:
-    words: dict[str, Callable[[int], str]] = {
-        "measured": lambda n: f"{n} in full",
-        "stopped_early": lambda n: f"{n} stopped early",
-        "not_lossless": lambda n: f"{n} NOT LOSSLESS",
-        "failed": lambda n: f"{n} failed",
+    words = {
+        "measured": "in full",
+        "stopped_early": "stopped early",
+        "not_lossless": "NOT LOSSLESS",
+        "failed": "failed",
+        "interrupted": "interrupted",
     }
     counts = trials_by_state(list(trials))
-    text = f"{len(trials)} trials: " + ", ".join(tell(counts[name]) for name, tell in words.items() if counts[name])
+    told = [f"{counts[state]} {said}" for state, said in words.items() if counts[state]]
+    text = f"{len(trials)} trials: {', '.join(told)}"
     if (plain := study.user_attrs.get("plain_tokens_per_s")) is not None:
         text += f"; plain decoding {plain:.1f} tokens/s"
     pool = json.loads(study.user_attrs.get(POOL, "[]"))

@@ -36,6 +36,11 @@ class DraftReadings:
     choices: Ints
     """The draft's likeliest token."""
 
+    def select(self, texts: Sequence[int]) -> DraftReadings:
+        """The readings of the texts at these places."""
+        chosen = list(texts)
+        return DraftReadings(self.accepted[:, chosen], self.confidence[:, chosen], self.choices[:, chosen])
+
 
 @dataclass(frozen=True)
 class WrongDraft:
@@ -81,10 +86,13 @@ class TeacherForcing(ABC):
         """Per text the draft's logits (R_p, V) at the rows given for it. `keys="target"` only."""
 
     @abstractmethod
-    def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
+    def draft_logits(
+        self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None
+    ) -> Iterator[torch.Tensor]:
         """Per text the draft's logits (D + 1, T_p, V), row (d, k) after continuation token k, d tokens into a round.
 
-        D is `depth`, or 0 where the draft's own keys stand in.
+        D is `depth`, or 0 where the draft's own keys stand in. `texts`: places of those wanted, in ascending order; all
+        without it.
         """
 
     @abstractmethod
@@ -92,13 +100,15 @@ class TeacherForcing(ABC):
         """Per text the target's logits (T_p + 1, V), row 0 after the prompt, row k + 1 after continuation token k."""
 
     @torch.inference_mode()
-    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """Greedy decoding: is the draft's first choice the target's token, and how sure is it?
 
-        Cost: at most depth + 1 draft forwards over all continuation tokens.
+        `texts`: places of the texts to read, ascending; the arrays hold these alone. All without it.
+        Cost: at most depth + 1 draft forwards over all continuation tokens of these texts.
         """
         readings = []
-        for i, logits in enumerate(self.draft_logits(mask, depth)):
+        places = range(len(self.texts)) if texts is None else texts
+        for i, logits in zip(places, self.draft_logits(mask, depth, texts), strict=True):
             ids = self._continuations[i]
             best = logits.float().max(dim=-1)
             top = (best.values - logits.float().logsumexp(dim=-1)).exp()
@@ -133,7 +143,7 @@ class TeacherForcing(ABC):
 
     def _collect(self, readings: Sequence[torch.Tensor]) -> DraftReadings:
         """One array for texts of different lengths, from (3, D + 1, T_p) each."""
-        out = np.zeros((3, readings[0].shape[1], *self.shape))
+        out = np.zeros((3, readings[0].shape[1], len(readings), self.shape[1]))
         for i, one in enumerate(readings):
             out[:, :, i, : one.shape[2]] = one.cpu().numpy()
         return DraftReadings(out[0].astype(np.float32), out[1].astype(np.float32), out[2].astype(np.int64))

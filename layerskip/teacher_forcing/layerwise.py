@@ -59,12 +59,12 @@ class LayerwiseForcing(TeacherForcing):
         queries, keys, values = part.project(hidden, layout.cos, layout.sin)
         out = torch.empty_like(queries)
         for group in layout.groups(part.num_queries):
-            rows, real = layout.rows[group], layout.is_row[group]
+            rows, real, texts = layout.rows[group], layout.is_row[group], layout.places(group)
             padded = [one[rows].transpose(1, 2) for one in (queries, keys, values)]
             attended = part.attend(
                 padded[0],
-                torch.cat([self._keys[layer][group], padded[1]], dim=2),
-                torch.cat([self._values[layer][group], padded[2]], dim=2),
+                torch.cat([self._keys[layer][texts], padded[1]], dim=2),
+                torch.cat([self._values[layer][texts], padded[2]], dim=2),
                 layout.visible(part.window, group),
             )
             out[rows[real]] = attended.transpose(1, 2)[real]
@@ -86,10 +86,22 @@ class LayerwiseForcing(TeacherForcing):
         yield from torch.split(logits, [len(one.ids) for one in rows])
 
     @torch.inference_mode()
-    def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
-        hidden = self._engine.norm(self._state(_kept(mask), depth))
-        for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
-            yield self._engine.head(rows).view(depth + 1, rows.shape[0] // (depth + 1), -1)
+    def draft_logits(
+        self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None
+    ) -> Iterator[torch.Tensor]:
+        if texts is None:
+            hidden = self._engine.norm(self._state(_kept(mask), depth))
+            for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
+                yield self._engine.head(rows).view(depth + 1, rows.shape[0] // (depth + 1), -1)
+            return
+        device = self._engine.device
+        rows_of = [
+            RowGeometry.of(text, depth, device) if i in texts else RowGeometry.from_lists([], [], [], [], device)
+            for i, text in enumerate(self.texts)
+        ]
+        for i, logits in enumerate(self.logits(mask, rows_of)):
+            if i in texts:
+                yield logits.view(depth + 1, logits.shape[0] // (depth + 1), -1)
 
     @torch.inference_mode()
     def target_logits(self) -> Iterator[torch.Tensor]:
@@ -153,14 +165,15 @@ class _Layout:
     def __init__(self, engine: FusedEngine, geometry: Sequence[RowGeometry], capacity: int) -> None:
         device = engine.device
         self._capacity = capacity
-        self._geometry = geometry
-        lengths = torch.tensor([len(one.positions) for one in geometry], device=device)
+        some = [i for i, one in enumerate(geometry) if len(one.positions)]
+        self._places = None if len(some) == len(geometry) else torch.tensor(some, device=device)
+        self._geometry = [geometry[i] for i in some]
+        lengths = torch.tensor([len(one.positions) for one in self._geometry], device=device)
         self._width = int(lengths.max())
         columns = torch.arange(self._width, device=device)
         self.is_row = columns < lengths.unsqueeze(1)
         starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
-        self.rows = starts + torch.minimum(columns, (lengths.unsqueeze(1) - 1).clamp_min(0))
-        self.rows.clamp_max_(int(lengths.sum()) - 1)  # a text without rows points somewhere; nothing is read from there
+        self.rows = starts + torch.minimum(columns, lengths.unsqueeze(1) - 1)
         positions = torch.cat([one.positions for one in geometry])
         cos, sin = rotary_table(engine.rotary, engine.embedding[:1], int(positions.max()) + 1)
         self.cos, self.sin = cos[positions], sin[positions]
@@ -168,11 +181,15 @@ class _Layout:
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
     def groups(self, num_heads: int) -> Iterator[slice]:
-        """Texts in groups whose attention scores fit the memory set aside for them."""
+        """Texts with rows in groups whose attention scores fit the memory set aside for them."""
         num_texts = len(self._geometry)
         size = max(1, _MAX_SCORES // (num_heads * self._width * (self._capacity + self._width)))
         for start in range(0, num_texts, size):
             yield slice(start, min(start + size, num_texts))
+
+    def places(self, group: slice) -> slice | torch.Tensor:
+        """Which texts a group is of, among all texts."""
+        return group if self._places is None else self._places[group]
 
     def visible(self, window: int | None, group: slice) -> torch.Tensor:
         """(P, 1, C, capacity + C) boolean, True = visible; padded columns see themselves, so that nothing is NaN."""

@@ -43,8 +43,11 @@ class WholeModelForcing(TeacherForcing):
                 logits = self._substituted(i, mask, one)
             yield logits
 
-    def draft_logits(self, mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
-        for i, text in enumerate(self.texts):
+    def draft_logits(
+        self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None
+    ) -> Iterator[torch.Tensor]:
+        for i in range(len(self.texts)) if texts is None else texts:
+            text = self.texts[i]
             with torch.inference_mode(), self._adapter.attached():
                 if self.keys == "target":
                     logits = self._substituted(i, mask, RowGeometry.of(text, depth, self._adapter.device))

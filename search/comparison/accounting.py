@@ -57,10 +57,10 @@ class SharedForcing:
     def __init__(self, forcing: Any, account: Account) -> None:
         self.forcing, self._account = forcing, account
 
-    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """See `TeacherForcing.read`."""
-        question = ("read", id(self.forcing), mask, depth)
-        reading: DraftReadings = self._account.ask(question, lambda: self.forcing.read(mask, depth))
+        question = ("read", id(self.forcing), mask, depth, None if texts is None else tuple(texts))
+        reading: DraftReadings = self._account.ask(question, lambda: self.forcing.read(mask, depth, texts))
         return reading
 
     def __getattr__(self, name: str) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
+from layerskip.lockstep import Diverged
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
 from search.export import Origin
@@ -75,6 +76,12 @@ class FakeDecoder:
         if config.speculates and (self.wrong_on(config) or self.tie_on(config)):
             ids = (*ids[:5], 99, *ids[6:])
         return Decoded(ids, stats)
+
+    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+        outs = [self.decode(prompt_ids, config) for config in configs]
+        if len({out.ids for out in outs}) > 1:
+            raise Diverged("the fake's outputs differ")
+        return outs
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         if tuple(ids) == tuple(reference_ids):

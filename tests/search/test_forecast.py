@@ -177,7 +177,9 @@ def test_known_masks_are_told_apart_and_hold_exits_at_many_depths() -> None:
     exits = {mask.exit_layer for mask in masks} - {None}
     assert len(exits) >= 12
     assert {1, 79} <= exits
-    assert known_masks(space_of(1)) == [SkipMask.none(1)]
+    # Of one layer no exit is left, and of the later half only its attention.
+    assert known_masks(space_of(1)) == [SkipMask.none(1), SkipMask.from_sublayers(1, attention=[0])]
+    assert known_masks(space_of(1, whole=True)) == [SkipMask.none(1)]
 
 
 def test_candidates_are_written_in_a_few_characters_and_read_back() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from search import predictor as predictor_module
 from search.cost_model import CostModel, CostOptions, measure_costs
 from search.predictor import SHARP_DEPTH, Predictor
 from search.replay import Settings, TextRows, live_counts, replay
@@ -128,6 +129,30 @@ def test_a_mask_is_read_once_and_prices_may_change() -> None:
     assert predictor.speedup(config) < before
     assert predictor.ratios(config, [1]) == pytest.approx([live_ratio(forcing, 1, config, dear)])
     assert forcing.num_readings == 1 + 1  # and one by the simulation
+
+
+def test_a_threshold_between_those_of_the_coarse_grid_is_found() -> None:
+    """Runs of one and of six right tokens, at a confidence of 0.28, and a wrong one after each, at 0.1 or 0.22. So 0.2
+    beats none, 0.3 stops everything, and 0.25 stops after each wrong token and after no right one."""
+    length, wrong = 40, [1, 8, 10, 17, 19, 26, 28, 35]
+    right = [int(k not in wrong and k < length - 1) for k in range(length)]
+    forcing = ScriptedForcing([[right]], lengths=[length], sure=0.28)
+    for i, k in enumerate(wrong):
+        forcing.confidence[0, 0, k] = (0.1, 0.1, 0.22, 0.22)[i % 4]
+    best = predictor_of(forcing, max_new_tokens=length).best_setting(MASKS[1])
+    assert best.config.draft_threshold == 0.25
+    assert best.config.gamma >= 6
+
+
+def test_the_reading_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor_module, "_MAX_KEPT", 2)
+    forcing = forcing_of([LENGTH])
+    predictor = predictor_of(forcing)
+    counts = []
+    for i in (0, 1, 0, 2, 0, 2, 1):
+        predictor.agreement(MASKS[i])
+        counts.append(forcing.num_readings)
+    assert counts == [1, 2, 2, 3, 3, 3, 4]
 
 
 def test_agreement_is_the_share_of_right_tokens() -> None:

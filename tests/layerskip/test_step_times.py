@@ -1,0 +1,206 @@
+"""Step times: the right steps are timed, one by one, and the model decodes afterwards as it did before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, step_times
+from layerskip.drafters import layer_skip
+from layerskip.step_times import StepTimer
+from tests.layerskip import zoo
+
+GAMMA_MAX = 5
+COUNTS = tuple(range(1, GAMMA_MAX + 2))
+TEXT = zoo.prompt_of(9)
+NONE = SkipMask.none(zoo.NUM_LAYERS)
+ALL = SkipMask.early_exit(zoo.NUM_LAYERS, 0)
+MASKS = (NONE, ALL, SkipMask.early_exit(zoo.NUM_LAYERS, 2), SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[1, 2, 3]))
+each_engine = pytest.mark.parametrize("name", ["llama", "llama fused"])
+
+
+@dataclass
+class Watch:
+    """A clock that stands still but for forwards, and a diary of them."""
+
+    now: float = 0.0
+    forwards: list[tuple[int, list[int], SkipMask]] = field(default_factory=list)
+    """Cache length before, token ids and mask of every forward."""
+    events: list[str] = field(default_factory=list)
+    fail_at: int | None = None
+    """Index of a forward that raises."""
+
+    def perf_counter(self) -> float:
+        self.events.append("clock")
+        return self.now
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> Watch:
+    """On the engine of the shared model: a forward takes 1 s, and 100 s a token and kept sublayer."""
+    engine, seen = zoo.layerskip_of(name).engine, Watch()
+    forward, synchronize = engine.forward, engine.synchronize
+
+    def watched(input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
+        if len(seen.forwards) == seen.fail_at:
+            raise RuntimeError("driver gone")
+        mask = mask or NONE
+        seen.forwards.append((engine.cache.length, input_ids.tolist(), mask))
+        seen.events.append("forward")
+        seen.now += 1.0 + 100.0 * len(input_ids) * kept(mask)
+        return forward(input_ids, mask, num_logits=num_logits)
+
+    def waited() -> None:
+        seen.events.append("wait")
+        synchronize()
+
+    monkeypatch.setattr(engine, "forward", watched)
+    monkeypatch.setattr(engine, "synchronize", waited)
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=seen.perf_counter))
+    return seen
+
+
+def kept(mask: SkipMask) -> int:
+    return 2 * mask.num_layers - mask.num_skipped
+
+
+def generated(model: LayerSkipModel) -> list[int]:
+    config = DecodeConfig(skip_mask=MASKS[2], gamma=3)
+    return model.generate(TEXT, config=config, max_new_tokens=12, do_sample=False).ids
+
+
+@each_engine
+def test_real_times_are_as_many_as_asked_for_and_positive(name: str) -> None:
+    timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
+    for seconds, expected in (
+        (timer.verify_s(TEXT, COUNTS), len(COUNTS)),
+        (timer.verify_s(TEXT, [3]), 1),
+        (timer.draft_s(TEXT, MASKS, gamma=4, threshold=False), len(MASKS)),
+        (timer.draft_s(TEXT[:1], MASKS * 2, gamma=GAMMA_MAX, threshold=True), 2 * len(MASKS)),
+        (timer.draft_s(TEXT, [], gamma=4, threshold=True), 0),
+    ):
+        assert len(seconds) == expected
+        assert all(0.0 < one < float("inf") for one in seconds)
+
+
+@each_engine
+def test_verification_is_a_target_forward_over_the_last_token_and_its_drafts(name: str, watch: Watch) -> None:
+    """The text's own forward is not timed; each verification starts at the text's end, rolled back."""
+    seconds = StepTimer(zoo.layerskip_of(name), GAMMA_MAX).verify_s(TEXT, [1, 6, 2])
+    assert seconds == [1.0 + 100.0 * n * kept(NONE) for n in (1, 6, 2)]
+    first, *steps = watch.forwards
+    assert first == (0, list(TEXT), NONE)
+    (greedy,) = zoo.layerskip_of(name).generate(TEXT, max_new_tokens=1, do_sample=False).ids
+    assert steps == [(len(TEXT), [greedy] * n, NONE) for n in (1, 6, 2)]
+
+
+@each_engine
+@pytest.mark.parametrize("threshold", [False, True])
+def test_a_draft_time_is_that_of_one_token_of_a_whole_round(name: str, watch: Watch, threshold: bool) -> None:
+    """A threshold is looked at, never reached: always gamma drafts, each after the one before, then rolled back."""
+    seconds = StepTimer(zoo.layerskip_of(name), GAMMA_MAX).draft_s(TEXT, MASKS, gamma=4, threshold=threshold)
+    assert seconds == [1.0 + 100.0 * kept(mask) for mask in MASKS]
+    first, *steps = watch.forwards
+    assert first == (0, list(TEXT), NONE)
+    assert [(length, mask) for length, _, mask in steps] == [(len(TEXT) + k, mask) for mask in MASKS for k in range(4)]
+    assert all(ids == [TEXT[-1]] for _, ids, _ in steps[::4])
+
+
+@each_engine
+def test_the_device_is_waited_for_before_both_looks_at_the_clock(name: str, watch: Watch) -> None:
+    timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
+    timer.verify_s(TEXT, [1, 2])
+    assert watch.events == ["forward", *["wait", "clock", "forward", "wait", "clock"] * 2]
+    watch.events.clear()
+    timer.draft_s(TEXT, MASKS[:2], gamma=3, threshold=True)
+    assert watch.events == ["forward", *["wait", "clock", *["forward"] * 3, "wait", "clock"] * 2]
+
+
+@each_engine
+def test_only_with_a_threshold_the_confidence_is_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    real = layer_skip._top_probability
+
+    def looked(logits: torch.Tensor) -> torch.Tensor:
+        looks.append(float(real(logits)))
+        return real(logits)
+
+    monkeypatch.setattr(layer_skip, "_top_probability", looked)
+    timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
+    timer.draft_s(TEXT, MASKS, gamma=3, threshold=False)
+    assert looks == []
+    timer.draft_s(TEXT, MASKS, gamma=3, threshold=True)
+    assert len(looks) == 3 * len(MASKS)
+    assert all(0.0 < one <= 1.0 for one in looks)
+
+
+@contextlib.contextmanager
+def counting(model: Any) -> Iterator[Counter[str]]:
+    """How often the last matrix of attentions and MLPs is multiplied, on the model's own modules."""
+    seen: Counter[str] = Counter()
+    spec, hooks = zoo.spec_of("llama"), []
+    for layer in zoo.stack_of(model):
+        for kind, path in (("attention", spec.attention_out), ("mlp", spec.mlp_out)):
+            module = layer.get_submodule(path)
+            hooks.append(module.register_forward_hook(lambda *_, kind=kind: seen.update([kind])))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("mask", "attention", "mlp"),
+    [
+        (NONE, 4, 4),
+        (ALL, 0, 0),
+        (SkipMask.early_exit(4, 1), 1, 1),
+        (SkipMask.from_sublayers(4, mlp=[1, 2, 3]), 4, 1),
+        (SkipMask.from_sublayers(4, attention=[0, 2], mlp=[3]), 2, 3),
+    ],
+    ids=str,
+)
+def test_a_skipped_sublayer_is_not_run(mask: SkipMask, attention: int, mlp: int) -> None:
+    """Beside the text's own forward, each of three drafts runs what its mask keeps."""
+    model = zoo.layerskip_of("llama")
+    with counting(model.model) as seen:
+        StepTimer(model, GAMMA_MAX).draft_s(TEXT, [mask], gamma=3, threshold=False)
+    assert (seen["attention"], seen["mlp"]) == (4 + 3 * attention, 4 + 3 * mlp)
+
+
+@each_engine
+def test_the_model_decodes_afterwards_as_before(name: str) -> None:
+    model = zoo.layerskip_of(name)
+    before, timer = generated(model), StepTimer(model, GAMMA_MAX)
+    timer.verify_s(TEXT, COUNTS)
+    assert generated(model) == before
+    timer.draft_s(TEXT, MASKS, gamma=GAMMA_MAX, threshold=True)
+    assert generated(model) == before
+    with pytest.raises(RuntimeError, match="no cache"):
+        _ = model.engine.cache
+
+
+@each_engine
+@pytest.mark.parametrize("fail_at", [0, 1, 3])
+def test_a_failure_in_the_middle_leaves_the_model_whole(name: str, watch: Watch, fail_at: int) -> None:
+    model = zoo.layerskip_of(name)
+    before, timer = generated(model), StepTimer(model, GAMMA_MAX)
+    calls: list[Callable[[], list[float]]] = [
+        lambda: timer.verify_s(TEXT, COUNTS),
+        lambda: timer.draft_s(TEXT, MASKS, gamma=3, threshold=False),
+    ]
+    for call in calls:
+        watch.forwards.clear()
+        watch.fail_at = fail_at
+        with pytest.raises(RuntimeError, match="driver gone"):
+            call()
+        watch.fail_at = None
+        assert generated(model) == before

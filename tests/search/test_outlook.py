@@ -1,0 +1,443 @@
+"""Outlook: measured once and reread, refused on another machine, followed by rechecks; and what it does to a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from layerskip import DecodeConfig, DecodeStats, SkipMask
+from search import run
+from search.correction import Correction
+from search.cost_model import pool_costs
+from search.decoder import Decoded, ModelDecoder
+from search.fingerprint import Fingerprint
+from search.forecast import Candidate, Pool
+from search.measurement import PromptCase
+from search.outlook import (
+    COSTS,
+    POOL,
+    READINGS,
+    SENSITIVITY,
+    Outlook,
+    OutlookOptions,
+    describe_outlook,
+    open_outlook,
+    outlook_facts,
+)
+from search.progress import Reporter
+from search.reference import Reference, ReferenceOptions, make_reference
+from search.stop import StopSignal
+from search.subject import Subject, Tools
+from search.trial_phase import CANNOT_WIN, HANDFUL, TrialPhase
+from tests.search.fake_outlook import FakeTimer
+from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
+from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record
+
+NUM_TOKENS = 17
+NUM_COST_CALLS = 3 * (15 + 1)
+"""A verification and two draft phases, fifteen times and once to warm up."""
+NUM_RECHECK_CALLS = 3 * (3 + 1)
+OPTIONS = OutlookOptions(max_new_tokens=NUM_TOKENS, gamma_max=6, seed=0, trials=30, trial_seconds=1.0)
+
+
+def reference_of(lengths: Sequence[int] = (NUM_TOKENS,) * 6) -> Reference:
+    """A prompt of three tokens for each continuation of so many."""
+    cases = tuple(PromptCase(f"p{i}", (i, 1, 2), tuple(range(length))) for i, length in enumerate(lengths))
+    return Reference(cases, num_per_trial=5, plain_tokens_per_s=100.0, noise_sigma=0.02, pair_s=0.4, dropped=())
+
+
+TWELVE = reference_of((NUM_TOKENS,) * 12)
+
+
+def new_study() -> optuna.Study:
+    return optuna.create_study(direction="maximize")
+
+
+def planted(**changes: Any) -> WatchedDecoder:
+    return WatchedDecoder(step_times=PlantedTimer(**changes))
+
+
+def num_timer_calls(decoder: WatchedDecoder) -> int:
+    assert isinstance(decoder.step_times, PlantedTimer)
+    return decoder.step_times.num_calls
+
+
+def open_(
+    study: optuna.Study,
+    decoder: WatchedDecoder,
+    options: OutlookOptions = OPTIONS,
+    reference: Reference | None = None,
+    fingerprint: Fingerprint = FINGERPRINT,
+) -> Outlook:
+    reference = reference or reference_of()
+    return open_outlook(study, decoder, SPACE, reference, fingerprint, options, clock=decoder.clock)
+
+
+def test_a_second_opening_measures_nothing() -> None:
+    """But for one reading that tells how many texts can be afforded."""
+    study, first, second = new_study(), planted(), planted(slowdown=lambda _repeat: 7.0)
+    made = open_(study, first)
+    assert num_timer_calls(first) == NUM_COST_CALLS
+    assert first.num_readings > len(SPACE.bit_names)
+    assert study.user_attrs.keys() == {COSTS, SENSITIVITY, POOL, READINGS}
+    stored = dict(study.user_attrs)
+    reread = open_(study, second)
+    assert num_timer_calls(second) == 0
+    assert second.num_readings == 1
+    assert study.user_attrs == stored
+    assert reread.costs == made.costs
+    assert reread.predictor.cost == made.predictor.cost
+    assert reread.sensitivity == made.sensitivity
+    assert reread.num_readings == made.num_readings
+    assert [one.params for one in reread.pool.candidates] == [one.params for one in made.pool.candidates]
+    assert reread.texts == made.texts
+
+
+@pytest.mark.xfail(reason="the run that made the pool ranks by unrounded predictions, a resumed one by rounded ones")
+def test_the_pool_that_is_used_is_the_one_that_is_stored() -> None:
+    """Or near-equal predictions are measured in another order after a resume."""
+    study = new_study()
+    assert open_(study, planted()).pool == open_(study, planted()).pool
+
+
+@pytest.mark.parametrize(
+    ("field", "there"), [("device", "cuda"), ("engine", "fused"), ("weights", "xyz"), ("num_threads", 7)]
+)
+def test_costs_of_something_else_are_refused_in_one_line(field: str, there: Any) -> None:
+    study, decoder = new_study(), planted()
+    open_(study, planted())
+    stored = dict(study.user_attrs)
+    here = getattr(FINGERPRINT, field)
+    message = rf"^cost_model\.measured_on\.{field}: must be this run's {there!r}, got {here!r}; use another --study"
+    with pytest.raises(ValueError, match=message) as caught:
+        open_(study, decoder, fingerprint=dataclasses.replace(FINGERPRINT, **{field: there}))
+    assert "\n" not in str(caught.value)
+    assert (num_timer_calls(decoder), decoder.num_readings) == (0, 0)
+    assert study.user_attrs == stored
+
+
+def test_a_recheck_appends_pools_and_tells_the_drift() -> None:
+    """Verifying four drafts rises from 1.12 to 1.48 target steps; a machine that is slower at all has not drifted."""
+    study, timer = new_study(), PlantedTimer(verify_share=0.03)
+    outlook = open_(study, WatchedDecoder(step_times=timer))
+    calls, config = timer.num_calls, DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4)
+    before = outlook.predictor.speedup(config)
+    timer.verify_share = 0.12
+    assert outlook.recheck(study) == pytest.approx(1.48 / 1.12)
+    assert timer.num_calls - calls == NUM_RECHECK_CALLS
+    assert len(outlook.costs) == 2
+    assert outlook.predictor.cost.verify_s == pytest.approx([0.01 * (1 + 0.075 * n) for n in range(7)])
+    assert outlook.predictor.speedup(config) < before
+    for _ in range(2):
+        outlook.recheck(study)
+    assert outlook.predictor.cost.verify_s == pytest.approx([0.01 * (1 + 0.12 * n) for n in range(7)])
+    timer.slowdown = lambda _repeat: 3.0
+    assert outlook.recheck(study) == pytest.approx(1.48 / 1.12)
+    timer.verify_share = 0.03
+    assert outlook.recheck(study) == pytest.approx(1.0)
+    assert len(outlook.costs) == 6
+    reread = open_(study, planted())
+    assert reread.costs == outlook.costs
+    assert reread.predictor.cost == outlook.predictor.cost == pool_costs(outlook.costs)
+    facts = outlook_facts(study)["costs"]
+    assert facts["num_measured"] == 6
+    assert (facts["first"]["verify_s"][4], facts["last"]["verify_s"][4]) == pytest.approx((0.0112, 3 * 0.0112))
+
+
+def test_drift_with_few_drafts_is_that_of_the_longest_verification() -> None:
+    study, timer = new_study(), PlantedTimer()
+    outlook = open_(study, WatchedDecoder(step_times=timer), dataclasses.replace(OPTIONS, gamma_max=2))
+    timer.verify_share = 0.53
+    assert outlook.recheck(study) == pytest.approx(2.06 / 1.06)
+
+
+DEAR: dict[str, Any] = {"fixed_s": 0.02, "verify_share": 0.25}
+"""Two target steps a draft token: no config can win."""
+
+
+@pytest.mark.parametrize("draft_threshold", [0.0, 0.4])
+def test_the_reason_why_nothing_can_win_has_the_numbers(draft_threshold: float) -> None:
+    decoder = planted(**DEAR)
+    outlook, timer = open_(new_study(), decoder), decoder.step_times
+    assert isinstance(timer, PlantedTimer)
+    assert math.exp(outlook.pool.best.log_speedup) < 0.9
+    mask = SkipMask.contiguous(6, 1, 4)
+    config = DecodeConfig(skip_mask=mask, gamma=3, draft_threshold=draft_threshold)
+    outlook.pool = Pool((Candidate(SPACE.to_params(config), math.log(0.8125)), *outlook.pool.candidates))
+    draft = timer.true_draft_s(mask, threshold=draft_threshold > 0) / timer.step_s
+    agreement = outlook.predictor.agreement(mask)
+    assert 0.9 < agreement < 1.0
+    assert outlook.cannot_win() == (
+        f"no config can win here: the best of {len(outlook.pool.candidates)} predicted masks, 6:1-4 at gamma 3, "
+        f"reaches 0.812x before overhead; its draft agrees with the target in {agreement:.2f} of cases at {draft:.2f} "
+        "target steps a token, and verifying 3 costs 1.75"
+    )
+
+
+@pytest.mark.parametrize(("speedup", "can_win"), [(0.999, False), (1.0, False), (1.001, True), (2.0, True)])
+def test_only_above_one_something_can_win(speedup: float, can_win: bool) -> None:
+    outlook = open_(new_study(), planted())
+    outlook.pool = Pool((dataclasses.replace(outlook.pool.best, log_speedup=math.log(speedup)),))
+    assert (outlook.cannot_win() is None) == can_win
+
+
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,) * 5, (3, NUM_TOKENS, 2, 5)])
+def test_more_drafts_than_any_text_has_room_for_are_refused(lengths: tuple[int, ...]) -> None:
+    study, decoder, reference = new_study(), planted(), reference_of(lengths)
+    message = r"^gamma_max: must be at most 15, two less than the longest continuation \(17 tokens\), .*, got 16$"
+    with pytest.raises(ValueError, match=message) as caught:
+        open_(study, decoder, dataclasses.replace(OPTIONS, gamma_max=16), reference)
+    assert "\n" not in str(caught.value)
+    assert (num_timer_calls(decoder), decoder.num_readings, study.user_attrs) == (0, 0, {})
+    outlook = open_(study, decoder, dataclasses.replace(OPTIONS, gamma_max=15), reference)
+    assert len(outlook.predictor.cost.verify_s) == 16
+
+
+@pytest.mark.parametrize(
+    ("trial_seconds", "reading_s", "expected"),
+    [
+        (20.0, 0.19, 5),  # 5 % of a trial is a second
+        (20.0, 1.1, 1),  # at least one
+        (20.0, 0.01, 16),  # at most sixteen
+        (1.0, 0.02, 7),  # short trials: 0.15 s
+        (1.0, 0.0, 16),
+    ],
+)
+def test_readings_of_a_proposal_fit_its_time(trial_seconds: float, reading_s: float, expected: int) -> None:
+    study, decoder = new_study(), planted()
+    # With the sensitivity known, no mask of the pool has been read before, and its time is that of its readings.
+    study.set_user_attr(SENSITIVITY, open_(new_study(), planted()).sensitivity.to_json())
+    decoder.reading_s = reading_s
+    options = dataclasses.replace(OPTIONS, trial_seconds=trial_seconds)
+    assert open_(study, decoder, options).num_readings == study.user_attrs[READINGS] == expected
+    other = planted()
+    other.reading_s = 5.0
+    assert open_(study, other, options).num_readings == expected
+
+
+@pytest.mark.parametrize(("reading_s", "num_texts"), [(0.2, 12), (1.0, 5), (9.0, 4)])
+def test_as_many_texts_are_read_as_can_be_afforded(reading_s: float, num_texts: int) -> None:
+    """Ten seconds for two readings of each of twelve sublayers; four texts always."""
+    decoder = planted()
+    decoder.reading_s = reading_s
+    assert open_(new_study(), decoder, reference=TWELVE).predictor.num_texts == num_texts
+
+
+@pytest.mark.xfail(reason="how many texts are read is not stored: it follows from the first reading of each run")
+def test_a_resume_reads_the_same_texts() -> None:
+    study, slow, fast = new_study(), planted(), planted()
+    slow.reading_s = 1.0
+    first, again = (open_(study, one, reference=TWELVE).predictor.num_texts for one in (slow, fast))
+    assert first == again
+
+
+def test_texts_of_middling_length_are_timed_in_the_middle_of_their_continuations() -> None:
+    outlook = open_(new_study(), planted(), reference=reference_of((4, NUM_TOKENS, 8, 12, 10)))
+    assert outlook.texts == ((2, 1, 2, 0, 1, 2, 3), (4, 1, 2, 0, 1, 2, 3, 4), (3, 1, 2, 0, 1, 2, 3, 4, 5))
+    few = open_(new_study(), planted(), reference=reference_of((NUM_TOKENS, 9)))
+    assert [len(text) for text in few.texts] == [3 + 4, 3 + 8]
+
+
+@pytest.mark.xfail(reason="gamma_max + 1 positions are added to half a continuation, however long that is")
+def test_timed_steps_stay_within_the_positions_that_decoding_needs() -> None:
+    """A prompt may fill the model's positions up to `max_new_tokens`: beyond them some models cannot run."""
+    options = dataclasses.replace(OPTIONS, gamma_max=15)
+    outlook = open_(new_study(), planted(), options)
+    assert all(len(text) + options.gamma_max + 1 <= 3 + NUM_TOKENS for text in outlook.texts)
+
+
+def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
+    study, decoder = new_study(), planted()
+    outlook, timer = open_(study, decoder), decoder.step_times
+    assert isinstance(timer, PlantedTimer)
+    config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
+    params = SPACE.to_params(config)
+    told = outlook.describe_trial(params, config, [5, 2, 0], [], 0.02)
+    assert told["predicted_ratios"] == told["replayed_ratios"]
+    assert told["forecast_ratios"] == pytest.approx(outlook.predictor.ratios(config, [5, 2, 0]), abs=1e-5)
+    assert [len(counts) for counts in told["replayed_forwards"]] == [3, 3, 3]
+    assert told["draft_step_ms"] == pytest.approx(1000 * timer.true_draft_s(config.skip_mask, threshold=True), abs=1e-4)
+    assert timer.drafted[-1][0] == outlook.texts[0]
+    json.dumps(told)
+    # Measured, it was a fifth slower than replayed; the forecast, which is not what is corrected here, was too low.
+    attrs = {"replayed_ratios": told["replayed_ratios"], "forecast_ratios": [0.1] * 3}
+    record(study, SPACE, params, [0.8 * ratio for ratio in told["replayed_ratios"]], **attrs)
+    earlier = study.get_trials(deepcopy=False)
+    again = outlook.describe_trial(params, config, [5, 2, 0], earlier, 0.02)
+    factor = math.exp(Correction(earlier, SPACE, 0.02, "replayed_ratios").of([params])[0][0])
+    assert 0.8 < factor < 0.85
+    assert again["predicted_ratios"] == pytest.approx([factor * ratio for ratio in told["replayed_ratios"]], abs=1e-4)
+    assert {**again, "predicted_ratios": None} == {**told, "predicted_ratios": None}
+
+
+def test_people_are_told_in_three_lines() -> None:
+    outlook = open_(new_study(), planted())
+    costs, hardest, best = describe_outlook(outlook)
+    assert costs == (
+        "one target token 10.00 ms, verifying 4 drafts 1.12 of that; a draft token 0.10 + 0.020 an attention + "
+        "0.050 an MLP"
+    )
+    assert hardest.count("(agreement 0.") == 3
+    assert {name[-2:] for name in hardest.split() if name.startswith("skip.")} <= {"00", "05"}
+    assert f"{len(outlook.pool.candidates)} masks predicted on 6 texts; best" in best
+    assert "mask 6:1-4" in best
+
+
+def test_facts_of_a_study_with_and_without_an_outlook() -> None:
+    study = new_study()
+    nothing = {"num_predicted": 0, "best": []}
+    assert outlook_facts(study) == {"costs": None, "sensitivity": None, "pool": nothing, "cannot_win": None}
+    outlook = open_(study, planted())
+    facts = outlook_facts(study)
+    assert facts["costs"]["first"] == facts["costs"]["last"] == json.loads(outlook.costs[0].to_json())
+    assert facts["sensitivity"] == json.loads(outlook.sensitivity.to_json())
+    assert facts["pool"]["num_predicted"] == len(outlook.pool.candidates)
+    assert [row[0] for row in facts["pool"]["best"]] == [
+        str(SPACE.to_mask(one.params)) for one in outlook.pool.candidates[:3]
+    ]
+    json.dumps(facts)
+
+
+# What an outlook does to a search.
+
+
+def dear(**changes: Any) -> WatchedDecoder:
+    return WatchedDecoder(step_times=PlantedTimer(**DEAR), **changes)
+
+
+def search(
+    decoder: WatchedDecoder, study: optuna.Study | None = None, **spec: Any
+) -> tuple[optuna.Study, str | None, str]:
+    """The trials of a run in memory: (study, why it must end, what was said)."""
+    study, output = study or new_study(), io.StringIO()
+    reference = make_reference(decoder, prompts(8), ReferenceOptions(NUM_LAYERS, 0, 1.0, 5))
+    outlook = open_(study, decoder, reference=reference)
+    subject = Subject(decoder, SPACE, prompts(8), (), FINGERPRINT, ORIGIN)
+    tools = Tools(Reporter(output), StopSignal(), "python -m search.run", decoder.clock)
+    broken = TrialPhase(study, reference, outlook, subject, make_spec(**spec), tools).run()
+    return study, broken, output.getvalue()
+
+
+def test_where_nothing_can_win_a_handful_confirms_it(tmp_path: Path) -> None:
+    """The whole run: what is exported does not speculate. The same command again measures nothing more."""
+    for _ in range(2):
+        bench = Bench(tmp_path, dear(gain=0.0, noise=0.0))
+        assert bench.run(trials=30, num_confirm_candidates=1, confirm_repeats=1) == 0
+        summary = json.loads(bench.paths.summary.read_text())
+        assert summary["trials"]["counted"] == HANDFUL
+        assert summary["verdict"] == "do not speculate"
+        assert "no config can win here: the best of" in summary["cannot_win"]
+        assert "the best measured is 1.000x" in summary["cannot_win"]
+        assert DecodeConfig.load(bench.paths.best).gamma == 0
+        assert f"measuring {HANDFUL} trials to confirm (--force searches on)" in bench.output.getvalue()
+
+
+def test_a_short_study_is_no_longer_than_it_was_to_be() -> None:
+    study, broken, _ = search(dear(gain=0.0, noise=0.0), trials=3)
+    assert broken is None
+    assert len(study.trials) == 3
+    assert "no config can win here" in study.user_attrs[CANNOT_WIN]
+
+
+def test_force_searches_on() -> None:
+    study, broken, said = search(dear(gain=0.0, noise=0.0), trials=8, force=True)
+    assert broken is None
+    assert len(study.trials) == 8
+    assert CANNOT_WIN not in study.user_attrs
+    assert "no config can win" not in said
+
+
+def test_a_measured_win_searches_on_against_the_prediction() -> None:
+    study, broken, said = search(dear(), trials=8)
+    assert broken is None
+    assert len(study.trials) == 8
+    assert CANNOT_WIN not in study.user_attrs
+    assert "no config can win here" in said
+    assert "x all the same: searching on" in said
+
+
+@pytest.mark.xfail(reason="the attribute cannot_win of a study that was cut short stays when --force takes it up again")
+def test_a_forced_win_leaves_no_word_that_nothing_can_win() -> None:
+    """What summary.json would say of it."""
+    study, _, _ = search(dear(gain=0.0, noise=0.0), trials=8)
+    search(dear(), study, trials=12, force=True)
+    assert max(trial.user_attrs["speedup"] for trial in study.trials) > 1.2
+    assert outlook_facts(study)["cannot_win"] is None
+
+
+def test_failures_in_the_handful_end_the_run() -> None:
+    _, broken, _ = search(dear(gain=0.0, break_on=broken_draft), trials=30, max_failures=3, repeat_every=0)
+    assert broken == "3 trials in a row failed, the last one with RuntimeError: driver gone"
+
+
+def broken_draft(config: DecodeConfig) -> Exception | None:
+    return RuntimeError("driver gone") if config.skip_mask.num_skipped else None
+
+
+@dataclass
+class Drifting(WatchedDecoder):
+    """Verifying becomes dearer once a hundred outputs are decoded."""
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+        self.step_times.verify_share = 0.03 if self.num_decoded < 100 else 0.12
+        return super().decode(prompt_ids, config)
+
+
+def test_costs_are_looked_at_again_every_twenty_trials() -> None:
+    study, _, said = search(Drifting(step_times=PlantedTimer()), trials=22)
+    assert outlook_facts(study)["costs"]["num_measured"] == 2
+    assert "verifying four tokens costs 1.32 times what it did at the start" in said
+
+
+class DearTimer(FakeTimer):
+    """A draft token costs two target steps."""
+
+    def draft_s(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+    ) -> list[float]:
+        return [2 * self.step_s for _ in masks]
+
+
+@pytest.fixture
+def slow_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the real model and the real command, with times as if rounds took twice as long."""
+    speed = property(lambda stats: 50.0 if stats.num_rounds else 100.0)
+    monkeypatch.setattr(DecodeStats, "tokens_per_s", speed)
+    monkeypatch.setattr(ModelDecoder, "timer", lambda _self, _gamma_max: DearTimer())
+
+
+@pytest.mark.usefixtures("slow_speculation")
+def test_the_command_stops_after_a_handful_and_goes_on_by_force(
+    tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*tiny_study, "--trials", "9"]  # the last one given counts
+    best, summary = tmp_path / "study/best.json", tmp_path / "study/summary.json"
+    assert run.main(flags) == 0
+    output = capsys.readouterr().out
+    assert "no config can win here" in output
+    assert f"trial {HANDFUL}/{HANDFUL}" in output
+    assert DecodeConfig.load(best).gamma == 0
+    assert json.loads(summary.read_text())["trials"]["counted"] == HANDFUL
+    assert run.main([*flags, "--force"]) == 0
+    assert "trial 9/9" in capsys.readouterr().out
+    assert DecodeConfig.load(best).gamma == 0
+    assert json.loads(summary.read_text())["trials"]["counted"] == 9
+
+
+@pytest.mark.usefixtures("slow_speculation")
+def test_the_command_refuses_a_gamma_that_no_text_has_room_for(
+    tiny_study: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main([*tiny_study, "--gamma-max", "7"]) == 2
+    error = capsys.readouterr().err
+    assert "gamma_max: must be at most 6, two less than the longest continuation (8 tokens)" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,189 @@
+"""The audit command on a tiny random model: its three figures, what it writes, and every error in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from search import replay_audit
+from search.decoder import Decoded, ModelDecoder
+from search.predictor import Predictor
+from search.replay import Counts, check_replay
+from search.replay_audit import random_params
+from search.space import SearchSpace
+from tests.search.conftest import write_jsonl
+from tests.search.outlook_fakes import space_of
+
+NUM_SETTINGS = 12
+_LINE = (
+    r"replay +(?P<name>\w+), (?P<num>\d+) settings: exact in (?P<exact>[\d.]+) %, "
+    r"error median (?P<median>[\d.]+) %, 95th percentile (?P<p95>[\d.]+) %"
+)
+
+
+@pytest.fixture
+def study(tiny_model: Path, tmp_path: Path) -> Path:
+    """A study folder with nothing but study.toml."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    write_jsonl(folder / "tuning.jsonl", [{"prompt": f"w{i} w{i + 1} w3"} for i in range(6)])
+    write_jsonl(folder / "held_out.jsonl", [{"prompt": f"w{i} w{i + 2} w9"} for i in range(20, 25)])
+    lines = [f'model = "{tiny_model}"', 'prompts = "./tuning.jsonl"', 'held_out = "./held_out.jsonl"']
+    lines += ["max_new_tokens = 20", "gamma_max = 6", 'device = "cpu"', "num_threads = 1", 'engine = "eager"']
+    (folder / "study.toml").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def run_main(*flags: object) -> int:
+    try:
+        return replay_audit.main([str(flag) for flag in flags])
+    except SystemExit as ended:  # argparse
+        return int(ended.code or 0)
+
+
+def test_it_prints_and_writes_the_three_figures(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "audit.json"
+    flags = ("--study", study, "--settings", NUM_SETTINGS, "--prompts", 3, "--seed", 5, "--out", out)
+    assert run_main(*flags) == 0
+    result = json.loads(out.read_text())
+    said = {found["name"]: found for found in re.finditer(_LINE, capsys.readouterr().out)}
+    assert said.keys() == result["checks"].keys() == {"sharp", "ranked"}
+    for name, check in result["checks"].items():
+        assert check["num_settings"] == int(said[name]["num"]) == len(result["settings"]) == NUM_SETTINGS
+        for field, word in (("exact_share", "exact"), ("median_error", "median"), ("p95_error", "p95")):
+            assert float(said[name][word]) == pytest.approx(100 * check[field], abs=0.051)
+        again = check_replay([(one[name], one["live"]) for one in result["settings"]])
+        assert again is not None
+        assert dataclasses.asdict(again) == check
+    assert result["checks"]["sharp"]["exact_share"] >= result["checks"]["ranked"]["exact_share"]
+    assert result["checks"]["sharp"]["median_error"] == 0.0
+    assert (result["num_prompts"], result["seed"], result["keys"]) == (3, 5, "target")
+    command = " ".join(["python -m search.replay_audit", *map(str, flags)])
+    assert result["command"] == command
+    assert {path.name for path in study.iterdir()} == {"study.toml", "tuning.jsonl", "held_out.jsonl"}
+
+
+def test_live_counts_are_those_of_decoding_the_first_prompts(study: Path, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "audit.json"
+    assert run_main("--study", study, "--settings", 4, "--prompts", 2, "--out", out) == 0
+    model = LayerSkipModel.from_pretrained(tiny_model, engine="eager", device="cpu")
+    texts = [json.loads(line)["prompt"] for line in (study / "tuning.jsonl").read_text().splitlines()]
+    for one in json.loads(out.read_text())["settings"]:
+        config = DecodeConfig(
+            skip_mask=SkipMask.parse(one["skip_mask"]),
+            gamma=one["gamma"],
+            draft_threshold=one["draft_threshold"],
+            target_threshold=one["target_threshold"],
+        )
+        counts = np.zeros(3, dtype=int)
+        for text in texts[:2]:
+            stats = model.generate(text, config=config, max_new_tokens=20, do_sample=False).stats
+            counts += [stats.num_drafted, stats.num_rounds, stats.num_target_only]
+        assert counts.tolist() == one["live"]
+
+
+def test_sharp_and_ranked_replays_are_told_apart(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the tiny model both are exact; here the sharp one counts 1 forward of a kind and text, the other 100."""
+
+    def counts(self: Predictor, config: DecodeConfig, *, sharp: bool) -> Counts:
+        one = np.full((1, self.num_texts), 1.0 if sharp else 100.0)
+        return Counts(one, one, one, one)
+
+    monkeypatch.setattr(Predictor, "counts", counts)
+    out = tmp_path / "audit.json"
+    assert run_main("--study", study, "--settings", 2, "--prompts", 2, "--out", out) == 0
+    result = json.loads(out.read_text())
+    assert [(one["sharp"], one["ranked"]) for one in result["settings"]] == [([2.0] * 3, [200.0] * 3)] * 2
+    assert result["checks"]["ranked"]["exact_share"] == 0.0
+    assert result["checks"]["ranked"]["median_error"] > 1.0 > result["checks"]["sharp"]["median_error"] > 0.0
+
+
+def test_the_seed_alone_chooses_the_configs(study: Path, tmp_path: Path) -> None:
+    def settings(name: str, seed: int) -> list[Any]:
+        out = tmp_path / name
+        assert run_main("--study", study, "--settings", 3, "--prompts", 1, "--seed", seed, "--out", out) == 0
+        found: list[Any] = json.loads(out.read_text())["settings"]
+        return found
+
+    one = settings("a.json", 1)
+    assert settings("b.json", 1) == one
+    assert settings("c.json", 2) != one
+
+
+@pytest.mark.xfail(reason="the outputs of the audit's decodings are not compared with the target's")
+def test_an_output_that_is_not_lossless_is_exit_code_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode: Callable[..., Decoded] = ModelDecoder.decode
+
+    def wrong(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+        out = decode(self, prompt_ids, config)
+        return dataclasses.replace(out, ids=(*out.ids[:-1], out.ids[-1] ^ 1)) if config.speculates else out
+
+    monkeypatch.setattr(ModelDecoder, "decode", wrong)
+    assert run_main("--study", study, "--settings", 2, "--prompts", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--settings", "0"], "--settings: must be at least 1, got 0"),
+        (["--prompts", "-3"], "--prompts: must be at least 1, got -3"),
+        (["--settings", "many"], "argument --settings: invalid int value: 'many'"),
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--speed", "9"], "unrecognized arguments: --speed 9"),
+        (["--study", "{tmp}/nowhere"], "nowhere/study.toml: no such file"),
+        (["--study", "{tmp}/half"], "half/study.toml: not valid TOML"),
+        (["--settings", "1", "--prompts", "1", "--out", "{tmp}/no/such/file.json"], "no/such"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: list[str], said: str, study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/study.toml").write_text("model = ")
+    assert run_main("--study", study, *(flag.format(tmp=tmp_path) for flag in flags)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert said in error
+
+
+@pytest.mark.xfail(reason="numpy refuses a negative seed, after the model is loaded, and names no flag")
+def test_a_negative_seed_is_refused_by_name(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--study", study, "--settings", 1, "--prompts", 1, "--seed", -1) == 2
+    assert "seed: must be at least 0, got -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("space", "num_masks"),
+    [
+        (space_of(1), 4),
+        (space_of(12), 200),
+        (space_of(6, whole=True), 40),
+        (SearchSpace(4, 2, (1, 2, 3), (1, 2, 3), (0,)), 80),
+    ],
+    ids=["one layer", "twelve layers", "whole layers", "some whole layers"],
+)
+def test_random_configs_are_points_of_the_space_of_many_kinds(space: SearchSpace, num_masks: int) -> None:
+    rng, seen = np.random.default_rng(0), Counter[str]()
+    for _ in range(300):
+        params = random_params(space, rng)
+        config = space.to_config(params)
+        assert space.to_params(config) == params
+        seen["no draft threshold"] += config.draft_threshold == 0.0
+        seen["no target threshold"] += config.target_threshold == 0.0
+        seen[f"gamma {config.gamma}"] += 1
+        seen[f"mask {config.skip_mask}"] += 1
+    assert 120 < seen["no draft threshold"] < 190
+    assert 120 < seen["no target threshold"] < 190
+    assert {name for name in seen if name.startswith("gamma")} == {f"gamma {g + 1}" for g in range(space.gamma_max)}
+    assert sum(name.startswith("mask") for name in seen) >= num_masks
