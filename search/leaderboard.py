@@ -22,6 +22,8 @@ _ONE_SIDED_95 = 1.645
 _STOP_Z = 2.0
 _MIN_FREEDOM = 8
 _SWEEPS = 30
+_TRUST_WEIGHT = 0.03
+"""Of the belief that forecast tastes are true, as a sum of squared tastes: a handful of trials outweighs it."""
 Key = tuple[tuple[str, Any], ...]
 
 
@@ -35,7 +37,7 @@ class Entry:
     """Numbers of its full trials, first measured first."""
     num_pairs: int
     speedup: float
-    """Estimate for the average prompt of a first trial."""
+    """Estimate for the average tuning prompt, see `Standings.trust`."""
     lower: float
     """One-sided 95 % lower bound of `speedup`."""
 
@@ -49,6 +51,9 @@ class Standings:
     """Per prompt (its place in the reference): how far log ratios on it lie above the average first-trial prompt's."""
     sigma: float
     """Spread of one log ratio around config + prompt: clock noise, and taste of configs for prompts."""
+    trust: float = 1.0
+    """Share of a config's forecast taste for its prompts that is taken out of its ratios; 0 where some trial keeps no
+    forecast. With it estimates are for the average of all prompts, else for that of a first trial."""
 
     @property
     def leader(self) -> Entry | None:
@@ -66,9 +71,18 @@ class Standings:
         """How often this config has been measured in full."""
         return next((len(entry.trials) for entry in self.entries if entry.params == params), 0)
 
-    def standardised(self, steps: Sequence[int], ratios: Sequence[float]) -> float:
-        """Speedup on the average first-trial prompt, from ratios on any prompts: easy prompts count for less."""
-        logs = [math.log(ratio) - self.effects.get(step, 0.0) for step, ratio in zip(steps, ratios, strict=True)]
+    def standardised(
+        self, steps: Sequence[int], ratios: Sequence[float], tastes: Sequence[float] | None = None
+    ) -> float:
+        """Speedup on the average prompt, from ratios on any prompts: easy prompts count for less.
+
+        tastes: what the config was forecast to like each of these prompts more than the average one, see `taste_of`.
+        """
+        known = [0.0] * len(ratios) if tastes is None else tastes
+        logs = [
+            math.log(ratio) - self.effects.get(step, 0.0) - self.trust * taste
+            for step, ratio, taste in zip(steps, ratios, known, strict=True)
+        ]
         return math.exp(math.fsum(logs) / len(logs))
 
 
@@ -90,14 +104,26 @@ def is_full(trial: FrozenTrial) -> bool:
     return _is_measured(trial) and trial.user_attrs.get("stopped_early") is False
 
 
+def taste_of(attributes: Mapping[str, Any]) -> list[float] | None:
+    """Per prompt of a trial, how much more its config was forecast to like it than the average prompt, in log speedup.
+
+    None where the trial keeps no forecast.
+    """
+    ratios, average = attributes.get("forecast_ratios"), attributes.get("forecast_speedup")
+    return [math.log(ratio / average) for ratio in ratios] if ratios and average else None
+
+
 def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigma: float, num_first: int) -> Standings:
     """Pool the trials of each config and rank the configs.
 
-    Fits log ratio = config + prompt + rest by alternating means, prompts shrunk towards zero by one observation's
-    weight, with the first `num_first` prompts averaging zero. So a config measured again on other prompts, or stopped
-    early, is compared as if on the same ones. The bound is config - 1.645 sigma / sqrt(pairs), sigma being the rest's
-    spread (0.1, or the A/A noise if larger, until 8 degrees of freedom are there): one lucky trial ranks below a
-    slightly slower config measured often. Cost: well under a millisecond per hundred trials.
+    Where every trial keeps a forecast, what its config was forecast to like its prompts more than the average prompt is
+    taken out of its log ratios, in the share in which ratios have followed forecasts so far: a config that was lucky
+    with its prompts is not taken for a fast one.
+    Fits log ratio = config + prompt + trust x taste + rest by alternating means, prompts shrunk towards zero by one
+    observation's weight, with the first `num_first` prompts averaging zero. So a config measured again on other
+    prompts, or stopped early, is compared as if on the same ones. The bound is config - 1.645 sigma / sqrt(pairs),
+    sigma being the rest's spread (0.1, or the A/A noise if larger, until 8 degrees of freedom are there): one lucky
+    trial ranks below a slightly slower config measured often. Cost: well under a millisecond per hundred trials.
     """
     groups: dict[Key, list[FrozenTrial]] = defaultdict(list)
     for trial in trials:
@@ -115,34 +141,45 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
             lower = math.exp(mean - _ONE_SIDED_95 * sigma / math.sqrt(pairs))
             entries.append(Entry(space.to_config(dict(key)), dict(key), full, pairs, math.exp(mean), lower))
     entries.sort(key=lambda entry: (-entry.lower, entry.trials))
-    return Standings(tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma)
+    return Standings(tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.trust)
 
 
 class _Fit:
-    """The two-way fit: arrays `configs` and `prompts` of effects, `pairs` per config, `sigma` or None."""
+    """The fit: arrays `configs` and `prompts` of effects, `pairs` per config, `trust`, `sigma` or None."""
 
     def __init__(self, groups: Sequence[Sequence[FrozenTrial]], num_first: int) -> None:
-        rows = [
-            (i, step, math.log(ratio), is_full(trial))
-            for i, group in enumerate(groups)
-            for trial in group
-            for step, ratio in zip(trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"], strict=True)
-        ]
+        known = all(taste_of(trial.user_attrs) is not None for group in groups for trial in group)
+        rows = []
+        for i, group in enumerate(groups):
+            for trial in group:
+                steps, ratios = trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"]
+                # A trial that stopped early was forecast on more prompts than it saw.
+                tastes = (taste_of(trial.user_attrs) if known else None) or [0.0] * len(ratios)
+                for step, ratio, liked in zip(steps, ratios, tastes, strict=False):
+                    rows.append((i, step, math.log(ratio), is_full(trial), liked))
         config = np.array([row[0] for row in rows])
         prompt = np.array([row[1] for row in rows])
         log = np.array([row[2] for row in rows])
         full = np.array([row[3] for row in rows])
+        taste = np.array([row[4] for row in rows])
         self.pairs = np.bincount(config)
+        self.trust: float = 1.0 if known else 0.0
+        apart = taste - (np.bincount(config, taste) / self.pairs)[config]  # within a config is all that tells
         seen = np.bincount(prompt)
         self.prompts = np.zeros(len(seen))
         first = np.flatnonzero(seen[:num_first])
         for _ in range(_SWEEPS):
-            self.configs = np.bincount(config, log - self.prompts[prompt]) / self.pairs
-            self.prompts = np.bincount(prompt, log - self.configs[config]) / (seen + 1)
+            tasteless = log - self.trust * taste
+            self.configs = np.bincount(config, tasteless - self.prompts[prompt]) / self.pairs
+            self.prompts = np.bincount(prompt, tasteless - self.configs[config]) / (seen + 1)
             shift = self.prompts[first].mean() if len(first) else 0.0
             self.prompts = np.where(seen > 0, self.prompts - shift, 0.0)
-        self.configs = np.bincount(config, log - self.prompts[prompt]) / self.pairs
-        rest = (log - self.configs[config] - self.prompts[prompt])[full]
+            if known:
+                followed = float(apart @ (log - self.prompts[prompt])) + _TRUST_WEIGHT
+                self.trust = float(np.clip(followed / (float(apart @ apart) + _TRUST_WEIGHT), 0.0, 1.0))
+        tasteless = log - self.trust * taste
+        self.configs = np.bincount(config, tasteless - self.prompts[prompt]) / self.pairs
+        rest = (tasteless - self.configs[config] - self.prompts[prompt])[full]
         freedom = len(rest) - len(np.unique(config[full])) - len(np.unique(prompt[full])) + 1 if len(rest) else 0
         self.sigma = math.sqrt(float(rest @ rest) / freedom) if freedom >= _MIN_FREEDOM else None
 

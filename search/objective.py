@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 
 from layerskip.config import DecodeConfig
 from search.decoder import Decoder
-from search.leaderboard import Standings, make_standings
+from search.leaderboard import Standings, make_standings, taste_of
 from search.measurement import LosslessViolation, Pair, add_up, measure_pair, speedup
 from search.outlook import Outlook
 from search.reference import Reference
@@ -36,7 +36,7 @@ class Outcome:
     steps: tuple[int, ...]
     """Places of the prompts in the reference."""
     speedup: float
-    """As on the average prompt of a first trial (see `Standings.standardised`), so that trials compare."""
+    """As on the average prompt (see `Standings.standardised`), so that trials compare."""
     stopped_early: bool
 
 
@@ -99,7 +99,7 @@ class Objective:
         """Pairs on this trial's prompts, in order, until all are done or the trial is hopeless."""
         pairs: list[Pair] = []
         steps = self.reference.steps(standings.num_full_trials(trial.params))
-        self._predict(trial, config, steps, standings)
+        tastes = self._predict(trial, config, steps, standings)
         estimate = 1.0
         for count, step in enumerate(steps, start=1):
             case = self.reference.cases[step]
@@ -107,23 +107,28 @@ class Objective:
                 pair = measure_pair(self.decoder, case, config, plain_first=(step + trial.number) % 2 == 0)
             pairs.append(pair)
             trial.report(pair.ratio, step)
-            estimate = standings.standardised(steps[:count], [one.ratio for one in pairs])
+            known = tastes[:count] if tastes else None
+            estimate = standings.standardised(steps[:count], [one.ratio for one in pairs], known)
             if count < len(steps) and standings.is_hopeless(estimate, count):
                 return Outcome(tuple(pairs), steps[:count], estimate, stopped_early=True)
         return Outcome(tuple(pairs), steps, estimate, stopped_early=False)
 
-    def _predict(self, trial: optuna.Trial, config: DecodeConfig, steps: Sequence[int], standings: Standings) -> None:
-        """Write down what is expected, before the clock starts."""
+    def _predict(
+        self, trial: optuna.Trial, config: DecodeConfig, steps: Sequence[int], standings: Standings
+    ) -> list[float] | None:
+        """Write down what is expected, before the clock starts. Returns the tastes, see `taste_of`."""
         if self.outlook is None or not config.speculates:
-            return
+            return None
         earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         told = self.outlook.describe_trial(trial.params, config, steps, earlier, self.reference.noise_sigma)
-        expected = standings.standardised(steps, told["predicted_ratios"])
+        tastes = taste_of(told)
+        expected = standings.standardised(steps, told["predicted_ratios"], tastes)
         told |= {
             "predicted_speedup": expected,
             "predicted_tokens_per_s": expected * self.reference.plain_tokens_per_s,
         }
         _set_all(trial, told)
+        return tastes
 
     def _record(self, trial: optuna.Trial, outcome: Outcome, seconds: float) -> float:
         ratios = [pair.ratio for pair in outcome.pairs]

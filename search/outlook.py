@@ -28,7 +28,8 @@ from search.replay import TextRows
 from search.sensitivity import Sensitivity, measure_sensitivity
 from search.space import SearchSpace
 
-COSTS, SENSITIVITY, POOL, READINGS = "cost_model", "sensitivity", "pool", "readings_per_proposal"
+COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
+READINGS, TEXTS = "readings_per_proposal", "num_texts_read"
 """Attributes of the study."""
 _REPEATS, _RECHECK_REPEATS = 25, 7
 RECHECK_EVERY = 20
@@ -87,7 +88,8 @@ class Outlook:
         """Attributes of a trial about to be measured on the prompts at `steps`: what it is expected to show.
 
         `predicted_ratios` are corrected by what earlier trials taught, `replayed_ratios` are not; `forecast_ratios` are
-        those that configs are ranked by. Cost: a few readings and short drafts, see `Predictor.trial`.
+        those that configs are ranked by, and `forecast_speedup` is their mean over all texts. Cost: a few readings and
+        short drafts, see `Predictor.trial`.
         """
         sharp = self.predictor.trial(config, steps, self.timer, self.texts[0])
         correction = Correction(earlier, self.space, noise_sigma, "replayed_ratios")
@@ -96,6 +98,7 @@ class Outlook:
             "predicted_ratios": [round(ratio * factor, 5) for ratio in sharp.ratios],
             "replayed_ratios": [round(ratio, 5) for ratio in sharp.ratios],
             "forecast_ratios": [round(ratio, 5) for ratio in self.predictor.ratios(config, steps)],
+            "forecast_speedup": round(self.predictor.speedup(config), 5),
             "replayed_forwards": [list(counts) for counts in sharp.forwards],
             "draft_step_ms": round(1000 * sharp.draft_s, 5),
         }
@@ -144,12 +147,17 @@ def open_outlook(
     """The study's outlook: what is stored is read, the rest is measured and stored.
 
     Cost: a target forward over every text; before the first trial also the costs, two readings per sublayer and the
-    pool, about 5 % of the time that the trials may take.
+    pool, these two about 5 % each of the time that the trials may take.
     Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
     """
     start = clock()
     cases = reference.cases
     longest = max(len(case.reference_ids) for case in cases)
+    if longest < 3:
+        raise ValueError(
+            f"max_new_tokens: must leave room for a draft, three tokens, on at least one tuning prompt; the longest "
+            f"continuation has {longest} (max_new_tokens {options.max_new_tokens})"
+        )
     if options.gamma_max > longest - 2:
         raise ValueError(
             f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or "
@@ -157,10 +165,10 @@ def open_outlook(
         )
     budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.trials * options.trial_seconds)
     timer = decoder.timer(options.gamma_max)
-    texts = _texts_to_time(reference)
+    texts = texts_to_time(reference, options.gamma_max)
     costs = _costs(study, timer, texts, space, fingerprint, options)
     costs_s = clock() - start
-    predictor = _predictor(decoder, reference, options, pool_costs(costs), space, budget, clock)
+    predictor = _predictor(study, decoder, reference, options, pool_costs(costs), space, budget, clock)
     candidates = Candidates(predictor, space)
     sensitivity = _sensitivity(study, predictor, space)
     pool_start = clock()
@@ -241,6 +249,7 @@ def _store_costs(study: optuna.Study, costs: Sequence[CostModel]) -> None:
 
 
 def _predictor(
+    study: optuna.Study,
     decoder: Decoder,
     reference: Reference,
     options: OutlookOptions,
@@ -249,15 +258,18 @@ def _predictor(
     budget: float,
     clock: Callable[[], float],
 ) -> Predictor:
-    """On all texts, or on as many as can be read often enough."""
+    """On all texts, or on as many as can be read often enough; how many is decided once a study."""
     texts = [ForcedText(case.prompt_ids, case.reference_ids) for case in reference.cases]
-    forcing = decoder.teacher_forcing(texts)
-    start = clock()
-    forcing.read(SkipMask.none(space.num_layers))
-    needed = (clock() - start) * 2 * len(space.bit_names)
-    if needed > budget and len(texts) > _MIN_TEXTS:
-        texts = texts[: max(_MIN_TEXTS, int(len(texts) * budget / needed))]
-        forcing = decoder.teacher_forcing(texts)
+    stored = study.user_attrs.get(TEXTS)
+    forcing = decoder.teacher_forcing(texts[:stored])
+    if stored is None:
+        start = clock()
+        forcing.read(SkipMask.none(space.num_layers))
+        needed = (clock() - start) * 2 * len(space.bit_names)
+        if needed > budget and len(texts) > _MIN_TEXTS:
+            texts = texts[: max(_MIN_TEXTS, int(len(texts) * budget / needed))]
+            forcing = decoder.teacher_forcing(texts)
+        study.set_user_attr(TEXTS, len(texts))
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), options.max_new_tokens)
     return Predictor(forcing, rows, cost)
 
@@ -284,16 +296,25 @@ def _pool(
     if stored is not None:
         return Pool.from_json(stored, candidates)
     pool = make_pool(candidates, space, sensitivity, seed=options.seed, seconds=budget, clock=clock)
-    study.set_user_attr(POOL, pool.to_json(candidates))
-    return pool
+    stored = pool.to_json(candidates)
+    study.set_user_attr(POOL, stored)
+    # As stored, rounded: what a resume will read must be what this run works with.
+    return Pool.from_json(stored, candidates)
 
 
-def _texts_to_time(reference: Reference) -> tuple[tuple[int, ...], ...]:
-    """A few texts of middling length, each up to the middle of its continuation."""
-    cases = sorted(reference.cases, key=lambda case: len(case.prompt_ids) + len(case.reference_ids))
+def texts_to_time(reference: Reference, gamma_max: int) -> tuple[tuple[int, ...], ...]:
+    """A few texts of middling length, each up to about the middle of its continuation.
+
+    With gamma_max + 1 tokens more they are no longer than what decoding makes of them, so the model has the positions.
+    """
+    room = gamma_max + 1
+    cases = [case for case in reference.cases if len(case.reference_ids) > room]
+    cases.sort(key=lambda case: len(case.prompt_ids) + len(case.reference_ids))
     middle = max(0, (len(cases) - _NUM_TIMED_TEXTS) // 2)
-    chosen = cases[middle : middle + _NUM_TIMED_TEXTS]
-    return tuple(case.prompt_ids + case.reference_ids[: len(case.reference_ids) // 2] for case in chosen)
+    return tuple(
+        case.prompt_ids + case.reference_ids[: min(len(case.reference_ids) // 2, len(case.reference_ids) - room)]
+        for case in cases[middle : middle + _NUM_TIMED_TEXTS]
+    )
 
 
 def _relative_price(cost: CostModel) -> float:

@@ -192,7 +192,7 @@ class SearchRun:
         config = with_provenance(confirmation, self._subject.origin, facts)
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
-        checks = check_predictions(trials)
+        checks = check_predictions(trials, reference.noise_sigma)
         for line in describe_checks(checks):
             self._say.phase("outlook", line)
         summary = summarise_run(

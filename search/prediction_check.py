@@ -8,9 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from search.replay import ReplayCheck, check_replay
+
+Floats = NDArray[np.float64]
+_NUM_SIMULATED = 200
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class PredictionCheck:
     """Rank correlation; None below three trials or where all are equal."""
     bias: float
     """Geometric mean of predicted / measured; above 1 is optimistic."""
+    noise_median_abs_error: float | None
+    """What the clock's noise alone does to a prediction that is right; None where the noise is not known."""
+    noise_spearman: float | None
+    """What the clock's noise alone leaves of its rank correlation."""
 
 
 def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
@@ -37,21 +45,43 @@ def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
     return check_replay(pairs)
 
 
-def prediction_check_of(trials: Sequence[FrozenTrial]) -> PredictionCheck | None:
-    """Predictions as they stood before each trial; None where no trial has one."""
+def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> PredictionCheck | None:
+    """Predictions as they stood before each trial; None where no trial has one.
+
+    noise_sigma: standard deviation of the log of a plain/plain ratio, see `Reference`.
+    """
     from scipy import stats
 
-    pairs = [pair for trial in trials if (pair := predicted_and_measured(trial)) is not None]
-    if not pairs:
+    found = [(trial, pair) for trial in trials if (pair := predicted_and_measured(trial)) is not None]
+    if not found:
         return None
+    pairs = [pair for _, pair in found]
     predicted, measured = (np.array([pair[side] for pair in pairs]) for side in (0, 1))
     varied = len(pairs) >= 3 and np.ptp(predicted) > 0 and np.ptp(measured) > 0
+    noise: tuple[float | None, float | None] = (None, None)
+    if varied and noise_sigma is not None:
+        noise = _of_noise_alone(predicted, [len(trial.user_attrs["ratios"]) for trial, _ in found], noise_sigma)
     return PredictionCheck(
         num_trials=len(pairs),
         median_abs_error=float(np.median(np.abs(predicted / measured - 1.0))),
         spearman=float(stats.spearmanr(predicted, measured).statistic) if varied else None,
         bias=float(np.exp(np.log(predicted / measured).mean())),
+        noise_median_abs_error=noise[0],
+        noise_spearman=noise[1],
     )
+
+
+def _of_noise_alone(predicted: Floats, num_prompts: Sequence[int], noise_sigma: float) -> tuple[float, float]:
+    """(median error, rank correlation) of predictions that are right and measurements that are merely noisy.
+
+    Medians over simulated studies, from a fixed seed.
+    """
+    from scipy import stats
+
+    noise = noise_sigma / np.sqrt(np.array(num_prompts))
+    drawn = np.random.default_rng(0).normal(size=(_NUM_SIMULATED, len(predicted))) * noise
+    ranks = [stats.spearmanr(predicted, predicted * np.exp(one)).statistic for one in drawn]
+    return float(np.median(np.abs(np.exp(-drawn) - 1.0))), float(np.median(ranks))
 
 
 def predicted_and_measured(trial: FrozenTrial) -> tuple[float, float] | None:
@@ -63,9 +93,9 @@ def predicted_and_measured(trial: FrozenTrial) -> tuple[float, float] | None:
     return math.exp(math.fsum(logs[0]) / len(logs[0])), math.exp(math.fsum(logs[1]) / len(logs[1]))
 
 
-def check_predictions(trials: Sequence[FrozenTrial]) -> dict[str, Any]:
+def check_predictions(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> dict[str, Any]:
     """`prediction` and `replay` of summary.json; each None where there is nothing to compare."""
-    prediction, replayed = prediction_check_of(trials), replay_check_of(trials)
+    prediction, replayed = prediction_check_of(trials, noise_sigma), replay_check_of(trials)
     return {
         "prediction": asdict(prediction) if prediction else None,
         "replay": asdict(replayed) if replayed else None,
@@ -88,4 +118,9 @@ def describe_checks(checks: dict[str, Any]) -> list[str]:
             f"{100 * prediction['median_abs_error']:.1f} %, rank correlation {rank}, "
             f"predicted / measured {prediction['bias']:.3f}"
         )
+        if prediction["noise_spearman"] is not None:
+            lines.append(
+                f"the clock's noise alone would make a perfect prediction err by "
+                f"{100 * prediction['noise_median_abs_error']:.1f} % and correlate {prediction['noise_spearman']:.3f}"
+            )
     return lines

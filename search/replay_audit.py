@@ -49,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
-    for name in ("settings", "prompts"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name}: must be at least 1, got {getattr(arguments, name)}")
+    for name, least in (("settings", 1), ("prompts", 1), ("seed", 0)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"--{name}: must be at least {least}, got {getattr(arguments, name)}")
     spec, paths = load_spec({}, arguments.study, demo=demo_folder())
     from search.preflight import open_subject
     from search.progress import Reporter
@@ -72,7 +72,9 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
 
         facts = {"command": shlex.join(["python", "-m", PROG, *argv])}
         write_atomically(arguments.out, json.dumps(facts | result, indent=1) + "\n")
-    return 0
+    for line in result["violations"]:
+        say.warn(f"NOT LOSSLESS, a bug to report: {line}")
+    return 1 if result["violations"] else 0
 
 
 def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: int, seed: int) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     look at drafts after a wrong token). Cost: settings x prompts decodings.
     """
     from layerskip.teacher_forcing import ForcedText
+    from search.confirm import describe
     from search.cost_model import free_costs
     from search.predictor import Predictor
     from search.reference import make_cases
@@ -92,10 +95,14 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
     predictor = Predictor(forcing, rows, free_costs(subject.space, spec.gamma_max))
     rng = np.random.default_rng(seed)
-    records = []
+    records, violations = [], []
     for _ in range(num_settings):
         config = subject.space.to_config(random_params(subject.space, rng))
-        live = live_counts([subject.decoder.decode(case.prompt_ids, config).stats for case in cases])
+        outs = [subject.decoder.decode(case.prompt_ids, config) for case in cases]
+        live = live_counts([out.stats for out in outs])
+        for case, out in zip(cases, outs, strict=True):
+            if not subject.decoder.check(case.prompt_ids, out.ids, case.reference_ids).lossless:
+                violations.append(f"prompt {case.prompt_id!r} under {describe(config)}")
         sharp, ranked = predictor.counts(config, sharp=True), predictor.counts(config, sharp=False)
         records.append(
             {
@@ -112,7 +119,8 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     for name in ("sharp", "ranked"):
         check = check_replay([(record[name], record["live"]) for record in records])
         checks[name] = asdict(check) if check else {}
-    return {"checks": checks, "keys": predictor.keys, "num_prompts": len(cases), "seed": seed, "settings": records}
+    facts = {"checks": checks, "violations": violations, "keys": predictor.keys}
+    return facts | {"num_prompts": len(cases), "seed": seed, "settings": records}
 
 
 def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:

@@ -77,11 +77,13 @@ class ReplayProposer:
         return Proposal("random")
 
     def _shapes(self) -> list[Candidate]:
-        """The known shapes that calibrate, each at its best predicted setting."""
+        """The known shapes that calibrate, each at the setting that was best for it before the first trial."""
         if self._calibration is None:
             starts = warm_starts(self._space)
             chosen = [next((s for s in starts if s.origin.startswith(name)), None) for name in _CALIBRATION]
-            self._calibration = [self._candidates.of(self._space.to_mask(s.params)) for s in chosen if s is not None]
+            masks = [self._space.to_mask(start.params) for start in chosen if start is not None]
+            pool = {self._mask(one): one for one in self._pool.candidates}
+            self._calibration = [pool[mask] if mask in pool else self._candidates.of(mask) for mask in masks]
         return self._calibration
 
     def _all_known(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:

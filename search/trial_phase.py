@@ -39,7 +39,10 @@ class TrialPhase:
 
     def run(self) -> str | None:
         """Returns why the run must end without a result, else None. Raises: KeyboardInterrupt if stopped."""
+        self._start = self._tools.clock()
         reason = None if self._spec.force else self._outlook.cannot_win()
+        if self._study.user_attrs.get(CANNOT_WIN) is not None:
+            self._study.set_user_attr(CANNOT_WIN, None)  # an earlier run's word, to be found out again
         if reason is not None:
             few = min(HANDFUL, self._spec.trials)
             self._say.warn(f"{reason}; measuring {few} trials to confirm (--force searches on)")
@@ -70,7 +73,7 @@ class TrialPhase:
         watch = TrialWatch(spec, subject.space, reference, self._tools, total=total, outlook=self._outlook)
         with self._tools.stop.deferred(), self._say.trials(done, total):
             self._study.optimize(
-                objective, n_trials=total - done, timeout=spec.timeout_s, catch=(Exception,), callbacks=[watch]
+                objective, n_trials=total - done, timeout=self._time_left(), catch=(Exception,), callbacks=[watch]
             )
         if self._tools.stop.received is not None:
             raise KeyboardInterrupt
@@ -79,6 +82,11 @@ class TrialPhase:
                 "search", f"time limit of {spec.timeout_s:g} s reached" if spec.timeout_s else "ended early"
             )
         return watch.broken
+
+    def _time_left(self) -> float | None:
+        if self._spec.timeout_s is None:
+            return None
+        return max(0.0, self._spec.timeout_s - (self._tools.clock() - self._start))
 
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

@@ -1,4 +1,4 @@
-"""The picks of all runs against plain decoding on held-out prompts, interleaved and paired, each kept in a journal."""
+"""The picks of all runs against plain decoding on held-out prompts, in lockstep, each measurement kept in a journal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from layerskip.config import DecodeConfig
 from search.comparison.journal import Journal
 from search.decoder import Decoder
-from search.measurement import LosslessViolation, PromptCase, measure_pair
+from search.measurement import LosslessViolation, PromptCase, Timed, time_all
 from search.statistics import geometric_mean
 from search.stop import StopSignal
+
+GROUP = 6
+"""Picks in lockstep: more share one plain decoding, and stand further apart in time."""
 
 
 @dataclass(frozen=True)
@@ -49,52 +54,67 @@ def confirm_picks(
     journal: Journal,
     stop: StopSignal,
 ) -> dict[str, Confirmed]:
-    """Every pick with its own plain decoding beside it on every prompt, the order of the picks rotating.
+    """Every pick on every prompt, a few picks and plain decoding in lockstep at a time; who is together changes.
 
     What the journal holds is not measured again. A pick that fails or is not lossless is excluded.
-    Cost: 2 x picks x prompts x repeats decodings. Raises: KeyboardInterrupt between two measurements.
+    Cost: (1 + 1 / GROUP) x picks x prompts x repeats decodings. Raises: KeyboardInterrupt between two measurements.
     """
     measured: dict[tuple[str, int, str], dict[str, Any]] = {}
     excluded: dict[str, dict[str, Any]] = {}
-    for record in journal.read():
+
+    def note(record: dict[str, Any]) -> None:
         if "excluded" in record:
             excluded[record["pick"]] = record
         else:
             measured[record["pick"], record["repeat"], record["prompt_id"]] = record
+
+    for record in journal.read():
+        note(record)
     keys = list(picks)
     with stop.deferred():
         for turn, (repeat, case) in enumerate((repeat, case) for repeat in range(repeats) for case in cases):
-            for i in range(len(keys)):
-                key = keys[(i + turn) % len(keys)]
-                place = (key, repeat, case.prompt_id)
-                if key in excluded or place in measured:
+            order = np.random.default_rng(turn).permutation(len(keys))
+            missing = [keys[i] for i in order if (keys[i], repeat, case.prompt_id) not in measured]
+            for start in range(0, len(missing), GROUP):
+                group = {key: picks[key] for key in missing[start : start + GROUP] if key not in excluded}
+                if not group:
                     continue
                 with stop.interruptible():
-                    record = _measure(decoder, case, picks[key], plain_first=(turn + i) % 2 == 0)
-                record = {"pick": key, "repeat": repeat, "prompt_id": case.prompt_id} | record
-                journal.append(record)
-                if "excluded" in record:
-                    excluded[key] = record
-                else:
-                    measured[place] = record
+                    records = _measure(decoder, case, group)
+                for key, record in records.items():
+                    whole = {"pick": key, "repeat": repeat, "prompt_id": case.prompt_id} | record
+                    journal.append(whole)
+                    note(whole)
     return {key: _sum_up(key, cases, repeats, measured, excluded.get(key)) for key in keys}
 
 
-def _measure(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> dict[str, Any]:
+def _measure(decoder: Decoder, case: PromptCase, group: Mapping[str, DecodeConfig]) -> dict[str, dict[str, Any]]:
+    """A record per pick. Where the group fails, each pick is measured by itself, which shows whose fault it is."""
+    layers = next(iter(group.values())).skip_mask.num_layers
     try:
-        pair = measure_pair(decoder, case, config, plain_first=plain_first)
-    except LosslessViolation as violation:
-        return {"excluded": f"not lossless: {violation}", "lossless": False}
-    except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this pick alone)
-        line = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        plain, *fast = time_all(decoder, case, [DecodeConfig.plain(layers), *group.values()])
+    except Exception as error:  # noqa: BLE001 (as in a trial: it rules out the pick that it belongs to alone)
+        failure = _excluded(error)
     else:
-        return {
-            "tokens_per_s": pair.speculative.tokens_per_s,
-            "plain_tokens_per_s": pair.plain.tokens_per_s,
-            "is_tie": pair.speculative.is_tie,
-        }
+        return {key: _record(one, plain) for key, one in zip(group, fast, strict=True)}
     decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
-    return {"excluded": line, "lossless": True}
+    if len(group) == 1:
+        return dict.fromkeys(group, failure)
+    return {name: record for key, one in group.items() for name, record in _measure(decoder, case, {key: one}).items()}
+
+
+def _record(fast: Timed, plain: Timed) -> dict[str, Any]:
+    return {
+        "tokens_per_s": fast.tokens_per_s,
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "is_tie": fast.is_tie,
+    }
+
+
+def _excluded(error: Exception) -> dict[str, Any]:
+    if isinstance(error, LosslessViolation):
+        return {"excluded": f"not lossless: {error}", "lossless": False}
+    return {"excluded": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], "lossless": True}
 
 
 def _sum_up(

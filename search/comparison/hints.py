@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,19 +10,19 @@ from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import ForcedText
 from search.comparison.accounting import Account, SharedForcing
 from search.cost_model import CostModel, CostOptions, measure_costs
+from search.outlook import texts_to_time
 from search.predictor import LayerStates
 from search.reference import Reference
 from search.subject import Subject
 
 _COST_REPEATS = 15
-_NUM_TIMED_TEXTS = 3
 
 
 class ModelHints:
     """See `search.rivals.common.Hints`. All tuning texts of the reference are read."""
 
     def __init__(self, subject: Subject, reference: Reference, account: Account) -> None:
-        self._subject, self._account = subject, account
+        self._subject, self._reference, self._account = subject, reference, account
         self._texts = tuple(ForcedText(case.prompt_ids, case.reference_ids) for case in reference.cases)
 
     @property
@@ -57,9 +56,6 @@ class ModelHints:
         subject, space = self._subject, self._subject.space
         options = CostOptions(space.gamma_max, _COST_REPEATS, seed=0)
         timer = subject.decoder.timer(space.gamma_max)
-        return measure_costs(timer, self._timed_texts(), space, subject.fingerprint, options)
-
-    def _timed_texts(self) -> Sequence[tuple[int, ...]]:
-        """A few texts, each up to the middle of its continuation."""
-        chosen = self._texts[:_NUM_TIMED_TEXTS]
-        return [one.prompt_ids + one.continuation_ids[: len(one.continuation_ids) // 2] for one in chosen]
+        return measure_costs(
+            timer, texts_to_time(self._reference, space.gamma_max), space, subject.fingerprint, options
+        )

@@ -29,7 +29,7 @@ class FakeForcing:
                 self._luck[i, k] = chance(f"{text.prompt_ids} {k}")
         self.target_probs = (1.0 - 0.9 * self._luck**4).astype(np.float32)
 
-    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         self.num_readings += 1
         self._tick(0.2)
         agreement = true_agreement(mask)
@@ -38,7 +38,8 @@ class FakeForcing:
             accepted[i, length - 1 :] = 0.0
         confidence = np.clip(1.0 - self._luck * (1.2 - 0.4 * agreement), 0.0, 1.0).astype(np.float32)
         stacked = [np.repeat(one[None], depth + 1, axis=0) for one in (accepted, confidence)]
-        return DraftReadings(stacked[0], stacked[1], np.zeros(stacked[0].shape, dtype=np.int64))
+        reading = DraftReadings(stacked[0], stacked[1], np.zeros(stacked[0].shape, dtype=np.int64))
+        return reading if texts is None else reading.select(texts)
 
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         return [one.room if threshold == 0.0 else 1 for one in wrong]

@@ -110,9 +110,9 @@ class ClockedForcing(OrthogonalStates, FakeForcing):
         FakeForcing.__init__(self, texts)
         self._clock = clock
 
-    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         self._clock.now += READING_S
-        return super().read(mask, depth)
+        return super().read(mask, depth, texts)
 
 
 @dataclass

@@ -151,8 +151,8 @@ def history(*factors: float) -> list[CostModel]:
         ((1.0, 1.0, 9.0), 1.0),  # a bad moment just now
         ((1.0, 9.0, 1.0), 1.0),
         ((1.0, 2.0, 2.0), 2.0),  # two in a row are no accident
-        ((5.0, 5.0, 5.0, 1.0, 1.0), 1.0),  # only the latest three count
-        ((1.0, 2.0, 3.0, 4.0, 5.0), 4.0),
+        ((5.0, 5.0, 5.0, 5.0, 1.0, 1.0, 1.0), 1.0),  # only the latest five count
+        ((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 4.0),
     ],
 )
 def test_pooled_costs_follow_drift_but_not_one_bad_moment(factors: tuple[float, ...], expected: float) -> None:

@@ -125,10 +125,20 @@ def test_ties_go_to_fewer_skips_then_smaller_gamma() -> None:
     assert choose([out], 0.01) == []
 
 
-def trial(text: str, steps: list[int], ratios: list[float], *, stopped: bool = False, number: int = 0) -> FrozenTrial:
+def trial(
+    text: str,
+    steps: list[int],
+    ratios: list[float],
+    *,
+    stopped: bool = False,
+    number: int = 0,
+    forecasts: tuple[list[float], float] | None = None,
+) -> FrozenTrial:
     config = DecodeConfig(skip_mask=SkipMask.parse(text), gamma=2)
     distributions: dict[str, BaseDistribution] = SPACE.distributions
-    attrs = {"lossless": True, "stopped_early": stopped, "prompt_steps": steps, "ratios": ratios}
+    attrs: dict[str, object] = {"lossless": True, "stopped_early": stopped, "prompt_steps": steps, "ratios": ratios}
+    if forecasts:
+        attrs |= {"forecast_ratios": forecasts[0], "forecast_speedup": forecasts[1]}
     made = create_trial(params=SPACE.to_params(config), distributions=distributions, value=1.0, user_attrs=attrs)
     made.number = number
     return made
@@ -158,6 +168,37 @@ def test_other_prompts_are_compared_as_if_on_the_same() -> None:
     assert standings.leader.speedup == pytest.approx(1.5, rel=0.04)
     assert standings.standardised([4, 5], [1.2, 1.2]) == pytest.approx(1.5, rel=0.06)
     assert standings.standardised([0, 99], [1.5, 1.5]) == pytest.approx(1.5, rel=0.01)
+
+
+def test_luck_with_prompts_that_was_forecast_is_no_speed() -> None:
+    # On its own prompts the first one is faster; but it was forecast to like these by far more than the average one.
+    lucky = trial("6:1", [0, 1], [1.6, 1.5], number=0, forecasts=([1.65, 1.55], 1.3))
+    solid = trial("6:2", [0, 1], [1.4, 1.4], number=1, forecasts=([1.4, 1.4], 1.4))
+    stopped = trial("6:3", [0], [0.8], stopped=True, number=2, forecasts=([1.0, 1.0], 1.0))
+    standings = make_standings([lucky, solid, stopped], SPACE, 0.01, 2)
+    assert standings.trust > 0.9
+    assert [one.trials for one in standings.entries] == [(1,), (0,)]
+    assert standings.entries[0].speedup / standings.entries[1].speedup == pytest.approx(
+        1.4 / (math.sqrt(1.6 * 1.5 / (1.65 * 1.55)) * 1.3), rel=0.02
+    )
+    liked = math.log(2.0)
+    assert standings.standardised([7], [2.0], [liked]) == pytest.approx(2.0 ** (1 - standings.trust))
+    assert standings.standardised([7, 8], [2.0, 0.5], [liked, -liked]) == pytest.approx(1.0)
+    # One trial without a forecast, of an older study, say: then none is used, and all are compared as measured.
+    plain = trial("6:4", [0, 1], [1.2, 1.2], number=3)
+    standings = make_standings([lucky, solid, stopped, plain], SPACE, 0.01, 2)
+    assert standings.trust == 0.0
+    assert standings.entries[0].trials == (0,)
+    assert standings.standardised([7], [2.0], [liked]) == pytest.approx(2.0)
+
+
+def test_forecasts_that_ratios_do_not_follow_lose_their_weight() -> None:
+    tastes = ([1.6, 1.2, 1.3, 1.5], 1.4)
+    blind = [trial(f"6:{i}", [0, 1, 2, 3], [1.3] * 4, number=i, forecasts=tastes) for i in range(1, 6)]
+    following = [trial(f"6:{i}", [0, 1, 2, 3], [1.5, 1.1, 1.2, 1.4], number=i, forecasts=tastes) for i in range(1, 6)]
+    trusts = [make_standings(trials, SPACE, 0.01, 4).trust for trials in (blind[:1], blind, following)]
+    assert 0.2 < trusts[1] < trusts[0] < 0.6
+    assert trusts[2] > 0.9
 
 
 def test_stopped_trials_inform_but_never_lead() -> None:

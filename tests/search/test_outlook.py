@@ -27,6 +27,7 @@ from search.outlook import (
     POOL,
     READINGS,
     SENSITIVITY,
+    TEXTS,
     Outlook,
     OutlookOptions,
     describe_outlook,
@@ -43,9 +44,9 @@ from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, ma
 from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record
 
 NUM_TOKENS = 17
-NUM_COST_CALLS = 3 * (15 + 1)
-"""A verification and two draft phases, fifteen times and once to warm up."""
-NUM_RECHECK_CALLS = 3 * (3 + 1)
+NUM_COST_CALLS = 3 * (25 + 1)
+"""A verification and two draft phases, 25 times and once to warm up."""
+NUM_RECHECK_CALLS = 3 * (7 + 1)
 OPTIONS = OutlookOptions(max_new_tokens=NUM_TOKENS, gamma_max=6, seed=0, trials=30, trial_seconds=1.0)
 
 
@@ -83,16 +84,15 @@ def open_(
 
 
 def test_a_second_opening_measures_nothing() -> None:
-    """But for one reading that tells how many texts can be afforded."""
     study, first, second = new_study(), planted(), planted(slowdown=lambda _repeat: 7.0)
     made = open_(study, first)
     assert num_timer_calls(first) == NUM_COST_CALLS
     assert first.num_readings > len(SPACE.bit_names)
-    assert study.user_attrs.keys() == {COSTS, SENSITIVITY, POOL, READINGS}
+    assert study.user_attrs.keys() == {COSTS, SENSITIVITY, POOL, READINGS, TEXTS}
     stored = dict(study.user_attrs)
     reread = open_(study, second)
     assert num_timer_calls(second) == 0
-    assert second.num_readings == 1
+    assert second.num_readings == 0
     assert study.user_attrs == stored
     assert reread.costs == made.costs
     assert reread.predictor.cost == made.predictor.cost
@@ -102,7 +102,6 @@ def test_a_second_opening_measures_nothing() -> None:
     assert reread.texts == made.texts
 
 
-@pytest.mark.xfail(reason="the run that made the pool ranks by unrounded predictions, a resumed one by rounded ones")
 def test_the_pool_that_is_used_is_the_one_that_is_stored() -> None:
     """Or near-equal predictions are measured in another order after a resume."""
     study = new_study()
@@ -232,7 +231,6 @@ def test_as_many_texts_are_read_as_can_be_afforded(reading_s: float, num_texts: 
     assert open_(new_study(), decoder, reference=TWELVE).predictor.num_texts == num_texts
 
 
-@pytest.mark.xfail(reason="how many texts are read is not stored: it follows from the first reading of each run")
 def test_a_resume_reads_the_same_texts() -> None:
     study, slow, fast = new_study(), planted(), planted()
     slow.reading_s = 1.0
@@ -242,12 +240,12 @@ def test_a_resume_reads_the_same_texts() -> None:
 
 def test_texts_of_middling_length_are_timed_in_the_middle_of_their_continuations() -> None:
     outlook = open_(new_study(), planted(), reference=reference_of((4, NUM_TOKENS, 8, 12, 10)))
-    assert outlook.texts == ((2, 1, 2, 0, 1, 2, 3), (4, 1, 2, 0, 1, 2, 3, 4), (3, 1, 2, 0, 1, 2, 3, 4, 5))
+    # Continuations of 8, 10 and 12 tokens: the middle, or earlier, so that seven more tokens are still within them.
+    assert outlook.texts == ((2, 1, 2, 0), (4, 1, 2, 0, 1, 2), (3, 1, 2, 0, 1, 2, 3, 4))
     few = open_(new_study(), planted(), reference=reference_of((NUM_TOKENS, 9)))
-    assert [len(text) for text in few.texts] == [3 + 4, 3 + 8]
+    assert [len(text) for text in few.texts] == [3 + 2, 3 + 8]
 
 
-@pytest.mark.xfail(reason="gamma_max + 1 positions are added to half a continuation, however long that is")
 def test_timed_steps_stay_within_the_positions_that_decoding_needs() -> None:
     """A prompt may fill the model's positions up to `max_new_tokens`: beyond them some models cannot run."""
     options = dataclasses.replace(OPTIONS, gamma_max=15)
@@ -310,6 +308,11 @@ def test_facts_of_a_study_with_and_without_an_outlook() -> None:
 # What an outlook does to a search.
 
 
+def slower(_prompt_ids: Sequence[int], config: DecodeConfig) -> float:
+    """A taste: whatever drafts loses a tenth."""
+    return 0.9 if config.speculates else 1.0
+
+
 def dear(**changes: Any) -> WatchedDecoder:
     return WatchedDecoder(step_times=PlantedTimer(**DEAR), **changes)
 
@@ -330,26 +333,26 @@ def search(
 def test_where_nothing_can_win_a_handful_confirms_it(tmp_path: Path) -> None:
     """The whole run: what is exported does not speculate. The same command again measures nothing more."""
     for _ in range(2):
-        bench = Bench(tmp_path, dear(gain=0.0, noise=0.0))
+        bench = Bench(tmp_path, dear(gain=0.0, noise=0.0, taste=slower))
         assert bench.run(trials=30, num_confirm_candidates=1, confirm_repeats=1) == 0
         summary = json.loads(bench.paths.summary.read_text())
         assert summary["trials"]["counted"] == HANDFUL
         assert summary["verdict"] == "do not speculate"
         assert "no config can win here: the best of" in summary["cannot_win"]
-        assert "the best measured is 1.000x" in summary["cannot_win"]
+        assert "the best measured is 0.9" in summary["cannot_win"]
         assert DecodeConfig.load(bench.paths.best).gamma == 0
         assert f"measuring {HANDFUL} trials to confirm (--force searches on)" in bench.output.getvalue()
 
 
 def test_a_short_study_is_no_longer_than_it_was_to_be() -> None:
-    study, broken, _ = search(dear(gain=0.0, noise=0.0), trials=3)
+    study, broken, _ = search(dear(gain=0.0, noise=0.0, taste=slower), trials=3)
     assert broken is None
     assert len(study.trials) == 3
     assert "no config can win here" in study.user_attrs[CANNOT_WIN]
 
 
 def test_force_searches_on() -> None:
-    study, broken, said = search(dear(gain=0.0, noise=0.0), trials=8, force=True)
+    study, broken, said = search(dear(gain=0.0, noise=0.0, taste=slower), trials=8, force=True)
     assert broken is None
     assert len(study.trials) == 8
     assert CANNOT_WIN not in study.user_attrs
@@ -365,12 +368,11 @@ def test_a_measured_win_searches_on_against_the_prediction() -> None:
     assert "x all the same: searching on" in said
 
 
-@pytest.mark.xfail(reason="the attribute cannot_win of a study that was cut short stays when --force takes it up again")
 def test_a_forced_win_leaves_no_word_that_nothing_can_win() -> None:
     """What summary.json would say of it."""
-    study, _, _ = search(dear(gain=0.0, noise=0.0), trials=8)
+    study, _, _ = search(dear(gain=0.0, noise=0.0, taste=slower), trials=8)
     search(dear(), study, trials=12, force=True)
-    assert max(trial.user_attrs["speedup"] for trial in study.trials) > 1.2
+    assert max(trial.user_attrs["speedup"] for trial in study.trials) > 1.1
     assert outlook_facts(study)["cannot_win"] is None
 
 

@@ -236,11 +236,12 @@ class ScriptedForcing(FakeForcing):
         self.choices = np.arange(self._accepted.size).reshape(self._accepted.shape)
         self.overruns = Overrun()
 
-    def read(self, mask: SkipMask, depth: int = 0) -> DraftReadings:
-        assert depth in (0, SHARP_DEPTH)
-        return DraftReadings(
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+        assert 0 <= depth <= SHARP_DEPTH
+        reading = DraftReadings(
             self._accepted[: depth + 1], self.confidence[: depth + 1], self.choices[: depth + 1].astype(np.int64)
         )
+        return reading if texts is None else reading.select(texts)
 
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         self.overruns.asked.append((mask, list(wrong), threshold))

@@ -268,7 +268,6 @@ def test_another_seed_considers_others() -> None:
     assert lab.proposer.propose([], 0, np.random.default_rng(0)) == one
 
 
-@pytest.mark.xfail(reason="known shapes are set once per process, by the costs as they stand when it starts")
 def test_a_resume_after_a_recheck_proposes_the_same() -> None:
     """The costs moved after trial 8; the one shape that is left has another best setting by the new ones."""
     lab = Lab(repeat_every=0)
