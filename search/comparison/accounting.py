@@ -39,6 +39,14 @@ class Account:
         """Seconds on the clock and what was charged."""
         return self._clock() + self._charged_s
 
+    def price(self, question: Hashable) -> float | None:
+        """Seconds that an answer took whoever asked first; None where nobody has asked."""
+        return self._ledger[question][1] if question in self._ledger else None
+
+    def remember(self, question: Hashable, answer: object, seconds: float) -> None:
+        """An answer that was worked out before this process began."""
+        self._ledger[question] = (answer, seconds)
+
     def ask(self, question: Hashable, work: Callable[[], T]) -> T:
         """The answer from the ledger, or from `work`, which must not ask in turn."""
         if question not in self._ledger:

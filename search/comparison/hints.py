@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import ForcedText
 from search.comparison.accounting import Account, SharedForcing
+from search.comparison.journal import Journal
 from search.cost_model import CostModel, CostOptions, measure_costs
 from search.outlook import texts_to_time
 from search.predictor import LayerStates
 from search.reference import Reference
 from search.subject import Subject
 
+T = TypeVar("T")
 _COST_REPEATS = 15
 
 
 class ModelHints:
-    """See `search.rivals.common.Hints`. All tuning texts of the reference are read."""
+    """See `search.rivals.common.Hints`. All tuning texts of the reference are read.
 
-    def __init__(self, subject: Subject, reference: Reference, account: Account) -> None:
+    A strategy may ask for thousands of agreements, so these are kept in a journal, and a resume need not work them out
+    again.
+    """
+
+    def __init__(self, subject: Subject, reference: Reference, account: Account, journal: Journal) -> None:
         self._subject, self._reference, self._account = subject, reference, account
+        self._journal = journal
         self._texts = tuple(ForcedText(case.prompt_ids, case.reference_ids) for case in reference.cases)
 
     @property
@@ -44,7 +53,26 @@ class ModelHints:
             accepted = forcing.forcing.read(mask).accepted[0]
             return float(accepted.sum() / max(1, int((np.asarray(forcing.lengths) - 1).sum())))
 
-        return self._account.ask(("agreement", mask), work)
+        question = ("agreement", mask)
+        is_new = self._account.price(question) is None
+        value = self._account.ask(question, work)
+        if is_new:
+            seconds = self._account.price(question)
+            self._journal.append({"mask": str(mask), "agreement": value, "seconds": seconds})
+        return value
+
+    def once(self, name: str, work: Callable[[], T]) -> T:
+        """See `Hints`."""
+        return self._account.ask(("once", name), work)
+
+    def recall(self) -> None:
+        """Put the journal's agreements where all runs find them. Raises: ValueError naming file and line."""
+        for number, record in enumerate(self._journal.read(), start=1):
+            try:
+                mask = SkipMask.parse(record["mask"])
+                self._account.remember(("agreement", mask), float(record["agreement"]), float(record["seconds"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{self._journal.path}: line {number} is not an agreement: {error}") from None
 
     @cached_property
     def _forcing(self) -> SharedForcing:

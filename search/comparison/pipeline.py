@@ -11,7 +11,6 @@ from typing import Any
 from layerskip.config import write_atomically
 from search.comparison.accounting import Account
 from search.comparison.confirm import Confirmed, confirm_picks
-from search.comparison.hints import ModelHints
 from search.comparison.journal import Journal
 from search.comparison.plan import ComparisonPlan
 from search.comparison.plot import make_plot
@@ -84,13 +83,15 @@ class ComparisonRun:
             f"plain {reference.plain_tokens_per_s:.1f} tok/s, A/A noise {100 * reference.noise_sigma:.1f} % a pair, "
             f"{reference.num_per_trial} of {len(reference.cases)} prompts a full trial",
         )
-        return Shared(subject, reference, spec, self._tools, self._out)
+        shared = Shared(subject, reference, spec, self._tools, self._out)
+        shared.hints(Account(shared.ledger, self._tools.clock)).recall()
+        return shared
 
     def _leave_out(self, shared: Shared, *, named: bool) -> None:
         """Strategies that need hidden states where there are none: refused if asked for, else left out, and said."""
         needing = [name for name in self._plan.strategies if STRATEGIES[name].uses_states]
         account = Account(shared.ledger, self._tools.clock)
-        if not needing or ModelHints(shared.subject, shared.reference, account).states is not None:
+        if not needing or shared.hints(account).states is not None:
             return
         reason = f"{', '.join(needing)}: hidden states layer by layer are needed, which this engine does not give"
         if named:
@@ -111,6 +112,11 @@ class ComparisonRun:
         journal = Journal(self._out / _CONFIRM)
         stop = self._tools.stop
         return confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop), dropped
+
+    @property
+    def _model_name(self) -> str:
+        """The model without the folders that this machine keeps it in; `NAME/model` stays in two parts."""
+        return "/".join(self._subject.origin.model.split("/")[-2:])
 
     def _finish(
         self,
@@ -140,7 +146,7 @@ class ComparisonRun:
         table = make_table(results)
         write_atomically(self._out / "results.json", json.dumps(results, indent=2) + "\n")
         write_atomically(self._out / "table.md", table)
-        title = f"Ways to choose a skip mask: {self._subject.origin.model} on {self._subject.fingerprint.device}"
+        title = f"Ways to choose a skip mask: {self._model_name} on {self._subject.fingerprint.device}"
         write_atomically(self._out / "plot.html", make_plot(results, title))
         for line in table.splitlines():
             self._say.line(line)

@@ -28,6 +28,7 @@ def make_plot(results: Mapping[str, Any], title: str) -> str:
     for column, (_, label) in enumerate(_PANELS, start=1):
         figure.update_xaxes(title_text=label, rangemode="tozero", row=1, col=column)
         figure.add_hline(y=1.0, line_dash="dot", line_color="grey", row=1, col=column)
+    figure.update_yaxes(range=_speedup_range(results))
     figure.update_yaxes(title_text="confirmed speedup over plain decoding", row=1, col=1)
     figure.update_layout(
         title=f"{title}<br><sub>{_subtitle(results)}</sub>",
@@ -65,6 +66,13 @@ def _line(name: str, strategy: Mapping[str, Any], field: str, colour: str, *, sh
         text=hover,
         hoverinfo="text",
     )
+
+
+def _speedup_range(results: Mapping[str, Any]) -> tuple[float, float]:
+    """All means; a strategy of which the seeds know nothing may have an interval that runs out of the picture."""
+    values = [row["speedup"] for one in results["strategies"].values() for row in one["checkpoints"]] + [1.0]
+    room = 0.1 * max(max(values) - min(values), 0.1)
+    return min(values) - room, max(values) + room
 
 
 def _subtitle(results: Mapping[str, Any]) -> str:

@@ -29,6 +29,8 @@ from search.spec import StudySpec
 from search.study import set_sampler
 from search.subject import Subject, Tools
 
+_AGREEMENTS = "agreements.jsonl"
+
 
 @dataclass(frozen=True)
 class TrialRecord:
@@ -71,6 +73,10 @@ class Shared:
     tools: Tools
     out: Path
     ledger: Ledger = field(default_factory=dict)
+
+    def hints(self, account: Account) -> ModelHints:
+        """What rivals may ask, paid by this account."""
+        return ModelHints(self.subject, self.reference, account, Journal(self.out / _AGREEMENTS))
 
 
 class StrategyRun:
@@ -121,7 +127,7 @@ class StrategyRun:
             self._ours = OurWay(self._study, subject, shared.reference, spec, self._account, file)
             inner = self._ours.proposer
         else:
-            inner = factory(subject.space, ModelHints(subject, shared.reference, self._account), self.seed)
+            inner = factory(subject.space, shared.hints(self._account), self.seed)
         proposer = TimedProposer(inner, self._account, tools.stop)
         if self.records:
             # The latest proposal once more, so that one-off work is not charged a second time.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from optuna.trial import FrozenTrial
@@ -20,6 +20,7 @@ from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX
 from search.space import snap_threshold as snap
 
 Params = dict[str, Any]
+T = TypeVar("T")
 
 
 class Hints(Protocol):
@@ -35,6 +36,9 @@ class Hints(Protocol):
 
     def agreement(self, mask: SkipMask) -> float:
         """Share of positions of the tuning texts where the draft's choice is the target's token."""
+
+    def once(self, name: str, work: Callable[[], T]) -> T:
+        """What `work` gives: for a plan in which no seed plays a part. It must not ask for other hints."""
 
 
 class Listed(ABC):

@@ -66,7 +66,8 @@ class Clasp:
 
     @cached_property
     def _plans(self) -> dict[int, tuple[int, ...]]:
-        return most_similar_layers(_states("clasp", self._hints))
+        states = _states("clasp", self._hints)
+        return self._hints.once("clasp", lambda: most_similar_layers(states))
 
     def _sweep(self, trials: Sequence[FrozenTrial]) -> Iterator[tuple[int, int]]:
         """Numbers of skipped layers (at least 1, never all) with gammas."""
@@ -106,7 +107,7 @@ class KnapSpec(Listed):
         """All surviving masks and gammas, best estimate first; the whole model as its own draft if none survived."""
         states, bits = _states("knapspec", self._hints), [mask for _, mask in bits_of(self._space)]
         weights = latency_weights(bits, self._hints.cost, self.MAX_WEIGHT)
-        plans = most_similar_sublayers(states, bits, weights, self.MIN_SIMILARITY)
+        plans = self._hints.once("knapspec", lambda: most_similar_sublayers(states, bits, weights, self.MIN_SIMILARITY))
         count = self._space.num_layers
         masks = [union(count, [bits[i] for i in skipped]) for skipped in plans.values() if skipped]
         agreements = {mask: self._hints.agreement(mask) for mask in masks} or {SkipMask.none(count): 1.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from search.space import SearchSpace
 from tests.search.fake_outlook import FakeForcing
 from tests.search.fakes import NUM_LAYERS, FakeClock, FakeDecoder
 
+T = TypeVar("T")
 READING_S, FORCING_S = 0.13, 5.0
 """Seconds that divide no budget evenly, so that rounding decides nothing."""
 
@@ -100,6 +101,9 @@ class FakeHints:
     def agreement(self, mask: SkipMask) -> float:
         self.num_asked += 1
         return self.agree(mask)
+
+    def once(self, name: str, work: Callable[[], T]) -> T:
+        return work()
 
 
 class ClockedForcing(OrthogonalStates, FakeForcing):

@@ -129,6 +129,58 @@ def test_confirms_every_runs_leader_at_every_checkpoint(bench: Comparison) -> No
         assert text in page
 
 
+def test_picks_are_confirmed_in_lockstep_a_few_at_a_time(bench: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding first, at most six picks beside it, who is together changing from prompt to prompt."""
+    groups: list[tuple[Any, ...]] = []
+    decode = FakeDecoder.decode_in_lockstep
+
+    def watched(self: FakeDecoder, prompt_ids: Any, configs: Any) -> Any:
+        groups.append((tuple(prompt_ids), *configs))
+        return decode(self, prompt_ids, configs)
+
+    plan = plan_of(strategies=("random",), seeds=tuple(range(9)), trials=1, checkpoints=(1,), confirm_repeats=1)
+    bench.run(plan)
+    (bench.out / "confirm.jsonl").unlink()
+    monkeypatch.setattr(FakeDecoder, "decode_in_lockstep", watched)
+    bench.run(plan)
+    assert [len(group) - 2 for group in groups] == [6, 3] * 6
+    assert all(not group[1].speculates for group in groups)
+    assert all(one.speculates for group in groups for one in group[2:])
+    firsts = {frozenset(group[2:]) for group in groups[::2]}
+    assert len(firsts) > 3
+    assert len({one for group in groups[:2] for one in group[2:]}) == 9
+
+
+def test_agreements_are_kept_for_a_resume(bench: Comparison) -> None:
+    """Strategies ask for thousands; a resume pays what they took and works none of them out again."""
+    plan = plan_of(strategies=("leave-one-out", "swift"), trials=2, checkpoints=(2,))
+    bench.run(plan)
+    journal = Journal(bench.out / "agreements.jsonl")
+    kept = journal.read()
+    assert len({one["mask"] for one in kept}) == len(kept) > len(SPACE.bit_names)
+    assert all(one["seconds"] == pytest.approx(READING_S) for one in kept)
+    longer = plan_of(strategies=("leave-one-out", "swift"), trials=3, checkpoints=(3,))
+    again = Comparison(bench.out)
+    again.run(longer)
+    num_new = len(journal.read()) - len(kept)
+    assert sum(one.num_readings for one in again.decoder.forcings) == num_new
+    uninterrupted = Comparison(bench.out.parent / "other")
+    uninterrupted.run(longer)
+    assert again.history() == uninterrupted.history()
+    prices = [
+        {(one["strategy"], one["seed"], one["number"]): one["proposal_s"] for one in each.trials()}
+        for each in (again, uninterrupted)
+    ]
+    assert prices[0].keys() == prices[1].keys()
+
+
+def test_agreements_that_are_none_are_refused(bench: Comparison) -> None:
+    bench.run()
+    (bench.out / "agreements.jsonl").write_text('{"mask": "6:1-2", "agreement": 0.5}\n')
+    with pytest.raises(ValueError, match=r"agreements\.jsonl: line 1 is not an agreement: 'seconds'"):
+        Comparison(bench.out).run()
+
+
 def test_the_pick_is_the_leader_of_the_first_trials_alone(bench: Comparison) -> None:
     bench.run()
     first = bench.results()["strategies"]["random"]["checkpoints"][0]["seeds"][0]
