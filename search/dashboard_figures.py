@@ -74,7 +74,7 @@ def _verdict(study: optuna.Study) -> str:
     elif verdict is not None:
         reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
         text = f"**Do not speculate**: {_plain(reason)}."
-    if CANNOT_WIN in attrs:
+    if attrs.get(CANNOT_WIN) is not None:
         text += f" The search was cut short: {_plain(attrs[CANNOT_WIN])}."
     if (plain := attrs.get("plain_tokens_per_s")) is not None:
         text += f" Plain decoding of the tuning prompts: {plain:.1f} tokens/s."

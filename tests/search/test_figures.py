@@ -386,6 +386,8 @@ def test_the_note_tells_what_was_decided(study: optuna.Study) -> None:
     assert leader is not None
     assert f"Best on the tuning prompts: `mask {leader.config.skip_mask}, gamma {leader.config.gamma}" in text
     assert f"{leader.speedup:.2f} times as fast" in text
+    study.set_user_attr("cannot_win", None)  # taken back by a later run, with --force
+    assert "cut short" not in note(study)
 
 
 def test_the_note_of_an_unfinished_study() -> None:
