@@ -38,12 +38,7 @@ class StepTimer:
             last = self._greedy(engine.forward(ids))
             engine.cache.rollback_to(length)
             for n in counts:
-                draft = last.repeat(n - 1)
-                start = self._now()
-                logits = engine.forward(torch.cat([last, draft]), num_logits=n)
-                verify_greedy(draft, self._sampler.shape(logits, text_ids, draft), with_prob=False)
-                engine.cache.rollback_to(length)
-                seconds.append(self._now() - start)
+                seconds.append(self._verify(text_ids, last, n))
         return seconds
 
     @torch.inference_mode()
@@ -59,11 +54,42 @@ class StepTimer:
         with engine.session(length + self._gamma_max + 1):
             engine.forward(torch.tensor(list(text_ids), device=engine.device))
             for mask in masks:
-                drafter = LayerSkipDrafter(engine, self._sampler, mask, _NEVER if threshold else 0.0)
-                start = self._now()
-                drafter.propose(text_ids, gamma)
-                seconds.append((self._now() - start) / gamma)
+                seconds.append(self._draft(text_ids, mask, gamma, threshold=threshold))
         return seconds
+
+    @torch.inference_mode()
+    def draft_and_target_s(
+        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
+    ) -> list[tuple[float, float]]:
+        """(seconds of one draft token, seconds of the target alone), `repeats` times, in turns.
+
+        Their ratio holds whatever state the machine is in; compare it rather than seconds of different minutes.
+        """
+        engine, length = self._engine, len(text_ids)
+        with engine.session(length + self._gamma_max + 1):
+            last = self._greedy(engine.forward(torch.tensor(list(text_ids), device=engine.device)))
+            engine.cache.rollback_to(length)
+            return [
+                (self._draft(text_ids, mask, gamma, threshold=threshold), self._verify(text_ids, last, 1))
+                for _ in range(repeats)
+            ]
+
+    def _verify(self, text_ids: Sequence[int], last: torch.Tensor, num_tokens: int) -> float:
+        """One target forward over `last` and copies of it, its verdict and the rollback."""
+        engine = self._engine
+        draft = last.repeat(num_tokens - 1)
+        start = self._now()
+        logits = engine.forward(torch.cat([last, draft]), num_logits=num_tokens)
+        verify_greedy(draft, self._sampler.shape(logits, text_ids, draft), with_prob=False)
+        engine.cache.rollback_to(len(text_ids))
+        return self._now() - start
+
+    def _draft(self, text_ids: Sequence[int], mask: SkipMask, gamma: int, *, threshold: bool) -> float:
+        """One token of a round of `gamma`; the drafter rolls back."""
+        drafter = LayerSkipDrafter(self._engine, self._sampler, mask, _NEVER if threshold else 0.0)
+        start = self._now()
+        drafter.propose(text_ids, gamma)
+        return (self._now() - start) / gamma
 
     def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
         return self._sampler.shape(logits, [0]).max(dim=-1).indices

@@ -13,7 +13,7 @@ import torch
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, WrongDraft
-from search.cost_model import CostModel, Timer, time_draft
+from search.cost_model import CostModel, Timer, relative_draft
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
 
@@ -22,7 +22,7 @@ SHARP_DEPTH = 5
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _MAX_KEPT = 4096
-_TIMING_REPEATS = 5
+_TIMING_REPEATS = 7
 
 
 class Forcing(Protocol):
@@ -72,7 +72,7 @@ class TrialPrediction:
     forwards: tuple[tuple[float, float, float], ...]
     """Drafts, verifications and target-only steps."""
     draft_s: float
-    """Seconds of one draft token, timed on this mask just now."""
+    """One draft token of this mask, timed just now against the target's step, at the pace of the cost model."""
 
 
 class Predictor:
@@ -151,10 +151,11 @@ class Predictor:
 
         `steps` are places of texts; where one lies beyond the texts that are read, all of those are read, it is
         expected to be an average one, and there are no counts. Cost: up to SHARP_DEPTH + 1 readings of
-        these texts alone and a few short ones; six short drafts.
+        these texts alone and a few short ones; eight short drafts and target steps.
         """
         threshold = config.draft_threshold > 0
-        draft_s = time_draft(
+        # In seconds at the time when the verifications were timed: the machine's pace changes from minute to minute.
+        draft_s = self.cost.verify_s[0] * relative_draft(
             timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
         )
         known = max(steps) < self.num_texts

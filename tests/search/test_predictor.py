@@ -172,11 +172,13 @@ def test_a_text_of_one_token_saves_and_costs_nothing() -> None:
 class SlowOn(PlantedTimer):
     """The mask to be tried takes 1.5 times what its terms say, and twice that in one bad moment."""
 
-    def draft_s(
-        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
-    ) -> list[float]:
-        times = [1.5 * one for one in super().draft_s(text_ids, masks, gamma=gamma, threshold=threshold)]
-        return [times[0] * 9, times[1] * 2, *times[2:]]
+    def draft_and_target_s(
+        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
+    ) -> list[tuple[float, float]]:
+        pairs = super().draft_and_target_s(text_ids, mask, gamma=gamma, threshold=threshold, repeats=repeats)
+        slow = [(1.5 * draft_s, target_s) for draft_s, target_s in pairs]
+        warm_up, bad, *good = slow
+        return [(9 * warm_up[0], warm_up[1]), (2 * bad[0], bad[1]), *good]
 
 
 @pytest.mark.parametrize("draft_threshold", [0.0, 0.4])
@@ -292,7 +294,7 @@ def test_ranked_counts_read_one_deep_and_look_no_further() -> None:
 def test_a_trial_is_priced_by_its_sharp_counts() -> None:
     predictor = predictor_of(two_texts(), NONLINEAR, max_new_tokens=8)
     config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=0.5)
-    timer = PlantedTimer(fixed_s=0.5, attention_s=0.0, mlp_s=0.0, threshold_s=0.0)
+    timer = PlantedTimer(step_s=1.0, fixed_s=0.5, attention_s=0.0, mlp_s=0.0, threshold_s=0.0)
     told = predictor.trial(config, [1, 0], timer, (1,))
     assert told.forwards == ((6, 2, 0), (8, 2, 0))
     assert told.ratios == pytest.approx([7.0 / (6 * 0.5 + 11.0), 7.0 / (8 * 0.5 + 21.0)])
