@@ -57,10 +57,6 @@ class CostModel:
         kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
         return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
 
-    def target_s(self, num_tokens: int) -> float:
-        """One target forward over 1..gamma_max + 1 tokens."""
-        return self.verify_s[num_tokens - 1]
-
     def to_json(self) -> str:
         """One line, for a study's attributes."""
         return json.dumps(asdict(self), separators=(",", ":"))

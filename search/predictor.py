@@ -91,16 +91,6 @@ class Predictor:
         return len(self._rows.lengths)
 
     @property
-    def sublayer_s(self) -> CostModel:
-        """Seconds of the steps, with a draft's sublayer by sublayer."""
-        return self.cost
-
-    @property
-    def states(self) -> LayerStates | None:
-        """Hidden states layer by layer, where the engine gives them."""
-        return self._forcing if isinstance(self._forcing, LayerStates) else None
-
-    @property
     def keys(self) -> str:
         """Whose keys the readings saw: `target`, or `own` as an approximation."""
         return self._forcing.keys
