@@ -41,7 +41,7 @@ _MIN_PREFLIGHT_S = 10.0
 _PROPOSAL_SHARE = 0.05
 _MIN_PROPOSAL_S = 0.15
 """Predicting neighbours for one proposal: this, or the share of a trial's time if that is more."""
-_MAX_READINGS = 16
+_MAX_READINGS = 8
 
 
 @dataclass(frozen=True)

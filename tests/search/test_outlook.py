@@ -206,9 +206,9 @@ def test_more_drafts_than_any_text_has_room_for_are_refused(lengths: tuple[int, 
     [
         (20.0, 0.19, 5),  # 5 % of a trial is a second
         (20.0, 1.1, 1),  # at least one
-        (20.0, 0.01, 16),  # at most sixteen
+        (20.0, 0.01, 8),  # at most eight
         (1.0, 0.02, 7),  # short trials: 0.15 s
-        (1.0, 0.0, 16),
+        (1.0, 0.0, 8),
     ],
 )
 def test_readings_of_a_proposal_fit_its_time(trial_seconds: float, reading_s: float, expected: int) -> None:
