@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from layerskip.skip_mask import SkipMask
+from search.leaderboard import Key, key_of
 from search.predictor import Predictor
 from search.sensitivity import Sensitivity
 from search.space import SearchSpace
@@ -30,8 +31,8 @@ class Candidate:
     """Predicted, on all texts, uncorrected."""
 
     @property
-    def key(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(sorted(self.params.items()))
+    def key(self) -> Key:
+        return key_of(self.params)
 
 
 class Candidates:

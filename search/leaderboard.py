@@ -27,6 +27,11 @@ _TRUST_WEIGHT = 0.03
 Key = tuple[tuple[str, Any], ...]
 
 
+def key_of(params: Mapping[str, Any]) -> Key:
+    """A config's parameters as something to look up."""
+    return tuple(sorted(params.items()))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One config with all its trials pooled."""
@@ -128,7 +133,7 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     groups: dict[Key, list[FrozenTrial]] = defaultdict(list)
     for trial in trials:
         if _is_measured(trial) and trial.params.keys() == space.distributions.keys():
-            groups[tuple(sorted(trial.params.items()))].append(trial)
+            groups[key_of(trial.params)].append(trial)
     if not groups:
         return Standings((), {}, max(noise_sigma, PRIOR_SIGMA))
     fit = _Fit(list(groups.values()), num_first)
@@ -148,15 +153,15 @@ class _Fit:
     """The fit: arrays `configs` and `prompts` of effects, `pairs` per config, `trust`, `sigma` or None."""
 
     def __init__(self, groups: Sequence[Sequence[FrozenTrial]], num_first: int) -> None:
-        known = all(taste_of(trial.user_attrs) is not None for group in groups for trial in group)
+        told = [(i, trial, taste_of(trial.user_attrs)) for i, group in enumerate(groups) for trial in group]
+        known = all(tastes is not None for _, _, tastes in told)
         rows = []
-        for i, group in enumerate(groups):
-            for trial in group:
-                steps, ratios = trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"]
-                # A trial that stopped early was forecast on more prompts than it saw.
-                tastes = (taste_of(trial.user_attrs) if known else None) or [0.0] * len(ratios)
-                for step, ratio, liked in zip(steps, ratios, tastes, strict=False):
-                    rows.append((i, step, math.log(ratio), is_full(trial), liked))
+        for i, trial, tastes in told:
+            steps, ratios = trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"]
+            # A trial that stopped early was forecast on more prompts than it saw.
+            liking = tastes if known and tastes else [0.0] * len(ratios)
+            for step, ratio, liked in zip(steps, ratios, liking, strict=False):
+                rows.append((i, step, math.log(ratio), is_full(trial), liked))
         config = np.array([row[0] for row in rows])
         prompt = np.array([row[1] for row in rows])
         log = np.array([row[2] for row in rows])

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.leaderboard import make_standings
-from search.proposals import Proposal, ProposeOptions, least_measured, measured_keys
+from search.leaderboard import key_of, make_standings
+from search.proposals import Proposal, ProposeOptions, measured_keys, propose_again
 from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, SearchSpace, snap_threshold
 from search.warm_starts import warm_starts
 
@@ -42,8 +42,7 @@ class LocalProposer:
         entries = make_standings(trials, self._space, options.noise_sigma, options.num_first).entries
         every = options.repeat_every
         if every and index % every == every - 1 and entries:
-            again = least_measured(entries)
-            return Proposal("repeat", dict(again.params), again.trials[0])
+            return propose_again(entries)
         if entries and rng.random() < self._local_share:
             flips = unmeasured_flips(entries[0].params, trials, self._space)
             if flips and rng.random() < _FLIP_SHARE:
@@ -64,7 +63,7 @@ def unmeasured_flips(
     """
     tried = measured_keys(trials)
     flips = [dict(params) | {name: not params[name]} for name in space.bit_names]
-    return [flip for flip in flips if tuple(sorted(flip.items())) not in tried]
+    return [flip for flip in flips if key_of(flip) not in tried]
 
 
 def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:

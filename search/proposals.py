@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.leaderboard import Entry, Key, was_interrupted
+from search.leaderboard import Entry, Key, key_of, was_interrupted
 
 _NUM_REPEAT = 4
 
@@ -49,9 +49,15 @@ def least_measured(entries: Sequence[Entry]) -> Entry:
     return min(leaders, key=lambda entry: len(entry.trials))
 
 
+def propose_again(entries: Sequence[Entry]) -> Proposal:
+    """To measure a leader again; there must be one."""
+    again = least_measured(entries)
+    return Proposal("repeat", dict(again.params), again.trials[0])
+
+
 def measured_keys(trials: Sequence[FrozenTrial]) -> set[Key]:
     """Configs that some trial has tried.
 
     An interrupted trial measured nothing: proposing it again is what makes a resume equal an uninterrupted run.
     """
-    return {tuple(sorted(trial.params.items())) for trial in trials if not was_interrupted(trial)}
+    return {key_of(trial.params) for trial in trials if not was_interrupted(trial)}

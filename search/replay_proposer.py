@@ -13,7 +13,7 @@ from layerskip.skip_mask import SkipMask
 from search.correction import Correction
 from search.forecast import Candidate, Candidates, Pool
 from search.leaderboard import make_standings, was_interrupted
-from search.proposals import Proposal, ProposeOptions, least_measured, measured_keys
+from search.proposals import Proposal, ProposeOptions, measured_keys, propose_again
 from search.space import SearchSpace
 from search.warm_starts import warm_starts
 
@@ -56,8 +56,7 @@ class ReplayProposer:
         every = self._options.repeat_every
         entries = make_standings(trials, self._space, self._options.noise_sigma, self._options.num_first).entries
         if every and index % every == every - 1 and entries:
-            again = least_measured(entries)
-            return Proposal("repeat", dict(again.params), again.trials[0])
+            return propose_again(entries)
         measured = measured_keys(trials)
         if index % _CALIBRATE_EVERY == 1:
             left = [one for one in self._shapes() if one.key not in measured]

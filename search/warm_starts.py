@@ -7,6 +7,7 @@ from typing import Any
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
+from search.leaderboard import key_of
 from search.space import SearchSpace
 
 _EXITS = (1 / 12, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
@@ -47,5 +48,5 @@ def warm_starts(space: SearchSpace) -> tuple[WarmStart, ...]:
     for origin, mask, gamma, threshold in shapes:
         config = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold)
         params = space.to_params(config)
-        starts.setdefault(tuple(sorted(params.items())), WarmStart(origin, params))
+        starts.setdefault(key_of(params), WarmStart(origin, params))
     return tuple(starts.values())

@@ -10,8 +10,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
+from search.leaderboard import key_of
 from search.proposals import Proposal, measured_keys
-from search.rivals.common import Hints, Params, bits_of, key_of, measure_again, union
+from search.rivals.common import Hints, Params, bits_of, measure_again, union
 from search.rivals.gaussian_process import Array, GaussianProcess, upper_bound_points
 from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
 

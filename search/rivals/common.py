@@ -13,9 +13,9 @@ from optuna.trial import FrozenTrial
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.cost_model import CostModel
-from search.leaderboard import Entry, Key, is_full, make_standings
+from search.leaderboard import Entry, is_full, key_of, make_standings
 from search.predictor import LayerStates
-from search.proposals import Proposal, least_measured, measured_keys
+from search.proposals import Proposal, measured_keys, propose_again
 from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace
 from search.space import snap_threshold as snap
 
@@ -66,11 +66,6 @@ class Listed(ABC):
         return measure_again(trials, self._space, rng)
 
 
-def key_of(params: Mapping[str, Any]) -> Key:
-    """The parameters as something to look up."""
-    return tuple(sorted(params.items()))
-
-
 def standings(trials: Sequence[FrozenTrial], space: SearchSpace) -> tuple[Entry, ...]:
     """Configs measured in full, best pooled lower bound first."""
     num_first = max((len(trial.user_attrs["ratios"]) for trial in trials if is_full(trial)), default=0)
@@ -82,8 +77,7 @@ def measure_again(trials: Sequence[FrozenTrial], space: SearchSpace, rng: np.ran
     entries = standings(trials, space)
     if not entries:
         return Proposal("random", random_params(space, rng))
-    again = least_measured(entries)
-    return Proposal("repeat", dict(again.params), again.trials[0])
+    return propose_again(entries)
 
 
 def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.cost_model import CostModel
+from search.leaderboard import key_of
 from search.predictor import LayerStates
 from search.proposals import Proposal, measured_keys
 from search.rivals.common import (
@@ -20,7 +21,6 @@ from search.rivals.common import (
     Listed,
     bits_of,
     by_throughput,
-    key_of,
     measure_again,
     standings,
     union,
