@@ -19,8 +19,9 @@ from statistics import median
 
 from layerskip.config import Confirmed, DecodeConfig
 from search.decoder import Decoder
+from search.held_out import HeldOut, held_out_of
 from search.leaderboard import Entry
-from search.measurement import LosslessViolation, Pair, PromptCase, add_up, measure_pair_apart, time_all, time_one
+from search.measurement import Fault, Pair, PromptCase, add_up, fault_of, measure_pair_apart, time_able
 from search.statistics import CI_LEVEL, geometric_mean, prompt_interval, ratio_interval
 
 TIE = 0.01
@@ -65,6 +66,8 @@ class Confirmation:
     candidates: tuple[Candidate, ...]
     raw: dict[str, list[list[float]]] = field(default_factory=dict)
     """`tokens_per_s` and `plain_tokens_per_s`: per prompt, every fresh repeat."""
+    held_out: HeldOut | None = None
+    """The same with prompt ids and counters, for the study."""
 
     @property
     def violations(self) -> list[str]:
@@ -96,12 +99,13 @@ def confirm(
         try:
             passes = _fresh_passes(decoder, cases, chosen.entry.config, options.repeats)
         except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
-            excluded = _excluded(decoder, chosen.entry, error)
-            tell(f"EXCLUDED {describe(chosen.entry.config)}: {excluded.excluded}")
-            candidates = tuple(excluded if one is chosen else one for one in candidates)
-            order = choose(candidates, options.noise_sigma)
-            continue
-        return _verdict(passes, chosen.entry, candidates, options)
+            fault = fault_of(error)
+        else:
+            return _verdict(passes, chosen.entry, candidates, options)
+        decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
+        tell(f"EXCLUDED {describe(chosen.entry.config)}: {fault.reason}")
+        candidates = tuple(_excluded(one.entry, fault) if one is chosen else one for one in candidates)
+        order = choose(candidates, options.noise_sigma)
     reasons = "; ".join(sorted({one.excluded or "" for one in candidates}))
     plain = DecodeConfig.plain(options.num_layers, reason=f"no candidate passed: {reasons}"[:500])
     return Confirmation(plain, None, None, candidates)
@@ -171,35 +175,24 @@ def _choosing_pass(
     plain = DecodeConfig.plain(entries[0].config.skip_mask.num_layers)
     configs = [plain] + [entry.config for entry in entries]
     rates: list[list[float]] = [[] for _ in configs]
-    excluded: dict[int, Candidate] = {}
+    faults: dict[int, Fault] = {}
     for row, case in enumerate(cases):
         turns = [(row + turn) % len(configs) for turn in range(len(configs))]
-        able = [i for i in turns if i not in excluded]
-        try:
-            timed = dict(zip(able, time_all(decoder, case, [configs[i] for i in able]), strict=True))
-        except Exception:  # noqa: BLE001 (one by one it shows whose it is)
-            timed = {}
-            for i in able:
-                try:
-                    timed[i] = time_one(decoder, case, configs[i])
-                except Exception as error:
-                    if i == 0:
-                        raise  # without plain decoding there is nothing to compare with
-                    excluded[i] = _excluded(decoder, entries[i - 1], error)
-                    tell(f"EXCLUDED {describe(configs[i])}: {excluded[i].excluded}")
-        for i, one in timed.items():
-            rates[i].append(one.tokens_per_s)
+        able = [i for i in turns if i not in faults]
+        for i, one in zip(able, time_able(decoder, case, [configs[i] for i in able]), strict=True):
+            if isinstance(one, Fault):
+                faults[i] = one
+                tell(f"EXCLUDED {describe(configs[i])}: {one.reason}")
+            else:
+                rates[i].append(one.tokens_per_s)
     return tuple(
-        excluded[i] if i in excluded else Candidate(entry, _ratios(rates[i], rates[0]))
+        _excluded(entry, faults[i]) if i in faults else Candidate(entry, _ratios(rates[i], rates[0]))
         for i, entry in enumerate(entries, start=1)
     )
 
 
-def _excluded(decoder: Decoder, entry: Entry, error: Exception) -> Candidate:
-    lossless = not isinstance(error, LosslessViolation)
-    decoder.free_memory()
-    line = " ".join(str(error).split())[:300]
-    return Candidate(entry, (), f"{type(error).__name__}: {line}" if lossless else f"not lossless: {line}", lossless)
+def _excluded(entry: Entry, fault: Fault) -> Candidate:
+    return Candidate(entry, (), fault.reason, fault.lossless)
 
 
 def _fresh_passes(
@@ -218,21 +211,18 @@ def _verdict(
     passes: Sequence[Sequence[Pair]], entry: Entry, candidates: tuple[Candidate, ...], options: ConfirmOptions
 ) -> Confirmation:
     measured = summarise(passes, seed=options.seed)
-    by_prompt = list(zip(*passes, strict=True))
-    raw = {
-        "tokens_per_s": [[pair.speculative.tokens_per_s for pair in pairs] for pairs in by_prompt],
-        "plain_tokens_per_s": [[pair.plain.tokens_per_s for pair in pairs] for pairs in by_prompt],
-    }
+    held_out = held_out_of(passes, entry.config)
+    raw = {name: [list(rates) for rates in getattr(held_out, name)] for name in ("tokens_per_s", "plain_tokens_per_s")}
     if measured.speedup_ci_low > 1.0:
         config = entry.config.model_copy(update={"confirmed": measured})
-        return Confirmation(config, entry, measured, candidates, raw)
+        return Confirmation(config, entry, measured, candidates, raw, held_out)
     reason = (
         f"do not speculate: the best candidate ({describe(entry.config)}) reached {measured.speedup:.3f}x on "
         f"{measured.num_prompts} held-out prompts, 95 % interval {measured.speedup_ci_low:.3f} to "
         f"{measured.speedup_ci_high:.3f}, which does not lie above 1.0"
     )
     plain = DecodeConfig.plain(entry.config.skip_mask.num_layers, reason=reason)
-    return Confirmation(plain, None, measured, candidates, raw)
+    return Confirmation(plain, None, measured, candidates, raw, held_out)
 
 
 def _ratios(rates: Sequence[float], plain: Sequence[float]) -> tuple[float, ...]:

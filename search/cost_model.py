@@ -89,8 +89,8 @@ class CostOptions:
     """What to time and how often."""
 
     gamma_max: int
-    repeats: int
-    seed: int
+    repeats: int = 25
+    seed: int = 0
 
 
 def device_facts(fingerprint: Fingerprint) -> dict[str, object]:

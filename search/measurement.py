@@ -58,6 +58,15 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """Why a config has no numbers."""
+
+    reason: str
+    lossless: bool = True
+    """False: its output differs from the target's own."""
+
+
+@dataclass(frozen=True)
 class Acceptance:
     """Counters of several runs added up."""
 
@@ -109,6 +118,26 @@ def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]
     return [_checked(decoder, case, config, out) for config, out in zip(configs, outs, strict=True)]
 
 
+def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:
+    """`time_all`; where that fails, one after the other, which shows whose fault it is.
+
+    Raises: what plain decoding among them raises, for then there is nothing to compare with.
+    """
+    try:
+        return list(time_all(decoder, case, configs))
+    except Exception:  # noqa: BLE001 (asked again below, each by itself)
+        pass
+    return [_time_or_fault(decoder, case, config) for config in configs]
+
+
+def fault_of(error: Exception) -> Fault:
+    """The error in one line."""
+    line = " ".join(str(error).split())[:300]
+    if isinstance(error, LosslessViolation):
+        return Fault(f"not lossless: {line}", lossless=False)
+    return Fault(f"{type(error).__name__}: {line}")
+
+
 def speedup(pairs: Sequence[Pair]) -> float:
     """Geometric mean of the per-prompt ratios."""
     return geometric_mean([pair.ratio for pair in pairs])
@@ -138,6 +167,17 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed | Fault:
+    try:
+        return time_one(decoder, case, config)
+    except Exception as error:
+        if not config.speculates:
+            raise
+        fault = fault_of(error)
+    decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
+    return fault
 
 
 def _checked(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> Timed:

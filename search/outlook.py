@@ -31,7 +31,7 @@ from search.space import SearchSpace
 COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
 READINGS, TEXTS = "readings_per_proposal", "num_texts_read"
 """Attributes of the study."""
-_REPEATS, _RECHECK_REPEATS = 25, 7
+_RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
 _NUM_TIMED_TEXTS = 3
 _MIN_TEXTS = 4
@@ -92,13 +92,14 @@ class Outlook:
         short drafts, see `Predictor.trial`.
         """
         sharp = self.predictor.trial(config, steps, self.timer, self.texts[0])
+        forecast, mean = self.predictor.forecast(config, steps)
         correction = Correction(earlier, self.space, noise_sigma, "replayed_ratios")
         factor = math.exp(float(correction.of([trial_params])[0][0]))
         return {
             "predicted_ratios": [round(ratio * factor, 5) for ratio in sharp.ratios],
             "replayed_ratios": [round(ratio, 5) for ratio in sharp.ratios],
-            "forecast_ratios": [round(ratio, 5) for ratio in self.predictor.ratios(config, steps)],
-            "forecast_speedup": round(self.predictor.speedup(config), 5),
+            "forecast_ratios": [round(ratio, 5) for ratio in forecast],
+            "forecast_speedup": round(mean, 5),
             "replayed_forwards": [list(counts) for counts in sharp.forwards],
             "draft_step_ms": round(1000 * sharp.draft_s, 5),
         }
@@ -239,7 +240,7 @@ def _costs(
     stored = study.user_attrs.get(COSTS)
     if stored is not None:
         return [CostModel.from_json(one, fingerprint) for one in json.loads(stored)]
-    costs = [measure_costs(timer, texts, space, fingerprint, CostOptions(options.gamma_max, _REPEATS, options.seed))]
+    costs = [measure_costs(timer, texts, space, fingerprint, CostOptions(options.gamma_max, seed=options.seed))]
     _store_costs(study, costs)
     return costs
 

@@ -119,14 +119,10 @@ class Predictor:
         order = np.argsort(-logs, kind="stable")[:count]
         return [Predicted(self._config(mask, self._grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
-    def speedup(self, config: DecodeConfig) -> float:
-        """Predicted for one config on all texts."""
-        return float(np.exp(self._log_speedups(config.skip_mask, Settings.of(config))[0]))
-
-    def ratios(self, config: DecodeConfig, steps: Sequence[int]) -> list[float]:
-        """Predicted for one config on the texts at `steps` as configs are ranked: one draft deep, costs by terms."""
+    def forecast(self, config: DecodeConfig, steps: Sequence[int]) -> tuple[list[float], float]:
+        """(Speedups on the texts at `steps`, mean over all) as configs are ranked: one draft deep, costs by terms."""
         logs = self._text_logs(config.skip_mask, Settings.of(config))[0]
-        return self._fill(np.exp(logs), steps)
+        return self._fill(np.exp(logs), steps), float(np.exp(logs.mean()))
 
     def surface(self, mask: SkipMask, target_threshold: float) -> tuple[Floats, Floats, Floats]:
         """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask, for plotting."""

@@ -8,7 +8,7 @@ import math
 import numpy as np
 from scipy import stats
 
-from layerskip.cli import quiet_libraries
+from layerskip.cli import OneLineParser, quiet_libraries, run_command
 from layerskip.config import DecodeConfig
 from search.measurement import PromptCase, measure_pair, measure_pair_apart
 from search.preflight import open_subject
@@ -49,12 +49,19 @@ def measure(subject: Subject, config: DecodeConfig, cases: tuple[PromptCase, ...
     return [*rows, f"{'apart / lockstep':20} {math.exp(by_prompt.mean()):.3f} ({low:.3f}..{high:.3f})"]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m studies.lockstep_noise", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=12, help="tuning prompts of the demo (12)")
-    parser.add_argument("--repeats", type=int, default=4, help="pairs per prompt and way (4)")
-    arguments = parser.parse_args()
+    parser = OneLineParser(prog="python -m studies.lockstep_noise", description=__doc__)
+    parser.add_argument("--prompts", type=int, default=12, help="tuning prompts of the demo")
+    parser.add_argument("--repeats", type=int, default=4, help="pairs per prompt and way")
+    arguments = parser.parse_args(argv)
+    return run_command("lockstep_noise", lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for name in ("prompts", "repeats"):
+        if (value := getattr(arguments, name)) < 2:
+            raise ValueError(f"--{name}: must be at least 2 to have a spread, got {value}")
     spec, paths = load_spec({}, None, demo=demo_folder())
     quiet_libraries()
     subject = open_subject(spec, paths, load_prompts(spec.prompts, spec.held_out))

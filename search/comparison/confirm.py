@@ -13,7 +13,7 @@ import numpy as np
 from layerskip.config import DecodeConfig
 from search.comparison.journal import Journal
 from search.decoder import Decoder
-from search.measurement import LosslessViolation, PromptCase, Timed, time_all
+from search.measurement import Fault, PromptCase, Timed, time_able
 from search.statistics import geometric_mean
 from search.stop import StopSignal
 
@@ -68,7 +68,8 @@ def confirm_picks(
         else:
             measured[record["pick"], record["repeat"], record["prompt_id"]] = record
 
-    for record in journal.read():
+    for number, record in enumerate(journal.read(), start=1):
+        _check(record, f"{journal.path}: line {number}")
         note(record)
     keys = list(picks)
     with stop.deferred():
@@ -89,21 +90,16 @@ def confirm_picks(
 
 
 def _measure(decoder: Decoder, case: PromptCase, group: Mapping[str, DecodeConfig]) -> dict[str, dict[str, Any]]:
-    """A record per pick. Where the group fails, each pick is measured by itself, which shows whose fault it is."""
+    """A record per pick."""
     layers = next(iter(group.values())).skip_mask.num_layers
-    try:
-        plain, *fast = time_all(decoder, case, [DecodeConfig.plain(layers), *group.values()])
-    except Exception as error:  # noqa: BLE001 (as in a trial: it rules out the pick that it belongs to alone)
-        failure = _excluded(error)
-    else:
-        return {key: _record(one, plain) for key, one in zip(group, fast, strict=True)}
-    decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
-    if len(group) == 1:
-        return dict.fromkeys(group, failure)
-    return {name: record for key, one in group.items() for name, record in _measure(decoder, case, {key: one}).items()}
+    plain, *fast = time_able(decoder, case, [DecodeConfig.plain(layers), *group.values()])
+    assert isinstance(plain, Timed)  # a fault of plain decoding's is raised
+    return {key: _record(one, plain) for key, one in zip(group, fast, strict=True)}
 
 
-def _record(fast: Timed, plain: Timed) -> dict[str, Any]:
+def _record(fast: Timed | Fault, plain: Timed) -> dict[str, Any]:
+    if isinstance(fast, Fault):
+        return {"excluded": fast.reason, "lossless": fast.lossless}
     return {
         "tokens_per_s": fast.tokens_per_s,
         "plain_tokens_per_s": plain.tokens_per_s,
@@ -111,10 +107,16 @@ def _record(fast: Timed, plain: Timed) -> dict[str, Any]:
     }
 
 
-def _excluded(error: Exception) -> dict[str, Any]:
-    if isinstance(error, LosslessViolation):
-        return {"excluded": f"not lossless: {error}", "lossless": False}
-    return {"excluded": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], "lossless": True}
+def _check(record: dict[str, Any], where: str) -> None:
+    """Raises: ValueError naming file, line and field if the line is no measurement of a pick."""
+    kinds: dict[str, type] = {"pick": str, "repeat": int, "prompt_id": str}
+    if "excluded" in record:
+        kinds |= {"excluded": str, "lossless": bool}
+    else:
+        kinds |= {"tokens_per_s": float, "plain_tokens_per_s": float, "is_tie": bool}
+    for name, kind in kinds.items():
+        if type(record.get(name)) is not kind:
+            raise ValueError(f"{where}: {name}: must be of type {kind.__name__}, got {record.get(name)!r}"[:300])
 
 
 def _sum_up(

@@ -19,7 +19,6 @@ from search.reference import Reference
 from search.subject import Subject
 
 T = TypeVar("T")
-_COST_REPEATS = 15
 
 
 class ModelHints:
@@ -82,7 +81,7 @@ class ModelHints:
 
     def _measure_costs(self) -> CostModel:
         subject, space = self._subject, self._subject.space
-        options = CostOptions(space.gamma_max, _COST_REPEATS, seed=0)
+        options = CostOptions(space.gamma_max)
         timer = subject.decoder.timer(space.gamma_max)
         return measure_costs(
             timer, texts_to_time(self._reference, space.gamma_max), space, subject.fingerprint, options

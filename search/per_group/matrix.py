@@ -9,7 +9,7 @@ from typing import Any
 from layerskip.config import Confirmed, DecodeConfig
 from search.confirm import describe, summarise
 from search.decoder import Decoder
-from search.measurement import LosslessViolation, Pair, PromptCase, measure_pair
+from search.measurement import LosslessViolation, Pair, PromptCase, fault_of, measure_pair
 
 _TABLE_WIDTH = 110
 _NAME_WIDTH = 24
@@ -137,7 +137,8 @@ def _measure_group(
                 except Exception as error:
                     if isinstance(error, LosslessViolation) and not error.config.speculates:
                         raise  # plain decoding itself: there is nothing to compare with
-                    faults[i] = _fault(configs[i], error)
+                    fault = fault_of(error)
+                    faults[i] = Cell(configs[i], excluded=fault.reason, lossless=fault.lossless)
                 if i in faults:  # outside the except block: there the traceback would keep the tensors alive
                     decoder.free_memory()
     return {
@@ -156,13 +157,6 @@ def _bare(config: DecodeConfig) -> DecodeConfig:
         draft_threshold=config.draft_threshold,
         target_threshold=config.target_threshold,
     )
-
-
-def _fault(config: DecodeConfig, error: Exception) -> Cell:
-    line = " ".join(str(error).split())[:300]
-    if isinstance(error, LosslessViolation):
-        return Cell(config, excluded=f"not lossless: {line}", lossless=False)
-    return Cell(config, excluded=f"{type(error).__name__}: {line}")
 
 
 def _raw(passes: Sequence[Sequence[Pair]]) -> dict[str, list[list[float]]]:

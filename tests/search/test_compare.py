@@ -276,6 +276,26 @@ def test_a_broken_journal_is_refused_by_line(bench: Comparison) -> None:
         bench.run()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"repeat": "0"}, r"confirm\.jsonl: line 2: repeat: must be of type int, got '0'"),
+        ({"is_tie": None}, r"line 2: is_tie: must be of type bool, got None"),
+        ({"excluded": "out of memory"}, r"line 2: lossless: must be of type bool, got None"),
+    ],
+)
+def test_a_line_of_the_confirm_journal_that_is_no_measurement_is_named(
+    bench: Comparison, change: dict[str, Any], message: str
+) -> None:
+    bench.run()
+    file = bench.out / "confirm.jsonl"
+    lines = file.read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | change)
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=message):
+        bench.run()
+
+
 def test_another_fingerprint_is_refused(bench: Comparison) -> None:
     bench.run()
     assert stored_engine(bench.out) == "eager"

@@ -145,7 +145,7 @@ def test_a_pool_of_any_space_is_valid_sorted_and_read_back(space: SearchSpace) -
         config = space.to_config(dict(one.params))
         assert space.to_params(config) == one.params
         assert 1 <= config.gamma <= space.gamma_max
-        assert one.log_speedup == pytest.approx(math.log(candidates.predictor.speedup(config)))
+        assert one.log_speedup == pytest.approx(math.log(candidates.predictor.forecast(config, [])[1]))
     again = Pool.from_json(pool.to_json(candidates), candidates)
     assert [one.params for one in again.candidates] == [one.params for one in pool.candidates]
     assert [one.key for one in again.candidates] == [one.key for one in pool.candidates]
@@ -205,7 +205,7 @@ def test_variants_are_the_masks_best_settings() -> None:
     found = candidates.variants(mask, 6)
     assert len({one.key for one in found}) == 6
     assert {SPACE.to_mask(one.params) for one in found} == {mask}
-    speedups = [candidates.predictor.speedup(SPACE.to_config(dict(one.params))) for one in found]
+    speedups = [candidates.predictor.forecast(SPACE.to_config(dict(one.params)), [])[1] for one in found]
     assert [math.exp(one.log_speedup) for one in found] == pytest.approx(speedups)
     assert speedups == sorted(speedups, reverse=True)
     assert candidates.of(mask).log_speedup >= found[0].log_speedup - 1e-12

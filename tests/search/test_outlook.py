@@ -129,13 +129,13 @@ def test_a_recheck_appends_pools_and_tells_the_drift() -> None:
     study, timer = new_study(), PlantedTimer(verify_share=0.03)
     outlook = open_(study, WatchedDecoder(step_times=timer))
     calls, config = timer.num_calls, DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4)
-    before = outlook.predictor.speedup(config)
+    before = outlook.predictor.forecast(config, [])[1]
     timer.verify_share = 0.12
     assert outlook.recheck(study) == pytest.approx(1.48 / 1.12)
     assert timer.num_calls - calls == NUM_RECHECK_CALLS
     assert len(outlook.costs) == 2
     assert outlook.predictor.cost.verify_s == pytest.approx([0.01 * (1 + 0.075 * n) for n in range(7)])
-    assert outlook.predictor.speedup(config) < before
+    assert outlook.predictor.forecast(config, [])[1] < before
     for _ in range(2):
         outlook.recheck(study)
     assert outlook.predictor.cost.verify_s == pytest.approx([0.01 * (1 + 0.12 * n) for n in range(7)])
@@ -261,7 +261,7 @@ def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
     params = SPACE.to_params(config)
     told = outlook.describe_trial(params, config, [5, 2, 0], [], 0.02)
     assert told["predicted_ratios"] == told["replayed_ratios"]
-    assert told["forecast_ratios"] == pytest.approx(outlook.predictor.ratios(config, [5, 2, 0]), abs=1e-5)
+    assert told["forecast_ratios"] == pytest.approx(outlook.predictor.forecast(config, [5, 2, 0])[0], abs=1e-5)
     assert [len(counts) for counts in told["replayed_forwards"]] == [3, 3, 3]
     assert told["draft_step_ms"] == pytest.approx(1000 * timer.true_draft_s(config.skip_mask, threshold=True), abs=1e-4)
     assert timer.drafted[-1][0] == outlook.texts[0]

@@ -73,8 +73,8 @@ def test_a_predicted_speedup_is_that_of_decoding_step_by_step(config: DecodeConf
     forcing = forcing_of([LENGTH] * num_texts, seed)
     predictor = predictor_of(forcing)
     live = [live_ratio(forcing, i, config) for i in range(num_texts)]
-    assert predictor.ratios(config, range(num_texts)) == pytest.approx(live)
-    assert predictor.speedup(config) == pytest.approx(math.exp(sum(map(math.log, live)) / num_texts))
+    assert predictor.forecast(config, range(num_texts))[0] == pytest.approx(live)
+    assert predictor.forecast(config, [])[1] == pytest.approx(math.exp(sum(map(math.log, live)) / num_texts))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -94,7 +94,7 @@ def test_the_best_setting_is_as_good_as_any_of_a_fine_grid(mask: SkipMask, share
     )
     seconds = counts.drafted * draft_s[:, None] + counts.verify_s + counts.target_only * cost.verify_s[0]
     brute = np.exp(np.log((LENGTH - 1) * cost.verify_s[0] / seconds).mean(axis=1)).max()
-    assert best.speedup == pytest.approx(predictor.speedup(best.config))
+    assert best.speedup == pytest.approx(predictor.forecast(best.config, [])[1])
     assert brute * 0.98 <= best.speedup <= brute * (1 + 1e-9)
     assert best.config.skip_mask == mask
 
@@ -104,7 +104,7 @@ def test_best_settings_come_best_first_and_are_told_apart() -> None:
     found = predictor.best_settings(MASKS[1], 12)
     assert len(found) == len({str(one.config) for one in found}) == 12
     assert [one.speedup for one in found] == sorted((one.speedup for one in found), reverse=True)
-    assert [one.speedup for one in found] == pytest.approx([predictor.speedup(one.config) for one in found])
+    assert [one.speedup for one in found] == pytest.approx([predictor.forecast(one.config, [])[1] for one in found])
     assert found[0].speedup <= predictor.best_setting(MASKS[1]).speedup * (1 + 1e-12)
 
 
@@ -116,18 +116,18 @@ def test_the_surface_holds_predicted_speedups() -> None:
         config = DecodeConfig(
             skip_mask=MASKS[1], gamma=int(gammas[i]), draft_threshold=float(thresholds[k]), target_threshold=0.3
         )
-        assert speedups[i, k] == pytest.approx(predictor.speedup(config))
+        assert speedups[i, k] == pytest.approx(predictor.forecast(config, [])[1])
 
 
 def test_a_mask_is_read_once_and_prices_may_change() -> None:
     forcing = forcing_of([LENGTH] * 2)
     predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[1], gamma=4)
-    before = predictor.speedup(config)
+    before = predictor.forecast(config, [])[1]
     predictor.best_setting(MASKS[1])
     dear = cost_of(PlantedTimer(fixed_s=5e-3))
     predictor.cost = dear
-    assert predictor.speedup(config) < before
-    assert predictor.ratios(config, [1]) == pytest.approx([live_ratio(forcing, 1, config, dear)])
+    assert predictor.forecast(config, [])[1] < before
+    assert predictor.forecast(config, [1])[0] == pytest.approx([live_ratio(forcing, 1, config, dear)])
     assert forcing.num_readings == 1 + 1  # and one by the simulation
 
 
@@ -166,7 +166,7 @@ def test_agreement_is_the_share_of_right_tokens() -> None:
 def test_a_text_of_one_token_saves_and_costs_nothing() -> None:
     forcing = forcing_of([LENGTH, 1])
     config = DecodeConfig(skip_mask=MASKS[1], gamma=3, draft_threshold=0.4)
-    assert predictor_of(forcing).ratios(config, [0, 1]) == pytest.approx([live_ratio(forcing, 0, config), 1.0])
+    assert predictor_of(forcing).forecast(config, [0, 1])[0] == pytest.approx([live_ratio(forcing, 0, config), 1.0])
 
 
 class SlowOn(PlantedTimer):
@@ -204,15 +204,15 @@ def test_a_trial_with_times_as_the_terms_say_is_ranked_the_same() -> None:
     forcing = forcing_of([LENGTH] * 4)
     predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[2], gamma=4)
     told = predictor.trial(config, [3, 1], PlantedTimer(), (1,))
-    assert told.ratios == pytest.approx(predictor.ratios(config, [3, 1]))
+    assert told.ratios == pytest.approx(predictor.forecast(config, [3, 1])[0])
 
 
 def test_texts_that_are_not_read_are_expected_to_be_average_ones() -> None:
     forcing = forcing_of([LENGTH] * 3)
     predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[1], gamma=4)
-    known = predictor.ratios(config, range(3))
+    known = predictor.forecast(config, range(3))[0]
     average = math.prod(known) ** (1 / 3)
-    assert predictor.ratios(config, [7, 1, 3]) == pytest.approx([average, known[1], average])
+    assert predictor.forecast(config, [7, 1, 3])[0] == pytest.approx([average, known[1], average])
     told = predictor.trial(config, [7, 1, 3], PlantedTimer(), (1,))
     assert told.ratios == pytest.approx([average, known[1], average])
     assert told.forwards == ()

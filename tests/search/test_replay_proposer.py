@@ -93,7 +93,7 @@ class Lab:
     def add(self, proposal: Proposal) -> FrozenTrial:
         assert proposal.params is not None
         config = self.space.to_config(proposal.params)
-        forecast = self.candidates.predictor.ratios(config, range(NUM_PROMPTS))
+        forecast = self.candidates.predictor.forecast(config, range(NUM_PROMPTS))[0]
         ratios = self.measure(config, forecast)
         attrs = {"considered": json.loads(json.dumps(proposal.considered))} if proposal.considered else {}
         return record(self.study, self.space, proposal.params, ratios, forecast_ratios=forecast, **attrs)
@@ -190,7 +190,7 @@ def test_confirmed_predictions_are_taken_in_order() -> None:
             known += lab.candidates.read(one.considered or [])
         measured = {key_of(one.params) for one in before}
         left = max(one.log_speedup for one in known if one.key not in measured)
-        predicted = math.log(lab.candidates.predictor.speedup(lab.space.to_config(dict(proposal.params or {}))))
+        predicted = math.log(lab.candidates.predictor.forecast(lab.space.to_config(dict(proposal.params or {})), [])[1])
         # Less of what is like the measured ones is hoped for.
         assert predicted >= left - 0.02
 
@@ -241,7 +241,7 @@ def test_what_is_known_is_not_predicted_again() -> None:
             assert key in fresh
         earlier |= fresh
     speedups = [
-        lab.candidates.predictor.speedup(SPACE.to_config(dict(one.params or {})))
+        lab.candidates.predictor.forecast(SPACE.to_config(dict(one.params or {})), [])[1]
         for one in lab.proposals
         if one.origin != "warm"
     ]
