@@ -7,10 +7,12 @@ from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 
 if TYPE_CHECKING:
+    from layerskip.hugging_face import CustomGenerate, custom_generate
     from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
 
 __all__ = [
     "Confirmed",
+    "CustomGenerate",
     "DecodeConfig",
     "DecodeStats",
     "GenerateOutput",
@@ -19,6 +21,7 @@ __all__ = [
     "Provenance",
     "SkipMask",
     "StreamPiece",
+    "custom_generate",
 ]
 
 
@@ -28,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from layerskip import model
 
         return getattr(model, name)
+    if name in ("CustomGenerate", "custom_generate"):
+        from layerskip import hugging_face
+
+        return getattr(hugging_face, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,9 +38,16 @@ class _Gate:
     skip: bool = False
     arity: int = 0
     residual_index: int | None = None
+    entrance: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Given the hidden states that come to the module, says which go in."""
 
     def install(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def gated(*args: Any, **kwargs: Any) -> Any:
+            if self.entrance is not None:
+                if args:
+                    args = (self.entrance(args[0]), *args[1:])
+                else:
+                    kwargs["hidden_states"] = self.entrance(kwargs["hidden_states"])
             return self._skipped(args, kwargs) if self.skip else forward(*args, **kwargs)
 
         return gated
@@ -124,6 +131,19 @@ class ModelAdapter:
         return weight.dtype
 
     @property
+    def sublayers(self) -> tuple[tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]], ...]:
+        """Per layer the modules of its attention and those of its MLP."""
+        return tuple(
+            (tuple(gate.module for gate in gates.attention), tuple(gate.module for gate in gates.mlp))
+            for gates in self._gates
+        )
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model can be told its tokens' positions (alibi models cannot)."""
+        return self._takes_positions
+
+    @property
     def max_positions(self) -> int | None:
         """Longest text the position encodings are made for, None if the config does not say."""
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
@@ -194,6 +214,16 @@ class ModelAdapter:
         logits: torch.Tensor = self.model(**arguments).logits
         cache.advance(num_tokens)
         return logits[0, -num_logits:]
+
+    @contextmanager
+    def entrance(self, layer: int, states: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Inside, `states` is called with the hidden states (T, hidden) that come to a layer and says which go in."""
+        gate = self._gates[layer].layer
+        gate.entrance = lambda hidden: states(hidden[0]).unsqueeze(0)
+        try:
+            yield
+        finally:
+            gate.entrance = None
 
     def _set_mask(self, mask: SkipMask) -> None:
         if mask is self._mask or mask == self._mask:

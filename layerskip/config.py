@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, Unpack
 
 from pydantic import (
     AfterValidator,
@@ -20,10 +20,14 @@ from pydantic import (
     model_validator,
 )
 
+from layerskip.hub import HubArguments, PushArguments, check_file_name, locate_config, upload_config
 from layerskip.skip_mask import SkipMask
 
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+
 MAX_GAMMA = 64
-ENGINE_NAMES = ("auto", "eager", "fused")
+ENGINE_NAMES = ("auto", "eager", "fused", "cuda_graph")
 MAX_GROUPS = 64
 MAX_GROUP_NAME = 64
 DEFAULT_GROUP = "default"
@@ -135,6 +139,9 @@ class _Setting(_Frozen):
     """Drafting stops after the first token whose draft top probability is below this; 0 = off."""
     target_threshold: Probability = 0.0
     """While the target's probability of the token it just emitted is below this, it decodes alone; 0 = off."""
+    share_prefix: bool = False
+    """Verification starts behind the layers that the mask keeps whole from layer 0 on, with the hidden states that
+    drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
     reason: str | None = None
     """Why the search decided so, where it says not to speculate or gives a group the default's setting."""
     confirmed: Confirmed | None = None
@@ -233,6 +240,57 @@ class DecodeConfig(_Setting, _Versioned):
             raise ValueError(f"{path}: not UTF-8 text") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name: str | os.PathLike[str],
+        config_file_name: str | os.PathLike[str] | None = None,
+        **hub_arguments: Unpack[HubArguments],
+    ) -> DecodeConfig:
+        """Read the config next to a model: in its folder, or in its repository on the hub. See `locate_config`.
+
+        Raises: FileNotFoundError if there is none, OSError if the hub cannot be asked, ValueError naming the file.
+        """
+        return cls.load(locate_config(pretrained_model_name, config_file_name, **hub_arguments))
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        config_file_name: str | os.PathLike[str] | None = None,
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push_arguments: Unpack[PushArguments],
+    ) -> None:
+        """Write `decode_config.json` into a model's folder, which is made if there is none; push it too if asked.
+
+        A model that the provenance names by a path is now the one next to the file (`./`); a hub id stays.
+        """
+        folder, name = Path(save_directory), check_file_name(config_file_name)
+        if folder.is_file():
+            raise ValueError(f"save_directory: must be a folder, got the file {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._next_to_its_model().save(folder / name)
+        if push_to_hub:
+            self.push_to_hub(repo_id or folder.absolute().name, name, **push_arguments)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        config_file_name: str | os.PathLike[str] | None = None,
+        **push_arguments: Unpack[PushArguments],
+    ) -> CommitInfo:
+        """Commit the config to a model repository on the hub, as `save_pretrained` writes it. See `upload_config`."""
+        return upload_config(
+            self._next_to_its_model().to_json(), repo_id, check_file_name(config_file_name), **push_arguments
+        )
+
+    def _next_to_its_model(self) -> DecodeConfig:
+        made_for = self.provenance
+        if made_for is None or not (made_for.model.startswith(".") or Path(made_for.model).is_absolute()):
+            return self
+        return self.model_copy(update={"provenance": made_for.model_copy(update={"model": "./"})})
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from layerskip.config import DecodeConfig
+from layerskip.device_round import DeviceRound, OffersRounds, RoundPlan
 from layerskip.drafters import Drafter, LayerSkipDrafter
 from layerskip.engines import Engine
+from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.sampling import Sampler
 from layerskip.stats import DecodeStats
 from layerskip.verifier import Verdict, verify_greedy, verify_sampled
@@ -25,6 +28,8 @@ class Emitted:
 
     ids: list[int]
     origins: list[str]
+    rejected: list[int] = field(default_factory=list)
+    """Draft tokens in whose place the last token stands."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,26 @@ class DecodeLoop:
         self._config = config
         self._sampler = sampler
         self._drafter: Drafter = LayerSkipDrafter(engine, sampler, config.skip_mask, config.draft_threshold)
+        self._device_round = self._on_device(config.gamma) if config.gamma else None
+        self._device_target = self._on_device(0)
+
+    def _on_device(self, gamma: int) -> DeviceRound | None:
+        """Rounds of up to gamma drafts that run on the device in one piece, if the engine offers that."""
+        if not isinstance(self._engine, OffersRounds):
+            return None
+        config = self._config
+        plan = RoundPlan(config.skip_mask, gamma, config.draft_threshold, with_prob=config.target_threshold > 0.0)
+        return self._engine.make_round(plan, self._sampler)
 
     def run(self, request: DecodeRequest, stats: DecodeStats) -> Iterator[Emitted]:
-        """Yields what each step emitted; fills `stats` as it goes. Close it (or exhaust it) to free the cache.
+        """`begin`, then `complete`."""
+        return self.complete(self.begin(request, stats))
+
+    def complete(self, run: Run) -> Iterator[Emitted]:
+        """Yields what each step of a run just begun emitted. Close it (or exhaust it) to free the cache.
 
         Raises: whatever a forward raises; the model is whole again afterwards.
         """
-        run = self.begin(request, stats)
         with self._engine.session(run.capacity):
             while not run.finished:
                 yield self.step(run)
@@ -83,12 +101,16 @@ class DecodeLoop:
             run.stats.prefill_s = clock.lap()
             return run.take([run.verdict.next_token], [TARGET_ONLY])
         if alone := self._wants_target_alone(run, run.verdict):
-            run.verdict = self._target_step(run.context, run.context[-1:])
+            if self._device_target is not None:
+                run.verdict = self._device_target.run(run.context[-1], 0).verdict
+            else:
+                run.verdict = self._target_step(run.context, run.context[-1:])
             run.stats.num_target_only += 1
-            ids, origins = [run.verdict.next_token], [TARGET_ONLY]
+            emitted = run.take([run.verdict.next_token], [TARGET_ONLY])
         else:
-            run.verdict, ids, origins = self._round(run)
-        emitted = run.take(ids, origins)
+            device = self._device_round
+            run.verdict, draft_ids = self._round(run) if device is None else self._round_on_device(device, run)
+            emitted = _settle(run, draft_ids, run.verdict)
         seconds = clock.lap()
         run.stats.decode_s += seconds
         run.stats.target_only_s += seconds if alone else 0.0
@@ -110,23 +132,47 @@ class DecodeLoop:
         return self._verify(torch.empty(0, dtype=torch.long, device=logits.device), None, logits)
 
     @torch.inference_mode()
-    def _round(self, run: Run) -> tuple[Verdict, list[int], list[str]]:
-        """Draft, verify, commit. The cache ends up holding all of the context but the last emitted token."""
+    def _round(self, run: Run) -> tuple[Verdict, list[int]]:
+        """Draft, verify, commit: the verdict on these draft tokens.
+
+        The cache ends up holding all of the context but the last emitted token.
+        """
         engine, stats, context = self._engine, run.stats, run.context
         clock = _Clock(engine, enabled=run.request.profile)
         start = engine.cache.length
-        draft = self._drafter.propose(context, min(self._config.gamma, run.remaining - 1))
+        prefix = self._new_prefix()
+        draft = self._drafter.propose(context, min(self._config.gamma, run.remaining - 1), prefix)
         stats.draft_s += clock.lap()
         num_drafted = draft.ids.shape[0]
         last = torch.tensor(context[-1:], device=engine.device)
-        logits = engine.forward(torch.cat([last, draft.ids]), num_logits=num_drafted + 1)
+        ids = torch.cat([last, draft.ids])
+        if prefix is None:
+            logits = engine.forward(ids, num_logits=num_drafted + 1)
+        else:
+            logits = cast(PrefixEngine, engine).verify_shared(ids, prefix)
         verdict = self._verify(draft.ids, draft.probs, self._sampler.shape(logits, context, draft.ids))
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
         stats.verify_s += clock.lap()
-        _count_round(stats, num_drafted, verdict.num_accepted)
-        ids = [*draft.ids[: verdict.num_accepted].tolist(), verdict.next_token]
-        last_origin = BONUS if verdict.num_accepted == num_drafted else RECOVERED
-        return verdict, ids, [ACCEPTED] * verdict.num_accepted + [last_origin]
+        return verdict, draft.ids.tolist()
+
+    def _round_on_device(self, device_round: DeviceRound, run: Run) -> tuple[Verdict, list[int]]:
+        """`_round` as one piece of device work; under `profile` as two, to time them apart."""
+        clock = _Clock(self._engine, enabled=run.request.profile)
+
+        def after_draft() -> None:
+            run.stats.draft_s += clock.lap()
+
+        apart = after_draft if run.request.profile else None
+        max_drafts = min(self._config.gamma, run.remaining - 1)
+        result = device_round.run(run.context[-1], max_drafts, after_draft=apart)
+        run.stats.verify_s += clock.lap() if run.request.profile else 0.0
+        return result.verdict, result.draft_ids
+
+    def _new_prefix(self) -> PrefixStates | None:
+        """None where the config does not share, and where the engine cannot: the output is the same."""
+        if not self._config.share_prefix or not isinstance(self._engine, PrefixEngine):
+            return None
+        return PrefixStates.of(self._config.skip_mask)
 
     def _verify(self, ids: torch.Tensor, probs: torch.Tensor | None, logits: torch.Tensor) -> Verdict:
         if self._sampler.greedy:
@@ -148,6 +194,8 @@ class Run:
     """Tokens that the cache must hold."""
     origins: list[str] = field(default_factory=list)
     """Of the emitted tokens."""
+    rejected: dict[int, list[int]] = field(default_factory=dict)
+    """Draft tokens thrown away, by the place of the emitted token that stands for them."""
     verdict: Verdict | None = None
     """The latest one; None before the prompt's own forward."""
     finished: bool = False
@@ -158,11 +206,15 @@ class Run:
         return 0 if self.verdict is None else len(self.context) - 1
 
     @property
+    def emitted_ids(self) -> list[int]:
+        return self.context[len(self.request.prompt_ids) :]
+
+    @property
     def remaining(self) -> int:
         return self.request.max_new_tokens - self.stats.num_emitted
 
-    def take(self, ids: list[int], origins: list[str]) -> Emitted:
-        """Append tokens up to the first that ends the text; the rest is cut."""
+    def take(self, ids: list[int], origins: list[str], rejected: list[int] | None = None) -> Emitted:
+        """Append tokens up to the first that ends the text; the rest is cut, and what it stands in for with it."""
         taken = 0
         for token in ids:
             self.context.append(token)
@@ -173,7 +225,10 @@ class Run:
                 break
         self.stats.num_cut += len(ids) - taken
         self.origins += origins[:taken]
-        return Emitted(ids[:taken], origins[:taken])
+        if taken < len(ids) or not rejected:
+            return Emitted(ids[:taken], origins[:taken])
+        self.rejected[len(self.origins) - 1] = rejected
+        return Emitted(ids, origins, rejected)
 
     def _ends(self, token: int) -> bool:
         if token in self.request.eos_token_ids or self.remaining <= 0:
@@ -201,7 +256,9 @@ class _Clock:
         self._start = time.perf_counter()
 
 
-def _count_round(stats: DecodeStats, num_drafted: int, num_accepted: int) -> None:
+def _settle(run: Run, draft_ids: list[int], verdict: Verdict) -> Emitted:
+    """Count a round and emit what it gave."""
+    stats, num_drafted, num_accepted = run.stats, len(draft_ids), verdict.num_accepted
     stats.num_rounds += 1
     stats.num_drafted += num_drafted
     stats.num_accepted += num_accepted
@@ -210,3 +267,6 @@ def _count_round(stats: DecodeStats, num_drafted: int, num_accepted: int) -> Non
     for i in range(num_drafted):
         stats.drafted_by_position[i] += 1
         stats.accepted_by_position[i] += i < num_accepted
+    last_origin = BONUS if num_accepted == num_drafted else RECOVERED
+    ids, origins = [*draft_ids[:num_accepted], verdict.next_token], [ACCEPTED] * num_accepted + [last_origin]
+    return run.take(ids, origins, draft_ids[num_accepted:])

@@ -57,6 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         engine=arguments.engine,
         trust_remote_code=arguments.trust_remote_code,
+        looks_for_config=False,  # it looks at the model; a config of other weights must not keep it from that
     )
     facts = describe(model)
     checks = examine(model, num_tokens=arguments.tokens)

@@ -5,33 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.config import ENGINE_NAMES, DecodeConfig
+from layerskip.cli import OneLineParser, run_command
+from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 
 if TYPE_CHECKING:
     from layerskip.compare import Comparison
+    from layerskip.config import DecodeConfig
     from layerskip.model import GenerateOutput, LayerSkipModel
 
 PROG = "layerskip.generate"
-_DEFAULT_NEW_TOKENS = 128
 # Style beside colour, so that nothing is told by colour alone; all four read on dark and on light backgrounds.
 _STYLES = {"accepted": "green", "recovered": "bold red underline", "bonus": "bold blue", "target-only": ""}
+_REJECTED = "dim strike"
 
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
-    parser.add_argument("--config", type=Path, help="decode config, as the search exports it (best.json)")
-    parser.add_argument("--group", metavar="NAME", help="use the config's setting for this prompt group")
-    parser.add_argument("--model", help="Hugging Face id or folder; default: the model that the config names")
+    add_model_arguments(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the prompt; - reads it from standard input")
     text.add_argument("--chat", help="a user message, put through the tokenizer's chat template")
-    parser.add_argument(
-        "--max-new-tokens", type=int, help=f"default: what the config was tuned for, else {_DEFAULT_NEW_TOKENS}"
-    )
     parser.add_argument("--do-sample", action="store_true", help="sample instead of greedy decoding")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
@@ -39,15 +34,10 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repetition-penalty", type=float)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: what the config was tuned for")
-    parser.add_argument("--engine", choices=ENGINE_NAMES, help="default: what the config was tuned with, else auto")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: what the config was tuned for")
     parser.add_argument("--show-drafts", action="store_true", help="mark where every token came from")
     parser.add_argument("--compare", action="store_true", help="run plain decoding beside it; print both speeds")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs for --compare")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
     return parser
 
 
@@ -57,10 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    config = _read_config(arguments)
+    config = read_config(arguments)
     if arguments.repeats < 1:
         raise ValueError(f"--repeats: must be at least 1, got {arguments.repeats}")
-    model = _load(arguments, config)
+    model = load_model(arguments, config)
     prompt_ids = _prompt_ids(model, arguments)
     generation = _generation_arguments(arguments, config)
     if arguments.compare:
@@ -76,46 +66,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read_config(arguments: argparse.Namespace) -> DecodeConfig | None:
-    if arguments.config is None:
-        if arguments.model is None:
-            raise ValueError("give --config FILE, or --model NAME to decode plainly")
-        if arguments.group is not None:
-            raise ValueError(f"--group: needs --config, got {arguments.group[:80]!a} without one")
-        return None
-    if not arguments.config.is_file():
-        raise ValueError(f"--config: no such file: {arguments.config}")
-    return DecodeConfig.load(arguments.config).for_group(arguments.group)
-
-
-def _load(arguments: argparse.Namespace, config: DecodeConfig | None) -> LayerSkipModel:
-    quiet_libraries()
-    import torch
-
-    from layerskip.model import LayerSkipModel, resolve_model_path
-
-    tuned = config.provenance if config is not None else None
-    if arguments.model is None and (config is None or tuned is None):
-        raise ValueError("--model: is required, the config does not name a model")
-    name = arguments.model or resolve_model_path(tuned.model, arguments.config)  # type: ignore[union-attr]
-    threads = arguments.threads or (tuned.num_threads if tuned is not None else None)
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads: must be at least 1, got {threads}")
-        torch.set_num_threads(threads)
-    model = LayerSkipModel.from_pretrained(
-        name,
-        config=config,
-        device=arguments.device,
-        dtype=arguments.dtype or (tuned.dtype if tuned is not None else "auto"),
-        engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    if tuned is not None and not tuned.device.startswith(model.device.type):
-        sys.stderr.write(f"warning: the config was tuned on {tuned.device}, this is {model.device.type}\n")
-    return model
-
-
 def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[int]:
     if arguments.chat is None:
         return model.encode(sys.stdin.read() if arguments.prompt == "-" else arguments.prompt)
@@ -128,13 +78,8 @@ def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[in
 
 
 def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig | None) -> dict[str, Any]:
-    max_new_tokens = arguments.max_new_tokens
-    if max_new_tokens is None:
-        # Like for like: longer texts of a small model loop, and loops are easy to draft.
-        tuned = config.provenance if config is not None else None
-        max_new_tokens = (tuned.max_new_tokens if tuned is not None else None) or _DEFAULT_NEW_TOKENS
     return {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": max_new_tokens(arguments, config),
         "do_sample": arguments.do_sample,
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,
@@ -156,7 +101,7 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         else:
-            marked.write(console, piece.ids, piece.origins)
+            marked.write(console, piece.ids, piece.origins, dict.fromkeys([len(piece.ids) - 1], piece.rejected))
     if marked is not None:
         marked.finish(console)
     sys.stdout.write("\n")
@@ -165,16 +110,22 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
 
 
 class MarkedText:
-    """Prints tokens one by one, each in the style of its origin."""
+    """Prints tokens one by one, each in the style of its origin; on a terminal rejected drafts too, struck through."""
 
     def __init__(self, tokenizer: Any) -> None:
         from layerskip.text_stream import TextStream
 
+        self._tokenizer = tokenizer
         self._text = TextStream(tokenizer)
         self._origin = "target-only"
 
-    def write(self, console: Any, ids: list[int], origins: list[str]) -> None:
-        for token, self._origin in zip(ids, origins, strict=True):
+    def write(self, console: Any, ids: list[int], origins: list[str], rejected: dict[int, list[int]]) -> None:
+        """`rejected`: draft tokens by the place in `ids` of the token that stands for them."""
+        for place, (token, origin) in enumerate(zip(ids, origins, strict=True)):
+            if console.is_terminal and rejected.get(place):
+                text = self._tokenizer.decode(rejected[place]).replace("\n", "⏎")
+                console.print(text, style=_REJECTED, end="")
+            self._origin = origin
             self._print(console, self._text.push([token]))
 
     def finish(self, console: Any) -> None:
@@ -195,6 +146,7 @@ def _print_summary(output: GenerateOutput, *, show_legend: bool = False) -> None
         legend = Text("tokens: ")
         for origin, style in _STYLES.items():
             legend.append(f"{output.origins.count(origin)} ").append(origin, style=style).append("  ")
+        legend.append(f"{sum(map(len, output.rejected.values()))} ").append("rejected", style=_REJECTED)
         console.print(legend)
     stats = output.stats
     rate, length = stats.tokens_per_s, stats.mean_accepted_length
@@ -214,7 +166,7 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
 
         console = Console(highlight=False, soft_wrap=True, markup=False)
         marked = MarkedText(model.tokenizer)
-        marked.write(console, comparison.output.ids, comparison.output.origins)
+        marked.write(console, comparison.output.ids, comparison.output.origins, comparison.output.rejected)
         marked.finish(console)
         sys.stdout.write("\n")
     else:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from layerskip.device_number import DeviceNumber
 
 
 class SharedLengthCache(Cache):  # type: ignore[misc]
@@ -25,12 +29,20 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
             raise ValueError(f"capacity: must be at least 1, got {capacity}")
         self._length = 0
         self.capacity = capacity
-        super().__init__(layers=[_SharedLengthLayer(self, window) for window in windows])
+        super().__init__(layers=[self._new_layer(window) for window in windows])
+
+    def _new_layer(self, window: int | None) -> _SharedLengthLayer:
+        return _SharedLengthLayer(self, window)
 
     @property
     def length(self) -> int:
         """Tokens whose keys and values count."""
         return self._length
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the buffers have."""
+        return self.capacity
 
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` more tokens, just written by a forward."""
@@ -67,7 +79,7 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         # Zeros, not empty: attention never reads past the length, but NaN rubbish times a zero weight would be NaN.
         batch, heads, _, width = states.shape
-        return torch.zeros((batch, heads, self._cache.capacity, width), dtype=states.dtype, device=states.device)
+        return torch.zeros((batch, heads, self._cache.num_positions, width), dtype=states.dtype, device=states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: object, **_kwargs: object
@@ -98,3 +110,98 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         # -1 = grows: the capacity is an allocation, not a limit that position encodings may rely on.
         return -1
+
+
+@dataclass(frozen=True)
+class StaticStep:
+    """One forward in static form: where it writes and how many positions attention looks at."""
+
+    positions: torch.Tensor
+    """(T,) int64 on the device."""
+    num_visible: int
+    """Attention runs over positions 0..num_visible-1 under a mask."""
+
+
+class StaticCache(SharedLengthCache):
+    """A shared-length cache whose buffers outlive its texts, with its length on the device too.
+
+    Recorded work knows its tensors by address, so the buffers have a fixed size and serve one text after the other
+    (`restart`); `capacity` is what the present text may use of them. `position` is the length as the device sees it.
+
+    Inside `static_step` the layers write at the step's positions and answer with the first `num_visible` positions;
+    outside they behave like the base class, which prompt processing uses.
+    """
+
+    def __init__(self, windows: Sequence[int | None], num_positions: int, device: torch.device) -> None:
+        super().__init__(windows, num_positions)
+        self._num_positions = num_positions
+        self.position = DeviceNumber(device)
+        self.step: StaticStep | None = None
+
+    def _new_layer(self, window: int | None) -> _SharedLengthLayer:
+        return _StaticLayer(self, window)
+
+    @property
+    def num_positions(self) -> int:
+        return self._num_positions
+
+    def restart(self, capacity: int) -> None:
+        """Begin another text of up to `capacity` tokens in the same buffers. Cost: one pass over their memory."""
+        if not 1 <= capacity <= self._num_positions:
+            raise ValueError(f"capacity: must be in 1..{self._num_positions} (the buffers' size), got {capacity}")
+        self._length = 0
+        self.capacity = capacity
+        for layer in self.layers:
+            if layer.is_initialized:
+                # A masked weight is zero, but zero times a NaN that an earlier text left there would be NaN.
+                layer.keys.zero_()
+                layer.values.zero_()
+
+    def position_on_device(self) -> torch.Tensor:
+        """(1,) int64 that holds the length. No device sync."""
+        return self.position.set(self._length)
+
+    def moved_to(self, length: int) -> None:
+        """Work on the device has set `position` to `length`, which is now the cache's."""
+        self._set_length(length)
+        self.position.known(length)
+
+    @contextmanager
+    def static_step(self, positions: torch.Tensor, num_visible: int) -> Iterator[None]:
+        """A forward in static form, over `positions` (T,), seeing `num_visible` positions."""
+        self.step = StaticStep(positions, num_visible)
+        try:
+            yield
+        finally:
+            self.step = None
+
+
+class _StaticLayer(_SharedLengthLayer):
+    """See `StaticCache`."""
+
+    _cache: StaticCache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = self._cache.step
+        if step is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.index_copy_(2, step.positions, key_states)
+        self.values.index_copy_(2, step.positions, value_states)
+        return self.keys[:, :, : step.num_visible], self.values[:, :, : step.num_visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        step = self._cache.step
+        return super().get_mask_sizes(query_length) if step is None else (step.num_visible, 0)
+
+    def get_seq_length(self) -> int:
+        if self._cache.step is not None:
+            raise LengthReadError("the length was read as a number inside a static step; a recording would freeze it")
+        return super().get_seq_length()
+
+
+class LengthReadError(RuntimeError):
+    """A model asked a static step for a number that changes from one replay to the next."""

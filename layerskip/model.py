@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest, Emitted, Run
 from layerskip.engines import Engine, make_engine
+from layerskip.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.lockstep import decode_in_lockstep
 from layerskip.sampling import Sampler, SamplingParams
@@ -43,6 +44,8 @@ class GenerateOutput:
     stats: DecodeStats
     sampled: bool = False
     """Whether tokens were drawn; False is greedy."""
+    rejected: dict[int, list[int]] = field(default_factory=dict)
+    """Draft tokens that verification threw away, by the place in `ids` of the token that stands for them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class StreamPiece:
     text: str
     ids: list[int]
     origins: list[str]
+    rejected: list[int] = field(default_factory=list)
+    """Draft tokens that verification threw away; the last of `ids` stands in their place."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,9 @@ class LayerSkipModel:
     The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
     Without a config it decodes plainly (gamma = 0), in the same loop. engine: `eager` runs the model's own modules and
     serves every supported architecture; `fused` runs lean layers for Llama-like models at the cost of a second copy of
-    their weights, made here: change the model (merge an adapter, move it) before wrapping it; `auto` takes the faster
-    one (`engine_name` and `engine_reason` say which and why).
+    their weights, made here: change the model (merge an adapter, move it) before wrapping it; `cuda_graph` records
+    steps and whole rounds of either on a CUDA device; `auto` takes the fastest (`engine_name` and `engine_reason` say
+    which and why).
 
     Raises: ValueError (UnsupportedModelError) if the architecture cannot be decoded so, if the model is in training
     mode, or if the config was made for another model.
@@ -130,10 +136,14 @@ class LayerSkipModel:
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
+        looks_for_config: bool = True,
         **hub_arguments: Any,
     ) -> LayerSkipModel:
         """Load model and tokenizer as `AutoModelForCausalLM` does, safetensors only, in evaluation mode.
 
+        config: None takes the `decode_config.json` that lies next to the model (`DecodeConfig.save_pretrained`), as
+        Hugging Face takes a `generation_config.json`; where there is none, or with looks_for_config=False, the model
+        decodes plainly.
         device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
         checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class. hub_arguments: `revision`,
         `trust_remote_code`, `attn_implementation`, `local_files_only`, passed on.
@@ -141,6 +151,8 @@ class LayerSkipModel:
         """
         if config is not None and not isinstance(config, DecodeConfig):
             config = DecodeConfig.load(config)
+        if config is None and looks_for_config:
+            config = _config_next_to(name_or_path, hub_arguments)
         model, tokenizer = load_pretrained(name_or_path, device=device, dtype=dtype, **hub_arguments)
         return cls(model, tokenizer, config, engine=engine)
 
@@ -312,9 +324,9 @@ class LayerSkipModel:
         return [self._output(run, request) for run in decode_in_lockstep(self._engine, loops, request)]
 
     def _output(self, run: Run, request: DecodeRequest) -> GenerateOutput:
-        ids = run.context[len(request.prompt_ids) :]
+        ids = run.emitted_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return GenerateOutput(ids, text, run.origins, finish_reason(ids, request), run.stats)
+        return GenerateOutput(ids, text, run.origins, finish_reason(ids, request), run.stats, rejected=run.rejected)
 
     def _request(self, prompt: Prompt, given: GenerateArguments) -> DecodeRequest:
         return DecodeRequest(
@@ -384,11 +396,10 @@ class GenerationStream:
         self.stats = DecodeStats()
         self._request = request
         self._sampled = sampled
-        self._ids: list[int] = []
-        self._origins: list[str] = []
         self._tokenizer = tokenizer
+        self._run = loop.begin(request, self.stats)
         text = TextStream(tokenizer) if tokenizer is not None else None
-        self._pieces = _pieces(loop.run(request, self.stats), self._ids, self._origins, text)
+        self._pieces = _pieces(loop.complete(self._run), text)
 
     def __iter__(self) -> Iterator[StreamPiece]:
         # A generator of its own, so that a loop left early (break, an exception) closes the run although the caller
@@ -407,28 +418,26 @@ class GenerationStream:
 
     def output(self) -> GenerateOutput:
         """Everything emitted so far."""
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True) if self._tokenizer is not None else ""
+        ids = self._run.emitted_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=True) if self._tokenizer is not None else ""
         return GenerateOutput(
-            list(self._ids),
+            ids,
             text,
-            list(self._origins),
-            finish_reason(self._ids, self._request),
+            list(self._run.origins),
+            finish_reason(ids, self._request),
             self.stats,
             sampled=self._sampled,
+            rejected=dict(self._run.rejected),
         )
 
 
-def _pieces(
-    run: Iterator[Emitted], ids: list[int], origins: list[str], text: TextStream | None
-) -> Generator[StreamPiece, None, None]:
-    """Pieces of a run, recorded in `ids` and `origins`.
+def _pieces(run: Iterator[Emitted], text: TextStream | None) -> Generator[StreamPiece, None, None]:
+    """Pieces of a run.
 
     No method: a generator that held its owner would be freed with it only by the garbage collector, some time later.
     """
     for emitted in run:
-        ids += emitted.ids
-        origins += emitted.origins
-        yield StreamPiece(text.push(emitted.ids) if text else "", emitted.ids, emitted.origins)
+        yield StreamPiece(text.push(emitted.ids) if text else "", emitted.ids, emitted.origins, emitted.rejected)
     if text and (rest := text.finish()):
         yield StreamPiece(rest, [], [])
 
@@ -443,6 +452,17 @@ def finish_reason(ids: Sequence[int], request: DecodeRequest) -> str:
 def resolve_model_path(model: str, config_path: Path) -> str:
     """A config's model: `./name` is relative to the folder of the config file, anything else is taken as it is."""
     return str((config_path.parent / model).resolve()) if model.startswith("./") else model
+
+
+def _config_next_to(name: str | os.PathLike[str], hub_arguments: dict[str, Any]) -> DecodeConfig | None:
+    """The model's own decode config. Raises: ValueError if it cannot be read; what is no model, its loading tells."""
+    known = {key: value for key, value in hub_arguments.items() if key in HubArguments.__annotations__}
+    try:
+        config = DecodeConfig.from_pretrained(name, **known)
+    except OSError:
+        return None
+    logger.info("decoding %s under its own %s", name, DECODE_CONFIG_NAME)
+    return config
 
 
 def _id_set(ids: int | Sequence[int] | None) -> frozenset[int]:

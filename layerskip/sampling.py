@@ -143,6 +143,12 @@ class Sampler:
         """(num,) float32 in [0, 1)."""
         return torch.rand(num, generator=self._generator, device=device)
 
+    def fill_noise(self, uniform: torch.Tensor, *exponential: torch.Tensor) -> None:
+        """Fresh numbers in place, uniform in [0, 1) and exponential with mean 1, for draws made without a generator."""
+        uniform.uniform_(generator=self._generator)
+        for noise in exponential:
+            noise.exponential_(generator=self._generator)
+
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
     """In `generate`'s order."""

@@ -126,6 +126,12 @@ class SkipMask:
         first = self.num_layers - len(self.skipped_layers)
         return first if self == SkipMask.early_exit(self.num_layers, first) and self.num_skipped else None
 
+    @property
+    def num_kept_first(self) -> int:
+        """Layers kept whole before the first that is not: the draft computes what they give as the target does."""
+        flags = zip(self.attention, self.mlp, strict=True)
+        return next((i for i, (attention, mlp) in enumerate(flags) if attention or mlp), self.num_layers)
+
     def picture(self) -> str:
         """Two rows of one character per layer, for terminals: `.` kept, `x` skipped."""
         rows = (("attn", self.attention), ("mlp ", self.mlp))

@@ -32,7 +32,8 @@ class DecodeStats:
     decode_s: float = 0.0
     """From the first token to the last."""
     draft_s: float = 0.0
-    """Share of decode_s spent drafting. Exact on a CPU; on a GPU only where `profile=True` synchronised."""
+    """Share of decode_s spent drafting. Exact on a CPU; on a GPU only where `profile=True` synchronised, and 0 without
+    it where an engine runs a round in one piece."""
     verify_s: float = 0.0
     target_only_s: float = 0.0
 

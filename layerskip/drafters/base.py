@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from layerskip.engines.prefix import PrefixStates
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -20,6 +22,10 @@ class Draft:
 class Drafter(Protocol):
     """Proposes the tokens after a context. Must leave the cache length where it found it."""
 
-    def propose(self, context: Sequence[int], gamma: int) -> Draft:
-        """Between 1 and `gamma` tokens after `context`, whose last token is not in the cache yet."""
+    def propose(self, context: Sequence[int], gamma: int, prefix: PrefixStates | None = None) -> Draft:
+        """Between 1 and `gamma` tokens after `context`, whose last token is not in the cache yet.
+
+        Into `prefix` goes what the verification may reuse of the forwards over `context[-1]` and all drafts but the
+        last.
+        """
         ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from layerskip.drafters.base import Draft
 from layerskip.engines.base import Engine
+from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 
@@ -28,7 +30,7 @@ class LayerSkipDrafter:
         self._mask = skip_mask
         self._threshold = draft_threshold
 
-    def propose(self, context: Sequence[int], gamma: int) -> Draft:
+    def propose(self, context: Sequence[int], gamma: int, prefix: PrefixStates | None = None) -> Draft:
         engine, sampler = self._engine, self._sampler
         start = engine.cache.length
         token = torch.tensor([context[-1]], device=engine.device)
@@ -37,7 +39,7 @@ class LayerSkipDrafter:
         seen = list(context)
         needs_ids = sampler.params.repetition_penalty != 1.0
         for _ in range(gamma):
-            logits = sampler.shape(engine.forward(token, self._mask), seen)
+            logits = sampler.shape(self._forward(token, prefix), seen)
             if sampler.greedy:
                 token = logits.max(dim=-1).indices
             else:
@@ -50,6 +52,11 @@ class LayerSkipDrafter:
                 break
         engine.cache.rollback_to(start)
         return Draft(torch.cat(tokens), torch.cat(rows) if rows else None)
+
+    def _forward(self, token: torch.Tensor, prefix: PrefixStates | None) -> torch.Tensor:
+        if prefix is None:
+            return self._engine.forward(token, self._mask)
+        return cast(PrefixEngine, self._engine).draft_shared(token, self._mask, prefix)
 
 
 def _top_probability(logits: torch.Tensor) -> torch.Tensor:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.config import ENGINE_NAMES
 from layerskip.engines.base import Engine
+from layerskip.engines.cuda_graph import CudaGraphEngine
+from layerskip.engines.cuda_recorder import CudaRecorder
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.static_lean import LeanExecutor
+from layerskip.engines.static_modules import ModuleExecutor
+from layerskip.engines.static_step import StaticExecutor
 from layerskip.identity import logit_difference
 from layerskip.skip_mask import SkipMask
 
 _CONTEXT = 8
 _NUM_TIMED = 5
+
+EngineT = TypeVar("EngineT", bound=Engine)
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,9 @@ class EngineChoice:
 
 
 def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
-    """The engine of this name; `auto` takes the faster one of those that serve this model.
+    """The engine of this name; `auto` takes the fastest of those that serve this model here.
 
-    Cost of `auto`: about two dozen forwards over a few tokens.
+    Cost of `auto`: about three dozen forwards over a few tokens.
     Raises: ValueError for an unknown name, UnsupportedModelError if the engine asked for cannot serve the model.
     """
     if name not in ENGINE_NAMES:
@@ -39,28 +47,90 @@ def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
     eager = EagerEngine(adapter)
     if name == "eager":
         return EngineChoice(eager, "asked for")
+    if name == "fused":
+        return EngineChoice(_checked(FusedEngine(adapter), eager, adapter), "asked for")
+    if name == "cuda_graph":
+        engine, layers = _cuda_graph(adapter, None)
+        return EngineChoice(_checked(engine, eager, adapter), f"asked for; {layers}")
+    return _fastest(eager, adapter)
+
+
+def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
+    """By measurement, and why; an engine that cannot serve the model is left out, and the reason says so."""
+    candidates: list[Engine] = []
+    refusals: list[str] = []
+    fused: FusedEngine | None = None
     try:
         fused = FusedEngine(adapter)
-        check_agreement(fused, eager, adapter)
+        candidates.append(_checked(fused, eager, adapter))
     except UnsupportedModelError as error:
-        if name == "fused":
+        refusals.append(str(error))
+        fused = None
+    if _has_graphs(adapter.device):
+        try:
+            candidates.append(_checked(_cuda_graph(adapter, fused)[0], eager, adapter))
+        except UnsupportedModelError as error:
+            refusals.append(str(error))
+    if not candidates:
+        return EngineChoice(eager, "; ".join(refusals))
+    candidates.append(eager)
+    milliseconds = [_decode_and_verify_ms(engine) for engine in candidates]
+    fastest = candidates[milliseconds.index(min(milliseconds))]
+    for engine in candidates:
+        if isinstance(engine, CudaGraphEngine) and engine is not fastest:
+            engine.close()
+    times = ", ".join(f"{ms:.2f} ms {engine.name}" for engine, ms in zip(candidates, milliseconds, strict=True))
+    return EngineChoice(fastest, "; ".join([f"one token and then four take {times}", *refusals]))
+
+
+def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None) -> tuple[CudaGraphEngine, str]:
+    """The engine, and what it records: lean layers where they serve the model (`fused`, if made already), else its own.
+
+    Raises: UnsupportedModelError without a CUDA device, or if neither can be recorded.
+    """
+    if not _has_graphs(adapter.device):
+        raise UnsupportedModelError(
+            f"engine cuda_graph: needs a model on a CUDA device, got {adapter.device.type} (engine auto takes what is "
+            "there)"
+        )
+    try:
+        executor: StaticExecutor = LeanExecutor(fused or FusedEngine(adapter))
+        layers = "lean layers"
+    except UnsupportedModelError as error:
+        executor = ModuleExecutor(adapter)
+        layers = f"the model's own modules ({error})"
+    return CudaGraphEngine(adapter, executor, CudaRecorder(adapter.device)), layers
+
+
+def _has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _checked(engine: EngineT, eager: EagerEngine, adapter: ModelAdapter) -> EngineT:
+    """The engine, once it has given the model's own logits.
+
+    Raises: UnsupportedModelError if it does not, or if its work cannot be recorded.
+    """
+    try:
+        check_agreement(engine, eager, adapter)
+    except RuntimeError as error:
+        if engine.name != "cuda_graph":
             raise
-        return EngineChoice(eager, str(error))
-    if name == "fused":
-        return EngineChoice(fused, "asked for")
-    fused_ms, eager_ms = _decode_and_verify_ms(fused), _decode_and_verify_ms(eager)
-    faster: Engine = fused if fused_ms <= eager_ms else eager
-    return EngineChoice(faster, f"one token and then four take {fused_ms:.2f} ms fused, {eager_ms:.2f} ms eager")
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"engine cuda_graph: recording failed: {reason}") from error
+    return engine
 
 
 def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) -> None:
     """Same logits on the same ids, whole and under a mask, in one forward and in steps.
 
+    Of the two steps of one token, a recording engine replays at the second what it recorded at the first.
+
     Raises: UnsupportedModelError with the largest difference where it exceeds rounding.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(adapter.text_config.vocab_size)
-    ids = torch.randint(vocabulary, (_CONTEXT + 4,), generator=generator).to(adapter.device)
+    ids = torch.randint(vocabulary, (_CONTEXT + 5,), generator=generator).to(adapter.device)
     num_layers = adapter.num_layers
     mask = SkipMask.from_sublayers(num_layers, attention=range(0, num_layers, 2), mlp=range(1, num_layers, 3))
     for skip in (None, mask):
@@ -68,8 +138,8 @@ def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) ->
         for each in (engine, reference):
             with each.session(len(ids)):
                 start = each.forward(ids[:_CONTEXT], skip, num_logits=_CONTEXT)
-                step = each.forward(ids[_CONTEXT : _CONTEXT + 1], skip)
-                rows.append(torch.cat([start, step, each.forward(ids[_CONTEXT + 1 :], skip, num_logits=3)]).clone())
+                steps = [each.forward(ids[i : i + 1], skip) for i in (_CONTEXT, _CONTEXT + 1)]
+                rows.append(torch.cat([start, *steps, each.forward(ids[_CONTEXT + 2 :], skip, num_logits=3)]))
         difference, tolerance = logit_difference(rows[0], rows[1])
         if not difference <= tolerance:
             raise UnsupportedModelError(

@@ -21,6 +21,8 @@ from torch import nn
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.prefix import PrefixStates
+from layerskip.kv_cache import SharedLengthCache
 from layerskip.skip_mask import SkipMask
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -52,13 +54,19 @@ class FusedEngine(SessionEngine):
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
+        with self.session_over(self._adapter.new_cache(capacity)):
+            yield
+
+    @contextmanager
+    def session_over(self, cache: SharedLengthCache) -> Iterator[None]:
+        """A session on a cache of the caller's; buffers that it has already stay."""
         if self._cache is not None:
             raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
-        self._cache = self._adapter.new_cache(capacity)
+        self._cache = cache
         try:
             # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.
             with torch.inference_mode():
-                self._make_position_table(capacity)
+                self._make_position_table(cache.capacity)
                 self._allocate()
             yield
         finally:
@@ -66,23 +74,50 @@ class FusedEngine(SessionEngine):
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        cache = self.cache
-        start, num_tokens = cache.length, input_ids.shape[0]
-        if start + num_tokens > cache.capacity:
-            raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {start + num_tokens}")
-        step = _Step(start, num_tokens, self._cos[start : start + num_tokens], self._sin[start : start + num_tokens])
-        mask = self._no_skip if mask is None else mask
-        x = F.embedding(input_ids, self.embedding)
-        for layer, buffers, skip_attention, skip_mlp in zip(
-            self.layers, cache.layers, mask.attention, mask.mlp, strict=True
-        ):
-            attention, mlp = layer
-            if not skip_attention:
-                x = _attend(attention, x, buffers, step)
-            if not skip_mlp:
-                x = mlp.add_to(x)
-        cache.advance(num_tokens)
+        step = self._step(self.cache.length, input_ids.shape[0])
+        x = self._run(F.embedding(input_ids, self.embedding), step, mask or self._no_skip, range(len(self.layers)))
+        self.cache.advance(step.num_tokens)
         return self.head(self.norm(x[-num_logits:]))
+
+    @torch.inference_mode()
+    def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
+        """See `PrefixEngine`."""
+        step = self._step(self.cache.length, input_ids.shape[0])
+        x = self._run(F.embedding(input_ids, self.embedding), step, mask, range(prefix.depth))
+        prefix.add(x)
+        x = self._run(x, step, mask, range(prefix.depth, len(self.layers)))
+        self.cache.advance(step.num_tokens)
+        return self.head(self.norm(x[-1:]))
+
+    @torch.inference_mode()
+    def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
+        """See `PrefixEngine`."""
+        start, num_tokens, num_held = self.cache.length, input_ids.shape[0], prefix.num_tokens
+        if num_held < num_tokens:
+            rest = self._step(start + num_held, num_tokens - num_held)
+            x = F.embedding(input_ids[num_held:], self.embedding)
+            prefix.add(self._run(x, rest, self._no_skip, range(prefix.depth)))
+        step = self._step(start, num_tokens)
+        x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
+        self.cache.advance(num_tokens)
+        return self.head(self.norm(x))
+
+    def _step(self, start: int, num_tokens: int) -> _Step:
+        stop = start + num_tokens
+        if stop > self.cache.capacity:
+            raise ValueError(f"cache: capacity is {self.cache.capacity} tokens, a forward needs {stop}")
+        return _Step(start, num_tokens, self._cos[start:stop], self._sin[start:stop])
+
+    def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
+        """These layers under the mask; keys and values of the new positions go into the cache."""
+        buffers = self.cache.layers
+        for i in layers:
+            attention, mlp = self.layers[i]
+            if not mask.attention[i]:
+                x = _attend(attention, x, buffers[i], step)
+            if not mask.mlp[i]:
+                x = mlp.add_to(x)
+        return x
 
     def _make_position_table(self, capacity: int) -> None:
         """Cosines and signed sines for positions 0..capacity-1, shape (capacity, 1, head_dim); kept between runs."""
@@ -92,8 +127,9 @@ class FusedEngine(SessionEngine):
 
     def _allocate(self) -> None:
         for (attention, _), layer in zip(self.layers, self.cache.layers, strict=True):
-            like = self.embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
-            layer.lazy_initialization(like, like)
+            if not layer.is_initialized:
+                like = self.embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
+                layer.lazy_initialization(like, like)
 
 
 class _Step:

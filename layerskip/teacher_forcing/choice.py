@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from layerskip.engines.base import Engine
+from layerskip.engines.cuda_graph import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.identity import logit_difference
 from layerskip.model import LayerSkipModel
@@ -27,8 +28,9 @@ def make_teacher_forcing(model: LayerSkipModel, texts: Sequence[ForcedText]) -> 
     had and the readings are an approximation. Cost: one target forward a text, and a few to check.
     """
     engine = model.engine
-    if isinstance(engine, FusedEngine):
-        forcing: TeacherForcing = LayerwiseForcing(engine, texts)
+    lean = engine.lean if isinstance(engine, CudaGraphEngine) else engine
+    if isinstance(lean, FusedEngine):
+        forcing: TeacherForcing = LayerwiseForcing(lean, texts)
         if matches_live(forcing, engine, model.num_layers):
             return forcing
         LOG.warning("layer-by-layer teacher forcing does not match live drafting; using the model's own modules")

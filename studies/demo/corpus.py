@@ -119,7 +119,9 @@ def train_tokenizer(modules: Iterable[Module], vocab_size: int) -> PreTrainedTok
 def token_stream(tokenizer: PreTrainedTokenizerFast, modules: Iterable[Module]) -> torch.Tensor:
     """All modules in a row, each followed by end-of-text. Shape (tokens,) int64."""
     ids: list[int] = []
-    for encoding in tokenizer.backend_tokenizer.encode_batch([m.text for m in modules]):
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()  # a saved tokenizer may bring padding along, which here would be taken for text
+    for encoding in backend.encode_batch([m.text for m in modules]):
         ids.extend(encoding.ids)
         ids.append(int(tokenizer.eos_token_id))
     return torch.tensor(ids, dtype=torch.int64)

@@ -8,6 +8,7 @@ import json
 import logging
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,11 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from layerskip.machine import device_name
 from studies.demo import corpus, evaluate
 
 if TYPE_CHECKING:
-    from studies.demo.training import Settings
+    from studies.demo.training import Run
 
 log = logging.getLogger("demo")
 NUM_PROMPTS = 24
@@ -28,12 +30,13 @@ SAMPLE = 19  # the tuning prompt whose continuation the card shows: one of those
 HERE = Path(__file__).resolve().parent
 
 
-def training_facts(
-    step: int, num_steps: int | None, seconds: float, corpus_tokens: int, settings: Settings
-) -> dict[str, Any]:
+def training_facts(run: Run, corpus_tokens: int) -> dict[str, Any]:
     """What the model card and training.json say about the run."""
+    settings = run.settings
     recipe, size = settings.recipe, settings.size
+    num_tokens = run.step * size.window * size.batch
     return {
+        "size": size.name,
         "recipe": recipe.name,
         **{name: value for name, value in dataclasses.asdict(recipe).items() if name != "name"},
         "layers": size.layers,
@@ -41,14 +44,18 @@ def training_facts(
         "hidden_size": size.hidden,
         "vocab": size.vocab,
         "window": size.window,
+        "batch": size.batch,
         "seed": settings.seed,
-        "steps": step,
-        "planned_steps": num_steps,
-        "training_tokens": step * size.window * size.batch,
-        "epochs": round(step * size.window * size.batch / corpus_tokens, 1),
+        "steps": run.step,
+        "planned_steps": settings.num_steps,
+        "planned_minutes": settings.minutes if settings.num_steps is None else None,
+        "training_tokens": num_tokens,
+        "epochs": round(num_tokens / corpus_tokens, 1),
         "corpus_tokens": corpus_tokens,
-        "training_minutes": round(seconds / 60, 1),
-        "device": settings.device,
+        "training_minutes": round(run.seconds / 60, 1),
+        "training_tokens_per_s": round(num_tokens / max(run.seconds, 1e-9)),
+        "training_loss": round(run.recent_loss, 4) if run.step else None,
+        "device": device_name(torch.device(settings.device)),
         "threads": torch.get_num_threads(),
         "autocast": str(settings.dtype).removeprefix("torch."),
         "python": platform.python_version(),
@@ -93,7 +100,7 @@ def export(
     save_model(model, partial)
     save_tokenizer(tokenizer, partial)
     (partial / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    card = Template(card_of(facts["recipe"]).read_text(encoding="utf-8"))
+    card = Template(card_of(facts).read_text(encoding="utf-8"))
     text = card.substitute(facts, sample=sample, sample_id=shown["id"])
     (partial / "README.md").write_text(text, encoding="utf-8")
     for path in partial.iterdir():
@@ -103,9 +110,11 @@ def export(
     return facts
 
 
-def card_of(recipe: str) -> Path:
-    """The model card's template."""
-    return HERE / ("card_stock.md" if recipe == "stock" else "card.md")
+def card_of(facts: Mapping[str, Any]) -> Path:
+    """The model card's template: of the two shipped models, or of one made for a study and not shipped."""
+    if facts["size"] != "demo":
+        return HERE / "card_other.md"
+    return HERE / ("card_stock.md" if facts["recipe"] == "stock" else "card.md")
 
 
 def measured_facts(
@@ -137,6 +146,8 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save it under the class name every transformers release knows, without notes about this machine's load."""
+    # A batch padded earlier leaves its padding behind, and whoever reads the file anew would pad everything.
+    tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -16,29 +16,44 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from studies.demo.recipe import Recipe, training_loss
 
 log = logging.getLogger("demo")
-MEASURED_STEPS = range(4, 16)  # steps timed to turn --minutes into a number of steps; the first ones are slower
 WARMUP_STEPS = 100
+MIN_TIMED_WARMUP = 20  # steps; a first step slowed by a cold device must not end the warm-up of a timed run
 
 
 @dataclass(frozen=True)
 class Size:
-    """A row of the size table: the shape of the model and of a training step."""
+    """A row of the size table: the shape of the model, of a training step, and what the recipe needs to know of it."""
 
+    name: str
     layers: int
     hidden: int
     heads: int
     mlp: int  # width inside
-    vocab: int
+    vocab: int  # rows of the embedding, at least the tokenizer's
     window: int  # tokens a training window
     batch: int  # windows a step
     context: int  # most positions
     matrix_lr: float  # peak learning rate: Muon, for the hidden matrices
     vector_lr: float  # likewise: AdamW, for embeddings and norms
+    exits: tuple[int, int]  # layers of the earliest exit that takes a loss, and of the last one in late training
+    minutes: float  # training time where no other budget is given
+    num_parts: int = 1  # parts that a step's windows are run in, gradients averaged: what memory allows
+    own_tokenizer: bool = True  # trained on the corpus; False: the shipped demo model's
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.batch % self.num_parts:
+            raise ValueError(f"batch must be a positive multiple of {self.num_parts} for this size, got {self.batch}")
 
 
 SIZES = {
-    "tiny": Size(3, 32, 2, 64, 320, 32, 4, 128, 0.02, 0.003),
-    "demo": Size(12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003),
+    size.name: size
+    for size in (
+        # All that "1b" has, on a CPU in seconds: padded vocabulary, borrowed tokenizer, a step in two parts.
+        Size("tiny", 4, 32, 2, 64, 4352, 32, 4, 256, 0.02, 0.003, (1, 2), 0.2, 2, own_tokenizer=False),
+        Size("demo", 12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (3, 6), 70.0),
+        # ../gpu/README.md says why these numbers.
+        Size("1b", 24, 2048, 16, 5632, 32_768, 512, 32, 1024, 0.02, 0.0006, (4, 8), 4.0, 2, own_tokenizer=False),
+    )
 }
 
 
@@ -49,7 +64,7 @@ class Settings:
     size: Size
     recipe: Recipe
     seed: int
-    num_steps: int | None  # None until measured from `minutes`
+    num_steps: int | None  # None: the budget is `minutes`
     minutes: float
     decay_share: float  # share of the steps over which the learning rate falls to zero
     device: str
@@ -60,8 +75,7 @@ class Run:
     """A training run: model, optimizers and step count, all of which a checkpoint holds."""
 
     def __init__(self, settings: Settings, stream: torch.Tensor, fingerprint: str, end_of_text: int) -> None:
-        self.settings, self.stream, self.fingerprint = settings, stream, fingerprint
-        self.num_steps = settings.num_steps
+        self.settings, self.stream, self.fingerprint = settings, stream.to(settings.device), fingerprint
         self.step, self.seconds, self.recent_loss = 0, 0.0, float("nan")
         self.model = build_model(settings, end_of_text)
         layers = self.model.model.layers
@@ -71,27 +85,45 @@ class Run:
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, lr=settings.size.matrix_lr, weight_decay=0.05), settings.size.matrix_lr),
             (
-                torch.optim.AdamW(others, lr=settings.size.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
+                torch.optim.AdamW(
+                    others,
+                    lr=settings.size.vector_lr,
+                    betas=(0.9, 0.95),
+                    weight_decay=0.0,
+                    fused=torch.device(settings.device).type == "cuda",
+                ),
                 settings.size.vector_lr,
             ),
         ]
 
-    def train_step(self) -> None:
-        """One update; depends on nothing but the weights, the optimizers, the seed and the step's number."""
-        started = time.monotonic()
+    @property
+    def progress(self) -> float:
+        """Share of the budget that is spent: of the steps where their number is given, else of the time; to 1."""
         settings = self.settings
+        spent = self.seconds / (60 * settings.minutes) if settings.num_steps is None else self.step / settings.num_steps
+        return min(spent, 1.0)
+
+    def train_step(self) -> None:
+        """One update; depends on the weights, the optimizers, the seed, the step's number and the budget's share alone.
+
+        Cost: a device sync for each part of the step, at its loss.
+        """
+        started = time.monotonic()
+        settings, progress = self.settings, self.progress
         ids, labels = batch_of(self.stream, settings, self.step)
-        scale = lr_scale(self.step, self.num_steps, settings.decay_share)
+        scale = lr_scale(self.step, progress, settings)
         for optimizer, lr in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * scale
         rng = random.Random(f"{settings.seed} {self.step}")
-        progress = self.step / self.num_steps if self.num_steps else 0.0
-        with torch.autocast(
-            torch.device(settings.device).type, dtype=settings.dtype, enabled=settings.dtype != torch.float32
-        ):
-            loss, target = training_loss(self.model, ids, labels, settings.recipe, rng, progress)
-        loss.backward()  # type: ignore[no-untyped-call]
+        num_parts, target = settings.size.num_parts, 0.0
+        for part_ids, part_labels in zip(ids.chunk(num_parts), labels.chunk(num_parts), strict=True):
+            with torch.autocast(
+                torch.device(settings.device).type, dtype=settings.dtype, enabled=settings.dtype != torch.float32
+            ):
+                loss, value = training_loss(self.model, part_ids, part_labels, settings.recipe, rng, progress)
+            (loss / num_parts).backward()  # type: ignore[no-untyped-call]
+            target += value / num_parts
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, _ in self.optimizers:
             optimizer.step()
@@ -108,7 +140,6 @@ class Run:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
             "step": self.step,
-            "num_steps": self.num_steps,
             "seconds": self.seconds,
             "recent_loss": self.recent_loss,
             "fingerprint": self.fingerprint,
@@ -136,7 +167,6 @@ class Run:
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.seconds, self.recent_loss = state["step"], state["seconds"], state["recent_loss"]
-        self.num_steps = self.settings.num_steps or state["num_steps"]
 
 
 def build_model(settings: Settings, end_of_text: int) -> LlamaForCausalLM:
@@ -155,66 +185,82 @@ def build_model(settings: Settings, end_of_text: int) -> LlamaForCausalLM:
         eos_token_id=end_of_text,
         pad_token_id=end_of_text + 1,
     )
-    with torch.random.fork_rng(devices=[]):
+    device = torch.device(settings.device)
+    # Made where it trains: a thousand million random numbers take a CPU half a minute.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(settings.seed)
         model = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_((2 * size.layers) ** -0.5)
             layer.mlp.down_proj.weight.mul_((2 * size.layers) ** -0.5)
-    return model.to(settings.device).train()
+    return model.train()
 
 
 def batch_of(stream: torch.Tensor, settings: Settings, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of one step: each epoch cuts the stream at a fresh phase and shuffles the windows."""
+    """Inputs and labels of one step, on the stream's device, (batch, window) int64.
+
+    Each epoch cuts the stream at a fresh phase and shuffles the windows. Cost: one small copy to the device.
+    Raises: ValueError for a stream shorter than a step.
+    """
     window, batch = settings.size.window, settings.size.batch
     steps_per_epoch = (len(stream) - window - 1) // window // batch
+    if steps_per_epoch < 1:
+        raise ValueError(
+            f"corpus: must hold {window * (batch + 1) + 1} tokens for a step of this size, got {len(stream)}"
+        )
     epoch, index = divmod(step, steps_per_epoch)
     generator = torch.Generator().manual_seed(settings.seed * 100_003 + epoch)
     phase = int(torch.randint(window, (1,), generator=generator))
     order = torch.randperm((len(stream) - phase - 1) // window, generator=generator)
-    rows = [
-        stream[phase + w * window : phase + (w + 1) * window + 1] for w in order[index * batch : (index + 1) * batch]
-    ]
-    tokens = torch.stack(rows).to(settings.device)
+    starts = phase + order[index * batch : (index + 1) * batch] * window
+    tokens = stream[(starts.unsqueeze(1) + torch.arange(window + 1)).to(stream.device)]
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def lr_scale(step: int, num_steps: int | None, decay_share: float) -> float:
-    """Warm-up, constant, then linear to zero over the last share of the steps."""
-    warmup = WARMUP_STEPS if num_steps is None else min(WARMUP_STEPS, max(num_steps // 10, 1))
-    scale = min(1.0, (step + 1) / warmup)
-    if num_steps is not None:
-        scale = min(scale, (num_steps - step) / max(decay_share * num_steps, 1))
+def lr_scale(step: int, progress: float, settings: Settings) -> float:
+    """Warm-up, constant, then linear to zero over the last `decay_share` of the budget."""
+    if settings.num_steps is not None:
+        warmup = min(WARMUP_STEPS, max(settings.num_steps // 10, 1))
+    elif progress > 0:
+        warmup = min(WARMUP_STEPS, max(int(step / progress) // 10, MIN_TIMED_WARMUP))
+    else:
+        warmup = WARMUP_STEPS
+    scale = min(1.0, (step + 1) / warmup, (1.0 - progress) / max(settings.decay_share, 1e-9))
     return max(scale, 0.0)
 
 
-def train(run: Run, checkpoint: Path, *, checkpoint_every_s: float = 60.0, stop_after: int | None = None) -> bool:
-    """Train to the end of the budget, or until SIGTERM, SIGINT or `stop_after` steps; True when complete."""
+def train(
+    run: Run, checkpoint: Path | None, *, checkpoint_every_s: float = 60.0, stop_after: int | None = None
+) -> bool:
+    """Train to the end of the budget, or until SIGTERM, SIGINT or `stop_after` steps; True when complete.
+
+    Without a checkpoint's path none is written, and what was trained is lost with the process.
+    """
     stopping: list[int] = []
     old = {s: signal.signal(s, lambda number, _: stopping.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    saved, times = time.monotonic(), []
+    saved = time.monotonic()
     try:
-        while run.num_steps is None or run.step < run.num_steps:
-            before = run.seconds
+        while run.progress < 1:
             run.train_step()
-            if run.num_steps is None and run.step in MEASURED_STEPS:
-                times.append(run.seconds - before)
-            if run.num_steps is None and run.step == MEASURED_STEPS.stop:
-                run.num_steps = max(int(run.settings.minutes * 60 / sorted(times)[len(times) // 2]), run.step)
-                log.info("budget: %d steps from a median of %.2f s", run.num_steps, sorted(times)[len(times) // 2])
             if run.step % 20 == 0:
-                tokens = run.step * run.settings.size.window * run.settings.size.batch
-                log.info(
-                    "step %d/%s loss %.3f %.0f tokens/s", run.step, run.num_steps, run.recent_loss, tokens / run.seconds
-                )
-            if stopping or time.monotonic() - saved > checkpoint_every_s or run.step == stop_after:
+                log.info("%s", progress_line(run))
+            stopped = bool(stopping) or run.step == stop_after
+            if checkpoint is not None and (stopped or time.monotonic() - saved > checkpoint_every_s):
                 run.save(checkpoint)
                 saved = time.monotonic()
-            if stopping or run.step == stop_after:
+            if stopped:
                 return False
-        run.save(checkpoint)
+        if checkpoint is not None:
+            run.save(checkpoint)
         return True
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def progress_line(run: Run) -> str:
+    """Where a run stands, for the log."""
+    size = run.settings.size
+    speed = run.step * size.window * size.batch / max(run.seconds, 1e-9)
+    return f"step {run.step}, {run.progress:.1%} of the budget, loss {run.recent_loss:.3f}, {speed:.0f} tokens/s"

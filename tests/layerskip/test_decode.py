@@ -50,7 +50,7 @@ def masks_for_decoding(name: str, draw: random.Random) -> list[SkipMask]:
     return [kinds["none"], kinds["interior"], kinds["alternating"], kinds["early exit"], drawn]
 
 
-@zoo.each(zoo.RUNS)
+@zoo.each(zoo.RUNS + zoo.GRAPH_RUNS)
 def test_greedy_equals_generate(name: str) -> None:
     model, draw = zoo.layerskip_of(name), random.Random(name)
     cycles = [itertools.cycle(values) for values in (PROMPT_LENGTHS, BUDGETS, DRAFT_THRESHOLDS, TARGET_THRESHOLDS)]
@@ -80,7 +80,7 @@ def test_greedy_equals_generate(name: str) -> None:
     assert stopped_early > 0, "the draft threshold never fired"
 
 
-@zoo.each(("llama", "llama fused", "gemma3", "gpt2", "falcon-alibi"))
+@zoo.each(("llama", "llama fused", "gemma3", "gpt2", "falcon-alibi", "llama graph"))
 def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str) -> None:
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(4)
     for gamma, draft_threshold, target_threshold in ((1, 0.0, 0.0), (4, 0.4, 0.3), (7, 0.0, 0.0), (0, 0.0, 0.0)):
@@ -101,7 +101,7 @@ def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str) -> No
             _ = model._engine.cache
 
 
-@zoo.each(("llama", "mistral-sliding fused", "gpt2"))
+@zoo.each(("llama", "mistral-sliding fused", "gpt2", "mistral-sliding graph"))
 @pytest.mark.parametrize("gamma", [1, 4, 7])
 def test_end_of_text_at_every_offset_of_a_round(name: str, gamma: int) -> None:
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(5)

@@ -148,7 +148,7 @@ def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails(
     assert "supports LlamaForCausalLM" in choice.reason
     with pytest.raises(UnsupportedModelError, match="got GPT2LMHeadModel"):
         make_engine("fused", adapter)
-    with pytest.raises(ValueError, match="engine: must be one of auto, eager, fused, got 'warp'"):
+    with pytest.raises(ValueError, match="engine: must be one of auto, eager, fused, cuda_graph, got 'warp'"):
         make_engine("warp", adapter)
 
 

@@ -1,14 +1,17 @@
 """python -m layerskip.generate: what it prints, and one clear line for every bad input."""
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from layerskip import Confirmed, DecodeConfig, GroupSetting, LayerSkipModel, Provenance, SkipMask
-from layerskip.generate import main
+from layerskip.generate import MarkedText, main
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
 PROMPT = "def read("
@@ -55,6 +58,40 @@ def test_show_drafts_prints_the_same_text_and_counts_every_origin(config_file: P
     assert out.rstrip("\n") == output.text.rstrip("\n")
     for origin in ("accepted", "recovered", "bonus", "target-only"):
         assert f"{output.origins.count(origin)} {origin}" in err
+    assert f"{output.stats.num_drafted - output.stats.num_accepted} rejected" in err
+
+
+def test_a_terminal_sees_rejected_drafts_where_they_stood(demo_model) -> None:
+    """Struck through, before the token that stands for them; without them the text is the output's."""
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(12, 4), gamma=4)
+    output = demo_model.generate(PROMPT, max_new_tokens=40, config=config)
+    stream = demo_model.stream(PROMPT, max_new_tokens=40, config=config)
+    pieces = [(piece.ids[-1], piece.rejected) for piece in stream if piece.rejected]
+    assert pieces == [(output.ids[place], rejected) for place, rejected in output.rejected.items()]
+    assert all(output.origins[place] == "recovered" for place in output.rejected)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, soft_wrap=True, color_system="standard", highlight=False, markup=False
+    )
+    marked = MarkedText(demo_model.tokenizer)
+    marked.write(console, output.ids, output.origins, output.rejected)
+    marked.finish(console)
+    shown = console.file.getvalue()
+    struck = re.findall(r"\x1b\[2;9m(.*?)\x1b\[0m", shown)
+    assert "".join(struck) == "".join(
+        demo_model.tokenizer.decode(one).replace("\n", "⏎") for one in output.rejected.values()
+    )
+    kept = re.sub(r"\x1b\[2;9m.*?\x1b\[0m", "", shown)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", kept) == output.text
+
+
+def test_rejected_drafts_add_up(demo_model) -> None:
+    """All that were drafted and not accepted, but for a last round that was cut before its recovered token."""
+    for gamma, budget in ((1, 30), (3, 31), (7, 33)):
+        out = demo_model.generate(
+            PROMPT, max_new_tokens=budget, config=DecodeConfig(skip_mask=SkipMask.early_exit(12, 3), gamma=gamma)
+        )
+        if out.stats.num_cut == 0:
+            assert sum(map(len, out.rejected.values())) == out.stats.num_drafted - out.stats.num_accepted
 
 
 def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerskip.kv_cache import SharedLengthCache
+from layerskip.kv_cache import LengthReadError, SharedLengthCache, StaticCache
 
 WINDOW = 4
 
@@ -111,3 +111,72 @@ def test_dtype_follows_what_is_written() -> None:
     keys, values = (part.to(torch.bfloat16) for part in states(range(2)))
     assert cache.update(keys, values, 0)[0].dtype == torch.bfloat16
     assert cache.layers[0].keys.shape == (1, 2, 8, 3)
+
+
+# The static form.
+
+
+def static_cache() -> StaticCache:
+    cache = StaticCache([None, WINDOW], 12, torch.device("cpu"))
+    cache.restart(8)
+    return cache
+
+
+def static_write(cache: StaticCache, positions: range, num_visible: int) -> list[list[float]]:
+    """A static step at these positions, whatever the length; returns what each layer answers with."""
+    seen = []
+    with cache.static_step(torch.tensor(list(positions)), num_visible):
+        for layer in range(2):
+            assert cache.get_mask_sizes(len(positions), layer) == (num_visible, 0)
+            keys, values = cache.update(*states(positions), layer)
+            assert torch.equal(keys, -values)
+            seen.append(keys[0, 0, :, 0].tolist())
+    return seen
+
+
+def test_a_static_step_writes_where_it_is_told_and_shows_the_same_to_every_layer() -> None:
+    cache = static_cache()
+    write(cache, 3)
+    assert static_write(cache, range(3, 5), 8) == [[0, 1, 2, 3, 4, 0, 0, 0]] * 2
+    assert cache.length == 3  # the device's business
+    assert write(cache, 1) == [[0, 1, 2, 3], [0, 1, 2, 3]]  # and outside of it all is as ever
+
+
+def test_a_static_step_does_not_tell_its_length() -> None:
+    cache = static_cache()
+    with cache.static_step(torch.tensor([0]), 4), pytest.raises(LengthReadError, match="would freeze it"):
+        cache.get_seq_length()
+    assert cache.get_seq_length() == 0
+    with pytest.raises(RuntimeError, match="lost"), cache.static_step(torch.tensor([0]), 4):
+        raise RuntimeError("lost")
+    assert cache.step is None
+
+
+def test_the_position_on_the_device_follows_the_length() -> None:
+    cache = static_cache()
+    address = cache.position_on_device().data_ptr()
+    write(cache, 5)
+    assert cache.position_on_device().tolist() == [5]
+    cache.rollback_to(2)
+    assert cache.position_on_device().tolist() == [2]
+    cache.position.distrust()
+    cache.position.tensor.add_(3)  # as a round does
+    cache.moved_to(5)
+    assert (cache.length, cache.position_on_device().tolist()) == (5, [5])
+    assert cache.position_on_device().data_ptr() == address
+    with pytest.raises(ValueError, match=r"length: must be in 0..8"):
+        cache.moved_to(9)
+
+
+def test_restart_keeps_the_buffers_and_clears_them() -> None:
+    cache = static_cache()
+    write(cache, 6)
+    addresses = [layer.keys.data_ptr() for layer in cache.layers]
+    assert cache.layers[0].keys.shape == (1, 2, 12, 3)
+    cache.restart(12)
+    assert (cache.length, cache.capacity, cache.num_positions) == (0, 12, 12)
+    assert all(not layer.keys.any() and not layer.values.any() for layer in cache.layers)
+    write(cache, 12)
+    assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
+    with pytest.raises(ValueError, match=r"capacity: must be in 1..12 \(the buffers' size\), got 13"):
+        cache.restart(13)

@@ -33,7 +33,7 @@ def configs_of(name: str) -> list[DecodeConfig]:
     return [DecodeConfig.plain(zoo.NUM_LAYERS), *drafts]
 
 
-@zoo.each(zoo.RUNS)
+@zoo.each((*zoo.RUNS, "llama graph", "gemma3 graph"))
 def test_each_way_decodes_as_it_does_alone(name: str) -> None:
     model, configs = zoo.layerskip_of(name), configs_of(name)
     for length, budget in ((1, 24), (5, 19), (9, 2), (5, 1)):

@@ -231,7 +231,7 @@ def test_a_broken_verifier_fails_the_same_test(verifier: Any, monkeypatch: pytes
 class DropsUnsureTokens(LayerSkipDrafter):
     """The trap: a sampled token is dropped because its own probability is low, and its place drawn anew."""
 
-    def propose(self, context: Sequence[int], gamma: int) -> Draft:
+    def propose(self, context: Sequence[int], gamma: int, prefix: Any = None) -> Draft:
         draft = super().propose(context, gamma)
         sampled = draft.probs.gather(-1, draft.ids.unsqueeze(-1)).squeeze(-1)
         keep = int((sampled >= 0.3).long().cumprod(0).sum())

@@ -23,7 +23,7 @@ TEXT = zoo.prompt_of(9)
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 ALL = SkipMask.early_exit(zoo.NUM_LAYERS, 0)
 MASKS = (NONE, ALL, SkipMask.early_exit(zoo.NUM_LAYERS, 2), SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[1, 2, 3]))
-each_engine = pytest.mark.parametrize("name", ["llama", "llama fused"])
+each_engine = pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
 
 
 @dataclass

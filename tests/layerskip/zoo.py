@@ -140,13 +140,19 @@ SPECS: dict[str, Spec] = {
 }
 NAMES = tuple(SPECS)
 FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
+NOT_RECORDED = ("opt", "opt-post-norm", "falcon-old", "falcon-new", "falcon-alibi", "bloom", "mpt")
+"""Ask for the text's length in the middle of a forward, or cannot be told positions."""
+RECORDED = tuple(name for name in NAMES if name not in NOT_RECORDED)
 _SUFFIX = " fused"
+_GRAPH_SUFFIX = " graph"
 RUNS = NAMES + tuple(name + _SUFFIX for name in FUSED)
+GRAPH_RUNS = tuple(name + _GRAPH_SUFFIX for name in ("llama", "mistral-sliding", "gemma3"))
+"""The CUDA-graph engine with its graphs played from a tape: lean layers for the first two, modules for the last."""
 """Architectures on the eager engine, and once more those that the fused one serves. Every function here takes both."""
 
 
 def architecture(run: str) -> str:
-    return run.removesuffix(_SUFFIX)
+    return run.removesuffix(_SUFFIX).removesuffix(_GRAPH_SUFFIX)
 
 
 def spec_of(run: str) -> Spec:
@@ -177,6 +183,10 @@ def _model_of(name: str) -> Any:
 @functools.cache
 def layerskip_of(name: str) -> LayerSkipModel:
     # Never "auto": it goes by time, and a test must run the same code every time.
+    if name.endswith(_GRAPH_SUFFIX):
+        from tests.layerskip.tape import graph_model  # which imports this module
+
+        return graph_model(architecture(name))
     return LayerSkipModel(model_of(name), engine="fused" if name.endswith(_SUFFIX) else "eager")
 
 

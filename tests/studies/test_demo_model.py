@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ MAX_HELD_OUT_PROMPT_LOSS = 3.0  # nats a token; measured 2.88
 
 
 def tiny_settings(recipe: Recipe = RECIPES["layerskip"], num_steps: int = 12, seed: int = 0) -> training.Settings:
-    recipe = dataclasses.replace(recipe, first_exit=1)  # the tiny model has three layers
+    recipe = dataclasses.replace(recipe, first_exit=1)  # the tiny model has four layers
     return training.Settings(training.SIZES["tiny"], recipe, seed, num_steps, 1.0, 0.5, "cpu", torch.bfloat16)
 
 
@@ -106,7 +109,7 @@ def test_forward_without_skips_is_the_models_own() -> None:
     hidden, at_exit = run_layers(model, ids, evaluate.no_skip(model), exit_layer=2)
     with torch.inference_mode():
         torch.testing.assert_close(model.lm_head(model.model.norm(hidden)), model(ids).logits)
-    skipped, _ = run_layers(model, ids, [(False, False), (False, False), (True, True)])
+    skipped, _ = run_layers(model, ids, [(False, False)] * 2 + [(True, True)] * 2)
     assert at_exit is not None
     assert torch.equal(at_exit, skipped)
 
@@ -192,11 +195,85 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
             tiny_run(other).load(tmp_path / "checkpoint.pt")
 
 
-def test_minutes_fix_the_number_of_steps_once(tmp_path: Path) -> None:
-    settings = dataclasses.replace(tiny_settings(), num_steps=None, minutes=1e-6)
+def test_a_budget_of_time_moves_rate_and_recipe_by_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that ticks 6 s at each look: a step takes 6 s, so 0.5 minutes are 5 steps, whatever the machine."""
+    seen: list[tuple[float, float]] = []
+    loss_of = training.training_loss
+
+    def watch(*args: Any) -> tuple[torch.Tensor, float]:
+        seen.append((args[-1], run.optimizers[0][0].param_groups[0]["lr"]))
+        return loss_of(*args)
+
+    ticks = itertools.count(0, 6.0)
+    monkeypatch.setattr(training, "training_loss", watch)
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    settings = dataclasses.replace(tiny_settings(), num_steps=None, minutes=0.5)
     run = tiny_run(settings)
-    assert training.train(run, tmp_path / "checkpoint.pt")
-    assert run.num_steps == run.step == training.MEASURED_STEPS.stop
+    assert not training.train(run, tmp_path / "checkpoint.pt", stop_after=2)
+    run = tiny_run(settings)
+    run.load(tmp_path / "checkpoint.pt")
+    assert run.progress == pytest.approx(0.4)
+    assert training.train(run, None)
+    assert run.step == 5
+    shares = [share for share, _ in seen[::2]]  # two parts a step
+    assert shares == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    peak = settings.size.matrix_lr
+    assert [rate / peak for _, rate in seen[::2]] == pytest.approx([1 / 100, 2 / 20, 3 / 20, 4 / 20, 5 / 20])
+    assert training.lr_scale(50, 0.9, settings) == pytest.approx(0.2)  # the last half of the budget: linear to zero
+    assert training.lr_scale(50, 1.0, settings) == 0
+
+
+def test_a_step_in_parts_is_the_step_in_one() -> None:
+    stock = RECIPES["stock"]
+    parts = tiny_settings(stock)
+    whole = dataclasses.replace(parts, size=dataclasses.replace(parts.size, num_parts=1), dtype=torch.float32)
+    parts = dataclasses.replace(parts, dtype=torch.float32)
+    runs = [tiny_run(parts), tiny_run(whole)]
+    before = {name: value.clone() for name, value in runs[0].model.named_parameters()}
+    for run in runs:
+        run.train_step()
+    assert runs[0].recent_loss == pytest.approx(runs[1].recent_loss, rel=1e-5)
+    for name, value in runs[0].model.named_parameters():
+        torch.testing.assert_close(value, dict(runs[1].model.named_parameters())[name], rtol=1e-3, atol=1e-3)
+        assert not torch.equal(value, before[name])
+    with pytest.raises(ValueError, match="batch must be a positive multiple of 2"):
+        dataclasses.replace(parts.size, batch=3)
+
+
+def test_the_maker_refuses_bad_flags_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ["--size", "tiny", "--work-dir", str(tmp_path)]
+    for flags, message in (
+        (["--seconds", "0"], "--seconds: must be above 0, got 0.0"),
+        (["--batch", "3"], "batch must be a positive multiple of 2 for this size, got 3"),
+        (["--dropout-max", "2"], "dropout_max must lie in [0, 1), got 2.0"),
+        (["--corpus", str(tmp_path)], "modules: at least 40 must be long enough, got 0"),
+    ):
+        assert make_model.main([*start, *flags]) == 2
+        assert capsys.readouterr().err == f"studies.demo.make_model: error: {message}\n"
+
+
+def test_sizes_bring_their_exits_and_tokenizer(tmp_path: Path) -> None:
+    settings = make_model.settings_from(make_model.parse(["--size", "1b", "--recipe", "layerskip"]))
+    assert (settings.recipe.first_exit, settings.recipe.late_last_exit) == (4, 8)
+    assert settings.minutes == 4
+    stock = make_model.settings_from(make_model.parse(["--size", "1b", "--recipe", "stock", "--seconds", "90"]))
+    assert stock.recipe == RECIPES["stock"]
+    assert stock.minutes == 1.5
+    demo = make_model.settings_from(make_model.parse([]))
+    assert demo.recipe == RECIPES["layerskip"]
+    for size in training.SIZES.values():
+        if not size.own_tokenizer:
+            tokenizer = make_model.load_tokenizer(tmp_path, corpus.Split((), (), ()), size)
+            assert len(tokenizer) <= size.vocab
+
+
+def test_padding_kept_by_a_tokenizer_is_no_text(library: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The shipped tokenizer's file asks for padding: its stream had 16 tokens for each one of the text."""
+    modules = corpus.read_modules(library)[:3]
+    tokenizer(["a", "a b c"], padding=True)
+    stream = corpus.token_stream(tokenizer, modules)
+    assert tokenizer.pad_token_id not in stream
+    assert tokenizer.decode(stream) == "".join(m.text + corpus.END_OF_TEXT for m in modules)
 
 
 def test_every_epoch_sees_every_window_once() -> None:
@@ -209,6 +286,12 @@ def test_every_epoch_sees_every_window_once() -> None:
     assert {start % 32 for start in training.batch_of(stream, settings, 10)[0][:, 0].tolist()} != {starts[0] % 32}
 
 
+def test_a_stream_shorter_than_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="corpus: must hold 161 tokens for a step of this size, got 160"):
+        training.batch_of(torch.arange(160), tiny_settings(), 0)
+    assert training.batch_of(torch.arange(161), tiny_settings(), 0)[0].shape == (4, 32)
+
+
 def test_replay_of_known_agreements() -> None:
     # First token from the prefill, then: accept 2 of 2 + bonus (3), reject at once (1), accept 1 and the end (1 of 2).
     agreed = [[True, True, True, False, False, True]]
@@ -219,14 +302,15 @@ def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(export, "NUM_PROMPTS", 4)
     split = corpus.split_modules(corpus.read_modules(library), num_tuning=3, num_held_out=3)
     settings = tiny_settings(num_steps=2)
-    tokenizer = make_model.load_tokenizer(tmp_path, split, settings.size.vocab)
+    settings = dataclasses.replace(settings, size=dataclasses.replace(settings.size, vocab=320, own_tokenizer=True))
+    tokenizer = make_model.load_tokenizer(tmp_path, split, settings.size)
     stream = corpus.token_stream(tokenizer, split.train)
     run = training.Run(settings, stream, split.fingerprint(), int(tokenizer.eos_token_id))
     assert training.train(run, tmp_path / "checkpoint.pt")
     out = tmp_path / "model"
     out.mkdir()
     (out / "stale").touch()
-    facts = export.training_facts(run.step, run.num_steps, run.seconds, len(stream), settings)
+    facts = export.training_facts(run, len(stream))
     export.export(run.model, tokenizer, split, facts, out, rank=True)
     assert not (out / "stale").exists()
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -234,6 +318,7 @@ def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypat
     expected = {name: value.to(torch.bfloat16) for name, value in run.model.state_dict().items()}
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     assert json.loads((out / "training.json").read_text())["masks"]
+    assert json.loads((out / "tokenizer.json").read_text())["padding"] is None
     assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 4
 
 

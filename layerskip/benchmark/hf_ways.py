@@ -1,0 +1,177 @@
+"""Hugging Face's own ways to decode, timed from their first tokens on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import CompileConfig
+from transformers.generation.streamers import BaseStreamer
+
+from layerskip.benchmark.ways import (
+    GREEDY,
+    HF_COMPILED,
+    HF_EARLY_EXIT,
+    HF_GENERATE,
+    HF_PROMPT_LOOKUP,
+    CannotRun,
+    Refused,
+    Sample,
+)
+from layerskip.config import DecodeConfig
+from layerskip.model import LayerSkipModel
+
+LOOKUP_TOKENS = 10
+"""Draft tokens of a prompt lookup: the number that Hugging Face's own documentation uses."""
+_MAX_REASON = 200
+
+
+class HuggingFaceWay:
+    """`model.generate` with some arguments, greedy, batch 1, with the model's own cache.
+
+    Timed by a streamer, which `generate` calls once for the prompt and then once a step (once a round when assisted)
+    with tokens that it has copied to the host anyway: the first tokens' arrival ends the prompt's part. The streamer
+    reads the clock there and does nothing later on, so it costs a copy of one token a step. Assisted generation drafts
+    before its first target forward; that round and all its tokens count as the prompt's part.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: LayerSkipModel,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """settings: what `generate` takes from `model.generation_config` alone, set for the time of a run."""
+        self.name = name
+        self.settings: dict[str, object] = {
+            key: value if isinstance(value, str | int | float) else str(value)
+            for key, value in {**(arguments or {}), **(settings or {})}.items()
+        }
+        self._model = model
+        self._arguments = dict(arguments or {})
+        self._generation_settings = dict(settings or {})
+
+    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
+        model: Any = self._model.model
+        synchronize = self._model.engine.synchronize
+        ids = torch.tensor([list(prompt_ids)], device=self._model.device)
+        watch = FirstTokens(synchronize)
+        synchronize()
+        start = time.perf_counter()
+        try:
+            with _settings(model, self._generation_settings):
+                output = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=max_new_tokens,
+                    num_beams=1,
+                    streamer=watch,
+                    tokenizer=self._model.tokenizer,
+                    **GREEDY,
+                    **self._arguments,
+                )
+            synchronize()
+        except Exception as error:  # whatever it is, it is a fact about this row
+            raise CannotRun(_one_line(error)) from error
+        end = time.perf_counter()
+        emitted = output[0, len(prompt_ids) :].tolist()
+        return Sample(tuple(emitted), len(emitted) - watch.num_first, end - watch.arrived_s, end - start)
+
+
+class FirstTokens(BaseStreamer):  # type: ignore[misc]
+    """When the first tokens after the prompt came out, and how many they were."""
+
+    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.num_first = 0
+        self.arrived_s = 0.0
+        self._num_puts = 0
+        self._synchronize = synchronize
+        self._clock = clock
+
+    def put(self, value: torch.Tensor) -> None:
+        self._num_puts += 1
+        if self._num_puts == 2:  # the first is the prompt
+            self._synchronize()
+            self.arrived_s = self._clock()
+            self.num_first = value.numel()
+
+    def end(self) -> None:
+        pass
+
+
+def huggingface_ways(
+    model: LayerSkipModel, config: DecodeConfig | None, names: Sequence[str], *, compiled: bool | None = None
+) -> tuple[list[HuggingFaceWay], list[Refused]]:
+    """The rows asked for, as far as they can be tried.
+
+    compiled: whether to run `generate` compiled; None is yes on a GPU, no on a CPU.
+    """
+    ways, refused = [], []
+    if HF_GENERATE in names:
+        ways.append(HuggingFaceWay(HF_GENERATE, model))
+    if HF_COMPILED in names:
+        if compiled or (compiled is None and model.device.type == "cuda"):
+            ways.append(_compiled(model))
+        else:
+            reason = "off: give --compile; on a CPU it compiles for half a minute and more"
+            refused.append(Refused(HF_COMPILED, reason if compiled is None else "off: --no-compile"))
+    if HF_EARLY_EXIT in names:
+        exit_layer = _exit_layer(config)
+        if config is None or exit_layer is None:
+            refused.append(Refused(HF_EARLY_EXIT, "needs a config whose mask skips a layer whole, not the first"))
+        else:
+            ways.append(_early_exit(model, config, exit_layer))
+    if HF_PROMPT_LOOKUP in names:
+        ways.append(HuggingFaceWay(HF_PROMPT_LOOKUP, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}))
+    return ways, refused
+
+
+def _compiled(model: LayerSkipModel) -> HuggingFaceWay:
+    compile_config = CompileConfig()
+    # Without it, `generate` compiles on accelerators alone.
+    compile_config._compile_all_devices = True
+    return HuggingFaceWay(HF_COMPILED, model, {"cache_implementation": "static", "compile_config": compile_config})
+
+
+def _exit_layer(config: DecodeConfig | None) -> int | None:
+    """The first layer that the draft skips whole; None if there is none or nothing would be left before it."""
+    if config is None or not config.speculates:
+        return None
+    return next((layer for layer in config.skip_mask.skipped_layers[:1] if layer > 0), None)
+
+
+def _early_exit(model: LayerSkipModel, config: DecodeConfig, exit_layer: int) -> HuggingFaceWay:
+    # `generate` ignores these three as arguments: its drafting part reads the model's generation config.
+    settings = {
+        "num_assistant_tokens": config.gamma,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": config.draft_threshold,
+    }
+    return HuggingFaceWay(HF_EARLY_EXIT, model, {"assistant_early_exit": exit_layer}, settings)
+
+
+@contextmanager
+def _settings(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """`settings` on the model's generation config; on every exit that and the number of layers are what they were."""
+    generation_config = model.generation_config
+    before = {name: getattr(generation_config, name) for name in settings}
+    # An early exit sets the number of layers while it drafts, and an exception there leaves it so.
+    base_config = getattr(model, model.base_model_prefix, model).config
+    num_layers = base_config.num_hidden_layers
+    try:
+        for name, value in settings.items():
+            setattr(generation_config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(generation_config, name, value)
+        base_config.num_hidden_layers = num_layers
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "…"

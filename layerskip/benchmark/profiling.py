@@ -1,0 +1,90 @@
+"""The operations that a plain step, a draft step and a verification spend their time in, by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from layerskip.benchmark.alternation import Case
+from layerskip.benchmark.steps import middle_of
+from layerskip.config import DecodeConfig
+from layerskip.drafters import LayerSkipDrafter
+from layerskip.model import LayerSkipModel
+from layerskip.sampling import Sampler, SamplingParams
+from layerskip.verifier import verify_greedy
+
+_TIMES = 8
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation within a step."""
+
+    name: str
+    share: float
+    """Of the step's time in operations, those called within it not counted."""
+    calls: float
+    """A step."""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One kind of step; `operations` are the costliest, in order."""
+
+    step: str
+    clock: str
+    """`cpu`, or `cuda` for the time on the device."""
+    ms: float
+    """Time in operations a step, under the profiler, which slows small ones down: read the shares, not this."""
+    operations: tuple[Operation, ...]
+
+
+def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, top: int = 8) -> list[StepProfile]:
+    """Profiles in the middle of a prompt's text: a plain step; where the config speculates, a draft step and a verify.
+
+    Cost: some tens of steps, and a forward over the text.
+    """
+    engine, sampler = model.engine, Sampler(SamplingParams(), None)
+    text = middle_of(case)
+    gamma = config.gamma
+    drafter = LayerSkipDrafter(engine, sampler, config.skip_mask, config.draft_threshold)
+    ids = torch.tensor(text[:1] * (gamma + 1), device=engine.device)
+
+    def verify(count: int) -> None:
+        logits = engine.forward(ids[:count], num_logits=count)
+        verify_greedy(ids[1:count], sampler.shape(logits, text, ids[1:count]), with_prob=False)
+        engine.cache.rollback_to(len(text))
+
+    def draft() -> None:
+        drafter.propose(text, 1)
+        engine.synchronize()
+
+    steps: list[tuple[str, Callable[[], None]]] = [("plain step", lambda: verify(1))]
+    if config.speculates:
+        steps += [("draft step", draft), (f"verify of {gamma + 1} tokens", lambda: verify(gamma + 1))]
+    profiles = []
+    with torch.inference_mode(), engine.session(len(text) + gamma + 1):
+        engine.forward(torch.tensor(text, device=engine.device))
+        for name, step in steps:
+            profiles += _profile(name, step, top, cuda=engine.device.type == "cuda")
+    return profiles
+
+
+def _profile(name: str, step: Callable[[], None], top: int, *, cuda: bool) -> list[StepProfile]:
+    step()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    with profile(activities=activities, acc_events=True) as found:
+        for _ in range(_TIMES):
+            step()
+    clocks = [("cpu", "self_cpu_time_total")] + ([("cuda", "self_device_time_total")] if cuda else [])
+    profiles = []
+    for clock, field in clocks:
+        events = [(event.key, float(getattr(event, field)), event.count) for event in found.key_averages()]
+        total = sum(us for _, us, _ in events)
+        costliest = sorted(events, key=lambda event: -event[1])[:top]
+        operations = tuple(Operation(key, us / total, count / _TIMES) for key, us, count in costliest if us > 0)
+        profiles.append(StepProfile(name, clock, total / _TIMES / 1000, operations))
+    return profiles

@@ -1,0 +1,92 @@
+"""What a person sees of a benchmark: tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from layerskip.benchmark.profiling import StepProfile
+
+
+def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Speed, ratios and losslessness of every row; rows that did not run with their reason."""
+    table = _table(
+        "tokens/s, prompt apart: geometric mean over prompts (95 % interval)",
+        ("row", "tokens/s", "× hf_generate", "× plain", "identical"),
+    )
+    for row in rows:
+        if row["tokens_per_s"] is None:
+            table.add_row(row["name"], "-", "", "", "")
+            continue
+        rate = _interval(row, "tokens_per_s", ".1f")
+        ratios = (_interval(row.get(f"vs_{base}"), "ratio", ".2f") for base in ("hf_generate", "plain"))
+        ties = f" +{row['ties']} ties" if row["ties"] else ""
+        table.add_row(row["name"], rate, *ratios, f"{row['identical']}/{row['num_outputs']}{ties}")
+    console.print(table)
+    for row in rows:
+        if row.get("reason"):
+            console.print(f"{row['name']}: not run: {row['reason']}", soft_wrap=True)
+
+
+def print_steps(console: Console, steps: Mapping[str, Any], forward_shares: Mapping[str, Any]) -> None:
+    """Step costs, bandwidth, and how much of what the steps allow the loop attains."""
+    limit = f"share of {steps['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s"
+    table = _table(
+        f"steps after {steps['context_tokens']} tokens of text", ("step", "ms", "× one token", "MB read", "GB/s", limit)
+    )
+    for step in steps["target"]:
+        alone = step["num_tokens"] == 1
+        ratio = "" if alone else _interval(step["ratio"], "ratio", ".2f")
+        table.add_row("target" if alone else f"verify of {step['num_tokens']}", *_cells(step, ratio))
+    for step in steps["draft"][-1:]:
+        ratio = _interval(steps["draft_ratio"], "ratio", ".2f")
+        table.add_row(f"draft, each of {step['draft_length']}", *_cells(step, ratio))
+    console.print(table)
+    for name, share in steps["attained"].items():
+        if share is not None:
+            console.print(
+                f"{name}: {_interval(share, 'share', '.1%')} of the speed that its own steps allow "
+                f"(loop overhead {steps['loop_overhead'][name]:.1%})",
+                soft_wrap=True,
+            )
+    for name, share in forward_shares.items():
+        words = "not told apart by this engine" if share is None else _interval(share, "share", ".1%")
+        console.print(f"{name}: share of the decode seconds inside the engine's forward: {words}", soft_wrap=True)
+
+
+def print_profiles(console: Console, profiles: Sequence[StepProfile]) -> None:
+    """The costliest operations of every step."""
+    for one in profiles:
+        title = f"{one.step}: {one.ms:.2f} ms of {one.clock} time in operations"
+        table = _table(title, ("operation", "share", "calls"))
+        for operation in one.operations:
+            table.add_row(operation.name, f"{operation.share:.1%}", f"{operation.calls:g}")
+        console.print(table)
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """The first column on the left, numbers on the right."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=i == 0)
+    return table
+
+
+def _cells(step: Mapping[str, Any], ratio: str) -> tuple[str, ...]:
+    in_ms = {name: None if step[name] is None else 1000 * step[name] for name in ("seconds", "ci_low", "ci_high")}
+    traffic = (f"{step['bytes'] / 1e6:.2f}", f"{step['bytes_per_s'] / 1e9:.2f}", f"{step['bandwidth_share']:.0%}")
+    return (_interval(in_ms, "seconds", ".2f"), ratio, *traffic)
+
+
+def _interval(record: Mapping[str, Any] | None, name: str, form: str) -> str:
+    """`1.42 (1.30..1.55)`."""
+    if record is None:
+        return ""
+    text = format(record[name], form)
+    if record["ci_low"] is None:
+        return text
+    return f"{text} ({format(record['ci_low'], form)}..{format(record['ci_high'], form)})"

@@ -1,0 +1,132 @@
+"""One benchmark: rows, step costs and facts of one model under one config, as plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerskip.benchmark.alternation import Case, Row, Turn, alternate, make_cases
+from layerskip.benchmark.hf_ways import HuggingFaceWay, huggingface_ways
+from layerskip.benchmark.memory import read_bandwidth, step_bytes
+from layerskip.benchmark.step_records import Machine, step_records
+from layerskip.benchmark.steps import StepTurn, forward_share
+from layerskip.benchmark.summary import row_records
+from layerskip.benchmark.ways import HF_GENERATE, PLAIN, ROW_NAMES, SPECULATIVE, Refused, Way, own_ways
+from layerskip.config import DecodeConfig
+from layerskip.identity import IdentityReport, check_greedy
+from layerskip.machine import cpu_name, device_name, git_commit, package_version
+from layerskip.model import LayerSkipModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    max_new_tokens: int
+    repeats: int
+    names: Sequence[str] = ROW_NAMES
+    compiled: bool | None = None
+    """Run Hugging Face compiled; None is on a GPU alone."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What was found."""
+
+    rows: list[dict[str, Any]]
+    """See `summary.row_records`."""
+    steps: dict[str, Any] | None
+    """See `step_records`; None where no row of our own was asked for."""
+    forward_share: dict[str, Any] | None
+    """By row of our own; see `steps.forward_share`."""
+    facts: dict[str, Any]
+    cases: list[Case]
+
+    @property
+    def broken(self) -> list[str]:
+        """Our own rows with outputs that are neither the reference nor a tie: bugs."""
+        return [row["name"] for row in self.rows if row["name"] in (PLAIN, SPECULATIVE) and row.get("differing")]
+
+
+def run_benchmark(
+    model: LayerSkipModel,
+    config: DecodeConfig | None,
+    prompts: Sequence[tuple[str, tuple[int, ...]]],
+    plan: Plan,
+    *,
+    progress: Callable[[], None] = lambda: None,
+) -> Benchmark:
+    """Measure every row and the steps, in turns on the same prompts, after one untimed reference run of each prompt.
+
+    prompts: (name, token ids). config: None has no speculative row.
+    Raises: CannotRun if Hugging Face's own `generate` fails, as there is nothing to compare with then.
+    """
+    cases = make_cases(HuggingFaceWay(HF_GENERATE, model), prompts, plan.max_new_tokens)
+    rows, refused = _rows(model, config, plan, len(cases))
+    settings = _settings(model, config, rows)
+    steps = StepTurn(model, settings[-1], len(cases), plan.max_new_tokens) if settings else None
+    turns: list[Turn] = [*rows, *([steps] if steps is not None else [])]
+    failed = alternate(turns, cases, plan.repeats, progress=progress)
+    refused += [Refused(name, reason) for name, reason in failed.items()]
+    found = {row.name: row for row in rows if row.name not in failed}
+    own = {name: found[name] for name in (PLAIN, SPECULATIVE) if name in found}
+    records: dict[str, Any] | None = None
+    shares: dict[str, Any] | None = None
+    if steps is not None:
+        machine = Machine(step_bytes(model), read_bandwidth(model.device))
+        records = step_records(steps, settings[-1], cases, machine, own)
+        shares = {
+            name: None if share is None else share.to_dict("share")
+            for name, setting in zip(own, settings, strict=True)
+            for share in [forward_share(model, setting, cases, plan.max_new_tokens)]
+        }
+    order = [name for name in ROW_NAMES if name in plan.names]
+    return Benchmark(row_records(found, refused, order), records, shares, _facts(model, plan, cases), cases)
+
+
+def _rows(
+    model: LayerSkipModel, config: DecodeConfig | None, plan: Plan, num_cases: int
+) -> tuple[list[Row], list[Refused]]:
+    theirs, refused = huggingface_ways(model, config, plan.names, compiled=plan.compiled)
+    ours, also_refused = own_ways(model, config, plan.names)
+
+    def check(prompt: Sequence[int], ids: Sequence[int], reference: Sequence[int]) -> IdentityReport:
+        return check_greedy(model, prompt, ids, reference)
+
+    ways: list[Way] = [*theirs, *ours]
+    rows = [Row(way, num_cases, plan.max_new_tokens, check) for way in ways]
+    return rows, refused + also_refused
+
+
+def _settings(model: LayerSkipModel, config: DecodeConfig | None, rows: Sequence[Row]) -> list[DecodeConfig]:
+    """The configs of our own rows, in their order."""
+    configs: Mapping[str, DecodeConfig | None] = {PLAIN: DecodeConfig.plain(model.num_layers), SPECULATIVE: config}
+    return [found for row in rows if (found := configs.get(row.name)) is not None]
+
+
+def _facts(model: LayerSkipModel, plan: Plan, cases: Sequence[Case]) -> dict[str, Any]:
+    return {
+        "model_class": model.model_class,
+        "weights_fingerprint": model.weights_fingerprint(),
+        "num_layers": model.num_layers,
+        "device": device_name(model.device),
+        "cpu": cpu_name(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "num_threads": torch.get_num_threads(),
+        "engine": model.engine_name,
+        "engine_reason": model.engine_reason,
+        "batch_size": 1,
+        "versions": {name: package_version(name) for name in ("layerskip", "torch", "transformers")},
+        "commit": git_commit(Path(__file__).parent),
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "max_new_tokens": plan.max_new_tokens,
+        "repeats": plan.repeats,
+        "num_prompts": len(cases),
+        "prompts": [case.prompt_id for case in cases],
+        "prompt_tokens": [len(case.prompt_ids) for case in cases],
+    }

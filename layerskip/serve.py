@@ -1,0 +1,224 @@
+"""python -m layerskip.serve --config best.json: an OpenAI-compatible server that decodes under a config."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerskip.cli import CommandError, OneLineParser, run_command
+from layerskip.command_model import add_loading_arguments, load_config, load_model
+from layerskip.config import DecodeConfig, GroupSetting
+
+if TYPE_CHECKING:
+    import socket
+
+    from layerskip.model import LayerSkipModel
+    from layerskip.server.settings import ServerSettings
+
+PROG = "layerskip.serve"
+KEY_VARIABLE = "LAYERSKIP_API_KEY"
+_EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+_DEFAULT_CONTEXT = 8192
+_DEFAULT_NEW_TOKENS = 4096
+_MAX_KEY_FILE_BYTES = 4096
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    add_loading_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="any other than this machine's own needs an API key")
+    parser.add_argument("--port", type=int, default=8000, help="0 = any free one")
+    parser.add_argument(
+        "--api-key-file", type=Path, help=f"file with the key that requests must bring; or set {KEY_VARIABLE}"
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="default: the model's id, or its folder's name")
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        help=f"most tokens of prompt and output together; default: the model's own limit, at most {_DEFAULT_CONTEXT}",
+    )
+    parser.add_argument(
+        "--max-new-tokens-limit",
+        type=int,
+        default=_DEFAULT_NEW_TOKENS,
+        help="most output tokens a request may ask for",
+    )
+    parser.add_argument("--queue", type=int, default=16, help="requests that may wait; one more is answered 429")
+    parser.add_argument("--max-body-bytes", type=int, default=1 << 20, help="larger requests are answered 413")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM or Ctrl-C, for answers under way"
+    )
+    parser.add_argument("--no-access-log", action="store_true", help="no line per request (it never shows prompts)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code, 0 after SIGTERM or Ctrl-C too."""
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    _check_extra()
+    _check_numbers(arguments)
+    api_key = _read_key(arguments)
+    config = load_config(arguments)
+    from layerskip.server.running import GracefulServer, bind
+
+    # Before the model is loaded, which may take minutes.
+    with bind(arguments.host, arguments.port) as bound:
+        model = load_model(arguments, config)
+        settings = _settings(arguments, model, api_key)
+        from layerskip.server.app import create_app
+
+        app = create_app(model, settings)
+        app.state.service.worker.start()
+        server = GracefulServer(app, arguments.grace)
+        _set_up_logging()
+        bound.listen()  # so that who reads the address below can connect at once
+        sys.stdout.write("\n".join(describe(model, settings, arguments.config, _url(bound))) + "\n")
+        sys.stdout.flush()
+        server.run(sockets=[bound])
+    return 0
+
+
+def _check_extra() -> None:
+    try:
+        for name in _EXTRA:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise CommandError(f"needs the serve extra, pip install 'layerskip[serve]': {error}") from None
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    ranges = {
+        "port": (0, 65535),
+        "queue": (0, 10000),
+        "grace": (0, 86400),
+        "max_context": (2, 1 << 30),
+        "max_new_tokens_limit": (1, 1 << 30),
+        "max_body_bytes": (1024, 1 << 30),
+    }
+    for name, (lowest, highest) in ranges.items():
+        value = getattr(arguments, name)
+        if value is not None and not lowest <= value <= highest:
+            raise ValueError(f"--{name.replace('_', '-')}: must be in {lowest}..{highest}, got {value}")
+
+
+def _read_key(arguments: argparse.Namespace) -> str | None:
+    """From the file or the environment: a command line is there for every user of the machine to see."""
+    from layerskip.server.settings import check_api_key, is_loopback
+
+    path: Path | None = arguments.api_key_file
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"--api-key-file: no such file: {path}")
+        with path.open("rb") as file:
+            key: str | None = file.read(_MAX_KEY_FILE_BYTES).decode("utf-8", "replace").strip()
+        if path.stat().st_mode & 0o077:
+            sys.stderr.write(f"warning: --api-key-file: others can read {path}; chmod 600 it\n")
+    else:
+        key = os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        check_api_key(key)
+    elif not is_loopback(arguments.host):
+        raise ValueError(
+            f"--host: {arguments.host} can be reached from other machines, so give --api-key-file or {KEY_VARIABLE}"
+        )
+    return key
+
+
+def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str | None) -> ServerSettings:
+    from layerskip.server.settings import ServerSettings
+
+    positions = model.max_positions
+    context = arguments.max_context or min(positions or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
+    if positions is not None and context > positions:
+        raise ValueError(f"--max-context: must be at most the model's {positions} positions, got {context}")
+    return ServerSettings(
+        model_id=arguments.served_model_name or _model_id(arguments, model.config),
+        max_context=context,
+        max_new_tokens=min(arguments.max_new_tokens_limit, context),
+        queue_limit=arguments.queue,
+        max_body_bytes=arguments.max_body_bytes,
+        api_key=api_key,
+        hosts=frozenset({"localhost", "127.0.0.1", "::1", arguments.host.lower()}) if api_key is None else None,
+        access_log=not arguments.no_access_log,
+    )
+
+
+def _model_id(arguments: argparse.Namespace, config: DecodeConfig) -> str:
+    """A hub id as it is; of a folder the last part alone: its path is nobody's business."""
+    name = arguments.model or (config.provenance.model if config.provenance is not None else "model")
+    is_folder = name.startswith((".", "/", "~")) or Path(name).is_dir()
+    return (Path(name).expanduser().resolve().name or "model") if is_folder else name
+
+
+def _url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path | None, url: str) -> list[str]:
+    """What the command prints on start, line by line."""
+    config = model.config
+    threads = ""
+    if model.device.type == "cpu":
+        import torch
+
+        threads = f", {torch.get_num_threads()} threads"
+    body = f'{{"model": "{settings.model_id}", "prompt": "def read(", "max_tokens": 32}}'
+    key = "" if settings.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    return [
+        f"serving   {url}",
+        f"model     {settings.model_id}: {model.model_class}, {model.num_layers} layers, "
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}, engine {model.engine_name}{threads}",
+        f"config    {config_file or 'none'}: {_setting(config)}",
+        f"confirmed {_confirmed(config)}",
+        f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "
+        f"{settings.queue_limit} requests waiting, {'no' if settings.api_key is None else 'an'} API key",
+        f"try       curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+    ]
+
+
+def _setting(config: DecodeConfig) -> str:
+    if not config.speculates:
+        text = "gamma 0, plain decoding" + (f" ({' '.join(config.reason.split())})" if config.reason else "")
+    else:
+        text = f"mask {config.skip_mask}, gamma {config.gamma}"
+        for name, field in GroupSetting.model_fields.items():
+            value = getattr(config, name)
+            if name not in ("skip_mask", "gamma", "reason", "confirmed") and value != field.default:
+                text += f", {name} {value}"
+    return text + (f"; groups {', '.join(config.groups)}" if config.groups else "")
+
+
+def _confirmed(config: DecodeConfig) -> str:
+    confirmed = config.confirmed
+    if confirmed is None:
+        return "nothing: no speedup was measured for this setting"
+    return (
+        f"{confirmed.speedup:.2f}x plain decoding ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}.."
+        f"{confirmed.speedup_ci_high:.2f}) on {confirmed.num_prompts} held-out prompts"
+    )
+
+
+def _set_up_logging() -> None:
+    """The access log at its own level on stderr; everything else stays at warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access = logging.getLogger("layerskip.server.access")
+    access.setLevel(logging.INFO)
+    access.handlers[:] = [handler]
+    access.propagate = False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

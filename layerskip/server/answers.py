@@ -1,0 +1,173 @@
+"""Answers in OpenAI's JSON: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from layerskip.server.schemas import GenerationFields
+from layerskip.server.worker import Finished, Piece
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Shape(Protocol):
+    """Where an endpoint puts the text."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The text of a whole answer's choice."""
+        ...
+
+    def chunk(self, text: str | None) -> dict[str, Any]:
+        """The text of an event's choice; None ends the answer."""
+        ...
+
+    def opening(self) -> dict[str, Any] | None:
+        """What comes before the first text of a stream."""
+        ...
+
+
+class CompletionShape:
+    """/v1/completions."""
+
+    id_prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """See `Shape`."""
+        return {"text": text}
+
+    def chunk(self, text: str | None) -> dict[str, Any]:
+        """See `Shape`."""
+        return {"text": text or ""}
+
+    def opening(self) -> None:
+        """Nothing."""
+
+
+class ChatShape:
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """See `Shape`."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def chunk(self, text: str | None) -> dict[str, Any]:
+        """See `Shape`."""
+        return {"delta": {} if text is None else {"content": text}}
+
+    def opening(self) -> dict[str, Any]:
+        """Who speaks."""
+        return {"delta": {"role": "assistant", "content": ""}}
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """One request's answer as JSON."""
+
+    shape: Shape
+    model_id: str
+    system_fingerprint: str
+    streamed: bool
+    with_token_ids: bool
+    with_usage: bool
+    """Whether a stream ends with an event of its usage."""
+    answer_id: str
+    created: int
+    """Unix seconds."""
+
+    @classmethod
+    def of(cls, shape: Shape, asked: GenerationFields, system_fingerprint: str) -> AnswerFormat:
+        """A new answer to this request."""
+        options = asked.stream_options
+        return cls(
+            shape=shape,
+            model_id=asked.model,
+            system_fingerprint=system_fingerprint,
+            streamed=bool(asked.stream),
+            with_token_ids=bool(asked.return_token_ids),
+            with_usage=options is not None and options.include_usage,
+            answer_id=shape.id_prefix + secrets.token_hex(12),
+            created=int(time.time()),
+        )
+
+    def whole(self, text: str, ids: list[int], end: Finished) -> bytes:
+        """The body of an answer that is not streamed."""
+        choice = self._choice(self.shape.whole(text), ids, end.finish_reason)
+        return _json(self._body(self.shape.whole_object, [choice]) | _usage(end))
+
+    def opening(self) -> Iterator[bytes]:
+        """Events before the first text."""
+        opening = self.shape.opening()
+        if opening is not None:
+            yield self._event([self._choice(opening, [], None)])
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        """One event, or none for a piece without text: that of a character that is not complete yet."""
+        if piece.text or (self.with_token_ids and piece.ids):
+            yield self._event([self._choice(self.shape.chunk(piece.text), piece.ids, None)])
+
+    def closing(self, end: Finished) -> Iterator[bytes]:
+        """Events after the last text."""
+        yield self._event([self._choice(self.shape.chunk(None), [], end.finish_reason)])
+        if self.with_usage:
+            yield _event(self._body(self.shape.chunk_object, []) | _usage(end))
+        yield DONE
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        body = self._body(self.shape.chunk_object, choices)
+        return _event(body | {"usage": None} if self.with_usage else body)
+
+    def _body(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model_id,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(self, content: dict[str, Any], ids: list[int], finish_reason: str | None) -> dict[str, Any]:
+        token_ids = {"token_ids": ids} if self.with_token_ids else {}
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason, **token_ids}
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """What a stream ends with when it fails on the way; OpenAI's client raises it."""
+    return _event(body)
+
+
+def _usage(end: Finished) -> dict[str, Any]:
+    """OpenAI's counts, and beside them what this decoder did."""
+    stats = end.stats
+    num_prompt = stats.num_prompt_tokens
+    return {
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": end.num_emitted,
+            "total_tokens": num_prompt + end.num_emitted,
+        },
+        "layerskip": stats.to_dict() | {"tokens_per_s": stats.tokens_per_s},
+    }
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + _json(body) + b"\n\n"
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    # ASCII: no line break, however exotic, can end an event early.
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")

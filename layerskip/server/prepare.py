@@ -1,0 +1,109 @@
+"""From a parsed request to a job: chat template, tokens, limits, sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jinja2 import TemplateError
+
+from layerskip.model import GenerationStream, LayerSkipModel
+from layerskip.server.errors import ApiError
+from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
+from layerskip.server.settings import ServerSettings
+from layerskip.server.worker import Job, Ticket
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's own default for /v1/completions; a chat answer may fill the context."""
+
+
+class Preparer:
+    """Makes jobs. Tokenising runs in a thread of its own, so that neither the event loop nor the model waits for it.
+
+    Raises: ValueError if the model has no tokenizer.
+    """
+
+    def __init__(self, model: LayerSkipModel, settings: ServerSettings) -> None:
+        if model.tokenizer is None:
+            raise ValueError("model: has no tokenizer, so there is no text to serve")
+        self._model = model
+        self._settings = settings
+        # A copy: a fast tokenizer that encodes in one thread refuses to decode in another at that moment.
+        self._tokenizer = copy.deepcopy(model.tokenizer)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+
+    async def job(self, asked: CompletionRequest | ChatRequest, ticket: Ticket) -> Job:
+        """Ready for the worker. Raises: ApiError 400 or 404."""
+        if asked.model != self._settings.model_id:
+            name = asked.model[:80]
+            message = f"model: this server has {self._settings.model_id!r} only, got {name!a}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        stream = await asyncio.get_running_loop().run_in_executor(self._executor, self._stream, asked)
+        return Job(stream, self._model.tokenizer, ticket, asked.stop)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _stream(self, asked: CompletionRequest | ChatRequest) -> GenerationStream:
+        ids = self._chat_ids(asked) if isinstance(asked, ChatRequest) else self._prompt_ids(asked)
+        arguments: dict[str, Any] = {
+            "max_new_tokens": self._num_new_tokens(asked, len(ids)),
+            "do_sample": asked.do_sample,
+            # Greedy ignores it, and its own 0 would be refused.
+            "temperature": asked.temperature or None,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k,
+            "min_p": asked.min_p,
+            "repetition_penalty": asked.repetition_penalty,
+            # From a source of its own, so that nobody's draws follow from another request's.
+            "seed": secrets.randbits(63) if asked.seed is None else asked.seed,
+            # The worker cuts at a request's own stop texts; without any, the generation config's hold.
+            "stop_strings": [] if asked.stop else None,
+            "group": asked.group,
+        }
+        try:
+            return self._model.stream(ids, **arguments)  # computes nothing yet
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
+
+    def _prompt_ids(self, asked: CompletionRequest) -> list[int]:
+        if not isinstance(asked.prompt, str):
+            return list(asked.prompt)
+        ids: list[int] = self._tokenizer(asked.prompt)["input_ids"]
+        return ids
+
+    def _chat_ids(self, asked: ChatRequest) -> list[int]:
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            message = "messages: this model's tokenizer has no chat template, use /v1/completions"
+            raise ApiError(400, message, param="messages", code="no_chat_template")
+        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+        try:
+            encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            message = f"messages: the model's chat template refuses them: {str(error)[:200]}"
+            raise ApiError(400, message, param="messages") from None
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _num_new_tokens(self, asked: GenerationFields, num_prompt_tokens: int) -> int:
+        limit, context = self._settings.max_new_tokens, self._settings.max_context
+        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        room = context - num_prompt_tokens
+        if room < 1:
+            raise _too_long(param, f"{num_prompt_tokens} tokens leave no room for output in {context}")
+        wanted = asked.num_new_tokens
+        if wanted is None:
+            return min(limit, room, DEFAULT_COMPLETION_TOKENS if param == "prompt" else room)
+        if wanted > limit:
+            raise ApiError(400, f"max_tokens: must be at most {limit} on this server, got {wanted}", param="max_tokens")
+        if wanted > room:
+            raise _too_long(param, f"{num_prompt_tokens} tokens and max_tokens = {wanted} must fit in {context}")
+        return wanted
+
+
+def _too_long(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="context_length_exceeded")

@@ -1,0 +1,240 @@
+"""Requests as values: every field typed and checked, unknown ones refused, harmless ones dropped."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from layerskip.config import describe_validation_error
+from layerskip.server.errors import ApiError
+
+_HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+    )
+)
+"""What clients send for bookkeeping or speed: the answer is the same without them, so they are dropped."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""What this server cannot do, with the values that ask for nothing (null always does): ignoring any other value would
+change the answer, so it is refused."""
+
+_MAX_STOPS = 4
+_MAX_STOP_CHARS = 256
+
+
+def _read_stops(value: object) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(stops, (tuple, list)) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("must be text, or a list of texts, none of them empty")
+    if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"must be at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < 1 << 31 for item in value)
+
+
+def _read_prompt(value: object) -> str | tuple[int, ...]:
+    """Text or one row of token ids; a list that holds one such prompt is that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) > 1:
+            raise ValueError(f"must be one prompt, send several as requests of their own, got {len(value)}")
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if _is_token_ids(value):
+        return tuple(value)  # type: ignore[arg-type]
+    raise ValueError("must be text or a list of token ids")
+
+
+def _read_content(value: object) -> str:
+    """Text, or the texts of `{"type": "text"}` parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be text or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('must hold parts of the form {"type": "text", "text": ...} only')
+    return "".join(part["text"] for part in value)
+
+
+def _read_role(value: object) -> object:
+    # OpenAI's newer name of the same role; no chat template knows it.
+    return "system" if value == "developer" else value
+
+
+Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        # Pydantic would collect an error for each, and a body may hold a hundred thousand.
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"{name[:80]!a}: unknown field")
+        return data
+
+
+class StreamOptions(_Strict):
+    """What a stream should tell besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted and ignored: padding against eavesdroppers who measure sizes, on a connection of your own."""
+
+
+class GenerationFields(_Strict):
+    """What both endpoints take. None means: what the model's generation config says."""
+
+    model: Annotated[str, Field(max_length=512)]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    """OpenAI's newer name of `max_tokens`."""
+    temperature: Temperature | None = None
+    """0 is greedy; above 0 samples."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """0 is off."""
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_read_stops)] = ()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    group: Annotated[str, Field(max_length=64)] | None = None
+    """Decode with the config's setting for this prompt group."""
+    return_token_ids: bool | None = None
+    """Adds `token_ids` to the answer's choice."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationFields:
+        if self.temperature is not None and 0 < self.temperature < 1e-3:
+            # The logits divided by less would leave float32's range.
+            raise ValueError(f"temperature: must be 0 (greedy) or at least 0.001, got {self.temperature}")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise ValueError("max_tokens, max_completion_tokens: must not differ, they mean the same")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: needs stream = true")
+        return self
+
+    @property
+    def num_new_tokens(self) -> int | None:
+        """Output tokens asked for, under either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def do_sample(self) -> bool | None:
+        """Whether the request asks to sample (True), for greedy (False), or leaves it to the generation config (None).
+
+        A request that shapes the distribution without naming a temperature wants to draw from it.
+        """
+        if self.temperature is not None:
+            return self.temperature > 0
+        return True if (self.top_p or 1.0) < 1.0 or self.top_k or self.min_p else None
+
+
+class CompletionRequest(GenerationFields):
+    """A body of /v1/completions."""
+
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_read_prompt)]
+
+
+class _EmptyExtras(_Strict):
+    """What clients copy from an answer into the next request's messages; only empty values mean nothing."""
+
+    name: None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class Message(_EmptyExtras):
+    """One turn; `developer` is read as `system`."""
+
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_read_role)]
+    content: Annotated[str, BeforeValidator(_read_content)]
+
+
+class ChatRequest(GenerationFields):
+    """A body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=1024)]
+
+
+Parsed = TypeVar("Parsed", bound=GenerationFields)
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """The body as a request. Raises: ApiError 400 naming the field, the rule and the value got."""
+    try:
+        data = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise ApiError(400, f"body: not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, f"body: must be a JSON object, got {type(data).__name__}", code="invalid_json")
+    fields = _without_extras(kind, data)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        loc = error.errors(include_url=False, include_input=False)[0]["loc"]
+        raise ApiError(400, describe_validation_error(error), param=str(loc[0]) if loc else None) from None
+
+
+def _without_extras(kind: type[GenerationFields], data: dict[str, Any]) -> dict[str, Any]:
+    """The fields that `kind` has, once nothing else in `data` would change the answer."""
+    for name, value in data.items():
+        if name in kind.model_fields or name in _HARMLESS:
+            continue
+        if name not in _NEUTRAL:
+            raise ApiError(400, f"{name[:80]!a}: unknown field", param=name[:80], code="unknown_field")
+        if value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+            message = f"{name}: not supported by this server, and ignoring it would change the answer"
+            raise ApiError(400, message, param=name, code="unsupported_field")
+    return {name: value for name, value in data.items() if name in kind.model_fields}
+
+
+def _same(value: object, neutral: object) -> bool:
+    # True == 1 in Python.
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral

@@ -1,0 +1,65 @@
+"""ServerSettings: what one server allows."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+MIN_KEY_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits and names of one server. Raises: ValueError naming the field, the rule and the value got."""
+
+    model_id: str
+    """What requests call the model."""
+    max_context: int
+    """Most tokens of prompt and output together."""
+    max_new_tokens: int = 4096
+    """Most output tokens that a request may ask for."""
+    queue_limit: int = 16
+    """Requests that may wait while the model is busy; one more is answered 429."""
+    max_body_bytes: int = 1 << 20
+    body_timeout_s: float = 30.0
+    """Within this time a request's body must have arrived."""
+    send_timeout_s: float = 30.0
+    """A client that takes nothing for so long is dropped."""
+    api_key: str | None = field(default=None, repr=False)
+    hosts: frozenset[str] | None = None
+    """Host headers answered, without ports; None is any. Without a key this keeps web pages out whose name was made to
+    point to this machine (DNS rebinding)."""
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("model_id", bool(self.model_id) and self.model_id.isprintable(), "must be printable text"),
+            ("max_context", self.max_context >= 2, "must be at least 2"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
+            ("queue_limit", self.queue_limit >= 0, "must be at least 0"),
+            ("max_body_bytes", self.max_body_bytes >= 1024, "must be at least 1024"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{name}: {rule}, got {getattr(self, name)!r}")
+        if self.api_key is not None:
+            check_api_key(self.api_key)
+
+
+def check_api_key(key: str) -> None:
+    """Raises ValueError, without the key in it."""
+    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"API key: must be at least {MIN_KEY_LENGTH} printable ASCII characters without blanks, got {len(key)} "
+            "characters (not shown)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address can be reached from this machine alone. Other names than localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

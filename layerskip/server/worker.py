@@ -1,0 +1,288 @@
+"""DecodeWorker: one thread that decodes one job after another, with a bounded number of them waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from layerskip.model import GenerationStream, StreamPiece
+from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
+from layerskip.server.metrics import ServerMetrics
+from layerskip.server.stop_text import StopText
+from layerskip.stats import DecodeStats
+from layerskip.text_stream import TextStream
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_RETRY_S = 60
+
+
+class Decoding(Protocol):
+    """What the worker needs of a `GenerationStream`."""
+
+    stats: DecodeStats
+
+    def __next__(self) -> StreamPiece: ...
+
+    def close(self) -> None: ...
+
+    def output(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round added to an answer; the text is cut at a stop string, the ids at the token that completes it."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An answer is complete."""
+
+    finish_reason: str
+    """`length`, or `stop` for end-of-text and stop strings alike."""
+    num_emitted: int
+    """Tokens of the answer."""
+    stats: DecodeStats
+    """Of the run; it may have emitted a few tokens past a stop string."""
+
+
+Event = Piece | Finished | ApiError
+
+
+class Ticket:
+    """The right to be decoded or to wait for it; give it back with `release`."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        """Any number of times."""
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
+
+
+@dataclass(eq=False)
+class Job:
+    """One request's decoding, handed to the worker's thread; its events come back on the event loop that made it.
+
+    The events are not limited: they hold one answer at most, which `max_new_tokens` bounds. So a client that reads
+    slowly never holds up the model.
+    """
+
+    decoding: GenerationStream | Decoding
+    tokenizer: Any
+    ticket: Ticket
+    stops: tuple[str, ...] = ()
+    arrived_s: float = field(default_factory=time.monotonic)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def send(self, event: Event) -> None:
+        """From any thread."""
+        try:
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+        except RuntimeError:  # the loop has ended, so nobody waits for the answer
+            self.cancelled.set()
+
+
+class DecodeWorker:
+    """One at a time on the model, `queue_limit` waiting, the rest refused.
+
+    prepare_thread is called once in the new thread, before the first job; `start` waits for it and raises what it
+    raised. `admit`, `submit` and `cancel` belong to the event loop's thread.
+    """
+
+    def __init__(self, metrics: ServerMetrics, queue_limit: int, prepare_thread: Callable[[], None]) -> None:
+        self._metrics = metrics
+        self._queue_limit = queue_limit
+        self._prepare_thread = prepare_thread
+        self._waiting: deque[Job] = deque()
+        self._running: Job | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._draining = False
+        self._num_admitted = 0
+        self._mean_job_s = 1.0
+        self._ready: threading.Event = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+
+    def start(self) -> None:
+        """Returns once the thread is ready. Raises: what prepare_thread raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the round that it is in; waits for it so long."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self.cancel_all(shutting_down())
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("the model has not finished its round within %g s", timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether jobs get decoded."""
+        return self._thread.is_alive() and self._ready.is_set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    @property
+    def num_admitted(self) -> int:
+        """Requests being decoded, waiting, or whose answer is still being sent."""
+        return self._num_admitted
+
+    def drain(self) -> None:
+        """Refuse new requests; those admitted go on."""
+        self._draining = True
+
+    def admit(self) -> Ticket:
+        """Raises: ApiError 429 if the queue is full, 503 if the server is about to end."""
+        if self._draining or not self.is_alive:
+            raise shutting_down()
+        if self._num_admitted > self._queue_limit:
+            wait_s = math.ceil(self._mean_job_s * self._num_admitted)
+            raise queue_full(self._queue_limit, min(max(wait_s, 1), _LONGEST_RETRY_S))
+        self._num_admitted += 1
+        return Ticket(self._leave)
+
+    def _leave(self) -> None:
+        self._num_admitted -= 1
+
+    def submit(self, job: Job) -> None:
+        """Decode it when its turn comes."""
+        with self._changed:
+            self._waiting.append(job)
+            self._metrics.queue_length.set(len(self._waiting))
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Nobody wants the answer: a waiting job is dropped, a running one stops after the round that it is in."""
+        job.cancelled.set()
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._metrics.queue_length.set(len(self._waiting))
+                self._metrics.count_run(DecodeStats(), cancelled=True, failed=False)
+
+    def cancel_all(self, reason: ApiError) -> None:
+        """End every job, telling its request why."""
+        with self._changed:
+            jobs = [*self._waiting, *([self._running] if self._running is not None else [])]
+        for job in jobs:
+            self.cancel(job)
+            job.send(reason)
+
+    def _run(self) -> None:
+        try:
+            self._prepare_thread()
+        except BaseException as error:  # noqa: BLE001 - raised again by start(), in the thread that can report it
+            self._start_error = error
+            return
+        finally:
+            self._ready.set()
+        while (job := self._next_job()) is not None:
+            started_s = time.monotonic()
+            end = self._decode(job)
+            # The latest jobs count most; for Retry-After alone.
+            self._mean_job_s += 0.2 * (time.monotonic() - started_s - self._mean_job_s)
+            with self._changed:
+                self._running = None
+                self._metrics.running.set(0)
+            # Last, so that who has the whole answer finds it counted and the model free.
+            if end is not None:
+                job.send(end)
+            del job, end  # or the last answer would be kept until the next request
+
+    def _next_job(self) -> Job | None:
+        with self._changed:
+            while not self._waiting and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            self._running = self._waiting.popleft()
+            self._metrics.queue_length.set(len(self._waiting))
+            self._metrics.running.set(1)
+            return self._running
+
+    def _decode(self, job: Job) -> Event | None:
+        """The answer's last event; None if the job was cancelled."""
+        end: Event | None = None
+        failed = False
+        try:
+            end = self._decode_pieces(job)
+        except Exception:
+            # A request must not end the server, whatever the model raised; the client hears no details.
+            logger.exception("the model failed on a request")
+            failed, end = True, model_failed()
+        finally:
+            job.decoding.close()
+            self._metrics.count_run(job.decoding.stats, cancelled=end is None, failed=failed)
+        return end
+
+    def _decode_pieces(self, job: Job) -> Finished | None:
+        cut = _Cut(job.tokenizer, job.stops) if job.stops else None
+        num_emitted = 0
+        while not job.cancelled.is_set():
+            piece = next(job.decoding, None)
+            if piece is None:
+                return self._finish(job, cut, num_emitted)
+            if num_emitted == 0:
+                self._metrics.saw_first_token(time.monotonic() - job.arrived_s)
+            shown = cut.take(piece.ids) if cut is not None else Piece(piece.text, piece.ids)
+            num_emitted += len(shown.ids)
+            job.send(shown)
+            if cut is not None and cut.stopped:
+                return Finished("stop", num_emitted, job.decoding.stats)
+        return None
+
+    @staticmethod
+    def _finish(job: Job, cut: _Cut | None, num_emitted: int) -> Finished:
+        if cut is not None and (rest := cut.finish()):
+            job.send(Piece(rest, []))
+        if cut is not None and cut.stopped:
+            return Finished("stop", num_emitted, job.decoding.stats)
+        reason = job.decoding.output().finish_reason
+        return Finished("length" if reason == "length" else "stop", num_emitted, job.decoding.stats)
+
+
+class _Cut:
+    """Text token by token, so that an answer ends with the very token that completes a stop string."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+        self._text = TextStream(tokenizer)
+        self._stop = StopText(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.stopped
+
+    def take(self, ids: list[int]) -> Piece:
+        text = ""
+        for num_taken, token in enumerate(ids, start=1):
+            text += self._stop.push(self._text.push([token]))
+            if self._stop.stopped:
+                return Piece(text, ids[:num_taken])
+        return Piece(text, ids)
+
+    def finish(self) -> str:
+        return self._stop.push(self._text.finish()) + self._stop.finish()

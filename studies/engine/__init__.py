@@ -1,0 +1,1 @@
+"""How the engine's costs grow, and where it stands at several sizes."""

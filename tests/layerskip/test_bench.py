@@ -1,0 +1,539 @@
+"""python -m layerskip.bench: rows in turns, identity, step costs and intervals on made-up clocks, clear refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, bench
+from layerskip.benchmark import memory, profiling, run, steps
+from layerskip.benchmark.alternation import Case, Row, alternate, make_cases, order_of
+from layerskip.benchmark.hf_ways import FirstTokens, HuggingFaceWay, huggingface_ways
+from layerskip.benchmark.memory import LayerBytes, StepBytes, step_bytes
+from layerskip.benchmark.plot import write_plot
+from layerskip.benchmark.run import Plan, run_benchmark
+from layerskip.benchmark.steps import StepSeconds, StepTurn, allowed_s, attained, forward_share, rounds_by_length
+from layerskip.benchmark.summary import estimate, ratio, row_records
+from layerskip.benchmark.ways import ROW_NAMES, CannotRun, Refused, Sample
+from layerskip.identity import IdentityReport
+from layerskip.intervals import ratio_interval
+from layerskip.stats import DecodeStats
+from tests.layerskip import zoo
+
+EARLY_EXIT = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3, draft_threshold=0.1)
+PROMPTS = [(f"p{i}", zoo.prompt_of(length)) for i, length in enumerate((5, 9, 3))]
+
+
+@pytest.fixture(autouse=True)
+def _small_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CPU_BYTES", 1 << 16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, text_model: LayerSkipModel) -> Path:
+    """What a study leaves: best.json, held_out.jsonl and a model."""
+    root = tmp_path_factory.mktemp("study")
+    text_model.model.save_pretrained(root / "model")
+    text_model.tokenizer.save_pretrained(root / "model")
+    provenance = Provenance(
+        model="./model",
+        weights_fingerprint=text_model.weights_fingerprint(),
+        device="cpu",
+        dtype="float32",
+        num_layers=zoo.NUM_LAYERS,
+        num_threads=1,
+        engine="eager",
+        max_new_tokens=7,
+    )
+    EARLY_EXIT.model_copy(update={"provenance": provenance}).save(root / "best.json")
+    lines = [json.dumps({"id": text, "prompt": text}) for text in ("def f(", "class A", "naive", "with open")]
+    (root / "held_out.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return root
+
+
+def command(*arguments: object) -> int:
+    return bench.main([str(argument) for argument in arguments])
+
+
+# --- the command
+
+
+def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ("--config", folder / "best.json", "--num-prompts", 3, "--repeats", 2)
+    assert command(*arguments, "--json", out, "--plot", tmp_path / "bench.html", "--profile") == 0
+    record = json.loads(out.read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    assert tuple(rows) == ROW_NAMES
+    assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
+    for name, row in rows.items():
+        assert (row["identical"], row["ties"], row["num_outputs"], row["differing"]) == (6, 0, 6, []), name
+        assert row["ci_low"] <= row["tokens_per_s"] <= row["ci_high"]
+        assert [len(repeats) for repeats in row["samples"]] == [2, 2, 2]
+        assert all(emitted == 7 for repeats in row["samples"] for emitted, *_ in repeats)
+    assert rows["hf_generate"]["vs_hf_generate"] is None
+    assert rows["speculative"]["vs_plain"]["ratio"] > 0
+    assert rows["speculative"]["settings"]["skip_mask"] == "4:2-3"
+    assert rows["hf_early_exit"]["settings"]["assistant_early_exit"] == 2
+    assert [step["num_tokens"] for step in record["steps"]["target"]] == [1, 2, 3, 4]
+    assert record["steps"]["draft"][-1]["draft_length"] == EARLY_EXIT.gamma
+    assert set(record["steps"]["attained"]) == set(record["forward_share"]) == {"plain", "speculative"}
+    facts = record["facts"]
+    assert (facts["engine"], facts["dtype"], facts["max_new_tokens"], facts["repeats"]) == ("eager", "float32", 7, 2)
+    assert facts["prompts"] == ["def f(", "class A", "naive"]
+    assert [one["step"] for one in record["profile"]] == ["plain step", "draft step", "verify of 4 tokens"]
+    printed = capsys.readouterr().out
+    assert "hf_generate_compiled: not run: off" in printed
+    assert "of the speed that its own steps allow" in printed
+    assert "<html>" in (tmp_path / "bench.html").read_text()
+
+
+def test_only_restricts_the_rows_and_their_steps(folder: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ("--model", folder / "model", "--prompt", "def f(", "--max-new-tokens", 3, "--repeats", 1)
+    assert command(*arguments, "--only", "hf_generate", "--json", out) == 0
+    record = json.loads(out.read_text())
+    assert [row["name"] for row in record["rows"]] == ["hf_generate"]
+    assert record["steps"] is None
+    assert record["rows"][0]["ci_low"] is None, "one prompt tells nothing of others"
+
+
+def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["--model", folder / "model", "--engine", "eager", "--prompt", "def f(", "--repeats", 1]
+    arguments += ["--max-new-tokens", 3, "--only", "plain", "--only", "speculative", "--json", out]
+    assert command(*arguments) == 0
+    plain, speculative = json.loads(out.read_text())["rows"]
+    assert plain["identical"] == 1
+    assert speculative["reason"] == "needs --config, or --mask with --gamma"
+    assert command(*arguments, "--mask", "4:1,a2", "--gamma", 2) == 0
+    _, speculative = json.loads(out.read_text())["rows"]
+    assert speculative["settings"] == {
+        "skip_mask": "4:1,a2",
+        "gamma": 2,
+        "draft_threshold": 0.0,
+        "target_threshold": 0.0,
+        "share_prefix": False,
+    }
+    assert (speculative["identical"], speculative["num_outputs"]) == (1, 1)
+
+
+def test_help_and_bad_input_know_the_rows() -> None:
+    assert bench._ROWS == ROW_NAMES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --config FILE, or --model NAME"),
+        (["--config", "none.json"], "--config: no such file: none.json"),
+        (["--config", "BEST", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (["--config", "BEST", "--num-prompts", "0"], "--num-prompts: must be at least 1, got 0"),
+        (["--config", "BEST", "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0"),
+        (["--config", "BEST", "--only", "fastest"], "argument --only: invalid choice: 'fastest'"),
+        (["--config", "BEST", "--prompts", "none.jsonl"], "--prompts: no such file: none.jsonl"),
+        (["--config", "BEST", "--prompts", "x", "--prompt", "y"], "--prompts, --prompt: give one of them, not both"),
+        (["--config", "BEST", "--json", "/nowhere/b.json"], "no such folder: /nowhere"),
+        (["--config", "BEST", "--mask", "4:1", "--gamma", "2"], "--mask: give it with --model alone"),
+        (["--model", "MODEL"], "--prompts: is required, or --prompt"),
+        (["--model", "MODEL", "--mask", "4:1"], "--mask: needs --gamma"),
+        (["--model", "MODEL", "--gamma", "2"], "--gamma: needs --mask"),
+        (["--model", "MODEL", "--mask", "4:7", "--gamma", "2"], "item must name layers in 0..3, got '7'"),
+        (
+            ["--model", "MODEL", "--prompt", "a", "--mask", "5:1", "--gamma", "2"],
+            "must have the model's 4 layers, got 5",
+        ),
+        (["--config", "BEST", "--threads", "0"], "--threads: must be at least 1, got 0"),
+        (["--config", "BEST", "--max-new-tokens", "96"], "do not fit the model's 96 positions"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str, capsys) -> None:
+    places = {"BEST": str(folder / "best.json"), "MODEL": str(folder / "model")}
+    try:
+        code = bench.main([places.get(argument, argument) for argument in arguments])
+    except SystemExit as exit_:  # argparse leaves so
+        code = int(exit_.code or 0)
+    assert code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith(("layerskip.bench: error: ", "python -m layerskip.bench: error: "))
+    assert err.count("\n") == 1
+
+
+def test_an_output_of_ours_that_differs_is_told_and_exits_with_1(folder: Path, monkeypatch, capsys) -> None:
+    real = run.check_greedy
+
+    def lies(model: LayerSkipModel, prompt: Any, ids: Sequence[int], reference: Sequence[int]) -> IdentityReport:
+        return real(model, prompt, [*ids[:-1], ids[-1] ^ 1], reference)
+
+    monkeypatch.setattr(run, "check_greedy", lies)
+    arguments = ("--config", folder / "best.json", "--num-prompts", 1, "--repeats", 1, "--only", "plain")
+    assert command(*arguments) == 1
+    assert "plain: output differs from Hugging Face's" in capsys.readouterr().err
+
+
+# --- rows that cannot run
+
+
+def test_an_architecture_without_early_exit_gets_a_row_with_the_reason_and_stays_whole() -> None:
+    model = zoo.layerskip_of("gpt2")
+    settings = model.model.generation_config.to_dict()
+    plan = Plan(6, 1, ("hf_generate", "hf_early_exit", "speculative"))
+    found = run_benchmark(model, EARLY_EXIT, PROMPTS[:1], plan)
+    rows = {row["name"]: row for row in found.rows}
+    assert rows["hf_early_exit"]["reason"].startswith("IndexError: ")
+    assert rows["hf_early_exit"]["tokens_per_s"] is None
+    assert rows["hf_generate"]["identical"] == rows["speculative"]["identical"] == 1
+    assert model.model.config.num_hidden_layers == zoo.NUM_LAYERS
+    assert model.model.generation_config.to_dict() == settings
+
+
+def test_what_hugging_face_reads_from_the_generation_config_is_set_for_the_run_alone(monkeypatch) -> None:
+    model = zoo.layerskip_of("llama")
+    seen = {}
+
+    def generate(_ids: Any, **_arguments: Any) -> None:
+        seen.update(model.model.generation_config.to_dict())
+        model.model.config.num_hidden_layers = 1  # as an early exit leaves it when it fails
+        raise RuntimeError("no such\nthing")
+
+    monkeypatch.setattr(model.model, "generate", generate)
+    before = model.model.generation_config.to_dict()
+    ways, refused = huggingface_ways(model, EARLY_EXIT, ["hf_early_exit"])
+    assert not refused
+    with pytest.raises(CannotRun, match=r"^RuntimeError: no such thing$"):
+        ways[0].run((1, 2), 4)
+    assert (seen["num_assistant_tokens"], seen["assistant_confidence_threshold"]) == (3, 0.1)
+    assert seen["num_assistant_tokens_schedule"] == "constant"
+    assert model.model.generation_config.to_dict() == before
+    assert model.model.config.num_hidden_layers == zoo.NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (None, "hf_early_exit"),
+        (DecodeConfig.plain(4), "hf_early_exit"),
+        (DecodeConfig(skip_mask=SkipMask.parse("4:a1,m2"), gamma=2), "hf_early_exit"),
+        (DecodeConfig(skip_mask=SkipMask.parse("4:0-1"), gamma=2), "hf_early_exit"),
+        (EARLY_EXIT, "hf_generate_compiled"),
+    ],
+)
+def test_rows_that_make_no_sense_are_not_started(config: DecodeConfig | None, name: str) -> None:
+    ways, refused = huggingface_ways(zoo.layerskip_of("llama"), config, [name])
+    assert not ways
+    assert [one.name for one in refused] == [name]
+
+
+def test_without_a_reference_there_is_nothing_to_compare_with(monkeypatch) -> None:
+    model = zoo.layerskip_of("llama")
+
+    def generate(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(model.model, "generate", generate)
+    with pytest.raises(CannotRun, match="RuntimeError: broken"):
+        run_benchmark(model, None, PROMPTS[:1], Plan(4, 1, ("plain",)))
+
+
+# --- turns
+
+
+@given(st.integers(1, 7), st.integers(0, 5))
+def test_everyone_goes_once_a_visit_and_is_in_every_place_equally_often(count: int, start: int) -> None:
+    orders = [order_of(visit, count) for visit in range(start * count, (start + 1) * count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    for place in range(count):
+        assert sorted(order[place] for order in orders) == list(range(count))
+
+
+def test_the_circle_turns_round_so_that_neighbours_change() -> None:
+    followers = Counter(pair for visit in range(8) for pair in itertools.pairwise(order_of(visit, 4)))
+    assert followers[(0, 1)] == followers[(1, 0)] > 0
+
+
+class FakeWay:
+    """A way with given seconds, which writes down when it ran."""
+
+    def __init__(self, name: str, seconds: Callable[[int], float], log: list[str], fails_at: int = -1) -> None:
+        self.name, self.settings = name, dict[str, object]()
+        self._seconds, self._log, self._fails_at = seconds, log, fails_at
+        self._calls = 0
+
+    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
+        self._log.append(self.name)
+        if self._calls == self._fails_at:
+            raise CannotRun("out of luck")
+        self._calls += 1
+        seconds = self._seconds(self._calls)
+        return Sample(tuple(range(max_new_tokens)), max_new_tokens - 1, seconds, 2 * seconds)
+
+
+def same(_prompt: Sequence[int], ids: Sequence[int], reference: Sequence[int]) -> IdentityReport:
+    return IdentityReport(identical=tuple(ids) == tuple(reference), is_tie=False)
+
+
+def cases_of(count: int) -> list[Case]:
+    return [Case(f"p{i}", tuple(range(i + 1)), tuple(range(5))) for i in range(count)]
+
+
+def test_every_way_runs_on_every_prompt_in_turns_after_a_warm_up() -> None:
+    log: list[str] = []
+    cases = cases_of(2)
+    rows = [Row(FakeWay(name, lambda _: 1.0, log), 2, 5, same) for name in "abc"]
+    progress: list[int] = []
+    assert alternate(rows, cases, 3, progress=lambda: progress.append(len(log))) == {}
+    assert log[:3] == ["a", "b", "c"]
+    visits = [log[3 + 3 * i : 6 + 3 * i] for i in range(6)]
+    assert visits == [["abc"[i] for i in order_of(visit, 3)] for visit in range(6)]
+    assert progress == [6, 9, 12, 15, 18, 21]
+    for row in rows:
+        assert [len(samples) for samples in row.samples] == [3, 3]
+        assert (row.num_identical, row.num_outputs, row.differing) == (6, 6, [])
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_who_fails_stops_nobody_else(fails_at: int) -> None:
+    log: list[str] = []
+    good = Row(FakeWay("good", lambda _: 1.0, log), 2, 5, same)
+    bad = Row(FakeWay("bad", lambda _: 1.0, log, fails_at), 2, 5, same)
+    assert alternate([bad, good], cases_of(2), 2) == {"bad": "out of luck"}
+    assert log.count("bad") == fails_at + 1
+    assert good.num_outputs == 4
+    (row, failed) = row_records({"good": good}, [Refused("bad", "out of luck")], ["good", "bad"])
+    assert row["num_outputs"] == 4
+    assert failed == {
+        "name": "bad",
+        "tokens_per_s": None,
+        "ci_low": None,
+        "ci_high": None,
+        "identical": 0,
+        "num_outputs": 0,
+        "reason": "out of luck",
+    }
+
+
+def test_differing_outputs_and_ties_are_counted_once_each() -> None:
+    answers = iter([(True, False), (False, True), (False, False), (True, False)])
+
+    def check(*_texts: Sequence[int]) -> IdentityReport:
+        identical, is_tie = next(answers)
+        return IdentityReport(identical=identical, is_tie=is_tie)
+
+    row = Row(FakeWay("a", lambda _: 1.0, []), 2, 5, check)
+    alternate([row], cases_of(2), 2)
+    (record,) = row_records({"a": row}, [], ["a"])
+    assert (record["identical"], record["ties"], record["num_outputs"], record["differing"]) == (2, 1, 4, ["p0"])
+
+
+# --- numbers
+
+
+def sampled(by_prompt: Sequence[Sequence[float]], name: str = "plain") -> Row:
+    row = Row(FakeWay(name, lambda _: 1.0, []), len(by_prompt), 5, same)
+    for samples, seconds in zip(row.samples, by_prompt, strict=True):
+        samples += [Sample((0,) * 5, 4, one, 2 * one) for one in seconds]
+    return row
+
+
+def test_a_rate_is_the_geometric_mean_of_medians() -> None:
+    (record,) = row_records({"plain": sampled([[1.0, 4.0, 2.0], [0.5, 0.5, 9.0]])}, [], ["plain"])
+    assert record["tokens_per_s"] == pytest.approx(math.sqrt((4 / 2.0) * (4 / 0.5)))
+    assert record["end_to_end_tokens_per_s"] == pytest.approx(math.sqrt((5 / 4.0) * (5 / 1.0)))
+
+
+def test_ratios_are_paired_by_prompt_and_repeat() -> None:
+    # The machine is ten times slower in the second repeat and three times on the second prompt: no ratio moves.
+    plain = sampled([[1.0, 10.0], [3.0, 30.0]])
+    faster = sampled([[0.5, 5.0], [1.5, 15.0]], "speculative")
+    found = ratio(faster, plain)
+    assert found is not None
+    assert (found.value, found.ci_low, found.ci_high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_the_interval_is_a_bootstrap_over_prompts_from_eight_on() -> None:
+    draw = random.Random(1)
+    rates = [[math.exp(draw.gauss(0.3, 0.1))] for _ in range(24)]
+    found = estimate(rates)
+    expected = ratio_interval([one[0] for one in rates], seed=0)
+    assert found is not None
+    assert expected is not None
+    assert (found.ci_low, found.ci_high) == (expected.low, expected.high)
+    assert found.ci_low < found.value < found.ci_high
+    assert (found.ci_high / found.ci_low) < math.exp(4 * 0.1 / math.sqrt(24) * 1.3)
+
+
+def test_prompts_without_a_number_are_left_out() -> None:
+    assert estimate([[], []]) is None
+    one = estimate([[], [3.0, 1.0, 2.0]])
+    assert one is not None
+    assert (one.value, one.ci_low, one.ci_high) == (pytest.approx(2.0), None, None)
+
+
+def test_an_output_that_ends_with_its_first_tokens_has_no_rate() -> None:
+    row = Row(FakeWay("plain", lambda _: 1.0, []), 1, 5, same)
+    row.samples[0].append(Sample((1,), 0, 0.0, 1.0))
+    (record,) = row_records({"plain": row}, [], ["plain"])
+    assert record["tokens_per_s"] is None
+    assert "too short to time" in record["reason"]
+
+
+def test_the_clock_starts_when_the_first_tokens_are_there() -> None:
+    ticks = itertools.count(10.0)
+    waits: list[int] = []
+    watch = FirstTokens(lambda: waits.append(1), lambda: next(ticks))
+    for tokens in ([[7, 8, 9]], [4, 5], [6]):  # the prompt, a first round of two tokens, another round
+        watch.put(torch.tensor(tokens))
+    watch.end()
+    assert (watch.arrived_s, watch.num_first, len(waits)) == (10.0, 2, 1)
+    assert next(ticks) == 11.0
+
+
+@pytest.mark.parametrize("arguments", [{}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
+def test_only_tokens_after_the_first_ones_are_timed(arguments: dict[str, int]) -> None:
+    model, prompt = zoo.layerskip_of("llama"), zoo.prompt_of(6)
+    sample = HuggingFaceWay("hf", model, arguments).run(prompt, 9)
+    assert sample.ids == zoo.greedy_reference("llama", prompt, 9)
+    assert 0 < sample.decode_s < sample.total_s
+    assert sample.num_timed == 8 if not arguments else 0 < sample.num_timed <= 8
+
+
+# --- steps
+
+
+def a_run(drafted_by_position: list[int], num_target_only: int, decode_s: float = 0.0) -> DecodeStats:
+    return DecodeStats(drafted_by_position=drafted_by_position, num_target_only=num_target_only, decode_s=decode_s)
+
+
+def test_rounds_by_the_length_of_their_draft() -> None:
+    assert rounds_by_length(a_run([9, 7, 7, 2], 0)) == {1: 2, 3: 5, 4: 2}
+    assert rounds_by_length(a_run([], 5)) == {}
+
+
+STEPS = StepSeconds(target_s={1: 1.0, 2: 1.5, 4: 2.0}, draft_s={1: 0.25, 3: 0.7})
+
+
+def test_what_the_steps_allow_by_hand() -> None:
+    # Two rounds of one draft token, five of three, four of the target alone.
+    assert allowed_s(a_run([7, 5, 5], 4), STEPS) == pytest.approx(2 * (0.25 + 1.5) + 5 * (0.7 + 2.0) + 4 * 1.0)
+
+
+def test_attained_is_what_the_steps_explain_of_the_seconds() -> None:
+    model = zoo.layerskip_of("llama")
+    turn = StepTurn(model, EARLY_EXIT, 2, 5)
+    row = Row(FakeWay("speculative", lambda _: 1.0, []), 2, 5, same)
+    for index, overhead in enumerate((1.25, 1.0)):
+        for _ in range(2):
+            stats = a_run([7, 5, 5], 4, 21.0 * overhead)
+            row.samples[index].append(Sample((0,) * 9, 8, stats.decode_s, 30.0, stats))
+            turn.samples[index].append(STEPS)
+    found = attained(row, turn)
+    assert found is not None
+    assert found.value == pytest.approx(math.sqrt(1 / 1.25))
+
+
+def test_steps_are_timed_at_the_lengths_that_the_prompt_draws_on() -> None:
+    model = zoo.layerskip_of("llama")
+    cases = make_cases(HuggingFaceWay("hf", model), PROMPTS, 12)
+    turn = StepTurn(model, EARLY_EXIT, len(cases), 12)
+    for index, case in enumerate(cases):
+        turn.take(index, case)
+        (found,) = turn.samples[index]
+        stats = model.generate(list(case.prompt_ids), config=EARLY_EXIT, max_new_tokens=12, do_sample=False).stats
+        assert set(rounds_by_length(stats)) <= set(found.draft_s)
+        assert {1, *(length + 1 for length in found.draft_s)} <= set(found.target_s)
+        assert allowed_s(stats, found) > 0
+
+
+@pytest.mark.parametrize("config", [EARLY_EXIT, DecodeConfig.plain(zoo.NUM_LAYERS)])
+def test_the_forwards_are_part_of_the_run_that_they_are_timed_in(config: DecodeConfig) -> None:
+    model = zoo.layerskip_of("llama")
+    cases = make_cases(HuggingFaceWay("hf", model), PROMPTS, 8)
+    found = forward_share(model, config, cases, 8)
+    assert found is not None
+    assert 0.0 < found.value < 1.0
+
+
+def test_the_prompts_own_forward_is_no_part_of_the_share(monkeypatch) -> None:
+    model = zoo.layerskip_of("llama")
+
+    def decode(engine: Any, *_args: Any) -> DecodeStats:
+        engine.forwards_s += [100.0, 1.0, 2.0]
+        return a_run([], 2, decode_s=6.0)
+
+    monkeypatch.setattr(steps, "decode", decode)
+    found = forward_share(model, EARLY_EXIT, cases_of(1), 8)
+    assert found is not None
+    assert found.value == pytest.approx(0.5)
+    monkeypatch.setattr(steps, "decode", lambda *_args: a_run([], 2, decode_s=6.0))
+    assert forward_share(model, EARLY_EXIT, cases_of(1), 8) is None, "an engine that hides its forwards"
+
+
+# --- bytes
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    full = LayerBytes(attention=100, mlp=300, other=7, cached_token=10, window=None)
+    sliding = LayerBytes(attention=100, mlp=300, other=7, cached_token=10, window=4)
+    found = StepBytes((full, sliding), head=1000)
+    assert found.of(None, 1, 20) == 1000 + 2 * 407 + 21 * 10 + 4 * 10
+    assert found.of(None, 3, 20) == 1000 + 2 * 407 + 23 * 10 + 6 * 10
+    assert found.of(SkipMask.parse("2:0"), 1, 20) == 1000 + 407 + 4 * 10
+    assert found.of(SkipMask.parse("2:a0,m1"), 1, 20) == 1000 + 300 + 7 + 100 + 7 + 4 * 10
+
+
+@pytest.mark.parametrize("name", ["llama", "llama fused"])
+def test_bytes_of_a_llama(name: str) -> None:
+    found = step_bytes(zoo.layerskip_of(name))
+    hidden, middle, keys, size = 32, 48, 16, 4
+    layer = LayerBytes(
+        attention=size * (2 * hidden * hidden + 2 * hidden * keys),
+        mlp=size * 3 * hidden * middle,
+        other=size * 2 * hidden,
+        cached_token=size * 2 * keys,
+        window=None,
+    )
+    assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB)
+
+
+def test_bandwidth_is_the_better_of_reading_and_copying() -> None:
+    reads = iter([value for _ in range(5) for value in (0.0, 2.0)] + [value for _ in range(5) for value in (0.0, 3.0)])
+    found = memory.read_bandwidth(torch.device("cpu"), lambda: next(reads))
+    assert found == pytest.approx(2 * (1 << 16) / 3.0), "a copy reads and writes"
+
+
+# --- profile and plot
+
+
+def test_the_profile_names_operations_that_the_steps_run() -> None:
+    model = zoo.layerskip_of("llama")
+    case = make_cases(HuggingFaceWay("hf", model), PROMPTS[:1], 6)[0]
+    found = profiling.profile_steps(model, EARLY_EXIT, case, top=40)
+    plain, draft, verify = found
+    assert (plain.step, draft.step, verify.step) == ("plain step", "draft step", "verify of 4 tokens")
+    calls = {one.step: sum(o.calls for o in one.operations if o.name in ("aten::mm", "aten::addmm")) for one in found}
+    assert calls["plain step"] == calls["verify of 4 tokens"] == 7 * zoo.NUM_LAYERS + 1
+    assert calls["draft step"] == 7 * 2 + 1, "two of four layers"
+    for one in found:
+        shares = [operation.share for operation in one.operations]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) <= 1.0 + 1e-9
+
+
+def test_the_plot_shows_the_rows_that_ran(tmp_path: Path) -> None:
+    rows = row_records({"plain": sampled([[1.0], [2.0]])}, [Refused("speculative", "why")], ["plain", "speculative"])
+    write_plot(tmp_path / "plot.html", rows, "a machine")
+    page = (tmp_path / "plot.html").read_text()
+    assert '"y":["plain"]' in page
+    assert "speculative" not in page.split("Plotly.newPlot")[1]

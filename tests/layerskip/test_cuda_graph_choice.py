@@ -1,0 +1,123 @@
+"""When the CUDA-graph engine is taken, what it records, and what else runs on its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.engines import EagerEngine, check_agreement, choice, make_engine
+from layerskip.engines.cuda_graph import CudaGraphEngine
+from layerskip.engines.fused import FusedEngine
+from layerskip.engines.graph_pool import Replay, RerunRecorder
+from layerskip.engines.static_lean import LeanExecutor
+from layerskip.teacher_forcing.choice import make_teacher_forcing
+from layerskip.teacher_forcing.rows import ForcedText
+from tests.layerskip import zoo
+from tests.layerskip.tape import TapeRecorder, engine_of, graph_model
+
+
+def test_on_a_cpu_it_is_refused_in_one_line_and_auto_does_not_try() -> None:
+    adapter = ModelAdapter(zoo.build("llama"))
+    with pytest.raises(ValueError, match="engine cuda_graph: needs a model on a CUDA device, got cpu"):
+        make_engine("cuda_graph", adapter)
+    assert "cuda_graph" not in make_engine("auto", adapter).reason
+
+
+@pytest.fixture
+def has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_has_graphs", lambda _device: True)
+    monkeypatch.setattr(choice, "CudaRecorder", lambda _device: TapeRecorder())
+
+
+@pytest.mark.usefixtures("has_graphs")
+def test_auto_takes_the_fastest_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, engines = ModelAdapter(zoo.build("llama")), []
+    for times in ({"fused": 2.0, "cuda_graph": 1.0, "eager": 3.0}, {"fused": 1.0, "cuda_graph": 2.0, "eager": 3.0}):
+
+        def measured(engine: Any, times: dict[str, float] = times) -> float:
+            engines.append(engine)
+            return times[engine.name]
+
+        monkeypatch.setattr(choice, "_decode_and_verify_ms", measured)
+        taken = make_engine("auto", adapter)
+        assert taken.engine.name == min(times, key=lambda name: times[name])
+        expected = ", ".join(f"{ms:.2f} ms {name}" for name, ms in times.items())
+        assert taken.reason == f"one token and then four take {expected}"
+        fused, graph, _ = engines[-3:]
+        assert graph.lean is fused  # one copy of the weights
+    assert len(engines[1].pool) > 0  # the one in use keeps what it has recorded
+    assert len(engines[4].pool) == 0
+
+
+@pytest.mark.usefixtures("has_graphs")
+def test_the_models_own_modules_serve_where_lean_layers_do_not() -> None:
+    taken = make_engine("cuda_graph", ModelAdapter(zoo.build("gemma2")))
+    assert taken.reason.startswith("asked for; the model's own modules (engine fused: supports Llama")
+    assert make_engine("cuda_graph", ModelAdapter(zoo.build("llama"))).reason == "asked for; lean layers"
+    automatic = make_engine("auto", ModelAdapter(zoo.build("bloom")))
+    assert automatic.engine.name == "eager"
+    assert "engine cuda_graph: BloomForCausalLM cannot be told" in automatic.reason
+
+
+@pytest.mark.usefixtures("has_graphs")
+def test_work_that_cannot_be_recorded_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses:
+        def record(self, work: Callable[[], None], preserve: Sequence[torch.Tensor]) -> Replay:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+
+    monkeypatch.setattr(choice, "CudaRecorder", lambda _device: Refuses())
+    adapter = ModelAdapter(zoo.build("llama"))
+    with pytest.raises(UnsupportedModelError, match=r"recording failed: .* when stream is capturing$"):
+        make_engine("cuda_graph", adapter)
+    taken = make_engine("auto", adapter)
+    assert taken.engine.name in ("fused", "eager")
+    assert "recording failed" in taken.reason
+
+
+def test_a_length_frozen_into_a_recording_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that works out positions from the Python length is right once and wrong at every replay."""
+    model = graph_model("llama")
+    executor, step = engine_of(model).executor, LeanExecutor.step
+
+    def frozen(self: Any, ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        length = self._cache.length
+        return step(self, ids, torch.arange(length, length + len(ids)), *rest)
+
+    check_agreement(model.engine, EagerEngine(model.adapter), model.adapter)
+    engine_of(model).close()
+    monkeypatch.setattr(type(executor), "step", frozen)
+    with pytest.raises(UnsupportedModelError, match="its logits differ from the model's"):
+        check_agreement(model.engine, EagerEngine(model.adapter), model.adapter)
+
+
+def test_teacher_forcing_takes_the_lean_layers() -> None:
+    model = graph_model("llama")
+    prompt = zoo.prompt_of(5)
+    texts = [ForcedText(list(prompt), list(zoo.greedy_reference("llama", prompt)))]
+    forcing = make_teacher_forcing(model, texts)
+    assert type(forcing).__name__ == "LayerwiseForcing"
+    assert isinstance(engine_of(model).lean, FusedEngine)
+
+
+def test_compiled_layers_serve_all_layers_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    backend, compile_function = CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_function(function, backend=backend, **how))
+    adapter = ModelAdapter(zoo.build("llama"))
+    executor = LeanExecutor(FusedEngine(adapter), compile_layers=True)
+    engine = CudaGraphEngine(adapter, executor, RerunRecorder())
+    check_agreement(engine, EagerEngine(adapter), adapter)
+    compiled = backend.frame_count
+    assert compiled == 4  # attention and MLP, of one token and of three
+    ids = torch.tensor(zoo.prompt_of(5))
+    with engine.session(12):
+        engine.forward(ids)
+        for mask in zoo.masks_of("llama").values():
+            engine.forward(ids[:1], mask)
+            engine.cache.rollback_to(5)
+    assert backend.frame_count == compiled

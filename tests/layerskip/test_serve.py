@@ -1,0 +1,138 @@
+"""python -m layerskip.serve: what it prints, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel
+from layerskip.serve import KEY_VARIABLE, main
+
+DEMO_CONFIG = Path(__file__).parents[2] / "studies" / "demo" / "best.json"
+DEMO = ("--config", str(DEMO_CONFIG), "--device", "cpu")
+KEY = "correct-horse-battery"
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def test_as_a_program_it_says_where_it_serves_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY + "\n")
+    key_file.chmod(0o600)
+    command = [sys.executable, "-m", "layerskip.serve", *DEMO, "--port", "0", "--api-key-file", str(key_file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(6)]
+        found = re.fullmatch(r"serving   (http://127\.0\.0\.1:([1-9]\d*))\n", lines[0])
+        assert found, lines
+        confirmed = DecodeConfig.load(DEMO_CONFIG).confirmed
+        assert isinstance(confirmed, Confirmed)
+        assert lines[1].startswith("model     model: LlamaForCausalLM, 12 layers, float32 on cpu, engine fused, 1 thr")
+        assert f"mask {DecodeConfig.load(DEMO_CONFIG).skip_mask}, gamma" in lines[2]
+        assert lines[3].startswith(f"confirmed {confirmed.speedup:.2f}x plain decoding (95 %")
+        # The example works as it stands; read as a shell would, since curl may not be there.
+        assert KEY not in lines[5]
+        words = shlex.split(lines[5].removeprefix("try       ").replace(f"${KEY_VARIABLE}", KEY))
+        headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
+        body = words[words.index("-d") + 1].encode()
+        with urllib.request.urlopen(urllib.request.Request(words[1], body, headers), timeout=60) as answer:
+            assert json.load(answer)["object"] == "text_completion"
+        client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key=KEY, max_retries=0)
+        text = client.completions.create(model="model", prompt="def read(", max_tokens=8).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert out == ""
+    assert [line.split(" ", 3)[3].split(" 200 ")[0] for line in err.splitlines()] == ["POST '/v1/completions'"] * 2
+    assert KEY not in err
+    assert "def read" not in err
+    assert text == LayerSkipModel.from_config(DEMO_CONFIG, device="cpu").generate("def read(", max_new_tokens=8).text
+
+
+BAD_INPUT = {
+    "nothing": ([], "give --config FILE, or --model NAME"),
+    "missing config": (["--config", "nosuch.json"], "--config: no such file: nosuch.json"),
+    "port": ([*DEMO, "--port", "65536"], "--port: must be in 0..65535, got 65536"),
+    "text as port": ([*DEMO, "--port", "http"], "--port: invalid int value"),
+    "queue": ([*DEMO, "--queue", "-1"], "--queue: must be in 0..10000, got -1"),
+    "grace": ([*DEMO, "--grace", "nan"], "--grace: must be in 0..86400, got nan"),
+    "body": ([*DEMO, "--max-body-bytes", "1"], "--max-body-bytes: must be in 1024..1073741824, got 1"),
+    "limit": ([*DEMO, "--max-new-tokens-limit", "0"], "--max-new-tokens-limit: must be in 1..1073741824, got 0"),
+    "context": ([*DEMO, "--port", "0", "--max-context", "5000"], "--max-context: must be at most the model's 1024"),
+    "other machines without a key": (
+        [*DEMO, "--host", "0.0.0.0"],
+        "--host: 0.0.0.0 can be reached from other machines",
+    ),
+    "a name without a key": ([*DEMO, "--host", "example.org"], "can be reached from other machines"),
+    "no key file": ([*DEMO, "--api-key-file", "nosuch"], "--api-key-file: no such file: nosuch"),
+    "a key on the command line": ([*DEMO, "--api-key", KEY], "unrecognized arguments"),
+    "not this machine's": ([*DEMO, "--host", "127.0.0.1.5"], "cannot serve on 127.0.0.1.5"),
+    "name": ([*DEMO, "--port", "0", "--served-model-name", "a\nb"], "model_id: must be printable text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, capsys, monkeypatch) -> None:
+    arguments, expected = BAD_INPUT[case]
+    if case == "not this machine's":
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+    try:
+        code = run(*arguments)
+    except SystemExit as error:  # the parser's own
+        code = int(str(error.code))
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(("layerskip.serve: error: ", "python -m layerskip.serve: error: "))
+    assert expected in err
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("layerskip.serve.load_model", lambda *_: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(*DEMO, "--port", port) == 2
+    said = f"layerskip.serve: error: cannot serve on 127.0.0.1:{port}: Address already in use; try another --port\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_weak_key_is_refused_and_not_shown(tmp_path: Path, capsys, monkeypatch) -> None:
+    path = tmp_path / "key"
+    path.write_text("secret1")
+    path.chmod(0o600)
+    assert run(*DEMO, "--api-key-file", path) == 2
+    monkeypatch.setenv(KEY_VARIABLE, "secret2")
+    assert run(*DEMO) == 2
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    assert run(*DEMO) == 2
+    err = capsys.readouterr().err
+    assert err.count("API key: must be at least 16 printable ASCII characters") == 3
+    assert "secret" not in err
+
+
+def test_a_missing_extra_is_one_line_that_names_it(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert run(*DEMO) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("layerskip.serve: error: needs the serve extra, pip install 'layerskip[serve]': ")
+    assert err.count("\n") == 1

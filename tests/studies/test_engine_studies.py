@@ -1,0 +1,95 @@
+"""The studies of the engine: what they write, from tiny models, and the straight lines through their points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip.benchmark import memory
+from layerskip.step_times import StepTimer
+from studies.engine import growth, results, sizes
+from studies.engine.random_models import VOCABULARY, random_llama, random_text
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CPU_BYTES", 1 << 16)
+    monkeypatch.setattr(results, "take_picture", lambda _page, picture, *_size: picture.write_bytes(b"png"))
+
+
+def test_growth_writes_three_figures_and_their_numbers(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The clock is a model of the costs, so the lines through the points are known."""
+
+    def verify_s(self: Any, text: tuple[int, ...], counts: list[int]) -> list[float]:
+        layers = len(self._engine._adapter.layers)
+        return [1e-3 * (2 + layers + n + len(text) / 10) for n in counts]
+
+    def draft_s(self: Any, text: tuple[int, ...], masks: list[Any], *, gamma: int, threshold: bool) -> list[float]:
+        kept = [mask.num_layers - len(mask.skipped_layers) for mask in masks]
+        return [1e-3 * (0.5 + one + len(text) / 20) for one in kept]
+
+    monkeypatch.setattr(StepTimer, "verify_s", verify_s)
+    monkeypatch.setattr(StepTimer, "draft_s", draft_s)
+    assert growth.main(["--quick", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "growth.json").read_text())
+    lines = {(sweep["name"], line["name"]): line for sweep in record["sweeps"] for line in sweep["lines"]}
+    expected = {
+        ("layers", "plain step"): (4.6, 1.0),
+        ("layers", "verify of 5"): (8.6, 1.0),
+        ("layers", "draft step, half the layers"): (1.3, 0.5),
+        ("context", "plain step"): (5.0, 0.1),
+        ("gamma", "its verification"): (8.6, 1.0),
+        ("gamma", "its draft, half the layers"): (0.0, 3.3),
+        ("gamma", "a round"): (8.6, 4.3),
+        ("gamma", "plain decoding of gamma + 1 tokens"): (8.6, 8.6),
+    }
+    for key, (fixed, slope) in expected.items():
+        assert lines[key]["fixed_ms"] == pytest.approx(fixed, abs=1e-6), key
+        assert lines[key]["slope_ms"] == pytest.approx(slope), key
+        assert lines[key]["fit_error"] == pytest.approx(0, abs=1e-9)
+    assert sorted(one.name for one in tmp_path.glob("*.png")) == [
+        "growth_context.png",
+        "growth_gamma.png",
+        "growth_layers.png",
+    ]
+    assert "100 ms a thousand tokens" in (tmp_path / "growth.md").read_text()
+
+
+def test_sizes_writes_a_line_for_every_dtype(tmp_path: Path, capsys) -> None:
+    arguments = ["--quick", "--layers", "2", "--repeats", "1", "--prompts", "1", "--engine", "eager"]
+    assert sizes.main([*arguments, "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "sizes.json").read_text())
+    assert [(one["dtype"], one["engine"]) for one in record["results"]] == [("float32", "eager"), ("bfloat16", "eager")]
+    exact, reduced = (next(row for row in one["rows"] if row["name"] == "plain") for one in record["results"])
+    assert (exact["identical"], exact["num_outputs"]) == (1, 1)
+    assert reduced["identical"] + reduced["ties"] == 1
+    assert all(set(one["verify"]) == {"1", "2", "4", "8"} for one in record["results"])
+    assert len((tmp_path / "sizes.md").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (growth.main, ["--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
+        (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
+        (sizes.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(main: Any, arguments: list[str], message: str, capsys) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_random_models_never_end_their_text() -> None:
+    model = random_llama(1, 64, engine="eager")
+    assert model.eos_token_ids == frozenset()
+    text = random_text(9, seed=3)
+    assert text == random_text(9, seed=3) != random_text(9)
+    assert all(0 < token < VOCABULARY for token in text)
+    assert len(model.generate(text, max_new_tokens=5).ids) == 5
