@@ -71,6 +71,8 @@ def make_plan(arguments: argparse.Namespace, spec: StudySpec) -> ComparisonPlan:
     from search.comparison.plan import ComparisonPlan
     from search.rivals import STRATEGIES
 
+    if spec.share_prefix:
+        raise ValueError("share_prefix: must be off in a comparison, the published strategies do not have it; got True")
     names = tuple(STRATEGIES) if arguments.strategies is None else _split(arguments.strategies)
     if arguments.checkpoints is None:
         trials = arguments.trials
@@ -98,7 +100,7 @@ def _compare(
     from search.comparison.pipeline import ComparisonRun, stored_engine
     from search.comparison.plan import estimate
     from search.preflight import open_subject
-    from search.progress import Reporter
+    from search.terminal.reporter import Reporter
     from search.prompts import load_prompts
     from search.storage import check_writable
     from search.subject import Tools

@@ -166,7 +166,7 @@ def describe(config: DecodeConfig) -> str:
         text += f", draft_threshold {config.draft_threshold:g}"
     if config.target_threshold:
         text += f", target_threshold {config.target_threshold:g}"
-    return text
+    return text + (", share_prefix" if config.share_prefix else "")
 
 
 def _choosing_pass(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from scipy.linalg import cho_factor, cho_solve
 
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 
 Floats = NDArray[np.float64]
 _COMMON = 0.1
@@ -61,8 +61,9 @@ class Correction:
         rows = [[*(float(one[name]) for name in bits), *self._others(one)] for one in params]
         return np.array(rows)
 
-    def _others(self, params: Mapping[str, Any]) -> tuple[float, float, float]:
-        return (params[GAMMA] / self._space.gamma_max, params[DRAFT_THRESHOLD], params[TARGET_THRESHOLD])
+    def _others(self, params: Mapping[str, Any]) -> tuple[float, ...]:
+        share = (float(params[SHARE_PREFIX]),) if self._space.share_prefix else ()
+        return (params[GAMMA] / self._space.gamma_max, params[DRAFT_THRESHOLD], params[TARGET_THRESHOLD], *share)
 
     def _kernel(self, one: Floats, other: Floats) -> Floats:
         """Bits are 0 or 1, so their squared distance is the number that differ."""

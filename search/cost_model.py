@@ -57,6 +57,17 @@ class CostModel:
         kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
         return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
 
+    def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
+        """`verify_s`; with `share_prefix`, less what the layers kept from layer 0 on cost for all rows but one.
+
+        A layer's share of a verification is taken to grow with its rows as the whole does.
+        """
+        depth = mask.num_kept_first
+        if not share_prefix or depth in (0, mask.num_layers):
+            return self.verify_s
+        kept_s = sum(self.attention_s[:depth]) + sum(self.mlp_s[:depth])
+        return tuple(s - kept_s * max(0.0, s / self.verify_s[0] - 1.0) for s in self.verify_s)
+
     def to_json(self) -> str:
         """One line, for a study's attributes."""
         return json.dumps(asdict(self), separators=(",", ":"))

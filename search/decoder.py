@@ -119,4 +119,5 @@ def load_model(spec: StudySpec) -> Any:
         engine=spec.engine,
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,
+        looks_for_config=False,  # an old one, of other weights, must not keep a model from being searched
     )

@@ -1,111 +1,134 @@
-"""Export: best.json for the decoder and summary.json for people, both written atomically."""
+"""python -m search.export: a tuned config as what other tools take: a draft model, or best.json made again."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import argparse
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from layerskip.config import DecodeConfig, Provenance, write_atomically
-from search.confirm import Confirmation
-from search.spec import StudyPaths
+from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config import DecodeConfig
+from layerskip.skip_mask import SkipMask
+from search.draft_model import DraftModel, export_draft_model
 
+if TYPE_CHECKING:
+    from layerskip.model import LayerSkipModel
 
-@dataclass(frozen=True)
-class Origin:
-    """What the exported numbers were measured on: provenance, but for what only the end of a search knows."""
-
-    model: str
-    weights_fingerprint: str
-    device: str
-    dtype: str
-    num_layers: int
-    engine: str
-    num_threads: int
-    versions: Mapping[str, str]
-    prompts_fingerprint: str
-    held_out_fingerprint: str
+PROG = "search.export"
+_EPILOG = """\
+--draft-model writes the kept layers as an ordinary checkpoint (config.json, safetensors, tokenizer) with settings for
+Transformers, vLLM, SGLang and llama.cpp. A mask that skips attention or MLP alone has no such checkpoint: --nearest
+keeps those layers whole instead, and that draft was not measured. STUDY with --config-out writes a finished study's
+best.json again, from its storage; nothing is measured."""
 
 
-@dataclass(frozen=True)
-class SearchFacts:
-    """What the end of a search knows."""
-
-    study: str
-    seed: int
-    num_trials: int
-    max_new_tokens: int
-    command: str
-    created_at: str
-    commit: str | None
-    plain_tokens_per_s: float
-    """The study's reference plain speed on tuning prompts."""
-
-
-def with_provenance(confirmation: Confirmation, origin: Origin, facts: SearchFacts) -> DecodeConfig:
-    """The confirmed config, complete: ready to be saved and loaded by `layerskip`."""
-    winner = confirmation.winner
-    provenance = Provenance(
-        model=origin.model,
-        weights_fingerprint=origin.weights_fingerprint,
-        device=origin.device,
-        dtype=origin.dtype,
-        num_layers=origin.num_layers,
-        versions=dict(origin.versions),
-        study=facts.study,
-        trial=winner.trials[0] if winner else None,
-        seed=facts.seed,
-        num_trials=facts.num_trials,
-        prompts_fingerprint=origin.prompts_fingerprint,
-        held_out_fingerprint=origin.held_out_fingerprint,
-        max_new_tokens=facts.max_new_tokens,
-        num_threads=origin.num_threads,
-        engine=origin.engine,
-        commit=facts.commit,
-        command=facts.command,
-        created_at=facts.created_at,
-        searched_tokens_per_s=winner.speedup * facts.plain_tokens_per_s if winner else None,
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog=f"python -m {PROG}",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    fields = {name: getattr(confirmation.config, name) for name in DecodeConfig.model_fields}
-    return DecodeConfig(**(fields | {"provenance": provenance}))
+    parser.add_argument("study", nargs="?", help="study folder, or its study.toml, for --config-out")
+    parser.add_argument("--config-out", type=Path, metavar="FILE", help="where to write the study's config")
+    parser.add_argument("--storage", help="Optuna storage, if it is not the study's own")
+    parser.add_argument("--study-name", help="name inside the storage")
+    parser.add_argument("--config", type=Path, help="decode config, as the search exports it, for --draft-model")
+    parser.add_argument("--draft-model", type=Path, metavar="DIR", help="new folder for the draft model")
+    parser.add_argument("--nearest", action="store_true", help="a mask with lone sublayers: export the nearest one")
+    parser.add_argument("--group", metavar="NAME", help="the config's setting for this prompt group")
+    parser.add_argument("--model", help="Hugging Face id or folder; default: the model that the config names")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
+    return parser
 
 
-def save_best(config: DecodeConfig, paths: StudyPaths) -> Path | None:
-    """Write best.json; returns where an unreadable best.json that stood there was kept, else None."""
-    kept = None
-    if paths.best.exists():
-        try:
-            DecodeConfig.load(paths.best)
-        except (ValueError, OSError):
-            kept = paths.best.with_name(paths.best.name + ".bak")
-            paths.best.replace(kept)
-    config.save(paths.best)
-    return kept
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
 
 
-def save_summary(summary: Mapping[str, Any], paths: StudyPaths) -> None:
-    """Write summary.json. Numbers that are not finite become null: JSON knows none."""
-    write_atomically(paths.summary, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+def _run(arguments: argparse.Namespace) -> int:
+    asked = {name: getattr(arguments, name) is not None for name in ("study", "config_out", "config", "draft_model")}
+    if asked == {"study": True, "config_out": True, "config": False, "draft_model": False}:
+        return _write_config(arguments)
+    if asked == {"study": False, "config_out": False, "config": True, "draft_model": True}:
+        return _write_draft_model(arguments)
+    raise ValueError("give --config FILE and --draft-model DIR, or STUDY and --config-out FILE")
 
 
-def portable_model_name(model: str, folder: Path) -> str:
-    """The model as best.json names it: `./path` where it lies inside the study folder, else as it was given."""
-    path = Path(model)
-    if not path.is_absolute():
-        return model
-    relative = os.path.relpath(path.resolve(), folder.resolve())
-    return model if relative.startswith("..") else f"./{relative}"
+def _write_config(arguments: argparse.Namespace) -> int:
+    from search.reporting.source import Address, opened
+    from search.run import demo_folder
+    from search.stored_config import stored_config
+
+    file = arguments.config_out.expanduser().absolute()
+    if not file.parent.is_dir():
+        raise ValueError(f"--config-out: no such folder: {file.parent}")
+    address = Address(arguments.study, arguments.storage, arguments.study_name)
+    with opened(address, demo=demo_folder()) as source:
+        config = stored_config(source.load(), file.parent)
+    config.save(file)
+    verdict = "speculate" if config.speculates else "do not speculate"
+    sys.stdout.write(f"written {file}: {verdict}, mask {config.skip_mask}, gamma {config.gamma}\n")
+    return 0
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value
+def _write_draft_model(arguments: argparse.Namespace) -> int:
+    if not arguments.config.is_file():
+        raise ValueError(f"--config: no such file: {arguments.config}")
+    config = DecodeConfig.load(arguments.config).for_group(arguments.group)
+    quiet_libraries()
+    from layerskip.draft_checkpoint import check_new_folder
+
+    check_new_folder(arguments.draft_model)  # before the model is loaded
+    draft = export_draft_model(
+        _load(arguments, config), config, arguments.draft_model.absolute(), nearest=arguments.nearest
+    )
+    _tell(draft)
+    return 0
+
+
+def _load(arguments: argparse.Namespace, config: DecodeConfig) -> LayerSkipModel:
+    """The model in the format it is stored in, on the CPU: it is only cut, and compared once."""
+    from layerskip.draft_checkpoint import checkpoint_dtype
+    from layerskip.model import LayerSkipModel, resolve_model_path
+
+    if arguments.model is None and config.provenance is None:
+        raise ValueError("--model: is required, the config does not name a model")
+    name = arguments.model or resolve_model_path(config.provenance.model, arguments.config)  # type: ignore[union-attr]
+    return LayerSkipModel.from_pretrained(
+        name,
+        config=config,
+        device="cpu",
+        dtype=checkpoint_dtype(name, trust_remote_code=arguments.trust_remote_code),
+        engine="eager",
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+def _tell(draft: DraftModel) -> None:
+    kept = draft.kept_layers
+    lines = []
+    if draft.approximates is not None:
+        lines.append(
+            f"warning: {draft.approximates} has no draft model; exported the nearest mask of whole layers, "
+            f"{draft.mask} (a layer is left out only if both of its sublayers are). It was not measured"
+        )
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write(
+        f"written {draft.folder}: layers {_ranges(draft.mask)} ({len(kept)} of {draft.mask.num_layers}), logits as the "
+        f"masked model's (relative difference {draft.logit_difference:.1g})\n"
+        f"settings for Transformers, vLLM, SGLang and llama.cpp: {draft.folder / 'README.md'}\n"
+    )
+
+
+def _ranges(mask: SkipMask) -> str:
+    """The kept layers in a mask's own short form."""
+    kept = SkipMask.from_layers(mask.num_layers, [i for i in range(mask.num_layers) if i not in mask.skipped_layers])
+    return str(kept).partition(":")[2]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

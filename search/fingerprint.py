@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from layerskip.machine import cpu_name, device_name, git_commit, package_version
 from search.prompts import PromptSet
 from search.spec import StudySpec
 
@@ -36,6 +35,7 @@ class Fingerprint:
     max_new_tokens: int
     gamma_max: int
     granularity: str
+    share_prefix: bool = False
     space_version: int = SPACE_VERSION
 
 
@@ -63,11 +63,13 @@ def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: P
         max_new_tokens=spec.max_new_tokens,
         gamma_max=spec.gamma_max,
         granularity=spec.granularity,
+        share_prefix=spec.share_prefix,
     )
 
 
 def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     """Raises: FingerprintMismatch naming every field that differs, with both values."""
+    stored = {"share_prefix": False} | dict(stored)  # studies from before there was the choice
     current = asdict(now)
     names = [field.name for field in fields(now)] + [name for name in stored if name not in current]
     differing = [
@@ -88,47 +90,3 @@ def environment() -> dict[str, str]:
     facts |= {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
     commit = git_commit(Path(__file__).parent)
     return facts | ({"commit": commit} if commit else {})
-
-
-def device_name(device: Any) -> str:
-    """`cpu`, or the name the driver gives the device."""
-    if device.type == "cuda":
-        import torch
-
-        return str(torch.cuda.get_device_name(device))
-    return str(device.type)
-
-
-def cpu_name() -> str:
-    """The processor's model name as the system reports it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def package_version(name: str) -> str:
-    """Version of an installed package, `unknown` if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def git_commit(folder: Path) -> str | None:
-    """HEAD of the checkout that holds `folder`, with `+changes` if files differ; None outside a checkout."""
-    try:
-        head = _git(folder, "rev-parse", "HEAD")
-        return head + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-    )
-    return done.stdout.strip()

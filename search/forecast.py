@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from layerskip.engines.prefix import PrefixStates
 from layerskip.skip_mask import SkipMask
 from search.leaderboard import Key, key_of
-from search.predictor import Predictor
+from search.predictor import Predicted, Predictor
 from search.sensitivity import Sensitivity
-from search.space import SearchSpace
+from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 from search.warm_starts import warm_starts
 
 _NUM_ELITE = 4
@@ -45,37 +46,38 @@ class Candidates:
     def of(self, mask: SkipMask) -> Candidate:
         """The mask at its best predicted setting. Cost: a reading if the mask is new."""
         best = self.predictor.best_setting(mask)
-        return Candidate(self._space.to_params(best.config), float(np.log(best.speedup)))
+        return self._candidate(max([best, *self._shared(best)], key=lambda one: one.speedup))
 
     def variants(self, mask: SkipMask, count: int) -> list[Candidate]:
-        """The mask at its `count` best settings."""
-        return [
-            Candidate(self._space.to_params(one.config), float(np.log(one.speedup)))
-            for one in self.predictor.best_settings(mask, count)
-        ]
+        """The mask at its `count` best settings; each with and without a shared prefix, where the space has it."""
+        found = self.predictor.best_settings(mask, count)
+        return [self._candidate(one) for best in found for one in (best, *self._shared(best))]
+
+    def _shared(self, one: Predicted) -> list[Predicted]:
+        if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
+            return []
+        return [self.predictor.shared(one)]
+
+    def _candidate(self, one: Predicted) -> Candidate:
+        return Candidate(self._space.to_params(one.config), float(np.log(one.speedup)))
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
-        """JSON values: mask in text form, gamma, thresholds, log speedup."""
-        rows = []
+        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it."""
+        rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(dict(one.params))
-            rows.append(
-                [
-                    str(config.skip_mask),
-                    config.gamma,
-                    config.draft_threshold,
-                    config.target_threshold,
-                    round(one.log_speedup, 5),
-                ]
-            )
+            row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
+            rows.append([*row, round(one.log_speedup, 5), *([config.share_prefix] if self._space.share_prefix else [])])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
         """The inverse of `write`."""
         found = []
-        for mask, gamma, draft_threshold, target_threshold, log_speedup in rows:
+        for mask, gamma, draft_threshold, target_threshold, log_speedup, *share in rows:
             bits = self._space.to_bits(SkipMask.parse(mask))
-            others = {"gamma": gamma, "draft_threshold": draft_threshold, "target_threshold": target_threshold}
+            others = {GAMMA: gamma, DRAFT_THRESHOLD: draft_threshold, TARGET_THRESHOLD: target_threshold}
+            if self._space.share_prefix:
+                others[SHARE_PREFIX] = bool(share and share[0])
             found.append(Candidate(bits | others, float(log_speedup)))
         return found
 

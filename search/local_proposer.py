@@ -10,7 +10,15 @@ from optuna.trial import FrozenTrial
 
 from search.leaderboard import key_of, make_standings
 from search.proposals import Proposal, ProposeOptions, measured_keys, propose_again
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, SearchSpace, snap_threshold
+from search.space import (
+    DRAFT_THRESHOLD,
+    GAMMA,
+    SHARE_PREFIX,
+    TARGET_THRESHOLD,
+    THRESHOLD_MAX,
+    SearchSpace,
+    snap_threshold,
+)
 from search.warm_starts import warm_starts
 
 _NUM_PARENTS = 4
@@ -88,6 +96,8 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     for name, chance in ((DRAFT_THRESHOLD, 0.3), (TARGET_THRESHOLD, 0.1)):
         if rng.random() < chance:
             moved[name] = snap_threshold(float(np.clip(moved[name] + rng.normal(0, 0.15), 0, THRESHOLD_MAX)))
+    if space.share_prefix and rng.random() < 0.2:
+        moved[SHARE_PREFIX] = not moved[SHARE_PREFIX]
     if moved == dict(params):
         name = str(rng.choice(bits)) if bits else DRAFT_THRESHOLD
         moved[name] = not moved[name] if bits else snap_threshold(0.5 if moved[name] != 0.5 else 0.0)

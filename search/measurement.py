@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerskip.benchmark.alternation import no_garbage_collection
 from layerskip.config import DecodeConfig
 from layerskip.lockstep import Diverged
 from layerskip.stats import DecodeStats
@@ -155,18 +154,6 @@ def add_up(stats: Sequence[DecodeStats]) -> Acceptance:
         drafted_by_position=_sum_lists([one.drafted_by_position for one in stats]),
         num_target_only=sum(one.num_target_only for one in stats),
     )
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector out of a timed region; whatever it was before, it is afterwards."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed | Fault:

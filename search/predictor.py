@@ -121,8 +121,13 @@ class Predictor:
 
     def forecast(self, config: DecodeConfig, steps: Sequence[int]) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, mean over all) as configs are ranked: one draft deep, costs by terms."""
-        logs = self._text_logs(config.skip_mask, Settings.of(config))[0]
+        logs = self._text_logs(config.skip_mask, Settings.of(config), share_prefix=config.share_prefix)[0]
         return self._fill(np.exp(logs), steps), float(np.exp(logs.mean()))
+
+    def shared(self, one: Predicted) -> Predicted:
+        """The same with `share_prefix`: the same rounds, cheaper verifications."""
+        config = one.config.model_copy(update={"share_prefix": True})
+        return Predicted(config, self.forecast(config, ())[1])
 
     def surface(self, mask: SkipMask, target_threshold: float) -> tuple[Floats, Floats, Floats]:
         """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask, for plotting."""
@@ -170,8 +175,11 @@ class Predictor:
             reading.confidence,
             self._rows.select(places),
             Settings.of(config),
-            self.cost.verify_s,
+            self._verifications_s(config),
         )
+
+    def _verifications_s(self, config: DecodeConfig) -> tuple[float, ...]:
+        return self.cost.verifications_s(config.skip_mask, share_prefix=config.share_prefix)
 
     def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
         depth = min(SHARP_DEPTH, max(0, config.gamma - 1))
@@ -184,13 +192,14 @@ class Predictor:
                 map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
             )
         )
+        table = self._verifications_s(config)
         drafted, num_rounds, alone, verify_s = np.zeros((4, 1, len(places)))
         for one in rounds:
             count = one.drafted + added.get(id(one), 0)
             drafted[0, one.text] += count
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
-            verify_s[0, one.text] += self.cost.verify_s[count] if count else 0.0
+            verify_s[0, one.text] += table[count] if count else 0.0
         return Counts(drafted, num_rounds, alone, verify_s)
 
     @staticmethod
@@ -217,10 +226,11 @@ class Predictor:
         means: Floats = self._text_logs(mask, grid).mean(axis=1)
         return means
 
-    def _text_logs(self, mask: SkipMask, grid: Settings) -> Floats:
+    def _text_logs(self, mask: SkipMask, grid: Settings, *, share_prefix: bool = False) -> Floats:
         """(S, P): log speedup on each text."""
         readings = self._reading(mask)
-        counts = replay(readings.accepted, readings.confidence, self._rows, grid, self.cost.verify_s)
+        table = self.cost.verifications_s(mask, share_prefix=share_prefix)
+        counts = replay(readings.accepted, readings.confidence, self._rows, grid, table)
         plain = self.cost.draft_s(mask, threshold=False)
         watched = self.cost.draft_s(mask, threshold=True)
         return self._logs(counts, self._rows, np.where(grid.draft_threshold > 0, watched, plain))

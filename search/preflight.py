@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from layerskip.config import DEFAULT_GROUP, DecodeConfig
+from layerskip.machine import package_version
 from search.decoder import ModelDecoder, load_model
-from search.export import Origin, portable_model_name
-from search.fingerprint import package_version, take_fingerprint
-from search.progress import duration
+from search.fingerprint import take_fingerprint
+from search.terminal.text import duration
 from search.prompts import PromptSet, encode_prompts
 from search.reference import prompts_for, warm_up
+from search.results import Origin, portable_model_name
 from search.space import SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
@@ -22,8 +24,12 @@ def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSe
 
     Raises: ValueError or OSError in one line for a model that cannot be used or a prompt that does not fit.
     """
+    return subject_of(load_model(spec), spec, paths, prompt_sets)
+
+
+def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:
+    """The same for a LayerSkipModel that is there already; its device and number format are its own, not the spec's."""
     tuning, held_out = prompt_sets
-    model = load_model(spec)
     if model.tokenizer is None:
         raise ValueError(f"{spec.model}: has no tokenizer, which prompts need")
     encoded = tuple(encode_prompts(one, model, room=spec.max_new_tokens) for one in prompt_sets)
@@ -40,7 +46,9 @@ def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSe
         prompts_fingerprint=fingerprint.tuning_prompts,
         held_out_fingerprint=fingerprint.held_out_prompts,
     )
-    space = SearchSpace.for_model(model, gamma_max=spec.gamma_max, granularity=spec.granularity)
+    space = SearchSpace.for_model(
+        model, gamma_max=spec.gamma_max, granularity=spec.granularity, share_prefix=spec.share_prefix
+    )
     return Subject(ModelDecoder(model, spec.max_new_tokens), space, encoded[0], encoded[1], fingerprint, origin)
 
 

@@ -1,4 +1,4 @@
-"""Named prompt sets from JSONL: tuning and held-out, never mixed."""
+"""Named prompt sets: tuning and held-out, never mixed."""
 
 from __future__ import annotations
 
@@ -7,72 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from layerskip.config import describe_validation_error
+from layerskip.prompts import Encoder, Prompt, encode_prompt
+from layerskip.prompts import read_prompts as read_file
 from search.per_group.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 
 MIN_TUNING = 2
 MIN_HELD_OUT = 4
 MIN_TO_SPLIT = MIN_TUNING + MIN_HELD_OUT
-MAX_LINE_CHARS = 4_000_000
-Text = Annotated[str, Field(min_length=1)]
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class _Message(_Line):
-    role: Text
-    content: Text
-
-
-class _Plain(_Line):
-    prompt: Text
-    id: str | int | None = None
-    category: str | None = None
-
-
-class _Chat(_Line):
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    id: str | int | None = None
-    category: str | None = None
-
-
-class _SpecBench(_Line):
-    question_id: str | int
-    category: str
-    turns: Annotated[list[Text], Field(min_length=1)]
-    reference: list[str] | None = None
-
-
-_SHAPES: dict[str, type[_Plain] | type[_Chat] | type[_SpecBench]] = {
-    "prompt": _Plain,
-    "messages": _Chat,
-    "turns": _SpecBench,
-}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt before tokenising, and where it stands."""
-
-    prompt_id: str
-    group: str | None
-    """What its record says; None if that is no name for a group."""
-    kind: Literal["text", "chat", "turn"]
-    messages: tuple[tuple[str, str], ...]
-    """(role, content); for `text` and `turn` one message from `user`."""
-    source: str
-    """`file:line`."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the content: the same text in another file, under another id, is the same prompt."""
-        return _sha256(json.dumps([list(message) for message in self.messages]))
 
 
 @dataclass(frozen=True)
@@ -95,16 +37,6 @@ class EncodedPrompt:
     prompt_id: str
     group: str | None
     ids: tuple[int, ...]
-
-
-class Encoder(Protocol):
-    """What tokenising needs of a model."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def max_positions(self) -> int | None: ...
-    def encode(self, text: str) -> list[int]: ...
 
 
 def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROUPS) -> tuple[PromptSet, PromptSet]:
@@ -135,105 +67,16 @@ def encoded_fingerprint(prompts: Sequence[EncodedPrompt]) -> str:
 
 
 def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ...]:
-    """Every prompt of a JSONL file; blank lines are skipped, each other line has one of the three shapes.
-
-    Beside the shape's own fields a line may have the one that names its group.
-
-    Raises: ValueError naming file and line, FileNotFoundError if there is no such file.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such prompt file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text") from None
-    prompts: dict[str, Prompt] = {}
-    # Not splitlines(): JSON strings may hold U+2028 and friends unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        prompt = _parse_line(line, f"{path}:{number}", grouping)
-        if prompt.fingerprint in prompts:
-            raise ValueError(f"{prompt.source}: repeats the prompt of {prompts[prompt.fingerprint].source}")
-        prompts[prompt.fingerprint] = prompt
-    if not prompts:
-        raise ValueError(f"{path}: has no prompts")
-    return tuple(prompts.values())
+    """Every prompt of a JSONL file, with its group; see `layerskip.prompts.read_prompts`."""
+    return read_file(path, grouping)
 
 
-def encode_prompts(prompts: PromptSet, model: Encoder, *, room: int) -> tuple[EncodedPrompt, ...]:
-    """Token ids of every prompt; chats through the tokenizer's chat template.
-
-    `room` is how many positions decoding needs after the prompt (new tokens and the draft's lead).
-    Raises: ValueError naming file and line if a prompt does not fit, encodes to nothing or needs a missing template.
-    """
-    encoded = []
-    for prompt in prompts.prompts:
-        ids = tuple(_encode(prompt, model))
-        if not ids:
-            raise ValueError(f"{prompt.source}: prompt encodes to no tokens")
-        if model.max_positions is not None and len(ids) + room > model.max_positions:
-            raise ValueError(
-                f"{prompt.source}: {len(ids)} prompt tokens + {room} to decode do not fit the model's "
-                f"{model.max_positions} positions"
-            )
-        encoded.append(EncodedPrompt(prompt.prompt_id, prompt.group, ids))
-    return tuple(encoded)
-
-
-def _encode(prompt: Prompt, model: Encoder) -> Sequence[int]:
-    tokenizer = model.tokenizer
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if prompt.kind == "text" or (prompt.kind == "turn" and not has_template):
-        return model.encode(prompt.messages[0][1])
-    if not has_template:
-        raise ValueError(f"{prompt.source}: a chat prompt needs a chat template, which the model's tokenizer has not")
-    messages = [{"role": role, "content": content} for role, content in prompt.messages]
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # noqa: BLE001 (a template is somebody's program and may raise anything)
-        first_line = str(error).splitlines()[:1]
-        raise ValueError(f"{prompt.source}: the chat template refuses it: {' '.join(first_line)}") from None
-    # The template has written the special tokens already.
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def _parse_line(line: str, source: str, grouping: Grouping) -> Prompt:
-    if len(line) > MAX_LINE_CHARS:
-        raise ValueError(f"{source}: a line has at most {MAX_LINE_CHARS} characters, got {len(line)}")
-    try:
-        data = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{source}: must be a JSON object, got {type(data).__name__}")
-    named = [name for name in _SHAPES if name in data]
-    if len(named) != 1:
-        got = ", ".join(sorted(map(str, data))) or "none"
-        raise ValueError(f"{source}: must have exactly one of the fields prompt, messages, turns; got fields: {got}")
-    kind = _SHAPES[named[0]]
-    try:
-        shape = kind(**{name: data[name] for name in data if name in kind.model_fields or name != grouping.field})
-    except ValidationError as error:
-        raise ValueError(f"{source}: {describe_validation_error(error)}") from None
-    return _to_prompt(shape, grouping.read(data, source), source)
-
-
-def _to_prompt(shape: _Plain | _Chat | _SpecBench, group: str | None, source: str) -> Prompt:
-    if isinstance(shape, _SpecBench):
-        prompt = Prompt(str(shape.question_id), group, "turn", (("user", shape.turns[0]),), source)
-    else:
-        path, _, line = source.rpartition(":")
-        prompt_id = f"{Path(path).stem}-{line}" if shape.id is None else str(shape.id)
-        if isinstance(shape, _Chat):
-            messages = tuple((message.role, message.content) for message in shape.messages)
-            prompt = Prompt(prompt_id, group, "chat", messages, source)
-        else:
-            prompt = Prompt(prompt_id, group, "text", (("user", shape.prompt),), source)
-    if not all(content.strip() for _, content in prompt.messages):
-        raise ValueError(f"{source}: prompt is empty")
-    return prompt
+def encode_prompts(prompt_set: PromptSet, model: Encoder, *, room: int) -> tuple[EncodedPrompt, ...]:
+    """Token ids of every prompt; see `layerskip.prompts.encode_prompt` for `room` and what it raises."""
+    return tuple(
+        EncodedPrompt(prompt.prompt_id, prompt.group, encode_prompt(prompt, model, room=room))
+        for prompt in prompt_set.prompts
+    )
 
 
 def _split(prompts: tuple[Prompt, ...], path: str, *, by_group: bool) -> tuple[PromptSet, PromptSet]:

@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
             raise ValueError(f"--{name}: must be at least {least}, got {getattr(arguments, name)}")
     spec, paths = load_spec({}, arguments.study, demo=demo_folder())
     from search.preflight import open_subject
-    from search.progress import Reporter
+    from search.terminal.reporter import Reporter
     from search.prompts import load_prompts
 
     quiet_libraries()
@@ -128,7 +128,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
 
     Each threshold is off half of the time and anywhere on its grid otherwise.
     """
-    from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, snap_threshold
+    from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, THRESHOLD_MAX, snap_threshold
 
     names = space.bit_names
     depth = np.array([int(name.rpartition(".")[2]) for name in names]) / space.num_layers
@@ -143,6 +143,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
     params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
     for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
         params[name] = snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0
+    if space.share_prefix:
+        params[SHARE_PREFIX] = bool(rng.integers(2))
     return params
 
 

@@ -16,6 +16,7 @@ from layerskip.skip_mask import SkipMask
 GAMMA = "gamma"
 DRAFT_THRESHOLD = "draft_threshold"
 TARGET_THRESHOLD = "target_threshold"
+SHARE_PREFIX = "share_prefix"
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
 
@@ -36,9 +37,11 @@ class SearchSpace:
     """Layers whose MLP alone may be skipped."""
     layer_bits: tuple[int, ...]
     """Layers that are skipped whole or not at all."""
+    share_prefix: bool = False
+    """Whether to verify behind the layers that the draft keeps is searched too."""
 
     @classmethod
-    def for_model(cls, model: Any, *, gamma_max: int, granularity: str) -> SearchSpace:
+    def for_model(cls, model: Any, *, gamma_max: int, granularity: str, share_prefix: bool = False) -> SearchSpace:
         """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
         whole: tuple[bool, ...] = model.whole_layers_only
         if granularity == "layer":
@@ -50,6 +53,7 @@ class SearchSpace:
             attention_bits=apart,
             mlp_bits=apart,
             layer_bits=tuple(i for i, one in enumerate(whole) if one),
+            share_prefix=share_prefix,
         )
 
     @cached_property
@@ -67,11 +71,14 @@ class SearchSpace:
         """Optuna's view of the space; the same for every trial of a study."""
         threshold = FloatDistribution(0.0, THRESHOLD_MAX, step=THRESHOLD_STEP)
         bits: dict[str, BaseDistribution] = {name: CategoricalDistribution([False, True]) for name in self.bit_names}
-        return bits | {
+        others: dict[str, BaseDistribution] = {
             GAMMA: IntDistribution(1, self.gamma_max),
             DRAFT_THRESHOLD: threshold,
             TARGET_THRESHOLD: threshold,
         }
+        if self.share_prefix:
+            others[SHARE_PREFIX] = CategoricalDistribution([False, True])
+        return bits | others
 
     def suggest(self, trial: optuna.Trial) -> DecodeConfig:
         """Ask the trial for a config."""
@@ -79,18 +86,21 @@ class SearchSpace:
         params[GAMMA] = trial.suggest_int(GAMMA, 1, self.gamma_max)
         for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
             params[name] = trial.suggest_float(name, 0.0, THRESHOLD_MAX, step=THRESHOLD_STEP)
+        if self.share_prefix:
+            params[SHARE_PREFIX] = trial.suggest_categorical(SHARE_PREFIX, [False, True])
         return self.to_config(params)
 
     def to_config(self, params: dict[str, Any]) -> DecodeConfig:
         """The config of a trial's parameters. Raises: ValueError if one is missing or unknown."""
-        expected = {*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD}
-        if params.keys() != expected:
-            raise ValueError(f"params: must be the space's parameters, differ in {sorted(params.keys() ^ expected)}")
+        if params.keys() != self.distributions.keys():
+            different = sorted(params.keys() ^ self.distributions.keys())
+            raise ValueError(f"params: must be the space's parameters, differ in {different}")
         return DecodeConfig(
             skip_mask=self.to_mask(params),
             gamma=int(params[GAMMA]),
             draft_threshold=snap_threshold(params[DRAFT_THRESHOLD]),
             target_threshold=snap_threshold(params[TARGET_THRESHOLD]),
+            share_prefix=bool(params.get(SHARE_PREFIX, False)),
         )
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
@@ -114,11 +124,12 @@ class SearchSpace:
         Bits the space has not are dropped; a whole-layer bit is set if the config skips both halves; gamma is cut to
         1..gamma_max; thresholds are rounded to the step. On configs of the space it is the inverse of `to_config`.
         """
-        return self.to_bits(config.skip_mask) | {
+        params = self.to_bits(config.skip_mask) | {
             GAMMA: min(max(config.gamma, 1), self.gamma_max),
             DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
             TARGET_THRESHOLD: snap_threshold(config.target_threshold),
         }
+        return params | {SHARE_PREFIX: config.share_prefix} if self.share_prefix else params
 
 
 def snap_threshold(value: float) -> float:

@@ -17,7 +17,7 @@ STUDY_FILE = "study.toml"
 Granularity = Literal["layer", "sublayer"]
 SamplerName = Literal["replay", "local-tpe", "tpe", "gp", "random"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-EngineName = Literal["auto", "eager", "fused"]
+EngineName = Literal["auto", "eager", "fused", "cuda_graph"]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -56,6 +56,9 @@ class StudySpec(BaseModel):
     """Most draft tokens per round that the search may propose."""
     granularity: Granularity = "sublayer"
     """Skip attention and MLP apart, or whole layers only."""
+    share_prefix: bool = False
+    """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. Little to gain where
+    reading the weights is what costs (see the README)."""
     sampler: SamplerName = "replay"
     """Who proposes new configs; warm starts and re-measurements come with each of them."""
     force: bool = False
@@ -110,6 +113,15 @@ class StudyPaths:
     @property
     def summary(self) -> Path:
         return self.folder / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def artifacts(self) -> Path:
+        """Where the dashboard keeps files of the study."""
+        return self.folder / "artifacts"
 
     def storage_url(self, spec: StudySpec) -> str:
         """The storage to open: the spec's, or SQLite in the folder."""

@@ -1,66 +1,15 @@
-"""Geometric means and intervals of paired ratios."""
+"""Geometric means and intervals of paired ratios: those of `layerskip.intervals`, and what only a search asks."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-CI_LEVEL = 0.95
-MIN_BOOTSTRAP = 8
-"""Below this many prompts the bootstrap's intervals are far too narrow, so Student's t on the log ratios is used."""
+from layerskip.intervals import CI_LEVEL, Interval, geometric_mean, ratio_interval
 
-
-@dataclass(frozen=True)
-class Interval:
-    """A two-sided confidence interval of a geometric mean of ratios."""
-
-    low: float
-    high: float
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """exp(mean(log)). Raises: ValueError if empty or not all positive."""
-    if not values or min(values) <= 0:
-        raise ValueError(f"geometric mean needs positive values, got {list(values)[:8]}")
-    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
-
-
-def ratio_interval(ratios: Sequence[float], *, seed: int, level: float = CI_LEVEL) -> Interval | None:
-    """Interval of the geometric mean over prompts; None for a single prompt, which tells nothing of others.
-
-    From 8 prompts on: BCa bootstrap of the mean log ratio over prompts (10,000 resamples, percentile where BCa is
-    undefined), below: Student's t. All ratios equal: that value at both ends.
-    """
-    from scipy import stats
-
-    logs = np.log(np.asarray(ratios, dtype=float))
-    if len(logs) < 2:
-        return None
-    mean = float(logs.mean())
-    if float(np.ptp(logs)) < 1e-12:
-        return Interval(math.exp(mean), math.exp(mean))
-    if len(logs) < MIN_BOOTSTRAP:
-        half = float(stats.t.ppf(0.5 + level / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
-        return Interval(math.exp(mean - half), math.exp(mean + half))
-    for method in ("BCa", "percentile"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a degenerate BCa warns and returns nan, which is handled below
-            result = stats.bootstrap(
-                (logs,),
-                np.mean,
-                n_resamples=10_000,
-                confidence_level=level,
-                method=method,
-                rng=np.random.default_rng(seed),
-            )
-        low, high = (float(end) for end in result.confidence_interval)
-        if math.isfinite(low) and math.isfinite(high):
-            return Interval(math.exp(low), math.exp(high))
-    return None
+__all__ = ["CI_LEVEL", "Interval", "geometric_mean", "log_spread", "prompt_interval", "ratio_interval"]
 
 
 def prompt_interval(ratios: Sequence[float], *, level: float = CI_LEVEL) -> Interval | None:

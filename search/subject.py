@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from search.decoder import Decoder
-from search.export import Origin
 from search.fingerprint import Fingerprint
-from search.progress import Reporter
+from search.terminal.reporter import Reporter
 from search.prompts import EncodedPrompt
+from search.results import Origin
 from search.space import SearchSpace
 from search.stop import StopSignal
 

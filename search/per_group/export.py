@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from search.per_group.choice import Decision
 from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome
 from search.subject import Subject
+
+PER_GROUP = "per_group"
+"""Attribute of the study over all prompts, see `matrix_facts`."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,17 @@ def group_summary(result: GroupResult, config: DecodeConfig, *, group_field: str
             },
         },
     }
+
+
+def matrix_facts(summary: Mapping[str, Any]) -> str:
+    """What the study over all prompts keeps of it: the matrix without raw rates, and what each group gets, as JSON."""
+    facts = summary["per_group"]
+    matrix = {
+        row: {group: {name: value for name, value in cell.items() if name != "raw"} for group, cell in cells.items()}
+        for row, cells in facts["matrix"].items()
+    }
+    kept = {"group_field": facts["group_field"], "matrix": matrix, "exported": facts["exported"]}
+    return json.dumps(kept, separators=(",", ":"))
 
 
 def _setting(outcome: RunOutcome) -> dict[str, Any]:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import optuna
 
 from layerskip.cli import CommandError
 from layerskip.config import DEFAULT_GROUP, DecodeConfig
-from search.confirm import describe
-from search.export import save_best, save_summary
 from search.fingerprint import FingerprintMismatch, compare
 from search.leaderboard import counted
 from search.measurement import LosslessViolation, PromptCase
 from search.per_group.choice import Decision, decide
-from search.per_group.export import GroupResult, combined_config, group_summary
+from search.per_group.export import PER_GROUP, GroupResult, combined_config, group_summary, matrix_facts
 from search.per_group.grouping import count_groups, interleaved, of_group
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
 from search.pipeline import RunOutcome, SearchRun
-from search.progress import duration
 from search.prompts import encoded_fingerprint
 from search.reference import make_cases
+from search.reporting.publish import Publisher
+from search.results import save_best, save_summary
 from search.samplers import quiet_optuna
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, near, open_storage
 from search.subject import Subject, Tools
+from search.terminal.result_events import GroupVerdict, Written
 
 
 def group_subjects(subject: Subject) -> dict[str, Subject]:
@@ -154,9 +155,21 @@ class GroupRun:
             self._say.warn(f"best.json could not be read and was kept as {kept.name}")
         for line in violations_of(matrix):
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
-        written = f"{near(self._paths.best)} and {self._paths.summary.name}"
-        self._say.phase("written", f"{written} (matrix {duration(matrix_s)}, total {duration(total_s)})")
+        self._publish(summary)
+        text = f"{near(self._paths.best)} and {self._paths.summary.name}"
+        files = (str(self._paths.best), str(self._paths.summary))
+        self._say.tell(Written(text, files, {"matrix": matrix_s, "total": total_s}))
         return 1 if violations_of(matrix) else 0
+
+    def _publish(self, summary: Mapping[str, Any]) -> None:
+        """The matrix into the study over all prompts, and its report into the folder."""
+        storage = open_storage(self._paths.storage_url(self._spec))
+        try:
+            study = optuna.load_study(study_name=self._study_name(DEFAULT_GROUP), storage=storage)
+            study.set_user_attr(PER_GROUP, matrix_facts(summary))
+            Publisher(self._paths, self._tools, page=True).publish(study)
+        finally:
+            close_storage(storage)
 
     def _measure(self, settings: Mapping[str, DecodeConfig]) -> Matrix:
         """Raises: CommandError if plain decoding itself fails, out of memory say; LosslessViolation if it varies."""
@@ -189,13 +202,10 @@ class GroupRun:
     def _tell(self, matrix: Matrix, decisions: Mapping[str, Decision], config: DecodeConfig) -> None:
         rows = {"own": "", "default": DEFAULT_GROUP}
         chosen = {(rows[one.source] or name, name) for name, one in decisions.items() if one.source in rows}
-        self._say.phase("matrix", "speedup over plain decoding, 95 % interval; * = what the group gets")
-        for line in table(matrix, chosen):
-            self._say.phase("", line)
+        head = "speedup over plain decoding, 95 % interval; * = what the group gets"
+        self._say.phase("matrix", "\n".join([head, *table(matrix, chosen)]))
         for name in decisions:
-            setting = config.for_group(name)
-            words = f"{describe(setting)} ({setting.reason})" if setting.reason else describe(setting)
-            self._say.phase("result", f"{name!a}: {words}")
+            self._say.tell(GroupVerdict(self._study_name(name), name, config.for_group(name)))
 
 
 def _compare(study: optuna.Study, subject: Subject) -> None:

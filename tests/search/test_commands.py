@@ -135,7 +135,17 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(["--help"]) == 0
     text = capsys.readouterr().out
     flags = "study model prompts held-out storage study-name trials timeout device dtype max-new-tokens gamma-max"
-    for flag in [*flags.split(), "granularity", "sampler", "seed", "threads", "per-group", "group-field", "dry-run"]:
+    for flag in [
+        *flags.split(),
+        "granularity",
+        "sampler",
+        "seed",
+        "threads",
+        "per-group",
+        "group-field",
+        "dry-run",
+        "share-prefix",
+    ]:
         assert re.search(rf"--{flag}\b", text), flag
 
 

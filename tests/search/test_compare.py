@@ -26,7 +26,7 @@ from search.comparison.pipeline import ComparisonRun, stored_engine
 from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.results import _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
-from search.progress import Reporter
+from search.terminal.reporter import Reporter
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
 from search.rivals.leave_one_out import LeaveOneOut
@@ -548,6 +548,11 @@ def test_checkpoints_follow_from_the_trials(flags: list[str], checkpoints: tuple
     assert plan.checkpoints == checkpoints
     assert plan.seeds == (7, 8, 9, 10, 11)
     assert plan.strategies == tuple(STRATEGIES)
+
+
+def test_a_space_that_the_rivals_do_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="share_prefix: must be off in a comparison"):
+        make_plan(build_parser().parse_args([]), make_spec(share_prefix=True))
 
 
 def test_the_estimate_says_what_it_would_take() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -209,3 +210,29 @@ def test_variants_are_the_masks_best_settings() -> None:
     assert [math.exp(one.log_speedup) for one in found] == pytest.approx(speedups)
     assert speedups == sorted(speedups, reverse=True)
     assert candidates.of(mask).log_speedup >= found[0].log_speedup - 1e-12
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_candidates_are_written_and_read_with_all_that_the_space_has(share_prefix: bool) -> None:
+    candidates, _ = candidates_of(dataclasses.replace(SPACE, share_prefix=share_prefix))
+    found = [candidates.of(mask) for mask in known_masks(SPACE)]
+    again = candidates.read(json.loads(json.dumps(candidates.write(found))))
+    assert [one.params for one in again] == [one.params for one in found]
+    assert {one.params.get("share_prefix") for one in found} == ({False, True} if share_prefix else {None})
+
+
+def test_sharing_is_proposed_where_it_is_predicted_to_pay() -> None:
+    """Its price is that of the verifications less the kept layers' rows; masks that begin with a skip have no say."""
+    space = dataclasses.replace(SPACE, share_prefix=True)
+    candidates, _ = candidates_of(space)
+    early = SkipMask.early_exit(space.num_layers, space.num_layers // 2)
+    one, twin = candidates.of(early), candidates_of(SPACE)[0].of(early)
+    assert one.params == twin.params | {"share_prefix": True}
+    assert one.log_speedup > twin.log_speedup
+    assert one.log_speedup == pytest.approx(
+        math.log(candidates.predictor.forecast(space.to_config(dict(one.params)), [])[1])
+    )
+    assert {two.params["share_prefix"] for two in candidates.variants(early, 2)} == {False, True}
+    late = SkipMask.from_layers(space.num_layers, [0])
+    assert candidates.of(late).params["share_prefix"] is False
+    assert {two.params["share_prefix"] for two in candidates.variants(late, 2)} == {False}

@@ -11,7 +11,7 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
-from search.fingerprint import FingerprintMismatch
+from search.fingerprint import FingerprintMismatch, compare
 from search.leaderboard import counted
 from search.storage import open_storage
 from search.study import stored_engine
@@ -231,6 +231,14 @@ def test_another_fingerprint_is_refused_by_name(bench: Bench, change: dict[str, 
     with pytest.raises(FingerprintMismatch, match=said):
         bench.run(trials=6, fingerprint=dataclasses.replace(FINGERPRINT, **change))
     assert len(trials_of(bench)) == 3
+
+
+def test_a_study_from_before_prefixes_were_shared_resumes_without_them() -> None:
+    stored = dataclasses.asdict(FINGERPRINT)
+    del stored["share_prefix"]
+    compare(stored, FINGERPRINT)
+    with pytest.raises(FingerprintMismatch, match="share_prefix was False, now True"):
+        compare(stored, dataclasses.replace(FINGERPRINT, share_prefix=True))
 
 
 def test_a_study_of_somebody_else_is_refused(bench: Bench) -> None:

@@ -22,7 +22,8 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
     whole = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=14)))
     granularity = draw(st.sampled_from(["layer", "sublayer"]))
     model = SimpleNamespace(num_layers=len(whole), whole_layers_only=whole)
-    return SearchSpace.for_model(model, gamma_max=draw(st.integers(1, 12)), granularity=granularity)
+    gamma_max, share_prefix = draw(st.integers(1, 12)), draw(st.booleans())
+    return SearchSpace.for_model(model, gamma_max=gamma_max, granularity=granularity, share_prefix=share_prefix)
 
 
 @st.composite
@@ -32,6 +33,8 @@ def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
     params["gamma"] = draw(st.integers(1, space.gamma_max))
     for name in ("draft_threshold", "target_threshold"):
         params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
+    if space.share_prefix:
+        params["share_prefix"] = draw(st.booleans())
     return space, params
 
 
