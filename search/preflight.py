@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerskip.config import DEFAULT_GROUP, DecodeConfig
+from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine import package_version
 from search.decoder import ModelDecoder, load_model
 from search.fingerprint import take_fingerprint
-from search.terminal.text import duration
 from search.prompts import PromptSet, encode_prompts
 from search.reference import prompts_for, warm_up
 from search.results import Origin, portable_model_name
 from search.space import SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
+from search.terminal.text import duration
 
 
 def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:
@@ -32,6 +33,8 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
     tuning, held_out = prompt_sets
     if model.tokenizer is None:
         raise ValueError(f"{spec.model}: has no tokenizer, which prompts need")
+    if spec.share_prefix and not isinstance(model.engine, PrefixEngine):
+        raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
     encoded = tuple(encode_prompts(one, model, room=spec.max_new_tokens) for one in prompt_sets)
     fingerprint = take_fingerprint(model, spec, tuning, held_out)
     origin = Origin(

@@ -74,12 +74,19 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
     if not candidates:
         return EngineChoice(eager, "; ".join(refusals))
     candidates.append(eager)
-    milliseconds = [_decode_and_verify_ms(engine) for engine in candidates]
-    fastest = candidates[milliseconds.index(min(milliseconds))]
+    timed: list[tuple[float, Engine]] = []
+    for engine in candidates:
+        try:
+            timed.append((_decode_and_verify_ms(engine), engine))
+        except RuntimeError as error:
+            if not isinstance(engine, CudaGraphEngine):
+                raise
+            refusals.append(_recording_failed(error))
+    fastest = min(timed, key=lambda one: one[0])[1]
     for engine in candidates:
         if isinstance(engine, CudaGraphEngine) and engine is not fastest:
             engine.close()
-    times = ", ".join(f"{ms:.2f} ms {engine.name}" for engine, ms in zip(candidates, milliseconds, strict=True))
+    times = ", ".join(f"{ms:.2f} ms {engine.name}" for ms, engine in timed)
     return EngineChoice(fastest, "; ".join([f"one token and then four take {times}", *refusals]))
 
 
@@ -116,9 +123,12 @@ def _checked(engine: EngineT, eager: EagerEngine, adapter: ModelAdapter) -> Engi
     except RuntimeError as error:
         if engine.name != "cuda_graph":
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise UnsupportedModelError(f"engine cuda_graph: recording failed: {reason}") from error
+        raise UnsupportedModelError(_recording_failed(error)) from error
     return engine
+
+
+def _recording_failed(error: RuntimeError) -> str:
+    return f"engine cuda_graph: recording failed: {(str(error).strip().splitlines() or ['?'])[0]}"
 
 
 def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) -> None:

@@ -78,6 +78,19 @@ def test_work_that_cannot_be_recorded_is_a_reason_not_a_crash(monkeypatch: pytes
     assert "recording failed" in taken.reason
 
 
+@pytest.mark.usefixtures("has_graphs")
+def test_a_recording_that_fails_while_it_is_timed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(engine: Any) -> float:
+        if engine.name == "cuda_graph":
+            raise RuntimeError("CUDA error: out of memory")
+        return 1.0
+
+    monkeypatch.setattr(choice, "_decode_and_verify_ms", measured)
+    taken = make_engine("auto", ModelAdapter(zoo.build("llama")))
+    assert taken.engine.name == "fused"
+    assert taken.reason.endswith("1.00 ms eager; engine cuda_graph: recording failed: CUDA error: out of memory")
+
+
 def test_a_length_frozen_into_a_recording_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor that works out positions from the Python length is right once and wrong at every replay."""
     model = graph_model("llama")
