@@ -6,13 +6,13 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from layerskip.cli import OneLineParser, run_command
+from search.reporting.source import Address, open_source
 from search.run import demo_folder
-from search.spec import load_spec
-from search.storage import check_storage, close_storage, open_storage, redact, storage_file
 
 PROG = "search.dashboard"
 
@@ -43,25 +43,17 @@ def open_app(study: str | None, storage_url: str | None) -> tuple[Callable[..., 
     Opens an existing study only; never creates a database.
     Raises: ValueError or FileNotFoundError in one line.
     """
-    import optuna
+    from optuna.artifacts import FileSystemArtifactStore
 
-    spec, paths = load_spec({"storage": storage_url}, study, demo=demo_folder())
-    url, name = paths.storage_url(spec), paths.study_name(spec)
-    file = storage_file(url)
-    if file is not None and not file.is_file():
-        raise FileNotFoundError(f"{file}: no such study yet; run python -m search.run first")
-    check_storage(url)
-    storage = open_storage(url)
-    names = optuna.get_all_study_names(storage)
-    if name not in names:
-        close_storage(storage)
-        raise ValueError(f"storage {redact(url)}: has no study {name!r}, only: {', '.join(names) or 'none'}")
-    study_id = storage.get_study_id_from_name(name)
+    source = open_source(Address(study, storage_url), demo=demo_folder())
+    study_id = source.storage.get_study_id_from_name(source.name)
+    files = source.paths.artifacts
+    store = FileSystemArtifactStore(files) if files.is_dir() else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's dependencies warn of their own future
         from optuna_dashboard import wsgi
 
-        return wsgi(storage), f"dashboard/studies/{study_id}"
+        return wsgi(source.storage, store), f"dashboard/studies/{study_id}"
 
 
 def bind(app: Callable[..., Any], host: str, port: int) -> WSGIServer:
@@ -69,9 +61,15 @@ def bind(app: Callable[..., Any], host: str, port: int) -> WSGIServer:
     if not 0 <= port <= 65535:
         raise ValueError(f"--port: must be in 0..65535, got {port}")
     try:
-        return make_server(host, port, app, handler_class=_QuietHandler)
+        return make_server(host, port, app, server_class=_Server, handler_class=_QuietHandler)
     except OSError as error:
         raise OSError(f"cannot serve on {host}:{port}: {error.strerror or error}; try another --port") from None
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per request: a browser's idle connection, or a large study being sent, holds up nobody else."""
+
+    daemon_threads = True
 
 
 class _QuietHandler(WSGIRequestHandler):

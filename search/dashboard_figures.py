@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import optuna
 import plotly.graph_objects as go
@@ -13,20 +13,13 @@ import plotly.graph_objects as go
 from layerskip.config import DecodeConfig
 from search.confirm import describe
 from search.figure_style import MissingData, fit_card
-from search.leaderboard import Entry, is_full
-from search.objective import standings_of
-from search.outlook_figures import cost_figure, sensitivity_figure
-from search.reference import Reference
-from search.trial_figures import REFERENCE, convergence_figure, prediction_figure, space_of
+from search.reporting.pictures import PICTURES
+from search.reporting.record import StudyRecord, read_record
+from search.reporting.render import plain_markdown
 from search.trial_phase import CANNOT_WIN
 
-FIGURES: dict[str, Callable[[optuna.Study], go.Figure]] = {
-    "speedup-by-trial": convergence_figure,
-    "predicted-and-measured": prediction_figure,
-    "which-sublayers-matter": sensitivity_figure,
-    "what-a-step-costs": cost_figure,
-}
-"""By the id that a figure is stored under."""
+FIGURES: dict[str, Callable[[StudyRecord], go.Figure]] = {picture.key: picture.draw for picture in PICTURES}
+"""By the id that a figure is stored under; the report's, in its order."""
 YOURS = "*Written by the search, anew at the end of every run. What stands below this line is yours and stays.*"
 
 
@@ -34,33 +27,33 @@ def push_figures(study: optuna.Study) -> list[str]:
     """Draw the figures that the study has data for and store them and the note in it; returns the figures' ids.
 
     Earlier ones are replaced; what a person wrote into the note is kept.
-    Cost: a fit of the standings per trial, and a row per 2 kB; with 12 layers 30 kB and 0.3 s at 30 trials, 90 kB and
-    a second at 200.
+    Cost: a fit of the standings per trial, and a row per 2 kB; with 12 layers 60 kB and 0.5 s at 30 trials, 150 kB and
+    two seconds at 200.
     Raises: whatever the storage or the dashboard's package raises; what was stored until then stays.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's dependencies warn of their own future
         from optuna_dashboard import get_note, save_note, save_plotly_graph_object
-    save_note(study, note(study, get_note(study)))
+    record = read_record(study)
+    save_note(study, note(record, get_note(study)))
     pushed = []
     for name, draw in FIGURES.items():
         with suppress(MissingData):
-            pushed.append(str(save_plotly_graph_object(study, fit_card(draw(study)), graph_object_id=name)))
+            pushed.append(str(save_plotly_graph_object(study, fit_card(draw(record)), graph_object_id=name)))
     return pushed
 
 
-def note(study: optuna.Study, earlier: str = "") -> str:
+def note(record: StudyRecord, earlier: str = "") -> str:
     """Markdown: verdict, best config, the command; below a line what a person added to the earlier note."""
-    parts = [_verdict(study), _config(study)]
-    if (command := study.user_attrs.get("command")) is not None:
+    parts = [_verdict(record.attrs), _config(record)]
+    if (command := record.attrs.get("command")) is not None:
         parts.append(f"Made by\n\n```\n{command}\n```")
     _, ours, yours = earlier.rpartition(YOURS)
     return "\n\n".join([*parts, "---", YOURS, (yours if ours else earlier).strip()])
 
 
-def _verdict(study: optuna.Study) -> str:
+def _verdict(attrs: Mapping[str, Any]) -> str:
     """One line."""
-    attrs = study.user_attrs
     verdict, confirmed = attrs.get("verdict"), attrs.get("confirmed")
     text = "**No verdict yet**: the confirm stage has not been reached."
     if verdict == "speculate" and confirmed is not None:
@@ -73,36 +66,22 @@ def _verdict(study: optuna.Study) -> str:
         )
     elif verdict is not None:
         reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
-        text = f"**Do not speculate**: {_plain(reason)}."
+        text = f"**Do not speculate**: {plain_markdown(reason)}."
     if attrs.get(CANNOT_WIN) is not None:
-        text += f" The search was cut short: {_plain(attrs[CANNOT_WIN])}."
+        text += f" The search was cut short: {plain_markdown(attrs[CANNOT_WIN])}."
     if (plain := attrs.get("plain_tokens_per_s")) is not None:
         text += f" Plain decoding of the tuning prompts: {plain:.1f} tokens/s."
     return text
 
 
-def _config(study: optuna.Study) -> str:
+def _config(record: StudyRecord) -> str:
     """One line: the exported config where there is one, else what leads on the tuning prompts."""
-    stored = study.user_attrs.get("config")
+    stored, leader = record.attrs.get("config"), record.leader
     if stored is not None and (config := DecodeConfig(**stored)).speculates:
         return f"Best config: `{describe(config)}`"
-    leader = _leader(study)
     if leader is None:
         return "Best config: none was measured in full."
     return (
         f"Best on the tuning prompts: `{describe(leader.config)}`, {leader.speedup:.2f} times as fast "
         f"({len(leader.trials)} trials pooled, lower bound {leader.lower:.2f})"
     )
-
-
-def _leader(study: optuna.Study) -> Entry | None:
-    trials = study.get_trials(deepcopy=False)
-    full = [trial for trial in trials if is_full(trial)]
-    if not full or REFERENCE not in study.user_attrs:
-        return None
-    return standings_of(trials, space_of(full[0]), Reference.from_json(study.user_attrs[REFERENCE])).leader
-
-
-def _plain(text: str) -> str:
-    """The text as Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_<>\[\]#|~])", r"\\\1", " ".join(text.split()))

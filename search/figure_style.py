@@ -68,6 +68,17 @@ def fit_card(figure: go.Figure) -> go.Figure:
     return _titled(figure, _CARD_WIDTH, 12)
 
 
+def fit_page(figure: go.Figure) -> go.Figure:
+    """Make a finished figure part of a page that has its title and facts as text, and scrolls by touch; returns it."""
+    heading = [one.text.count("<br>") + 1 for one in figure.layout.annotations[:1] if one.yref == "paper"]
+    figure.update_layout(
+        title=None,
+        dragmode=False,  # a finger on the plot scrolls the page
+        margin={"t": 12 + _LINE * sum(heading), "l": 14, "r": 14, "b": 40},
+    )
+    return figure
+
+
 def _titled(figure: go.Figure, width: int, above: int) -> go.Figure:
     """The title with its facts in lines of so many characters, so many pixels from the top."""
     lines = textwrap.wrap(figure.layout.meta["facts"], width)

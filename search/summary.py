@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from search.confirm import Candidate, Confirmation
-from search.export import SearchFacts
+from search.confirm import Candidate, Confirmation, describe
 from search.leaderboard import Entry, Standings, counted, is_full
 from search.reference import Reference
+from search.results import SearchFacts
 from search.study import trials_by_state
 
 SCHEMA_VERSION = 1
+CANDIDATES = "candidates"
+"""Attribute of the study, see `candidates_of`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,21 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "fingerprint": dict(given.fingerprint),
         "raw": confirmation.raw,
     }
+
+
+def candidates_of(confirmation: Confirmation) -> str:
+    """The finalists in few words as JSON, for the study: config, both speedups, why excluded."""
+    finalists = [
+        {
+            "config": describe(one.entry.config),
+            "trials": list(one.entry.trials),
+            "tuning_speedup": round(one.entry.speedup, 4),
+            "speedup": None if one.speedup is None else round(one.speedup, 4),
+            "excluded": one.excluded,
+        }
+        for one in confirmation.candidates
+    ]
+    return json.dumps(finalists, separators=(",", ":"))
 
 
 def _single_best(trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from search.objective import standings_of
 from search.outlook import POOL
 from search.prediction_check import PredictionCheck, predicted_and_measured, prediction_check_of, replay_check_of
 from search.reference import Reference
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 from search.study import trials_by_state
 
 REFERENCE = "reference"
@@ -70,10 +70,10 @@ def prediction_figure(study: optuna.Study) -> go.Figure:
     return finish(figure, "Predicted against measured", _prediction_facts(check, trials))
 
 
-def convergence_figure(study: optuna.Study) -> go.Figure:
+def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | None = None) -> go.Figure:
     """Measured and predicted speedup of every trial, and the pooled lower bound of whatever led after it.
 
-    Predictions are drawn where there are some.
+    Predictions are drawn where there are some. `led` is what `leaders` returns, for a caller that knows it already.
     Raises: MissingData if no trial has been measured, or the study keeps no reference.
     """
     trials = study.get_trials(deepcopy=False)
@@ -88,7 +88,7 @@ def convergence_figure(study: optuna.Study) -> go.Figure:
     _add_trials(figure, partial, "speedup", "measured, stopped early", (BLUE, "circle-open"))
     predicted = [trial for trial in trials if "predicted_speedup" in trial.user_attrs]
     _add_trials(figure, predicted, "predicted_speedup", "predicted", (ORANGE, "x-thin-open"))
-    _add_leader(figure, measured, Reference.from_json(study.user_attrs[REFERENCE]))
+    _add_leader(figure, leaders(measured, Reference.from_json(study.user_attrs[REFERENCE])) if led is None else led)
     confirmed = study.user_attrs.get("confirmed")
     if confirmed:
         _add_confirmed(figure, len(trials) + 1 + len(trials) // 30, confirmed)
@@ -108,7 +108,8 @@ def space_of(trial: FrozenTrial) -> SearchSpace:
             bits[kind].append(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
     gamma_max = int(getattr(trial.distributions[GAMMA], "high", trial.params[GAMMA]))
-    return SearchSpace(SkipMask.parse(trial.user_attrs["skip_mask"]).num_layers, gamma_max, attention, mlp, layers)
+    num_layers = SkipMask.parse(trial.user_attrs["skip_mask"]).num_layers
+    return SearchSpace(num_layers, gamma_max, attention, mlp, layers, share_prefix=SHARE_PREFIX in trial.params)
 
 
 def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
@@ -141,8 +142,7 @@ def _add_trials(
     )
 
 
-def _add_leader(figure: go.Figure, measured: Sequence[FrozenTrial], reference: Reference) -> None:
-    found = leaders(measured, reference)
+def _add_leader(figure: go.Figure, found: Sequence[tuple[int, Entry]]) -> None:
     if not found:
         return
     figure.add_scatter(
@@ -214,5 +214,5 @@ def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> st
         text += f"; plain decoding {plain:.1f} tokens/s"
     pool = json.loads(study.user_attrs.get(POOL, "[]"))
     if pool:
-        text += f"; best of {len(pool)} predicted before the first trial {math.exp(pool[0][-1]):.2f}"
+        text += f"; best of {len(pool)} predicted before the first trial {math.exp(pool[0][4]):.2f}"
     return text

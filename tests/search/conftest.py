@@ -11,9 +11,18 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from search.reporting.publish import Publisher
 from tests.search.fakes import Bench
 
 WORDS = ["<unk>", "<end>", *(f"w{i}" for i in range(62))]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing a dozen figures takes longer than a search on fakes: only tests marked `publishes` do it."""
+    if request.node.get_closest_marker("publishes") is None:
+        monkeypatch.setattr(Publisher, "__call__", lambda *_arguments: None)
+        monkeypatch.setattr(Publisher, "publish", lambda *_arguments: None)
 
 
 @pytest.fixture
@@ -24,7 +33,10 @@ def bench(tmp_path: Path) -> Bench:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, 64 words, 64 positions, random weights whose later layers matter little."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def save_tiny_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(WORDS),
@@ -54,6 +66,10 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 @pytest.fixture
 def tiny_study(tiny_model: Path, tmp_path: Path) -> list[str]:
     """Flags of a search on the tiny model in `tmp_path/study`, of few trials."""
+    return tiny_flags(tiny_model, tmp_path)
+
+
+def tiny_flags(tiny_model: Path, tmp_path: Path) -> list[str]:
     tuning = write_jsonl(tmp_path / "tuning.jsonl", [{"prompt": f"w{i} w{i + 1} w3"} for i in range(6)])
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"w{i} w{i + 2} w9"} for i in range(20, 25)])
     flags = ["--study", str(tmp_path / "study"), "--model", str(tiny_model), "--prompts", str(tuning)]

@@ -13,16 +13,16 @@ from layerskip.identity import IdentityReport
 from layerskip.lockstep import Diverged
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
-from search.export import Origin
 from search.fingerprint import Fingerprint
 from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
-from search.progress import Reporter
 from search.prompts import EncodedPrompt
+from search.results import Origin
 from search.space import SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.stop import StopSignal
 from search.subject import Subject, Tools
+from search.terminal.reporter import Reporter
 from tests.search.fake_outlook import FakeForcing, FakeTimer
 
 NUM_LAYERS = 6
@@ -194,6 +194,8 @@ class Bench:
     decoder: FakeDecoder = field(default_factory=FakeDecoder)
     stop: StopSignal = field(default_factory=StopSignal)
     output: io.StringIO = field(default_factory=io.StringIO)
+    reporter: Reporter | None = None
+    """Tells plain lines to `output` if it is not given."""
 
     @property
     def paths(self) -> StudyPaths:
@@ -201,7 +203,7 @@ class Bench:
 
     def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
         subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
-        tools = Tools(Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
+        tools = Tools(self.reporter or Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
         return SearchRun(subject, make_spec(**spec), self.paths, tools).run()
 
     def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
@@ -211,6 +213,6 @@ class Bench:
         """
         sets = group_prompts(groups), group_prompts(held_out or groups, first=500)
         subject = Subject(self.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
-        tools = Tools(Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
+        tools = Tools(self.reporter or Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
         fields = {"sampler": "local-tpe", "per_group": True} | spec
         return GroupRun(subject, make_spec(**fields), self.paths, tools).run()

@@ -1,0 +1,137 @@
+"""StudyRecord: all that a study keeps, read once, with what is derived from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config import DecodeConfig
+from search.figure_style import MissingData
+from search.held_out import HELD_OUT, HeldOut
+from search.leaderboard import Entry, Standings, is_full
+from search.objective import standings_of
+from search.reference import Reference
+from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD
+from search.trial_figures import REFERENCE, leaders, space_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config that a report is about."""
+
+    config: DecodeConfig
+    words: str
+    """What it is: the exported one, or one that was not good enough, or what leads so far."""
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """A study at one moment; it may be going on in another process."""
+
+    study: optuna.Study
+    attrs: Mapping[str, Any]
+    trials: tuple[FrozenTrial, ...]
+    held_out: HeldOut | None
+    """None before the confirm stage, and in studies of an earlier version without summary.json."""
+
+    @property
+    def name(self) -> str:
+        return self.study.study_name
+
+    @cached_property
+    def finished(self) -> tuple[FrozenTrial, ...]:
+        """Trials that are over, however they ended."""
+        return tuple(trial for trial in self.trials if trial.state.is_finished())
+
+    @cached_property
+    def measured(self) -> tuple[FrozenTrial, ...]:
+        """Trials with a measurement, stopped early or not."""
+        return tuple(t for t in self.trials if t.state == TrialState.COMPLETE and t.user_attrs.get("ratios"))
+
+    @cached_property
+    def reference(self) -> Reference:
+        """Raises: MissingData if the study keeps none."""
+        if REFERENCE not in self.attrs:
+            raise MissingData(f"{REFERENCE}: study {self.name!r} keeps none")
+        return Reference.from_json(self.attrs[REFERENCE])
+
+    @cached_property
+    def standings(self) -> Standings | None:
+        """None before anything was measured."""
+        if not self.measured or REFERENCE not in self.attrs:
+            return None
+        return standings_of(self.trials, space_of(self.measured[0]), self.reference)
+
+    @cached_property
+    def leaders(self) -> Sequence[tuple[int, Entry]]:
+        """What led after each trial. Cost: a fit of the standings per trial, up to 200."""
+        return leaders(self.measured, self.reference) if self.measured else []
+
+    @property
+    def leader(self) -> Entry | None:
+        return self.standings.leader if self.standings else None
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """None before any config was measured in full."""
+        stored = self.attrs.get("config")
+        if stored is not None and (config := DecodeConfig(**stored)).speculates:
+            return Choice(config, "the exported config")
+        if self.held_out is not None:
+            return Choice(self.held_out.config, "the best candidate, not good enough to be exported")
+        return Choice(self.leader.config, "the leader on the tuning prompts") if self.leader else None
+
+    def trials_of(self, config: DecodeConfig) -> list[FrozenTrial]:
+        """Full trials of this very config."""
+        wanted = (
+            str(config.skip_mask),
+            config.gamma,
+            config.draft_threshold,
+            config.target_threshold,
+            config.share_prefix,
+        )
+        return [trial for trial in self.measured if is_full(trial) and _setting(trial) == wanted]
+
+
+def read_record(study: optuna.Study, summary: Mapping[str, Any] | None = None) -> StudyRecord:
+    """Read the study; `summary` (see `read_summary`) helps out where an earlier version kept less."""
+    attrs = study.user_attrs
+    trials = tuple(study.get_trials(deepcopy=False))
+    stored = attrs.get(HELD_OUT)
+    held_out = HeldOut.from_json(stored) if stored is not None else _from_summary(study, attrs, summary)
+    return StudyRecord(study, attrs, trials, held_out)
+
+
+def read_summary(file: Path) -> Mapping[str, Any] | None:
+    """summary.json; None where there is none that can be read."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _from_summary(study: optuna.Study, attrs: Mapping[str, Any], summary: Mapping[str, Any] | None) -> HeldOut | None:
+    """The raw rates of summary.json, if it is about this very verdict; it names no prompts."""
+    if summary is None or not summary.get("raw") or attrs.get("confirmed") is None:
+        return None
+    if summary.get("confirmed") != attrs["confirmed"] or summary.get("study", {}).get("name") != study.study_name:
+        return None
+    config = DecodeConfig(**summary["config"])
+    if not config.speculates:
+        return None  # it does not tell which config these rates are of
+    rates, plain = (tuple(map(tuple, summary["raw"][name])) for name in ("tokens_per_s", "plain_tokens_per_s"))
+    return HeldOut(config, tuple(f"prompt {i + 1}" for i in range(len(rates))), rates, plain, None)
+
+
+def _setting(trial: FrozenTrial) -> tuple[Any, ...]:
+    params = trial.params
+    thresholds = params[DRAFT_THRESHOLD], params[TARGET_THRESHOLD]
+    return (trial.user_attrs.get("skip_mask"), params[GAMMA], *thresholds, bool(params.get(SHARE_PREFIX, False)))

@@ -1,0 +1,94 @@
+"""The trials of a study as CSV, and the whole of it as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from search.reporting.record import StudyRecord
+from search.results import finite
+from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
+
+_FIRST = (
+    "number",
+    "state",
+    "tokens_per_s",
+    "speedup",
+    "speedup_ci_low",
+    "speedup_ci_high",
+    "skip_mask",
+    GAMMA,
+    DRAFT_THRESHOLD,
+    TARGET_THRESHOLD,
+    "origin",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "stopped_early",
+)
+_OF_THE_STUDY = (
+    "verdict",
+    "reason",
+    "confirmed",
+    "config",
+    "cannot_win",
+    "plain_tokens_per_s",
+    "noise_sigma",
+    "fingerprint",
+    "environment",
+    "command",
+    "created_at",
+)
+_PARSED = ("cost_model", "sensitivity", "pool", "surfaces", "candidates", "held_out", "per_group")
+"""Attributes that hold JSON as text."""
+
+
+def to_csv(record: StudyRecord) -> str:
+    """A line per trial, with what is one value; unfinished trials are left out."""
+    rows = [_flat(trial) for trial in record.finished]
+    rest = sorted({name for row in rows for name in row} - set(_FIRST))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, [*_FIRST, *rest], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def to_json(record: StudyRecord) -> str:
+    """The study's facts by the names of summary.json where that has them too, and all finished trials in full."""
+    data: dict[str, Any] = {"study": record.name}
+    data |= {name: record.attrs.get(name) for name in _OF_THE_STUDY}
+    data |= {name: _parsed(record.attrs[name]) for name in _PARSED if name in record.attrs}
+    data["trials"] = [_flat(trial) | _lists(trial) for trial in record.finished]
+    return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
+
+
+def _flat(trial: FrozenTrial) -> dict[str, Any]:
+    params = {name: value for name, value in trial.params.items() if not name.startswith("skip.")}
+    single = {name: value for name, value in trial.user_attrs.items() if not isinstance(value, list | dict)}
+    times = {
+        name: None if moment is None else moment.isoformat(timespec="seconds")
+        for name, moment in (("started", trial.datetime_start), ("ended", trial.datetime_complete))
+    }
+    return {
+        **single,
+        **params,
+        **times,
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "tokens_per_s": trial.value,
+    }
+
+
+def _lists(trial: FrozenTrial) -> dict[str, Any]:
+    return {name: value for name, value in trial.user_attrs.items() if isinstance(value, list | dict)}
+
+
+def _parsed(text: Any) -> Any:
+    value = json.loads(text) if isinstance(text, str) else text
+    if isinstance(value, list):
+        return [json.loads(one) if isinstance(one, str) and one.startswith("{") else one for one in value]
+    return value

@@ -1,0 +1,48 @@
+"""optuna-dashboard in a real browser: the study's page shows our figures, note and files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from search.dashboard import bind, open_app
+from search.dashboard_figures import FIGURES
+from tests.browser.conftest import Visit
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+@pytest.fixture
+def address(winning_study: Path) -> Iterator[str]:
+    """The study's page, served on loopback."""
+    app, page = open_app(str(winning_study), None)
+    with bind(app, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/{page}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_studys_page_shows_our_figures_and_files(visit: Visit, address: str) -> None:
+    visit.page.goto(address, wait_until="commit")
+    for name in FIGURES:
+        plot = visit.page.locator(f"[id='user-defined-plot:{name}']")
+        plot.locator(".main-svg").first.wait_for()
+        assert plot.locator(".cartesianlayer :is(.point, .js-line, image)").count() > 0, name
+    visit.page.get_by_text("report.html").first.wait_for()
+    visit.page.get_by_text("best.json").first.wait_for()
+    assert visit.complaints == []
+
+
+def test_the_note_tells_the_verdict_and_the_command(visit: Visit, address: str, winning_study: Path) -> None:
+    confirmed = json.loads((winning_study / "best.json").read_text(encoding="utf-8"))["confirmed"]
+    visit.page.goto(f"{address}/note", wait_until="commit")
+    visit.page.get_by_text("times as fast as plain decoding").first.wait_for()
+    text = visit.page.locator("body").inner_text()
+    assert f"Speculate: {confirmed['speedup']:.2f} times as fast as plain decoding" in text
+    assert "python -m search.run" in text
