@@ -9,7 +9,7 @@ search: $(VENV)/.installed
 	$(BIN)/python -m search.run --trials 200
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
