@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from pydantic import (
 
 from layerskip.hub import HubArguments, PushArguments, check_file_name, locate_config, upload_config
 from layerskip.skip_mask import SkipMask
+from layerskip.strict_json import parse_json, printable
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -71,7 +71,7 @@ GroupName = Annotated[str, AfterValidator(_check_group_name)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Provenance(_Frozen):
@@ -214,10 +214,7 @@ class DecodeConfig(_Setting, _Versioned):
     @classmethod
     def from_json(cls, text: str) -> DecodeConfig:
         """Strict: unknown fields, wrong types, NaN and other schema versions are refused with a one-line ValueError."""
-        try:
-            data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not valid JSON: {error}") from None
+        data = parse_json(text)
         if not isinstance(data, dict):
             raise ValueError(f"must be a JSON object, got {type(data).__name__}")
         if "schema_version" not in data:
@@ -312,31 +309,20 @@ def describe_validation_error(error: ValidationError) -> str:
     """One line: every field that broke a rule, the rule and the value got."""
     lines = []
     for item in error.errors(include_url=False):
-        field = ".".join(_printable(part) for part in item["loc"] if part != "[key]")
+        field = ".".join(printable(part) for part in item["loc"] if part != "[key]")
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = "unknown field"
         elif item["type"] == "missing":
             message = "is required"
         elif item["type"] != "value_error":
-            message = f"{message[0].lower()}{message[1:]}, got {str(item['input'])[:80]!r}"
+            message = f"{message[0].lower()}{message[1:]}, got {_short(item['input'])!r}"
         lines.append(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
     return "; ".join(lines)
 
 
-def _printable(part: int | str) -> str:
-    """A field's name as one short line, whatever the file calls it."""
-    text = str(part)[:80]
-    return text if text.isprintable() else ascii(text)
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:80]}: is given twice")
-    return values
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"numbers must be finite, got {name}")
+def _short(value: object) -> str:
+    try:
+        return str(value)[:80]
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number of thousands of digits"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from layerskip.config import describe_validation_error
+from layerskip.strict_json import parse_json, printable
 
 MAX_LINE_CHARS = 4_000_000
 Text = Annotated[str, Field(min_length=1)]
@@ -155,14 +156,14 @@ def _parse_line(line: str, source: str, grouping: GroupReader | None) -> Prompt:
     if len(line) > MAX_LINE_CHARS:
         raise ValueError(f"{source}: a line has at most {MAX_LINE_CHARS} characters, got {len(line)}")
     try:
-        data = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{source}: not valid JSON: {error}") from None
+        data = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{source}: must be a JSON object, got {type(data).__name__}")
     named = [name for name in _SHAPES if name in data]
     if len(named) != 1:
-        got = ", ".join(sorted(map(str, data))) or "none"
+        got = ", ".join(printable(name) for name in sorted(data)[:9]) or "none"
         raise ValueError(f"{source}: must have exactly one of the fields prompt, messages, turns; got fields: {got}")
     kind = _SHAPES[named[0]]
     group_field = None if grouping is None else grouping.field

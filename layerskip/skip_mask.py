@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_LAYERS = 1024  # far above any published model; bounds what a config file can make us allocate
-_ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?")
+_ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>[0-9]{1,4})(?:-(?P<last>[0-9]{1,4}))?")
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class SkipMask:
     @classmethod
     def parse(cls, text: str) -> SkipMask:
         """Read the text form. Raises ValueError naming the item that does not fit."""
-        head, colon, tail = text.replace(" ", "").partition(":")
+        head, colon, tail = (part.strip(" ") for part in text.partition(":"))
         if not colon or not head.isascii() or not head.isdigit() or len(head) > 4:
             raise ValueError(f"skip_mask: must look like '12:4-7,a2,m9' or '12:none', got {text[:80]!r}")
         num_layers = int(head)
         _check_num_layers(num_layers)
         attention: set[int] = set()
         mlp: set[int] = set()
-        for item in [] if tail == "none" else tail.split(","):
+        for item in [] if tail == "none" else [one.strip(" ") for one in tail.split(",")]:
             match = _ITEM.fullmatch(item)
             if match is None:
                 raise ValueError(f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', got {item[:40]!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
-from search.run import demo_folder
+from search.run import add_output_flags, demo_folder
 from search.spec import StudyPaths, StudySpec, load_spec
 from search.stop import StopSignal
 
@@ -43,6 +43,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--confirm-repeats", type=int, metavar="N", help="passes over the held-out prompts")
     parser.add_argument("--out", help="folder of the results; STUDY/compare without it")
     parser.add_argument("--dry-run", action="store_true", help="print what it would take, write nothing")
+    add_output_flags(parser)
     return parser
 
 
@@ -100,24 +101,24 @@ def _compare(
     from search.comparison.pipeline import ComparisonRun, stored_engine
     from search.comparison.plan import estimate
     from search.preflight import open_subject
-    from search.terminal.reporter import Reporter
     from search.prompts import load_prompts
     from search.storage import check_writable
     from search.subject import Tools
+    from search.terminal.reporter import make_reporter
 
     prompt_sets = load_prompts(spec.prompts, spec.held_out)
     if not arguments.dry_run:
         check_writable(out)
     quiet_libraries()
-    reporter = Reporter()
-    engine = stored_engine(out) if spec.engine == "auto" else None
-    subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
-    reporter.phase("plan", estimate(plan, subject, spec))
-    if arguments.dry_run:
-        reporter.phase("dry run", "nothing was written")
-        return 0
-    run = ComparisonRun(plan, subject, spec, out, Tools(reporter, stop, command))
-    return run.run(named=arguments.strategies is not None)
+    with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
+        engine = stored_engine(out) if spec.engine == "auto" else None
+        subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
+        reporter.phase("plan", estimate(plan, subject, spec))
+        if arguments.dry_run:
+            reporter.phase("dry run", "nothing was written")
+            return 0
+        run = ComparisonRun(plan, subject, spec, out, Tools(reporter, stop, command))
+        return run.run(named=arguments.strategies is not None)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,13 @@ class Candidate:
 
     params: Mapping[str, Any]
     log_speedup: float
-    """Predicted, on all texts, uncorrected."""
+    """Predicted, uncorrected."""
+    wide: bool = True
+    """On all texts; if not, on the first ones alone, and the setting is the best on those."""
+    first_log_speedup: float | None = None
+    """Of a wide one where there are more texts than the first ones: what its mask was predicted on those alone."""
 
-    @property
+    @cached_property
     def key(self) -> Key:
         return key_of(self.params)
 
@@ -43,54 +48,72 @@ class Candidates:
         self.predictor = predictor
         self._space = space
 
-    def of(self, mask: SkipMask) -> Candidate:
-        """The mask at its best predicted setting. Cost: a reading if the mask is new."""
-        best = self.predictor.best_setting(mask)
-        return self._candidate(max([best, *self._shared(best)], key=lambda one: one.speedup))
+    def of(self, mask: SkipMask, *, wide: bool = False) -> Candidate:
+        """The mask at its best predicted setting, on the first texts or on all. Cost: a reading if the mask is new."""
+        best = self._best(mask, wide=wide)
+        first = self._best(mask, wide=False) if wide and self.predictor.has_more else None
+        return self._candidate(best, wide=wide, first=first)
 
-    def variants(self, mask: SkipMask, count: int) -> list[Candidate]:
+    def variants(self, mask: SkipMask, count: int, *, wide: bool = False) -> list[Candidate]:
         """The mask at its `count` best settings; each with and without a shared prefix, where the space has it."""
-        found = self.predictor.best_settings(mask, count)
-        return [self._candidate(one) for best in found for one in (best, *self._shared(best))]
+        found = self.predictor.best_settings(mask, count, wide=wide)
+        return [self._candidate(one, wide=wide) for best in found for one in (best, *self._shared(best, wide=wide))]
 
-    def _shared(self, one: Predicted) -> list[Predicted]:
+    def _best(self, mask: SkipMask, *, wide: bool) -> Predicted:
+        best = self.predictor.best_setting(mask, wide=wide)
+        return max([best, *self._shared(best, wide=wide)], key=lambda one: one.speedup)
+
+    def _shared(self, one: Predicted, *, wide: bool) -> list[Predicted]:
         if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
             return []
-        return [self.predictor.shared(one)]
+        return [self.predictor.shared(one, wide=wide)]
 
-    def _candidate(self, one: Predicted) -> Candidate:
-        return Candidate(self._space.to_params(one.config), float(np.log(one.speedup)))
+    def _candidate(self, one: Predicted, *, wide: bool, first: Predicted | None = None) -> Candidate:
+        params, log = self._space.to_params(one.config), float(np.log(one.speedup))
+        first_log = None if first is None else float(np.log(first.speedup))
+        return Candidate(params, log, wide=wide or not self.predictor.has_more, first_log_speedup=first_log)
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
-        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it."""
+        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it; and
+        where there are more texts than the first ones and all were looked at, the log speedup on the first ones."""
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(dict(one.params))
             row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
-            rows.append([*row, round(one.log_speedup, 5), *([config.share_prefix] if self._space.share_prefix else [])])
+            share = [config.share_prefix] if self._space.share_prefix else []
+            first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
+            rows.append([*row, round(one.log_speedup, 5), *share, *first])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
         """The inverse of `write`."""
         found = []
-        for mask, gamma, draft_threshold, target_threshold, log_speedup, *share in rows:
+        for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             bits = self._space.to_bits(SkipMask.parse(mask))
             others = {GAMMA: gamma, DRAFT_THRESHOLD: draft_threshold, TARGET_THRESHOLD: target_threshold}
             if self._space.share_prefix:
-                others[SHARE_PREFIX] = bool(share and share[0])
-            found.append(Candidate(bits | others, float(log_speedup)))
+                others[SHARE_PREFIX] = bool(more and more.pop(0))
+            first = float(more[0]) if more else None
+            wide = first is not None or not self.predictor.has_more
+            found.append(Candidate(bits | others, float(log_speedup), wide=wide, first_log_speedup=first))
         return found
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Masks predicted before the first trial, best first."""
+    """Masks predicted before the first trial, best first by prediction, or by what is expected on all texts."""
 
     candidates: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate:
-        return self.candidates[0]
+        """The first that was predicted on all texts, as long as there is one."""
+        return next((one for one in self.candidates if one.wide), self.candidates[0])
+
+    @property
+    def num_wide(self) -> int:
+        """Masks that were predicted on all texts."""
+        return sum(one.wide for one in self.candidates)
 
     def to_json(self, candidates: Candidates) -> str:
         """One line, for a study's attributes."""

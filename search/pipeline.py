@@ -12,22 +12,28 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from layerskip.cli import CommandError
 from layerskip.config import DecodeConfig
-from search.confirm import Confirmation, ConfirmOptions, confirm, describe
-from search.export import SearchFacts, save_best, save_summary, with_provenance
+from search.confirm import Confirmation, ConfirmOptions, confirm
 from search.fingerprint import environment
+from search.held_out import HELD_OUT
 from search.leaderboard import counted
 from search.measurement import LosslessViolation
 from search.objective import standings_of, violations_in
-from search.outlook import Outlook, OutlookOptions, describe_outlook, open_outlook, outlook_facts
-from search.prediction_check import check_predictions, describe_checks
-from search.progress import duration
+from search.outlook import Outlook, OutlookOptions, outlook_facts
+from search.outlook_opening import open_outlook
+from search.prediction_check import check_predictions
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference, plain_speed, warm_up
+from search.reporting.publish import Publisher
+from search.results import SearchFacts, save_best, save_summary, with_provenance
 from search.samplers import quiet_optuna
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, near, open_storage, redact
 from search.study import now_utc, open_study
 from search.subject import Subject, Tools
-from search.summary import SummaryInput, summarise_run
+from search.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
+from search.surfaces import store_surfaces
+from search.terminal.event import Stopped
+from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
+from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Written
 from search.trial_phase import TrialPhase
 
 _REFERENCE = "reference"
@@ -68,6 +74,7 @@ class SearchRun:
         self._say = tools.reporter
         self._seconds: dict[str, float] = {"load": load_s}
         self._start = tools.clock() - load_s
+        self._publisher = Publisher(paths, tools, page=exports)
 
     def run(self, *, searches: bool = True, confirms: bool = True) -> int:
         """Everything, in order; or the trials alone (`confirms=False`) and what follows them in a later call.
@@ -76,6 +83,7 @@ class SearchRun:
         """
         quiet_optuna()
         storage = open_storage(self._paths.storage_url(self._spec))
+        study = None
         try:
             study = self._open(storage)
             with self._phase("reference"):
@@ -86,17 +94,23 @@ class SearchRun:
                 with self._phase("search"):
                     broken = self._search(study, reference, outlook)
                 if broken is not None:
-                    self._say.warn(broken)
+                    self._say.tell(Stopped(broken))
                     return 1
             if not confirms:
                 return 0
             with self._phase("confirm"):
                 confirmation, dropped = self._confirm(study, reference)
             code = self._finish(study, reference, confirmation, dropped)
-            self._show(study)
+            self._publish(study)
             return code
+        except KeyboardInterrupt:
+            if study is not None and counted(study.get_trials(deepcopy=False)):
+                self._publish(study)  # what there is so far; a second signal ends that too
+            raise
         except LosslessViolation as violation:
-            self._say.warn(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            self._say.tell(
+                Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            )
             return 1
         finally:
             close_storage(storage)
@@ -111,13 +125,13 @@ class SearchRun:
         study = open_study(storage, self._paths.study_name(spec), self._subject.fingerprint, facts)
         done = counted(study.get_trials(deepcopy=False))
         where = redact(self._paths.storage_url(spec))
-        self._say.phase("study", f"{study.study_name} in {where}: {done} of {spec.trials} trials done")
+        self._say.tell(StudyOpened(study.study_name, where, done, spec.trials))
         return study
 
     def _reference(self, study: optuna.Study) -> Reference:
         """The stored reference, or a new one. On a resume the plain speed is looked at again, and drift is told."""
         spec, subject = self._spec, self._subject
-        stored, now = study.user_attrs.get(_REFERENCE), 0.0
+        stored, now = study.user_attrs.get(_REFERENCE), None
         if stored is None:
             self._say.phase("reference", f"plain decoding of tuning prompts, {spec.max_new_tokens} tokens each")
             options = ReferenceOptions(subject.space.num_layers, spec.seed, spec.trial_seconds, spec.prompts_per_trial)
@@ -128,15 +142,8 @@ class SearchRun:
         else:
             reference = Reference.from_json(stored)
             warm_up(subject.decoder, reference.cases[0].prompt_ids, subject.space.num_layers)
-            now = plain_speed(subject.decoder, reference, subject.space.num_layers)
-        facts = [
-            f"plain {reference.plain_tokens_per_s:.1f} tok/s",
-            f"A/A noise {100 * reference.noise_sigma:.1f} % a pair",
-            f"{reference.num_per_trial} of {len(reference.cases)} prompts a full trial",
-        ]
-        facts += [f"{len(reference.dropped)} prompts too short to time"] if reference.dropped else []
-        facts += [f"stored; now {now / reference.plain_tokens_per_s:.2f} times as fast"] if stored else []
-        self._say.phase("reference", ", ".join(facts))
+            now = plain_speed(subject.decoder, reference, subject.space.num_layers) / reference.plain_tokens_per_s
+        self._say.tell(ReferenceKnown(reference, now))
         return reference
 
     def _look_ahead(self, study: optuna.Study, reference: Reference) -> Outlook:
@@ -145,16 +152,26 @@ class SearchRun:
         self._say.phase("outlook", "costs of the steps, what each sublayer is worth, and a pool of predicted configs")
         options = OutlookOptions(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, spec.trial_seconds)
         outlook = open_outlook(
-            study, subject.decoder, subject.space, reference, subject.fingerprint, options, clock=self._tools.clock
+            study,
+            subject.decoder,
+            subject.space,
+            reference,
+            subject.fingerprint,
+            options,
+            prompts=subject.tuning,
+            clock=self._tools.clock,
         )
-        for line in describe_outlook(outlook):
-            self._say.phase("outlook", line)
+        self._say.tell(Foreseen(outlook))
         return outlook
 
     def _search(self, study: optuna.Study, reference: Reference, outlook: Outlook) -> str | None:
         """Trials up to the total, or a handful where nothing can win. Returns why the run must end, else None."""
         phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools)
-        return phase.run()
+        broken = phase.run([self._publisher])
+        entries = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference).entries
+        leading = entries[: self._spec.num_confirm_candidates]
+        self._publisher.attempt("no surface to draw", lambda: store_surfaces(study, outlook.predictor, leading))
+        return broken
 
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
@@ -169,9 +186,7 @@ class SearchRun:
         tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
         result = confirm(subject.decoder, cases, entries, options, tell)
         for candidate in result.candidates:
-            speed = f"{candidate.speedup:.3f}x" if candidate.speedup else f"excluded: {candidate.excluded}"
-            line = f"#{candidate.entry.trials[0]} {speed} (tuning {candidate.entry.speedup:.3f}x)"
-            self._say.phase("confirm", f"{line}: {describe(candidate.entry.config)}")
+            self._say.tell(CandidateSeen(candidate))
         return result, dropped
 
     def _finish(
@@ -193,8 +208,7 @@ class SearchRun:
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
         checks = check_predictions(trials, reference.noise_sigma)
-        for line in describe_checks(checks):
-            self._say.phase("outlook", line)
+        self._say.tell(PredictionsChecked(checks))
         summary = summarise_run(
             SummaryInput(
                 facts=facts,
@@ -212,13 +226,19 @@ class SearchRun:
             )
         )
         self.outcome = RunOutcome(config, confirmation, reference, summary)
-        self._write(study, config, summary)
-        self._tell_verdict(confirmation)
+        self._write(study, config, summary, confirmation)
+        self._say.tell(Result(study.study_name, confirmation))
+        if self._exports:
+            text = f"{near(self._paths.best)} and {self._paths.summary.name}"
+            files = (str(self._paths.best), str(self._paths.summary))
+            self._say.tell(Written(text, files, self._seconds))
         for line in violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
         return 1 if violations else 0
 
-    def _write(self, study: optuna.Study, config: DecodeConfig, summary: dict[str, Any]) -> None:
+    def _write(
+        self, study: optuna.Study, config: DecodeConfig, summary: dict[str, Any], confirmation: Confirmation
+    ) -> None:
         """best.json, summary.json, and the verdict in the study (finished trials take no attributes)."""
         if self._exports:
             kept = save_best(config, self._paths)
@@ -227,41 +247,14 @@ class SearchRun:
                 self._say.warn(f"best.json could not be read and was kept as {kept.name}")
         for key in ("verdict", "reason", "confirmed", "config"):
             study.set_user_attr(key, summary[key])
+        study.set_user_attr(CANDIDATES, candidates_of(confirmation))
+        if confirmation.held_out is not None:
+            study.set_user_attr(HELD_OUT, confirmation.held_out.to_json())
 
-    def _show(self, study: optuna.Study) -> None:
-        """Figures and a note for the dashboard: extras, that cannot fail a run whose results are written."""
-        try:
-            from search.dashboard_figures import push_figures
-
-            push_figures(study)
-        except Exception as error:  # noqa: BLE001 (a locked storage, a changed dashboard, a figure's bug: all the same)
-            cause = error.__cause__ or error  # Optuna wraps what the database said
-            line = next(iter(str(cause).splitlines()), "")[:200]
-            self._say.warn(f"no figures for the dashboard: {type(cause).__name__}: {line}")
-
-    def _tell_verdict(self, confirmation: Confirmation) -> None:
-        measured = confirmation.measured
-        if measured is not None:
-            self._say.phase(
-                "result",
-                f"{measured.tokens_per_s:.1f} tok/s against {measured.plain_tokens_per_s:.1f} plain: "
-                f"{measured.speedup:.3f}x, "
-                f"95 % interval {measured.speedup_ci_low:.3f}..{measured.speedup_ci_high:.3f}, "
-                f"{measured.num_prompts} held-out prompts x {measured.num_repeats}, "
-                f"{measured.num_identical} identical, {measured.num_ties} logit ties",
-            )
-        if confirmation.winner is not None:
-            config = confirmation.config
-            self._say.phase("result", f"speculate: {describe(config)}")
-            for row in config.skip_mask.picture().splitlines():
-                self._say.phase("", row)
-        else:
-            self._say.phase("result", confirmation.config.reason or "do not speculate")
-        if self._exports:
-            self._say.phase("written", f"{near(self._paths.best)} and {self._paths.summary.name} ({self._times()})")
-
-    def _times(self) -> str:
-        return ", ".join(f"{name} {duration(seconds)}" for name, seconds in self._seconds.items())
+    def _publish(self, study: optuna.Study) -> None:
+        """The report, the dashboard's figures and files: extras, that cannot fail a run whose results are written."""
+        if (page := self._publisher.publish(study)) is not None:
+            self._say.phase("report", str(near(page)))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

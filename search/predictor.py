@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -14,6 +13,7 @@ from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, WrongDraft
 from search.cost_model import CostModel, Timer, relative_draft
+from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
 
@@ -22,6 +22,7 @@ SHARP_DEPTH = 5
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _MAX_KEPT = 4096
+_MAX_KEPT_WIDE = 512
 _TIMING_REPEATS = 7
 
 
@@ -76,65 +77,95 @@ class TrialPrediction:
 
 
 class Predictor:
-    """Readings are kept by mask; the cost model may be exchanged during the study."""
+    """Readings are kept by mask; the cost model may be exchanged during the study.
+
+    There may be texts beyond the first ones (see `with_more`). A mask is then predicted on the first ones alone, which
+    is cheap and enough to tell the hopeless from the rest, or, `wide`, on all. What is asked decides, never what is
+    kept, so an answer does not depend on the questions before it.
+    """
 
     def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel) -> None:
-        self._forcing = forcing
-        self._rows = rows
+        self._forcing: Forcing = forcing
+        self._first: Forcing = forcing
+        self._more: Forcing | None = None
+        self._rows = self._first_rows = rows
         self._gamma_max = len(cost.verify_s) - 1
-        self._readings: OrderedDict[SkipMask, DraftReadings] = OrderedDict()
+        self._readings, self._wide_readings = KeptReadings(_MAX_KEPT), KeptReadings(_MAX_KEPT_WIDE)
         self._grid = Settings.grid(range(1, self._gamma_max + 1), _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS)
         self.cost = cost
 
+    def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
+        """This one, with these texts after its own; its readings are kept."""
+        wider = Predictor(self._first, self._first_rows, self.cost)
+        joined = JoinedForcing([(self._first, self._first_rows), (forcing, rows)])
+        wider._forcing, wider._more, wider._rows = joined, forcing, joined.rows
+        wider._readings = self._readings
+        return wider
+
     @property
     def num_texts(self) -> int:
+        """Of all texts."""
         return len(self._rows.lengths)
+
+    @property
+    def num_first(self) -> int:
+        """Of those that are always read."""
+        return len(self._first_rows.lengths)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are texts beyond the first ones; if not, every prediction is on all texts."""
+        return self._more is not None
 
     @property
     def keys(self) -> str:
         """Whose keys the readings saw: `target`, or `own` as an approximation."""
         return self._forcing.keys
 
-    def agreement(self, mask: SkipMask) -> float:
+    def agreement(self, mask: SkipMask, *, wide: bool = False) -> float:
         """Share of positions where the draft's choice is the target's token."""
-        return float(self._reading(mask).accepted[0].sum() / max(1, (self._rows.lengths - 1).sum()))
+        lengths = self._rows_of(wide=wide).lengths
+        return float(self._reading(mask, wide=wide).accepted[0].sum() / max(1, (lengths - 1).sum()))
 
-    def best_setting(self, mask: SkipMask) -> Predicted:
+    def best_setting(self, mask: SkipMask, *, wide: bool = False) -> Predicted:
         """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best.
 
-        Cost: a reading if the mask is new, and some milliseconds.
+        Cost: a reading if the mask is new, and some milliseconds, up to a tenth of a second for a hundred texts.
         """
-        rough = self._best(mask, self._grid)
+        rough = self._best(mask, self._grid, wide=wide)
         config = rough.config
         near = [
             sorted({snap_threshold(value + step * THRESHOLD_STEP) for step in (-1, 0, 1)})
             for value in (config.draft_threshold, config.target_threshold)
         ]
         gammas = [g for g in range(config.gamma - 1, config.gamma + 2) if 1 <= g <= self._gamma_max]
-        return self._best(mask, Settings.grid(gammas, *near))
+        return self._best(mask, Settings.grid(gammas, *near), wide=wide)
 
-    def best_settings(self, mask: SkipMask, count: int) -> list[Predicted]:
+    def best_settings(self, mask: SkipMask, count: int, *, wide: bool = False) -> list[Predicted]:
         """The `count` best of the coarse grid, best first."""
-        logs = self._log_speedups(mask, self._grid)
+        logs = self._log_speedups(mask, self._grid, wide=wide)
         order = np.argsort(-logs, kind="stable")[:count]
         return [Predicted(self._config(mask, self._grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
     def forecast(self, config: DecodeConfig, steps: Sequence[int]) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, mean over all) as configs are ranked: one draft deep, costs by terms."""
-        logs = self._text_logs(config.skip_mask, Settings.of(config), share_prefix=config.share_prefix)[0]
+        logs = self._config_logs(config, wide=True)
         return self._fill(np.exp(logs), steps), float(np.exp(logs.mean()))
 
-    def shared(self, one: Predicted) -> Predicted:
+    def shared(self, one: Predicted, *, wide: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
         config = one.config.model_copy(update={"share_prefix": True})
-        return Predicted(config, self.forecast(config, ())[1])
+        return Predicted(config, float(np.exp(self._config_logs(config, wide=wide).mean())))
 
-    def surface(self, mask: SkipMask, target_threshold: float) -> tuple[Floats, Floats, Floats]:
-        """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask, for plotting."""
+    def surface(
+        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False
+    ) -> tuple[Floats, Floats, Floats]:
+        """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask on all texts, for plotting."""
         thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
         gammas = np.arange(1, self._gamma_max + 1)
         grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold])
-        values = np.exp(self._log_speedups(mask, grid)).reshape(len(gammas), len(thresholds))
+        logs = self._text_logs(mask, grid, wide=True, share_prefix=share_prefix).mean(axis=1)
+        values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
 
     def trial(self, config: DecodeConfig, steps: Sequence[int], timer: Timer, text: Sequence[int]) -> TrialPrediction:
@@ -169,7 +200,7 @@ class Predictor:
         places = list(range(self.num_texts)) if texts is None else list(texts)
         if sharp:
             return self._sharp_counts(config, places)
-        reading = self._reading(config.skip_mask).select(places)
+        reading = self._reading(config.skip_mask, wide=True).select(places)
         return replay(
             reading.accepted,
             reading.confidence,
@@ -208,8 +239,8 @@ class Predictor:
         row = one.row + one.accepted
         return WrongDraft(places[one.text], row, int(reading.choices[depth, one.text, row]), one.room - one.drafted)
 
-    def _best(self, mask: SkipMask, grid: Settings) -> Predicted:
-        logs = self._log_speedups(mask, grid)
+    def _best(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Predicted:
+        logs = self._log_speedups(mask, grid, wide=wide)
         best = int(np.argmax(logs))
         return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
 
@@ -221,19 +252,25 @@ class Predictor:
             target_threshold=snap_threshold(float(grid.target_threshold[i])),
         )
 
-    def _log_speedups(self, mask: SkipMask, grid: Settings) -> Floats:
+    def _log_speedups(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Floats:
         """(S,): mean log speedup over texts."""
-        means: Floats = self._text_logs(mask, grid).mean(axis=1)
+        means: Floats = self._text_logs(mask, grid, wide=wide).mean(axis=1)
         return means
 
-    def _text_logs(self, mask: SkipMask, grid: Settings, *, share_prefix: bool = False) -> Floats:
+    def _config_logs(self, config: DecodeConfig, *, wide: bool) -> Floats:
+        """(P,): log speedup on each text."""
+        logs = self._text_logs(config.skip_mask, Settings.of(config), wide=wide, share_prefix=config.share_prefix)
+        one: Floats = logs[0]
+        return one
+
+    def _text_logs(self, mask: SkipMask, grid: Settings, *, wide: bool, share_prefix: bool = False) -> Floats:
         """(S, P): log speedup on each text."""
-        readings = self._reading(mask)
+        readings, rows = self._reading(mask, wide=wide), self._rows_of(wide=wide)
         table = self.cost.verifications_s(mask, share_prefix=share_prefix)
-        counts = replay(readings.accepted, readings.confidence, self._rows, grid, table)
+        counts = replay(readings.accepted, readings.confidence, rows, grid, table)
         plain = self.cost.draft_s(mask, threshold=False)
         watched = self.cost.draft_s(mask, threshold=True)
-        return self._logs(counts, self._rows, np.where(grid.draft_threshold > 0, watched, plain))
+        return self._logs(counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
 
     def _fill(self, ratios: Floats, steps: Sequence[int]) -> list[float]:
         """The ratios of the texts at `steps`; a text that is not read is expected to be an average one."""
@@ -249,11 +286,16 @@ class Predictor:
         logs: Floats = np.log(np.where(steps > 0, steps * alone, 1.0) / np.where(steps > 0, seconds, 1.0))
         return logs
 
-    def _reading(self, mask: SkipMask) -> DraftReadings:
-        if mask in self._readings:
-            self._readings.move_to_end(mask)
-            return self._readings[mask]
-        reading = self._readings[mask] = self._forcing.read(mask)
-        if len(self._readings) > _MAX_KEPT:
-            self._readings.popitem(last=False)
-        return reading
+    def _rows_of(self, *, wide: bool) -> TextRows:
+        return self._rows if wide else self._first_rows
+
+    def _reading(self, mask: SkipMask, *, wide: bool) -> DraftReadings:
+        more = self._more
+        if not wide or more is None:
+            return self._readings.of(mask, lambda: self._first.read(mask))
+        return self._wide_readings.of(mask, lambda: self._join(mask, more))
+
+    def _join(self, mask: SkipMask, more: Forcing) -> DraftReadings:
+        """What is known of the first texts, and a reading of the others."""
+        readings = [self._reading(mask, wide=False), more.read(mask)]
+        return join_readings(readings, self._rows.target_probs.shape[1])

@@ -37,6 +37,8 @@ class EncodedPrompt:
     prompt_id: str
     group: str | None
     ids: tuple[int, ...]
+    is_text: bool = False
+    """Plain text, of which a beginning is a prompt too; not so a chat, nor a turn that went through a template."""
 
 
 def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROUPS) -> tuple[PromptSet, PromptSet]:
@@ -74,7 +76,9 @@ def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ..
 def encode_prompts(prompt_set: PromptSet, model: Encoder, *, room: int) -> tuple[EncodedPrompt, ...]:
     """Token ids of every prompt; see `layerskip.prompts.encode_prompt` for `room` and what it raises."""
     return tuple(
-        EncodedPrompt(prompt.prompt_id, prompt.group, encode_prompt(prompt, model, room=room))
+        EncodedPrompt(
+            prompt.prompt_id, prompt.group, encode_prompt(prompt, model, room=room), is_text=prompt.kind == "text"
+        )
         for prompt in prompt_set.prompts
     )
 

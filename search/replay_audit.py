@@ -54,8 +54,8 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
             raise ValueError(f"--{name}: must be at least {least}, got {getattr(arguments, name)}")
     spec, paths = load_spec({}, arguments.study, demo=demo_folder())
     from search.preflight import open_subject
-    from search.terminal.reporter import Reporter
     from search.prompts import load_prompts
+    from search.terminal.reporter import Reporter
 
     quiet_libraries()
     subject = open_subject(spec, paths, load_prompts(spec.prompts, spec.held_out))

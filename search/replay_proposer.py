@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,9 @@ from optuna.trial import FrozenTrial
 from layerskip.skip_mask import SkipMask
 from search.correction import Correction
 from search.forecast import Candidate, Candidates, Pool
-from search.leaderboard import make_standings, was_interrupted
+from search.leaderboard import Key, make_standings, was_interrupted
 from search.proposals import Proposal, ProposeOptions, measured_keys, propose_again
+from search.refinement import Refiner
 from search.space import SearchSpace
 from search.warm_starts import warm_starts
 
@@ -21,14 +21,41 @@ _CALIBRATION = ("no-skip", "early-exit", "alternating", "middle-half", "later-at
 _CALIBRATE_EVERY = 2
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
+_MAX_REFINED = 4
+_MAX_REFINED_PARENTS = 2
 _BOLDNESS = 0.5
 """Standard deviations of the correction that are added to a prediction: where little is known, more is hoped for."""
 
 
-@dataclass(frozen=True)
-class _Scored:
-    candidate: Candidate
-    score: float
+class _Field:
+    """The candidates of one proposal, ranked by what is expected of them on all texts, corrected, a little hopeful."""
+
+    def __init__(self, refiner: Refiner, correction: Correction) -> None:
+        self._refiner, self._correction = refiner, correction
+        self._bonus: dict[int, float] = {}
+        self.best_first: list[Candidate] = []
+        self.refined: dict[SkipMask, Candidate] = {}
+        """Those predicted on all texts for this proposal."""
+
+    def add(self, candidates: Sequence[Candidate]) -> None:
+        """Rank these among the others."""
+        mean, deviation = self._correction.of([one.params for one in candidates])
+        bonus = (mean + _BOLDNESS * deviation).tolist()
+        self._bonus |= {id(one): more for one, more in zip(candidates, bonus, strict=True)}
+        self.best_first += candidates
+        scores = self._refiner.expected(self.best_first) + np.array([self._bonus[id(one)] for one in self.best_first])
+        self.best_first = [self.best_first[int(i)] for i in np.argsort(-scores, kind="stable")]
+
+    def settle(self, measured: Set[Key], most: int) -> None:
+        """Predict on all texts what leads of the unmeasured, until the leading one is so, or `most` masks `refined`."""
+        while len(self.refined) < most:
+            best = next((one for one in self.best_first if one.key not in measured), None)
+            if best is None or best.wide:
+                break
+            mask = self._refiner.mask(best)
+            self.refined[mask] = self._refiner.refine(best)
+            self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
+            self.add([self.refined[mask]])
 
 
 class ReplayProposer:
@@ -39,7 +66,11 @@ class ReplayProposer:
     masks are predicted, and of all configs ever predicted and not measured the one with the best corrected
     prediction is measured.
 
-    Cost: `num_readings` readings a proposal, and some milliseconds.
+    Where configs can be predicted on more texts than the first ones (see `Predictor.with_more`), only one predicted on
+    all of them is proposed: whatever leads on the first ones alone is predicted on all before it counts, because among
+    many configs the first are always some that happen to suit a few texts.
+
+    Cost: `num_readings` readings a proposal, up to four wide ones, and some milliseconds.
     """
 
     def __init__(
@@ -50,6 +81,7 @@ class ReplayProposer:
         self._num_readings = num_readings
         self._known: dict[int, list[Candidate]] = {}
         self._calibration: list[Candidate] | None = None
+        self._refiner = Refiner(candidates, space)
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """See `Proposer`."""
@@ -64,16 +96,22 @@ class ReplayProposer:
                 return Proposal("warm", dict(left[0].params))
         correction = Correction(trials, self._space, self._options.noise_sigma)
         known = self._all_known(trials)
-        scored = self._score(known, correction)
-        leading = [one.candidate for one in scored[:_NUM_PARENTS]]
+        field = _Field(self._refiner, correction)
+        field.add(known)
+        field.settle(set(), _MAX_REFINED_PARENTS)
+        leading = field.best_first[:_NUM_PARENTS]
         fresh = self._neighbours(leading, known, rng)
-        variants = self._candidates.variants(self._mask(leading[0]), _NUM_VARIANTS)
-        scored += self._score([*fresh, *variants], correction)
-        for one in sorted(scored, key=lambda one: -one.score):
-            if one.candidate.key not in measured:
-                origin = "replay" if one.candidate in fresh else "pool"
-                return Proposal(origin, dict(one.candidate.params), considered=self._candidates.write(fresh))
-        return Proposal("random")
+        field.add(fresh)
+        field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
+        field.settle(measured, _MAX_REFINED)
+        left = [one for one in field.best_first if one.key not in measured]
+        if not left:
+            return Proposal("random")
+        chosen = next((one for one in left if one.wide), left[0])
+        considered = {self._refiner.mask(one): one for one in fresh}
+        origin = "replay" if self._refiner.mask(chosen) in considered else "pool"
+        rows = self._candidates.write((considered | field.refined).values())
+        return Proposal(origin, dict(chosen.params), considered=rows)
 
     def _shapes(self) -> list[Candidate]:
         """The known shapes that calibrate, each at the setting that was best for it before the first trial."""
@@ -81,12 +119,12 @@ class ReplayProposer:
             starts = warm_starts(self._space)
             chosen = [next((s for s in starts if s.origin.startswith(name)), None) for name in _CALIBRATION]
             masks = [self._space.to_mask(start.params) for start in chosen if start is not None]
-            pool = {self._mask(one): one for one in self._pool.candidates}
+            pool = {self._refiner.mask(one): one for one in self._pool.candidates}
             self._calibration = [pool[mask] if mask in pool else self._candidates.of(mask) for mask in masks]
         return self._calibration
 
     def _all_known(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
-        """The pool and what earlier proposals predicted, each config once."""
+        """The pool and what earlier proposals predicted, each config once, and none of what a wide one replaces."""
         found = {one.key: one for one in self._pool.candidates}
         for trial in trials:
             rows = trial.user_attrs.get("considered")
@@ -95,20 +133,16 @@ class ReplayProposer:
             if trial.number not in self._known:
                 self._known[trial.number] = self._candidates.read(rows)
             found.update((one.key, one) for one in self._known[trial.number])
-        return list(found.values())
-
-    def _score(self, candidates: Sequence[Candidate], correction: Correction) -> list[_Scored]:
-        """Best first by prediction, corrected and a little hopeful."""
-        mean, deviation = correction.of([one.params for one in candidates])
-        scores = np.array([one.log_speedup for one in candidates]) + mean + _BOLDNESS * deviation
-        order = np.argsort(-scores, kind="stable")
-        return [_Scored(candidates[int(i)], float(scores[i])) for i in order]
+        if all(one.wide for one in found.values()):
+            return list(found.values())
+        wide = {self._refiner.mask(one) for one in found.values() if one.wide}
+        return [one for one in found.values() if one.wide or self._refiner.mask(one) not in wide]
 
     def _neighbours(
         self, parents: Sequence[Candidate], known: Sequence[Candidate], rng: np.random.Generator
     ) -> list[Candidate]:
         """New masks near the parents, predicted."""
-        seen = {self._mask(one) for one in known}
+        seen = {self._refiner.mask(one) for one in known}
         fresh: list[Candidate] = []
         for _ in range(4 * self._num_readings):
             if len(fresh) == self._num_readings:
@@ -121,9 +155,6 @@ class ReplayProposer:
                 seen.add(mask)
                 fresh.append(self._candidates.of(mask))
         return fresh
-
-    def _mask(self, candidate: Candidate) -> SkipMask:
-        return self._space.to_mask(candidate.params)
 
 
 def move(

@@ -14,9 +14,9 @@ from search.spec import DTypeName, EngineName, Granularity, SamplerName, StudyPa
 from search.stop import StopSignal
 
 if TYPE_CHECKING:
-    from search.progress import Reporter
     from search.prompts import PromptSet
     from search.subject import Subject
+    from search.terminal.reporter import Reporter
 
 PROG = "search.run"
 _EPILOG = """\
@@ -72,10 +72,21 @@ def build_parser() -> OneLineParser:
         help="search each group of prompts apart as well, --trials trials each; export a setting per group",
     )
     parser.add_argument(
+        "--share-prefix", action="store_true", default=None, help="search over verification behind the kept layers too"
+    )
+    parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    add_output_flags(parser)
     return parser
+
+
+def add_output_flags(parser: OneLineParser) -> None:
+    """How a run is told; see `search.terminal.reporter.make_reporter`."""
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument("--quiet", action="store_true", help="print the result alone; warnings still go to stderr")
+    told.add_argument("--json", action="store_true", help="print one JSON object per event and nothing else")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,52 +98,60 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     flags = vars(arguments).copy()
-    study, dry_run = flags.pop("study"), flags.pop("dry_run")
+    for name in ("study", "dry_run", "quiet", "json"):
+        del flags[name]
     spec, paths = load_spec(
-        {_FIELDS.get(name, name): value for name, value in flags.items()}, study, demo=demo_folder()
+        {_FIELDS.get(name, name): value for name, value in flags.items()}, arguments.study, demo=demo_folder()
     )
     stop = StopSignal()
     with stop.installed():
         try:
-            return _search(spec, paths, argv, stop, dry_run=dry_run)
+            return _search(spec, paths, arguments, argv, stop)
         except KeyboardInterrupt:
             print_error(PROG, f"stopped; the same command continues study {paths.study_name(spec)!r}")
             return stop.exit_code
 
 
-def _search(spec: StudySpec, paths: StudyPaths, argv: list[str], stop: StopSignal, *, dry_run: bool) -> int:
+def _search(
+    spec: StudySpec, paths: StudyPaths, arguments: argparse.Namespace, argv: list[str], stop: StopSignal
+) -> int:
     from search.storage import check_storage, check_writable, redact
 
     start = time.perf_counter()
     command = shlex.join(["python", "-m", PROG, *map(redact, argv)])
     prompt_sets = _read_prompts(spec)
     check_storage(paths.storage_url(spec))
-    if not dry_run:
+    if not arguments.dry_run:
         check_writable(paths.folder)
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
     from search.preflight import open_subject
-    from search.progress import Reporter
     from search.study import stored_engine
     from search.subject import Tools
+    from search.terminal.reporter import make_reporter
 
     quiet_libraries()
-    reporter = Reporter()
-    engine = stored_engine(paths.storage_url(spec), paths.study_name(spec)) if spec.engine == "auto" else None
-    subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
-    _tell_plan(reporter, spec, subject)
-    if dry_run:
-        _tell_time(reporter, spec, subject)
-        return 0
+    with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
+        engine = stored_engine(paths.storage_url(spec), paths.study_name(spec)) if spec.engine == "auto" else None
+        subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
+        _tell_plan(reporter, spec, subject)
+        if arguments.dry_run:
+            _tell_time(reporter, spec, subject)
+            return 0
+        _make_folder(reporter, spec, paths)
+        load_s = time.perf_counter() - start
+        kind = GroupRun if spec.per_group else SearchRun
+        return kind(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
+
+
+def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:
+    """With its study.toml, where there is none."""
+    from layerskip.config import write_atomically
+
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
-        from layerskip.config import write_atomically
-
         write_atomically(paths.spec_file, to_toml(spec, paths.folder))
         reporter.phase("preflight", f"new study folder {paths.folder}")
-    load_s = time.perf_counter() - start
-    kind = GroupRun if spec.per_group else SearchRun
-    return kind(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
 
 
 def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
@@ -146,24 +165,11 @@ def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
 
 
 def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
-    print_ = subject.fingerprint
-    reporter.phase(
-        "preflight",
-        f"{subject.origin.model}: {print_.model_class}, {subject.space.num_layers} layers, {print_.dtype} on "
-        f"{print_.device}, {print_.num_threads} threads, engine {print_.engine}",
-    )
-    split = "" if spec.held_out else " (split off, by content hash)"
-    reporter.phase(
-        "preflight",
-        f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
-        f"{len(subject.space.bit_names)} mask bits, gamma 1..{spec.gamma_max}, two thresholds",
-    )
-    if spec.per_group:
-        from search.per_group.grouping import count_groups
+    from search.per_group.grouping import count_groups
+    from search.terminal.progress_events import Preflight
 
-        counts = count_groups(subject.tuning, subject.held_out)
-        text = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in counts.items())
-        reporter.phase("preflight", f"tuning and held-out prompts by {spec.group_field!a}: {text}")
+    groups = count_groups(subject.tuning, subject.held_out) if spec.per_group else None
+    reporter.tell(Preflight(subject, spec.gamma_max, spec.held_out is None, spec.group_field, groups))
 
 
 def _tell_time(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:

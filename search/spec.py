@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -143,16 +144,27 @@ def load_spec(flags: Mapping[str, Any], study: str | None, *, demo: Path) -> tup
     file = _study_file(given, study, demo)
     data: dict[str, Any] = {}
     if file.is_file():
-        data = resolve_paths(_read_toml(file), file.parent)
+        data = StudySpecFile.read(file)
         StudySpecFile.check(data, file)
     elif not {"model", "prompts"} <= given.keys():
         raise ValueError(f"{file}: no such file; give --study, or --model and --prompts for a new study")
     data |= resolve_paths(given, Path.cwd())
+    for field in ("model", "prompts"):
+        if field not in data:
+            raise ValueError(f"{file}: {field}: is required, there or as --{field}")
     return StudySpec(**data), StudyPaths(file.parent.absolute())
 
 
 class StudySpecFile:
     """Checks on study.toml alone, so that an error in it names the file."""
+
+    @staticmethod
+    def read(file: Path) -> dict[str, Any]:
+        """Its fields, paths made absolute from its folder."""
+        try:
+            return resolve_paths(_read_toml(file), file.parent)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
 
     @staticmethod
     def check(data: Mapping[str, Any], file: Path) -> None:
@@ -168,7 +180,7 @@ def resolve_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     resolved = dict(data)
     for field in ("prompts", "held_out"):
         if isinstance(resolved.get(field), str) and resolved[field]:
-            resolved[field] = os.path.normpath(base.absolute() / Path(resolved[field]).expanduser())
+            resolved[field] = os.path.normpath(base.absolute() / _path(resolved[field], field))
     if isinstance(resolved.get("model"), str):
         resolved["model"] = _resolve_model(resolved["model"], base.absolute())
     if isinstance(resolved.get("storage"), str):
@@ -214,15 +226,16 @@ def _read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise ValueError(f"{file}: not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{file}: not valid TOML: {error}") from None
+        raise ValueError("not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        # Not TOMLDecodeError alone: numbers of thousands of digits and deep nesting raise what Python raises.
+        raise ValueError(f"not valid TOML: {error}") from None
 
 
 def _resolve_model(model: str, base: Path) -> str:
-    path = Path(model).expanduser()
+    path = _path(model, "model")
     looks_local = path.is_absolute() or model.startswith(("./", "../", "~"))
-    if looks_local or (model and (base / path).is_dir()):
+    if looks_local or (model and _is_folder(base / path)):
         return os.path.normpath(base / path)
     return model
 
@@ -231,8 +244,24 @@ def _resolve_storage(storage: str, base: Path) -> str:
     for prefix in ("sqlite:///", "journal:"):
         if storage.startswith(prefix) and storage != prefix:
             path, mark, query = storage.removeprefix(prefix).partition("?")
-            return f"{prefix}{os.path.normpath(base / Path(path).expanduser())}{mark}{query}"
+            return f"{prefix}{os.path.normpath(base / _path(path, 'storage'))}{mark}{query}"
     return storage
+
+
+def _path(text: str, field: str) -> Path:
+    if not text.startswith("~"):
+        return Path(text)  # Path("./~x") is Path("~x"), which must not become somebody's home
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{field}: there is no such home folder, got {text[:80]!r}") from None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long to be one
+        return False
 
 
 def _near(path: Path, folder: Path) -> str:
@@ -245,6 +274,6 @@ def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        # JSON's escapes are TOML's too; DEL alone is left as it is by JSON and refused by TOML.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from search.decoder import Decoder
 from search.fingerprint import Fingerprint
-from search.terminal.reporter import Reporter
 from search.prompts import EncodedPrompt
 from search.results import Origin
 from search.space import SearchSpace
 from search.stop import StopSignal
+from search.terminal.reporter import Reporter
 
 
 @dataclass(frozen=True)

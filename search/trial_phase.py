@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import optuna
 
 from search.leaderboard import counted
@@ -13,8 +15,10 @@ from search.samplers import make_sampler
 from search.spec import StudySpec
 from search.study import set_sampler
 from search.subject import Subject, Tools
+from search.terminal.progress_events import SearchBegins
 from search.trial_watch import TrialWatch
 
+Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 HANDFUL = 6
 """Trials that check a prediction of no gain."""
 CANNOT_WIN = "cannot_win"
@@ -37,8 +41,12 @@ class TrialPhase:
         self._subject, self._spec, self._tools = subject, spec, tools
         self._say = tools.reporter
 
-    def run(self) -> str | None:
-        """Returns why the run must end without a result, else None. Raises: KeyboardInterrupt if stopped."""
+    def run(self, callbacks: Sequence[Callback] = ()) -> str | None:
+        """Returns why the run must end without a result, else None. Raises: KeyboardInterrupt if stopped.
+
+        `callbacks` are called after each trial, outside of anything timed.
+        """
+        self._callbacks = list(callbacks)
         self._start = self._tools.clock()
         reason = None if self._spec.force else self._outlook.cannot_win()
         if self._study.user_attrs.get(CANNOT_WIN) is not None:
@@ -63,7 +71,7 @@ class TrialPhase:
         if done >= total:
             self._say.phase("search", f"all {total} trials are done: straight to the confirm stage")
             return None
-        self._say.phase("search", f"{total - done} trials, sampler {spec.sampler}, seed {spec.seed}")
+        self._say.tell(SearchBegins(done, total, spec.sampler, spec.seed))
         options = ProposeOptions(spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
         sampler = make_sampler(spec.sampler, subject.space, spec.seed, options, self._outlook)
         set_sampler(self._study, sampler)
@@ -71,9 +79,13 @@ class TrialPhase:
             subject.decoder, subject.space, reference, sampler, self._tools.stop, self._tools.clock, self._outlook
         )
         watch = TrialWatch(spec, subject.space, reference, self._tools, total=total, outlook=self._outlook)
-        with self._tools.stop.deferred(), self._say.trials(done, total):
+        with self._tools.stop.deferred():
             self._study.optimize(
-                objective, n_trials=total - done, timeout=self._time_left(), catch=(Exception,), callbacks=[watch]
+                objective,
+                n_trials=total - done,
+                timeout=self._time_left(),
+                catch=(Exception,),
+                callbacks=[watch, *self._callbacks],
             )
         if self._tools.stop.received is not None:
             raise KeyboardInterrupt

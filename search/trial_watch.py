@@ -8,17 +8,15 @@ from optuna.trial import FrozenTrial, TrialState
 from search.leaderboard import counted
 from search.objective import standings_of
 from search.outlook import RECHECK_EVERY, Outlook
-from search.progress import duration, trial_line
 from search.reference import Reference
 from search.space import SearchSpace
 from search.spec import StudySpec
 from search.subject import Tools
-
-_NOTABLE_DRIFT = 0.1
+from search.terminal.progress_events import Drifted, TrialDone
 
 
 class TrialWatch:
-    """Optuna callback: prints each trial, and stops the study on a signal, at the total or after failures in a row."""
+    """Optuna callback: tells each trial, and stops the study on a signal, at the total or after failures in a row."""
 
     def __init__(
         self, spec: StudySpec, space: SearchSpace, reference: Reference, tools: Tools, *, total: int, outlook: Outlook
@@ -36,12 +34,8 @@ class TrialWatch:
         done, total = counted(trials), self._total
         self._num_here += 1
         pace = (self._tools.clock() - self._start) / self._num_here
-        eta = duration(pace * max(0, total - done))
         leader = standings_of(trials, self._space, self._reference).leader
-        best = f"{leader.speedup:.2f}x #{leader.trials[0]}" if leader else "none yet"
-        line = trial_line(trial, done, total, best)
-        bad = trial.state != TrialState.COMPLETE
-        self._tools.reporter.trial(f"{line}  eta {eta}", done, eta, bad=bad)
+        self._tools.reporter.tell(TrialDone(trial, done, total, leader, pace * max(0, total - done)))
         self._failures_in_row = self._failures_in_row + 1 if trial.state == TrialState.FAIL else 0
         if self._failures_in_row >= self._spec.max_failures:
             reason = trial.user_attrs.get("failure", "unknown")
@@ -58,7 +52,4 @@ class TrialWatch:
         except Exception as error:  # noqa: BLE001 (the search can do without; the next trial tells what is wrong)
             self._tools.reporter.warn(f"the costs could not be measured again: {type(error).__name__}: {error}")
             return
-        if abs(moved - 1.0) > _NOTABLE_DRIFT:
-            self._tools.reporter.phase(
-                "drift", f"verifying four tokens costs {moved:.2f} times what it did at the start"
-            )
+        self._tools.reporter.tell(Drifted(moved))

@@ -94,15 +94,17 @@ def _search(
     """The pipeline on a subject that is ready; the exported config."""
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
-    from search.terminal.reporter import Reporter
     from search.subject import Tools
+    from search.terminal.event import Event, Warned
+    from search.terminal.reporter import Reporter
 
     warnings: list[str] = []
 
     class Remembering(Reporter):
-        def warn(self, text: str) -> None:
-            warnings.append(text)
-            super().warn(text)
+        def tell(self, event: Event) -> None:
+            if isinstance(event, Warned):
+                warnings.append(event.text)
+            super().tell(event)
 
     stop = StopSignal()
     tools = Tools(Remembering(io.StringIO() if quiet else None), stop, "search.tune")

@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -21,4 +21,5 @@ transformers.logging.disable_progress_bar()
 
 # Examples derived from the test alone: the same run everywhere. A busy machine must not fail a test by its clock.
 settings.register_profile("reproducible", deadline=None, derandomize=True)
+settings.register_profile("fuzz", deadline=None, max_examples=10_000, suppress_health_check=list(HealthCheck))
 settings.load_profile("reproducible")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from layerskip.config import DecodeConfig
+from layerskip.strict_json import printable
 from search.comparison.journal import Journal
 from search.decoder import Decoder
 from search.measurement import Fault, PromptCase, Timed, time_able
@@ -68,8 +70,7 @@ def confirm_picks(
         else:
             measured[record["pick"], record["repeat"], record["prompt_id"]] = record
 
-    for number, record in enumerate(journal.read(), start=1):
-        _check(record, f"{journal.path}: line {number}")
+    for record in read_measurements(journal):
         note(record)
     keys = list(picks)
     with stop.deferred():
@@ -87,6 +88,14 @@ def confirm_picks(
                     journal.append(whole)
                     note(whole)
     return {key: _sum_up(key, cases, repeats, measured, excluded.get(key)) for key in keys}
+
+
+def read_measurements(journal: Journal) -> list[dict[str, Any]]:
+    """The journal's records. Raises: ValueError naming file, line and field for what is no measurement of a pick."""
+    records = journal.read()
+    for number, record in enumerate(records, start=1):
+        _check(record, f"{journal.path}: line {number}")
+    return records
 
 
 def _measure(decoder: Decoder, case: PromptCase, group: Mapping[str, DecodeConfig]) -> dict[str, dict[str, Any]]:
@@ -114,9 +123,19 @@ def _check(record: dict[str, Any], where: str) -> None:
         kinds |= {"excluded": str, "lossless": bool}
     else:
         kinds |= {"tokens_per_s": float, "plain_tokens_per_s": float, "is_tie": bool}
+    unknown = next((name for name in record if name not in kinds), None)
+    if unknown is not None:
+        raise ValueError(f"{where}: {printable(unknown)}: unknown field")
     for name, kind in kinds.items():
-        if type(record.get(name)) is not kind:
-            raise ValueError(f"{where}: {name}: must be of type {kind.__name__}, got {record.get(name)!r}"[:300])
+        value: Any = record.get(name)
+        if type(value) is not kind:
+            raise ValueError(f"{where}: {name}: must be of type {kind.__name__}, got {_short(value)}")
+        if kind is float and not 0 < record[name] < math.inf:
+            raise ValueError(f"{where}: {name}: must be above 0 and finite, got {value}")
+
+
+def _short(value: object) -> str:
+    return ascii(value)[:80]
 
 
 def _sum_up(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from layerskip.config import MaskField, Probability, describe_validation_error
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import ForcedText
 from search.comparison.accounting import Account, SharedForcing
@@ -66,12 +68,8 @@ class ModelHints:
 
     def recall(self) -> None:
         """Put the journal's agreements where all runs find them. Raises: ValueError naming file and line."""
-        for number, record in enumerate(self._journal.read(), start=1):
-            try:
-                mask = SkipMask.parse(record["mask"])
-                self._account.remember(("agreement", mask), float(record["agreement"]), float(record["seconds"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{self._journal.path}: line {number} is not an agreement: {error}") from None
+        for mask, agreement, seconds in read_agreements(self._journal):
+            self._account.remember(("agreement", mask), agreement, seconds)
 
     @cached_property
     def _forcing(self) -> SharedForcing:
@@ -86,3 +84,24 @@ class ModelHints:
         return measure_costs(
             timer, texts_to_time(self._reference, space.gamma_max), space, subject.fingerprint, options
         )
+
+
+class _Agreement(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    mask: MaskField
+    agreement: Probability
+    seconds: Annotated[float, Field(ge=0.0)]
+
+
+def read_agreements(journal: Journal) -> list[tuple[SkipMask, float, float]]:
+    """(mask, agreement, seconds it took) of every line. Raises: ValueError naming file, line and field."""
+    found = []
+    for number, fields in enumerate(journal.read(), start=1):
+        try:
+            one = _Agreement.model_validate(fields)
+        except ValidationError as error:
+            what = describe_validation_error(error)
+            raise ValueError(f"{journal.path}: line {number} is not an agreement: {what}") from None
+        found.append((one.mask, one.agreement, one.seconds))
+    return found

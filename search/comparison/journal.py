@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from layerskip.strict_json import parse_json
+
 
 class Journal:
     """A JSONL file that only grows."""
@@ -28,7 +30,7 @@ class Journal:
         records = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                record = json.loads(line)
+                record = parse_json(line.decode())
             except ValueError:
                 record = None
             if not isinstance(record, dict):

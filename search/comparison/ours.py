@@ -10,7 +10,8 @@ import optuna
 
 from layerskip.config import write_atomically
 from search.comparison.accounting import Account, SharedDecoder
-from search.outlook import RECHECK_EVERY, Outlook, OutlookOptions, open_outlook
+from search.outlook import RECHECK_EVERY, Outlook, OutlookOptions
+from search.outlook_opening import open_outlook
 from search.proposals import ProposeOptions, Proposer
 from search.reference import Reference
 from search.spec import StudySpec
@@ -39,6 +40,7 @@ class OurWay:
             reference,
             subject.fingerprint,
             OutlookOptions(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, spec.trial_seconds),
+            prompts=subject.tuning,
             clock=account.now,
         )
         self.unpaid_s = stored.get("unpaid_s", account.now() - start)

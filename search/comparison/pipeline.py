@@ -25,6 +25,9 @@ from search.spec import StudySpec
 from search.storage import near
 from search.study import now_utc
 from search.subject import Subject, Tools
+from search.terminal.event import Stopped
+from search.terminal.progress_events import ReferenceKnown
+from search.terminal.result_events import Written
 
 SCHEMA_VERSION = 1
 _SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"
@@ -59,7 +62,9 @@ class ComparisonRun:
             run_all(self._plan, runs, shared, journal)
             confirmed, dropped = self._confirm(runs)
         except LosslessViolation as violation:
-            self._say.warn(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            self._say.tell(
+                Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            )
             return 1
         return self._finish(shared, runs, confirmed, dropped)
 
@@ -78,11 +83,7 @@ class ComparisonRun:
             _check_fingerprint(setup, subject, self._out)
             reference = Reference.from_json(setup["reference"])
             warm_up(subject.decoder, reference.cases[0].prompt_ids, subject.space.num_layers)
-        self._say.phase(
-            "reference",
-            f"plain {reference.plain_tokens_per_s:.1f} tok/s, A/A noise {100 * reference.noise_sigma:.1f} % a pair, "
-            f"{reference.num_per_trial} of {len(reference.cases)} prompts a full trial",
-        )
+        self._say.tell(ReferenceKnown(reference))
         shared = Shared(subject, reference, spec, self._tools, self._out)
         shared.hints(Account(shared.ledger, self._tools.clock)).recall()
         return shared
@@ -148,9 +149,10 @@ class ComparisonRun:
         write_atomically(self._out / "table.md", table)
         title = f"Ways to choose a skip mask: {self._model_name} on {self._subject.fingerprint.device}"
         write_atomically(self._out / "plot.html", make_plot(results, title))
-        for line in table.splitlines():
-            self._say.line(line)
-        self._say.phase("written", f"{near(self._out)}: results.json, table.md and plot.html")
+        self._say.phase(None, table.rstrip("\n"))
+        names = ("results.json", "table.md", "plot.html")
+        text = f"{near(self._out)}: results.json, table.md and plot.html"
+        self._say.tell(Written(text, tuple(str(self._out / name) for name in names), {}))
         for line in violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
         return 1 if violations else 0

@@ -6,11 +6,11 @@ import difflib
 from dataclasses import dataclass
 
 from layerskip.config import DecodeConfig
-from search.progress import duration
 from search.reference import prompts_for, warm_up
 from search.rivals import STRATEGIES
 from search.spec import StudySpec
 from search.subject import Subject
+from search.terminal.text import duration
 
 BLOCK = 3
 """Trials of one run before the next run has its turn: short, so that drift of the machine hits all runs alike."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import optuna
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.cli import CommandError
+from layerskip.config import describe_validation_error
+from layerskip.strict_json import printable
 from search.comparison.accounting import Account, Ledger, TimedProposer
 from search.comparison.hints import ModelHints
 from search.comparison.journal import Journal
@@ -20,7 +24,6 @@ from search.comparison.ours import OurWay
 from search.comparison.plan import ComparisonPlan
 from search.leaderboard import Entry, counted
 from search.objective import Objective, TrialFailed, standings_of
-from search.progress import duration
 from search.reference import Reference
 from search.rivals import STRATEGIES
 from search.samplers import ProposalSampler
@@ -28,18 +31,22 @@ from search.space import SearchSpace
 from search.spec import StudySpec
 from search.study import set_sampler
 from search.subject import Subject, Tools
+from search.terminal.text import duration
 
 _AGREEMENTS = "agreements.jsonl"
+_State = Literal["COMPLETE", "PRUNED", "FAIL"]
 
 
 @dataclass(frozen=True)
 class TrialRecord:
     """One finished trial of one run: all that the study needs to be built again, and what the trial cost."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     strategy: str
     seed: int
     number: int
-    state: str
+    state: _State
     value: float | None
     params: dict[str, Any]
     user_attrs: dict[str, Any]
@@ -61,6 +68,9 @@ class TrialRecord:
             user_attrs=self.user_attrs,
             intermediate_values=dict(self.steps),
         )
+
+
+_TRIAL_RECORD = TypeAdapter(TrialRecord)
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ class StrategyRun:
             strategy=self.name,
             seed=self.seed,
             number=len(self.records),
-            state=trial.state.name,
+            state=cast(_State, trial.state.name),
             value=trial.value,
             params=trial.params,
             user_attrs=trial.user_attrs,
@@ -178,17 +188,41 @@ def make_runs(plan: ComparisonPlan, shared: Shared, journal: Journal) -> dict[tu
 
     Raises: ValueError naming the file if it holds what does not fit.
     """
+    stored = read_trials(journal, shared.subject.space)
+    return {key: StrategyRun(*key, shared, stored.get(key, ())) for key in plan.runs}
+
+
+def read_trials(journal: Journal, space: SearchSpace) -> dict[tuple[str, int], list[TrialRecord]]:
+    """The journal's trials by strategy and seed, each of them a trial of this space.
+
+    Raises: ValueError naming file and line if it holds what is none.
+    """
     stored: dict[tuple[str, int], list[TrialRecord]] = {}
     for number, fields in enumerate(journal.read(), start=1):
+        where = f"{journal.path}: line {number}"
         try:
-            record = TrialRecord(**fields)
-        except TypeError as error:
-            raise ValueError(f"{journal.path}: line {number} is not a trial: {error}") from None
+            record = _TRIAL_RECORD.validate_json(json.dumps(fields), strict=True)
+            _check_params(record, space)
+            record.to_trial(space)
+        except ValidationError as error:
+            raise ValueError(f"{where} is not a trial: {describe_validation_error(error)}") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where} does not fit the search space: {error}") from None
         records = stored.setdefault((record.strategy, record.seed), [])
         if record.number != len(records):
-            raise ValueError(f"{journal.path}: line {number}: expected trial {len(records)}, got {record.number}")
+            raise ValueError(f"{where}: number: expected trial {len(records)}, got {record.number}")
         records.append(record)
-    return {key: StrategyRun(*key, shared, stored.get(key, ())) for key in plan.runs}
+    return stored
+
+
+def _check_params(record: TrialRecord, space: SearchSpace) -> None:
+    for name, value in record.params.items():
+        if name not in space.distributions:
+            raise ValueError(f"params.{printable(name)}: is no parameter of it")
+        try:
+            space.distributions[name].to_internal_repr(value)
+        except ValueError as error:
+            raise ValueError(f"params.{name}: {' '.join(str(error).split())[:200]}") from None
 
 
 def run_all(

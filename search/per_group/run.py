@@ -26,6 +26,7 @@ from search.samplers import quiet_optuna
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, near, open_storage
 from search.subject import Subject, Tools
+from search.terminal.event import Stopped
 from search.terminal.result_events import GroupVerdict, Written
 
 
@@ -88,7 +89,9 @@ class GroupRun:
         try:
             codes.append(self._finish(outcomes))
         except LosslessViolation as violation:
-            self._say.warn(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            self._say.tell(
+                Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
+            )
             return 1
         return max(codes)
 
@@ -166,8 +169,9 @@ class GroupRun:
         storage = open_storage(self._paths.storage_url(self._spec))
         try:
             study = optuna.load_study(study_name=self._study_name(DEFAULT_GROUP), storage=storage)
-            study.set_user_attr(PER_GROUP, matrix_facts(summary))
-            Publisher(self._paths, self._tools, page=True).publish(study)
+            publisher = Publisher(self._paths, self._tools, page=True)
+            publisher.attempt("no matrix to show", lambda: study.set_user_attr(PER_GROUP, matrix_facts(summary)))
+            publisher.publish(study)
         finally:
             close_storage(storage)
 

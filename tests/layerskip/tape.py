@@ -78,11 +78,16 @@ def graph_model(
     name: str, recorder: Recorder | None = None, *, modules: bool = False, **options: Any
 ) -> LayerSkipModel:
     """The shared model on an engine of its own; small sizes, so that short texts cross them."""
-    model = LayerSkipModel(zoo.model_of(name), engine="eager")
     lean = name in zoo.FUSED and not modules
+    model = LayerSkipModel(zoo.model_of(name), engine="eager")
+    return on_graphs(model, recorder or TapeRecorder(), lean=lean, **options)
+
+
+def on_graphs(model: LayerSkipModel, recorder: Recorder, *, lean: bool, **options: Any) -> LayerSkipModel:
+    """The same model, now decoding on the CUDA-graph engine over lean layers or the model's own modules."""
     executor = LeanExecutor(FusedEngine(model.adapter)) if lean else ModuleExecutor(model.adapter)
     options = {"granule": 32, "min_visible": 16, **options}
-    model._engine = CudaGraphEngine(model.adapter, executor, recorder or TapeRecorder(), GraphOptions(**options))
+    model._engine = CudaGraphEngine(model.adapter, executor, recorder, GraphOptions(**options))
     return model
 
 

@@ -27,7 +27,8 @@ class FakeForcing:
         for i, text in enumerate(texts):
             for k in range(len(text.continuation_ids)):
                 self._luck[i, k] = chance(f"{text.prompt_ids} {k}")
-        self.target_probs = (1.0 - 0.9 * self._luck**4).astype(np.float32)
+        self._is_row = np.arange(self._luck.shape[1]) < self.lengths[:, None]
+        self.target_probs = (self._is_row * (1.0 - 0.9 * self._luck**4)).astype(np.float32)
 
     def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         self.num_readings += 1
@@ -36,7 +37,8 @@ class FakeForcing:
         accepted = (self._luck < agreement).astype(np.float32)
         for i, length in enumerate(self.lengths):
             accepted[i, length - 1 :] = 0.0
-        confidence = np.clip(1.0 - self._luck * (1.2 - 0.4 * agreement), 0.0, 1.0).astype(np.float32)
+        sure = np.clip(1.0 - self._luck * (1.2 - 0.4 * agreement), 0.0, 1.0)
+        confidence = (self._is_row * sure).astype(np.float32)
         stacked = [np.repeat(one[None], depth + 1, axis=0) for one in (accepted, confidence)]
         reading = DraftReadings(stacked[0], stacked[1], np.zeros(stacked[0].shape, dtype=np.int64))
         return reading if texts is None else reading.select(texts)

@@ -26,12 +26,12 @@ from search.comparison.pipeline import ComparisonRun, stored_engine
 from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.results import _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
-from search.terminal.reporter import Reporter
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
 from search.rivals.leave_one_out import LeaveOneOut
 from search.stop import StopSignal
 from search.subject import Subject, Tools
+from search.terminal.reporter import Reporter
 from tests.search.fakes import (
     FINGERPRINT,
     NUM_LAYERS,

@@ -236,3 +236,48 @@ def test_sharing_is_proposed_where_it_is_predicted_to_pay() -> None:
     late = SkipMask.from_layers(space.num_layers, [0])
     assert candidates.of(late).params["share_prefix"] is False
     assert {two.params["share_prefix"] for two in candidates.variants(late, 2)} == {False}
+
+
+def tiers_of(space: SearchSpace, num_first: int = 2, num_more: int = 3) -> Candidates:
+    first, more = (
+        FakeForcing([ForcedText((i,), tuple(range(LENGTH))) for i in places])
+        for places in (range(num_first), range(num_first, num_first + num_more))
+    )
+    cost = measure_costs(FakeTimer(), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
+    rows = [TextRows(one.lengths, one.target_probs, LENGTH) for one in (first, more)]
+    return Candidates(Predictor(first, rows[0], cost).with_more(more, rows[1]), space)
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_candidates_know_on_which_texts_they_were_predicted(share_prefix: bool) -> None:
+    space = dataclasses.replace(SPACE, share_prefix=share_prefix)
+    tiers, first, together = tiers_of(space), candidates_of(space, 2)[0], candidates_of(space, 5)[0]
+    mask = SkipMask.early_exit(6, 4)
+    coarse, wide = tiers.of(mask), tiers.of(mask, wide=True)
+    alone, whole = first.of(mask), together.of(mask)
+    assert (coarse.params, coarse.log_speedup, coarse.wide) == (alone.params, alone.log_speedup, False)
+    assert (wide.params, wide.log_speedup, wide.wide) == (whole.params, whole.log_speedup, True)
+    assert coarse.first_log_speedup is None
+    assert wide.first_log_speedup == coarse.log_speedup
+    assert (alone.wide, alone.first_log_speedup) == (True, None), "there are no more texts"
+    assert [one.params for one in tiers.variants(mask, 3, wide=True)] == [
+        one.params for one in together.variants(mask, 3)
+    ]
+    assert [one.params for one in tiers.variants(mask, 3)] == [one.params for one in first.variants(mask, 3)]
+    rows = json.loads(json.dumps(tiers.write([coarse, wide])))
+    assert rows[1] == [*rows[1][: 5 + share_prefix], round(coarse.log_speedup, 5)]
+    back = tiers.read(rows)
+    for one, other in zip(back, (coarse, wide), strict=True):
+        assert (one.params, one.wide) == (other.params, other.wide)
+        assert one.first_log_speedup == pytest.approx(other.first_log_speedup, abs=1e-5)
+    assert tiers.write(back) == rows
+
+
+def test_the_best_of_a_pool_is_one_that_was_predicted_on_all_texts() -> None:
+    tiers = tiers_of(SPACE)
+    coarse, wide = tiers.of(SkipMask.contiguous(6, 1, 4)), tiers.of(SkipMask.none(6), wide=True)
+    pool = Pool((coarse, wide))
+    assert (pool.best, pool.num_wide) == (wide, 1)
+    again = Pool.from_json(pool.to_json(tiers), tiers)
+    assert (again.best.params, again.num_wide) == (wide.params, 1)
+    assert Pool((coarse,)).best == coarse

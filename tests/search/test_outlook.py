@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 
@@ -21,9 +22,11 @@ from search.cost_model import pool_costs
 from search.decoder import Decoded, ModelDecoder
 from search.fingerprint import Fingerprint
 from search.forecast import Candidate, Pool
+from search.leaderboard import make_standings, taste_of
 from search.measurement import PromptCase
 from search.outlook import (
     COSTS,
+    MORE,
     POOL,
     READINGS,
     SENSITIVITY,
@@ -31,13 +34,15 @@ from search.outlook import (
     Outlook,
     OutlookOptions,
     describe_outlook,
-    open_outlook,
     outlook_facts,
 )
-from search.progress import Reporter
+from search.outlook_opening import open_outlook
+from search.prompts import EncodedPrompt
+from search.proposals import ProposeOptions
 from search.reference import Reference, ReferenceOptions, make_reference
 from search.stop import StopSignal
 from search.subject import Subject, Tools
+from search.terminal.reporter import Reporter
 from search.trial_phase import CANNOT_WIN, HANDFUL, TrialPhase
 from tests.search.fake_outlook import FakeTimer
 from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
@@ -78,9 +83,10 @@ def open_(
     options: OutlookOptions = OPTIONS,
     reference: Reference | None = None,
     fingerprint: Fingerprint = FINGERPRINT,
+    tuning: Sequence[EncodedPrompt] = (),
 ) -> Outlook:
     reference = reference or reference_of()
-    return open_outlook(study, decoder, SPACE, reference, fingerprint, options, clock=decoder.clock)
+    return open_outlook(study, decoder, SPACE, reference, fingerprint, options, prompts=tuning, clock=decoder.clock)
 
 
 def test_a_second_opening_measures_nothing() -> None:
@@ -88,7 +94,7 @@ def test_a_second_opening_measures_nothing() -> None:
     made = open_(study, first)
     assert num_timer_calls(first) == NUM_COST_CALLS
     assert first.num_readings > len(SPACE.bit_names)
-    assert study.user_attrs.keys() == {COSTS, SENSITIVITY, POOL, READINGS, TEXTS}
+    assert study.user_attrs.keys() == {COSTS, SENSITIVITY, POOL, READINGS, TEXTS, MORE}
     stored = dict(study.user_attrs)
     reread = open_(study, second)
     assert num_timer_calls(second) == 0
@@ -223,19 +229,139 @@ def test_readings_of_a_proposal_fit_its_time(trial_seconds: float, reading_s: fl
     assert open_(study, other, options).num_readings == expected
 
 
-@pytest.mark.parametrize(("reading_s", "num_texts"), [(0.2, 12), (1.0, 5), (9.0, 4)])
-def test_as_many_texts_are_read_as_can_be_afforded(reading_s: float, num_texts: int) -> None:
-    """Ten seconds for two readings of each of twelve sublayers; four texts always."""
+@pytest.mark.parametrize(("reading_s", "num_first"), [(0.2, 12), (0.5, 7), (9.0, 4)])
+def test_as_many_first_texts_are_read_as_can_be_afforded(reading_s: float, num_first: int) -> None:
+    """Five seconds for 1.4 readings of each of twelve sublayers; four texts always."""
     decoder = planted()
     decoder.reading_s = reading_s
-    assert open_(new_study(), decoder, reference=TWELVE).predictor.num_texts == num_texts
+    assert open_(new_study(), decoder, reference=TWELVE).predictor.num_first == num_first
 
 
 def test_a_resume_reads_the_same_texts() -> None:
     study, slow, fast = new_study(), planted(), planted()
     slow.reading_s = 1.0
-    first, again = (open_(study, one, reference=TWELVE).predictor.num_texts for one in (slow, fast))
-    assert first == again
+    first, again = (open_(study, one, reference=TWELVE).predictor for one in (slow, fast))
+    assert (first.num_first, first.num_texts) == (again.num_first, again.num_texts)
+
+
+# More texts than the trials decode.
+
+CUTTABLE = tuple(EncodedPrompt(f"t{i}", None, tuple(range(100 * i, 100 * i + 20)), is_text=True) for i in range(6))
+LONG = dataclasses.replace(OPTIONS, trials=100, trial_seconds=20.0)
+"""A wide reading may take three seconds, and making the texts 40."""
+
+
+def quick() -> WatchedDecoder:
+    """A reading of 10 ms, a decoding of 170."""
+    return WatchedDecoder(step_times=PlantedTimer(), reading_s=0.01, noise=0.0)
+
+
+def test_more_texts_are_made_of_the_tuning_prompts_and_kept() -> None:
+    study, decoder = new_study(), quick()
+    outlook = open_(study, decoder, LONG, tuning=CUTTABLE)
+    assert decoder.num_decoded == 6 + 4 * 6, "the six whole ones, which the reference does not use, and four cuts each"
+    assert (outlook.predictor.num_first, outlook.predictor.num_texts, outlook.num_cuts) == (6, 36, 24)
+    assert outlook.pool.num_wide >= 8
+    assert outlook.pool.best.wide
+    assert outlook_facts(study)["texts"] == {"num_first": 6, "num_reference_more": 0, "num_made": 30}
+    lines = describe_outlook(outlook)
+    assert f"masks predicted on 6 texts, the best {outlook.pool.num_wide} on 36 (of which 24 are cuts" in lines[2]
+    other = quick()
+    again = open_(study, other, LONG, tuning=CUTTABLE)
+    assert (other.num_decoded, other.num_readings) == (0, 0)
+    assert again.pool == outlook.pool
+    assert again.num_cuts == 24
+    made = [[text.ids for text in one.forcings[-1].texts] for one in (decoder, other)]
+    assert made[0] == made[1]
+
+
+def test_texts_that_the_reference_has_are_not_made_again() -> None:
+    decoder = quick()
+    cases = tuple(PromptCase(one.prompt_id, one.ids, tuple(range(NUM_TOKENS))) for one in CUTTABLE)
+    reference = dataclasses.replace(reference_of(), cases=cases)
+    outlook = open_(new_study(), decoder, LONG, reference, tuning=CUTTABLE)
+    assert (outlook.predictor.num_texts, outlook.num_cuts) == (30, 24)
+
+
+@pytest.mark.parametrize(
+    ("reading_s", "num_first", "num_texts"),
+    [
+        (0.01, 6, 36),
+        (0.59, 6, 30),  # three seconds for a reading of all
+        (2.4, 6, 7),
+        (5.0, 4, 4),  # not even the reference's
+    ],
+)
+def test_a_wide_reading_has_as_many_texts_as_it_may_take_time(reading_s: float, num_first: int, num_texts: int) -> None:
+    study, decoder = new_study(), planted()
+    # With the sensitivity known, the pool's time is that of its readings.
+    study.set_user_attr(SENSITIVITY, open_(new_study(), planted()).sensitivity.to_json())
+    decoder.reading_s = reading_s
+    predictor = open_(study, decoder, LONG, tuning=CUTTABLE).predictor
+    assert (predictor.num_first, predictor.num_texts) == (num_first, num_texts)
+    fast = quick()
+    again = open_(study, fast, LONG, tuning=CUTTABLE).predictor
+    assert (again.num_first, again.num_texts) == (num_first, num_texts)
+
+
+def test_making_texts_ends_when_its_time_is_up() -> None:
+    """Four seconds, at 0.17 s a decoding; the one under way is finished."""
+    outlook = open_(new_study(), quick(), dataclasses.replace(LONG, trials=10), tuning=CUTTABLE)
+    assert outlook.predictor.num_texts == 6 + 24
+
+
+def test_a_study_without_more_texts_goes_on_without() -> None:
+    """As one that was begun before there were any."""
+    study = new_study()
+    before = open_(study, quick(), LONG)
+    assert not before.predictor.has_more
+    kept = {name: value for name, value in study.user_attrs.items() if name != MORE}
+    old = new_study()
+    for name, value in kept.items():
+        old.set_user_attr(name, value)
+    decoder = quick()
+    again = open_(old, decoder, LONG, tuning=CUTTABLE)
+    assert (decoder.num_decoded, decoder.num_readings) == (0, 0)
+    assert (again.predictor.has_more, again.num_cuts) == (False, 0)
+    assert again.pool == before.pool
+    assert old.user_attrs == kept
+    options = ProposeOptions(4, 0.02, 5)
+    one, other = (each.proposer(options).propose([], 0, np.random.default_rng(0)) for each in (before, again))
+    assert one == other
+    assert outlook_facts(old)["texts"] == {"num_first": 6, "num_reference_more": 0, "num_made": 0}
+
+
+def test_a_config_that_owes_much_to_the_trials_texts_is_known_to() -> None:
+    """Its taste for its own prompts is told against all texts, so that it can be taken out of what is measured."""
+    study, decoder = new_study(), quick()
+    outlook = open_(study, decoder, LONG, tuning=CUTTABLE)
+    config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4)
+    told = outlook.describe_trial(SPACE.to_params(config), config, [5, 2], [], 0.02)
+    alone = open_(new_study(), quick(), LONG).predictor
+    assert told["forecast_ratios"] == pytest.approx(alone.forecast(config, [5, 2])[0], abs=1e-5)
+    wide = outlook.predictor.forecast(config, [])[1]
+    assert told["forecast_speedup"] == pytest.approx(wide, abs=1e-5)
+    assert abs(wide / alone.forecast(config, [])[1] - 1) > 0.01
+    taste = taste_of(told)
+    assert taste == pytest.approx([math.log(one / wide) for one in told["forecast_ratios"]], abs=1e-4)
+    # Measured as forecast, it is taken for what it is worth on all texts.
+    trial = record(study, SPACE, SPACE.to_params(config), told["forecast_ratios"], **told)
+    leader = make_standings([trial], SPACE, 0.02, 2).leader
+    assert leader is not None
+    assert leader.speedup == pytest.approx(wide, rel=1e-4)
+
+
+def test_stopped_and_resumed_with_more_texts_equals_uninterrupted() -> None:
+    def trials(*totals: int) -> list[tuple[Any, ...]]:
+        study = new_study()
+        for total in totals:
+            search(quick(), study, tuning=CUTTABLE, trials=total)
+        attrs = ("origin", "considered", "forecast_ratios", "forecast_speedup")
+        return [(one.params, one.value, *(one.user_attrs.get(name) for name in attrs)) for one in study.trials]
+
+    whole, parts = trials(14), trials(5, 9, 14)
+    assert whole == parts
+    assert any(one[3] for one in whole)
 
 
 def test_texts_of_middling_length_are_timed_in_the_middle_of_their_continuations() -> None:
@@ -293,7 +419,13 @@ def test_people_are_told_in_three_lines() -> None:
 def test_facts_of_a_study_with_and_without_an_outlook() -> None:
     study = new_study()
     nothing = {"num_predicted": 0, "best": []}
-    assert outlook_facts(study) == {"costs": None, "sensitivity": None, "pool": nothing, "cannot_win": None}
+    assert outlook_facts(study) == {
+        "costs": None,
+        "sensitivity": None,
+        "pool": nothing,
+        "texts": None,
+        "cannot_win": None,
+    }
     outlook = open_(study, planted())
     facts = outlook_facts(study)
     assert facts["costs"]["first"] == facts["costs"]["last"] == json.loads(outlook.costs[0].to_json())
@@ -318,13 +450,17 @@ def dear(**changes: Any) -> WatchedDecoder:
 
 
 def search(
-    decoder: WatchedDecoder, study: optuna.Study | None = None, **spec: Any
+    decoder: WatchedDecoder,
+    study: optuna.Study | None = None,
+    *,
+    tuning: Sequence[EncodedPrompt] = prompts(8),
+    **spec: Any,
 ) -> tuple[optuna.Study, str | None, str]:
     """The trials of a run in memory: (study, why it must end, what was said)."""
     study, output = study or new_study(), io.StringIO()
-    reference = make_reference(decoder, prompts(8), ReferenceOptions(NUM_LAYERS, 0, 1.0, 5))
-    outlook = open_(study, decoder, reference=reference)
-    subject = Subject(decoder, SPACE, prompts(8), (), FINGERPRINT, ORIGIN)
+    reference = make_reference(decoder, tuning, ReferenceOptions(NUM_LAYERS, 0, 1.0, 5))
+    outlook = open_(study, decoder, reference=reference, tuning=tuning)
+    subject = Subject(decoder, SPACE, tuple(tuning), (), FINGERPRINT, ORIGIN)
     tools = Tools(Reporter(output), StopSignal(), "python -m search.run", decoder.clock)
     broken = TrialPhase(study, reference, outlook, subject, make_spec(**spec), tools).run()
     return study, broken, output.getvalue()

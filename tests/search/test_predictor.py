@@ -219,6 +219,72 @@ def test_texts_that_are_not_read_are_expected_to_be_average_ones() -> None:
     assert len(predictor.trial(config, [2, 1], PlantedTimer(), (1,)).forwards) == 2
 
 
+def split(num_first: int, lengths: Sequence[int]) -> tuple[Predictor, FakeForcing, FakeForcing]:
+    """A predictor whose further texts come in a forcing of their own, and both forcings."""
+    whole = forcing_of(lengths)
+    first, more = FakeForcing(whole.texts[:num_first]), FakeForcing(whole.texts[num_first:])
+    rows = TextRows(more.lengths, more.target_probs, LENGTH)
+    return predictor_of(first).with_more(more, rows), first, more
+
+
+LENGTHS = (LENGTH, 9, 15, LENGTH, 4)
+
+
+@pytest.mark.parametrize("mask", MASKS[1:3], ids=str)
+def test_wide_is_on_all_texts_and_else_on_the_first_ones(mask: SkipMask) -> None:
+    tiers, first, _ = split(2, LENGTHS)
+    alone, together = predictor_of(first), predictor_of(forcing_of(LENGTHS))
+    assert (tiers.num_texts, tiers.num_first, tiers.has_more) == (5, 2, True)
+    assert (alone.num_texts, alone.num_first, alone.has_more) == (2, 2, False)
+    for wide, expected in ((False, alone), (True, together)):
+        assert tiers.best_setting(mask, wide=wide) == expected.best_setting(mask)
+        assert tiers.best_settings(mask, 5, wide=wide) == expected.best_settings(mask, 5)
+        assert tiers.agreement(mask, wide=wide) == pytest.approx(expected.agreement(mask))
+        assert alone.best_setting(mask, wide=wide) == alone.best_setting(mask)
+    assert alone.agreement(mask) != together.agreement(mask)
+
+
+def test_what_is_said_of_a_config_is_on_all_texts() -> None:
+    """Whatever text a trial decodes, the first or a later one."""
+    tiers, together = split(2, LENGTHS)[0], predictor_of(forcing_of(LENGTHS))
+    config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=0.4)
+    assert tiers.forecast(config, [3, 1]) == together.forecast(config, [3, 1])
+    for sharp in (False, True):
+        for texts in (None, [1, 2, 4]):
+            one, other = (each.counts(config, sharp=sharp, texts=texts) for each in (tiers, together))
+            assert np.array_equal(one.drafted, other.drafted)
+            assert np.array_equal(one.verify_s, other.verify_s)
+    told = [each.trial(config, [4, 0, 2], PlantedTimer(), (1,)) for each in (tiers, together)]
+    assert told[0] == told[1]
+    assert len(told[0].forwards) == 3
+    shown = [each.surface(MASKS[1], 0.2) for each in (tiers, together)]
+    assert all(np.array_equal(one, other) for one, other in zip(*shown, strict=True))
+
+
+def test_an_answer_does_not_depend_on_earlier_questions() -> None:
+    fresh, asked = split(2, LENGTHS)[0], split(2, LENGTHS)[0]
+    for mask in MASKS:
+        asked.best_setting(mask, wide=True)
+    for mask in MASKS:
+        for wide in (False, True):
+            assert asked.best_setting(mask, wide=wide) == fresh.best_setting(mask, wide=wide)
+
+
+def test_no_text_is_read_twice_for_a_mask() -> None:
+    whole = forcing_of(LENGTHS)
+    first, more = FakeForcing(whole.texts[:2]), FakeForcing(whole.texts[2:])
+    narrow = predictor_of(first)
+    narrow.best_setting(MASKS[1])
+    tiers = narrow.with_more(more, TextRows(more.lengths, more.target_probs, LENGTH))
+    for _ in range(2):
+        tiers.best_setting(MASKS[1])
+        tiers.best_setting(MASKS[1], wide=True)
+        tiers.forecast(DecodeConfig(skip_mask=MASKS[1], gamma=4), [0])
+    assert (first.num_readings, more.num_readings) == (1, 1)
+    tiers.best_setting(MASKS[2])
+    assert (first.num_readings, more.num_readings) == (2, 1), "more texts are read where it is asked for alone"
+
+
 @dataclass
 class Overrun:
     """Answers given, and what was asked."""

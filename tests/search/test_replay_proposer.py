@@ -14,13 +14,14 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.teacher_forcing import ForcedText
+from layerskip.teacher_forcing import DraftReadings, ForcedText
 from search.correction import Correction, residual_of
 from search.cost_model import CostModel, CostOptions, measure_costs
 from search.forecast import Candidate, Candidates, Pool, make_pool
 from search.leaderboard import counted
 from search.predictor import Predictor
 from search.proposals import Proposal, ProposeOptions
+from search.refinement import Refiner, refine_pool
 from search.replay import TextRows
 from search.replay_proposer import ReplayProposer, move
 from search.sensitivity import measure_sensitivity
@@ -54,6 +55,18 @@ def cost_of(space: SearchSpace, **changes: Any) -> CostModel:
     return measure_costs(PlantedTimer(**changes), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
 
 
+class Watched(FakeForcing):
+    """Keeps which masks were read."""
+
+    def __init__(self, texts: Sequence[ForcedText]) -> None:
+        super().__init__(texts)
+        self.masks: list[SkipMask] = []
+
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+        self.masks.append(mask)
+        return super().read(mask, depth, texts)
+
+
 @dataclass
 class Lab:
     """A study whose trials are measured by a formula; proposers for it are made as a run and as a resume would."""
@@ -64,6 +77,8 @@ class Lab:
     num_readings: int = 5
     max_pool: int = 40
     seed: int = 0
+    num_more: int = 0
+    """Texts that no trial decodes."""
     study: optuna.Study = field(default_factory=lambda: optuna.create_study(direction="maximize"))
     proposals: list[Proposal] = field(default_factory=list)
 
@@ -71,6 +86,8 @@ class Lab:
         self.candidates, self.forcing = self._candidates()
         sensitivity = measure_sensitivity(self.candidates.predictor.agreement, self.space)
         pool = make_pool(self.candidates, self.space, sensitivity, seed=0, seconds=1e9, max_readings=self.max_pool)
+        if self.num_more:
+            pool = refine_pool(pool, Refiner(self.candidates, self.space), seconds=1e9)
         # As it is stored: unrounded predictions order near-equals in another way than those a resume reads.
         self.pool = Pool.from_json(pool.to_json(self.candidates), self.candidates)
         self.proposer = self._proposer(self.candidates, self.pool)
@@ -105,7 +122,12 @@ class Lab:
     def _candidates(self) -> tuple[Candidates, FakeForcing]:
         forcing = FakeForcing([ForcedText((i,), tuple(range(LENGTH))) for i in range(NUM_PROMPTS)])
         rows = TextRows(forcing.lengths, forcing.target_probs, LENGTH)
-        return Candidates(Predictor(forcing, rows, cost_of(self.space)), self.space), forcing
+        predictor = Predictor(forcing, rows, cost_of(self.space))
+        if self.num_more:
+            texts = [ForcedText((NUM_PROMPTS + i,), tuple(range(LENGTH))) for i in range(self.num_more)]
+            self.more = Watched(texts)
+            predictor = predictor.with_more(self.more, TextRows(self.more.lengths, self.more.target_probs, LENGTH))
+        return Candidates(predictor, self.space), forcing
 
     def _proposer(self, candidates: Candidates, pool: Pool) -> ReplayProposer:
         options = ProposeOptions(self.repeat_every, SIGMA, NUM_PROMPTS)
@@ -335,6 +357,76 @@ def test_eighty_layers_cost_no_more_readings_than_agreed() -> None:
         assert lab.forcing.num_readings - before <= 6 + extra
     lab.propose(resumed, lab.trials[:13])
     assert lab.forcing.num_readings <= 3 * 6 + 1 + len(SHAPES) + 1
+
+
+# More texts than the trials decode.
+
+
+def test_only_what_is_predicted_on_all_texts_is_proposed() -> None:
+    """By its prediction there; four masks at most are read for it, and none that was read for an earlier one."""
+    lab = Lab(num_more=9, repeat_every=0)
+    for _ in range(24):
+        before = len(lab.more.masks)
+        proposal = lab.propose()
+        read = lab.more.masks[before:]
+        assert len(read) <= 4
+        assert not set(read) & set(lab.more.masks[:before])
+        lab.add(proposal)
+        lab.proposals.append(proposal)
+        if proposal.origin == "warm":
+            continue
+        config = SPACE.to_config(dict(proposal.params or {}))
+        known = [*lab.pool.candidates]
+        for one in lab.proposals:
+            known += lab.candidates.read(one.considered or [])
+        same = [one for one in known if SPACE.to_mask(one.params) == config.skip_mask]
+        assert any(one.wide for one in same), "its mask was predicted on all texts, and that is written down"
+        for mask in read:
+            assert any(one.wide and SPACE.to_mask(one.params) == mask for one in known)
+
+
+def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
+    """A mask that promises 30 % more on the first texts than it holds, and one that was predicted on all."""
+    lab = Lab(num_more=9, repeat_every=0, num_readings=0)
+    honest = lab.candidates.of(NEAR[0], wide=True)
+    boaster = Candidate(plain(FAR[1]), honest.log_speedup + 0.3, wide=False)
+    lab.pool = Pool((boaster, honest))
+    proposal = lab.propose(lab.resumed())
+    truth = lab.candidates.of(FAR[1], wide=True)
+    assert truth.log_speedup < honest.log_speedup
+    assert SPACE.to_mask(proposal.params or {}) == NEAR[0]
+    (row,) = proposal.considered or []
+    assert row == lab.candidates.write([truth])[0]
+    lab.add(proposal)
+    before = len(lab.more.masks)
+    later = lab.propose(lab.resumed())
+    assert FAR[1] not in lab.more.masks[before:]
+    assert later.origin == "warm"
+
+
+def test_neighbours_lose_what_their_parents_lost() -> None:
+    """Two masks alike on the first texts, predicted a little better there than a third; the like of one lost much."""
+    lab = Lab(num_more=9, repeat_every=0, num_readings=0)
+    lost = Candidate(plain(NEAR[0]), 0.1, first_log_speedup=0.9)
+    held = Candidate(plain(FAR[0]), 0.1, first_log_speedup=0.1)
+    near, far = (Candidate(plain(mask), 0.95, wide=False) for mask in (NEAR[1], FAR[1]))
+    refiner = Refiner(lab.candidates, SPACE)
+    expected = refiner.expected([near, far, lost, held])
+    assert expected[0] < 0.4 < 0.7 < expected[1]
+    lab.pool = Pool((near, far, lost, held))
+    lab.propose(lab.resumed())
+    assert lab.more.masks[0] == FAR[1]
+
+
+def test_a_resume_with_more_texts_proposes_the_same() -> None:
+    lab = Lab(num_more=9, measure=as_the_fake_decoder)
+    lab.run(30)
+    assert any(one.wide for proposal in lab.proposals for one in lab.candidates.read(proposal.considered or []))
+    trials = lab.trials
+    for number in range(0, 30, 3):
+        assert lab.propose(lab.resumed(), trials[:number]) == lab.proposals[number]
+    late = lab.resumed()
+    assert [lab.propose(late, trials[:number]) for number in range(22, 30)] == lab.proposals[22:]
 
 
 # What measured trials change.

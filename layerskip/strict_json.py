@@ -1,0 +1,43 @@
+"""Strict JSON: what is read from files says each thing once, and fails in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+_MAX_DIGITS = 400
+"""More than any field holds. Python itself refuses 4,300, with advice for programmers."""
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. A field given twice is refused; numbers that are not finite are the schema's to refuse.
+
+    Whole numbers of very many digits become infinity, so that the schema names their field.
+    Raises: ValueError in one line, also for what is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_int=_integer, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("not valid JSON: nested too deeply") from None
+
+
+def printable(name: object) -> str:
+    """A field's name as one short line, whatever the file calls it."""
+    text = str(name)[:80]
+    return text if text and text.isprintable() else ascii(text)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{printable(name)}: is given twice")
+        values[name] = value
+    return values
+
+
+def _integer(text: str) -> float:
+    return int(text) if len(text) <= _MAX_DIGITS else math.inf

@@ -1,0 +1,239 @@
+"""Opening an outlook: what a study keeps of its predictions is read, the rest is worked out in limited time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import optuna
+
+from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing import ForcedText
+from search.cost_model import CostModel, CostOptions, measure_costs, pool_costs
+from search.decoder import Decoder, TextForcing
+from search.fingerprint import Fingerprint
+from search.forecast import Candidates, Pool, make_pool
+from search.more_texts import MAX_MORE, Beyond, MoreOptions, MoreText, make_more_texts
+from search.outlook import (
+    COSTS,
+    MORE,
+    POOL,
+    READINGS,
+    SENSITIVITY,
+    TEXTS,
+    Outlook,
+    OutlookOptions,
+    store_costs,
+    texts_to_time,
+)
+from search.predictor import Predictor
+from search.prompts import EncodedPrompt
+from search.reference import Reference
+from search.refinement import Refiner, refine_pool
+from search.replay import TextRows
+from search.sensitivity import Sensitivity, measure_sensitivity
+from search.space import SearchSpace
+
+_MIN_TEXTS = 4
+_PREFLIGHT_SHARE = 0.05
+"""Of the time that all trials may take: about what predicting before the first one may."""
+_MIN_PREFLIGHT_S = 10.0
+_SENSITIVITY_SHARE, _POOL_SHARE, _MORE_SHARE, _REFINE_SHARE = 0.5, 0.4, 0.4, 0.15
+"""Of that: each sublayer left out and left in, the pool, more texts, and the best of the pool on all of them."""
+_READINGS_A_BIT = 1.4
+"""What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
+_WIDE_SHARE = 0.15
+"""Of a trial's time: a reading of all texts."""
+_PROPOSAL_SHARE = 0.05
+_MIN_PROPOSAL_S = 0.15
+"""Predicting neighbours for one proposal: this, or the share of a trial's time if that is more."""
+_MAX_READINGS = 8
+
+
+def open_outlook(
+    study: optuna.Study,
+    decoder: Decoder,
+    space: SearchSpace,
+    reference: Reference,
+    fingerprint: Fingerprint,
+    options: OutlookOptions,
+    *,
+    prompts: Sequence[EncodedPrompt] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Outlook:
+    """The study's outlook: what is stored is read, the rest is measured and stored.
+
+    `prompts` are the tuning prompts, from which more texts are made than the reference has (see `search.more_texts`); a
+    study that was begun without these goes on without. Cost: a target forward over every text; before the first trial
+    also the costs, two readings per sublayer, the pool, more texts and wide readings of the best, all these about 7 %
+    of the time that the trials may take.
+    Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
+    """
+    _check_lengths(reference, options)
+    opening = _Opening(study, decoder, space, reference, fingerprint, options, tuple(prompts), clock)
+    return opening.outlook()
+
+
+def _check_lengths(reference: Reference, options: OutlookOptions) -> None:
+    longest = max(len(case.reference_ids) for case in reference.cases)
+    if longest < 3:
+        raise ValueError(
+            f"max_new_tokens: must leave room for a draft, three tokens, on at least one tuning prompt; the longest "
+            f"continuation has {longest} (max_new_tokens {options.max_new_tokens})"
+        )
+    if options.gamma_max > longest - 2:
+        raise ValueError(
+            f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or "
+            f"no round could draft so many, got {options.gamma_max}"
+        )
+
+
+@dataclass
+class _Opening:
+    study: optuna.Study
+    decoder: Decoder
+    space: SearchSpace
+    reference: Reference
+    fingerprint: Fingerprint
+    options: OutlookOptions
+    prompts: tuple[EncodedPrompt, ...]
+    clock: Callable[[], float]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def outlook(self) -> Outlook:
+        options, study, space = self.options, self.study, self.space
+        self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.trials * options.trial_seconds)
+        start = self.clock()
+        timer = self.decoder.timer(options.gamma_max)
+        timed = texts_to_time(self.reference, options.gamma_max)
+        stored = study.user_attrs.get(COSTS)
+        if stored is None:
+            cost_options = CostOptions(options.gamma_max, seed=options.seed)
+            costs = [measure_costs(timer, timed, space, self.fingerprint, cost_options)]
+            store_costs(study, costs)
+        else:
+            costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
+        costs_s = self.clock() - start
+        predictor = self._predictor(pool_costs(costs))
+        sensitivity = self._sensitivity(predictor)
+        predictor, pool, num_cuts = self._pool(predictor, sensitivity)
+        return Outlook(
+            space=space,
+            predictor=predictor,
+            candidates=Candidates(predictor, space),
+            pool=pool,
+            sensitivity=sensitivity,
+            num_readings=study.user_attrs.get(READINGS, _MAX_READINGS),
+            timer=timer,
+            texts=timed,
+            costs=costs,
+            fingerprint=self.fingerprint,
+            options=options,
+            num_cuts=num_cuts,
+            seconds={"costs": costs_s, "predictions": self.clock() - start - costs_s},
+        )
+
+    def _predictor(self, cost: CostModel) -> Predictor:
+        """On the first texts, all or as many as can be read often enough; how many is decided once a study."""
+        texts = self._reference_texts()
+        stored = self.study.user_attrs.get(TEXTS)
+        forcing = self.decoder.teacher_forcing(texts[:stored])
+        if stored is None:
+            start = self.clock()
+            forcing.read(SkipMask.none(self.space.num_layers))
+            needed = (self.clock() - start) * _READINGS_A_BIT * len(self.space.bit_names)
+            allowed = _SENSITIVITY_SHARE * self.budget
+            if needed > allowed and len(texts) > _MIN_TEXTS:
+                texts = texts[: max(_MIN_TEXTS, int(len(texts) * allowed / needed))]
+                forcing = self.decoder.teacher_forcing(texts)
+            self.study.set_user_attr(TEXTS, len(texts))
+        return Predictor(forcing, self._rows(forcing), cost)
+
+    def _sensitivity(self, predictor: Predictor) -> Sensitivity:
+        stored = self.study.user_attrs.get(SENSITIVITY)
+        if stored is not None:
+            return Sensitivity.from_json(stored)
+        sensitivity = measure_sensitivity(predictor.agreement, self.space)
+        self.study.set_user_attr(SENSITIVITY, sensitivity.to_json())
+        return sensitivity
+
+    def _pool(self, first: Predictor, sensitivity: Sensitivity) -> tuple[Predictor, Pool, int]:
+        """(Predictor on all texts, pool, how many of the texts are cuts).
+
+        The pool is found on the first texts, which tells how long a reading takes, and its best are then predicted on
+        all.
+        """
+        attrs = self.study.user_attrs
+        stored = attrs.get(POOL)
+        if stored is not None:
+            predictor, num_cuts = self._widen(first, attrs.get(MORE))
+            return predictor, Pool.from_json(stored, Candidates(predictor, self.space)), num_cuts
+        start = self.clock()
+        pool = make_pool(
+            Candidates(first, self.space),
+            self.space,
+            sensitivity,
+            seed=self.options.seed,
+            seconds=_POOL_SHARE * self.budget,
+            clock=self.clock,
+        )
+        reading_s = (self.clock() - start) / len(pool.candidates)
+        self._decide_readings(reading_s)
+        if MORE not in attrs:
+            beyond = self._go_beyond(reading_s / first.num_texts, first.num_texts)
+            self.study.set_user_attr(MORE, beyond.to_json())
+        predictor, num_cuts = self._widen(first, self.study.user_attrs[MORE])
+        candidates = Candidates(predictor, self.space)
+        if predictor.has_more:
+            seconds = _REFINE_SHARE * self.budget
+            pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
+        stored = pool.to_json(candidates)
+        self.study.set_user_attr(POOL, stored)
+        # As stored, rounded: what a resume will read must be what this run works with.
+        return predictor, Pool.from_json(stored, candidates), num_cuts
+
+    def _decide_readings(self, reading_s: float) -> None:
+        if READINGS not in self.study.user_attrs:
+            allowed = max(_MIN_PROPOSAL_S, _PROPOSAL_SHARE * self.options.trial_seconds)
+            num_readings = int(np.clip(allowed / reading_s if reading_s > 0 else _MAX_READINGS, 1, _MAX_READINGS))
+            self.study.set_user_attr(READINGS, num_readings)
+
+    def _go_beyond(self, text_s: float, num_first: int) -> Beyond:
+        """The texts beyond the first ones, as many as a wide reading may have.
+
+        text_s: seconds that a reading takes for each text, on the average of the pool's masks.
+        """
+        allowed = _WIDE_SHARE * self.options.trial_seconds
+        most = int(allowed / text_s) if text_s > 0 else MAX_MORE + len(self.reference.cases)
+        num_reference = max(0, min(most, len(self.reference.cases)) - num_first)
+        made: Sequence[MoreText] = ()
+        if most > len(self.reference.cases):
+            more = MoreOptions(
+                self.space.num_layers,
+                self.options.max_new_tokens,
+                self.options.seed,
+                limit=min(MAX_MORE, most - len(self.reference.cases)),
+                seconds=_MORE_SHARE * self.budget,
+            )
+            used = {case.prompt_ids for case in self.reference.cases}
+            made = make_more_texts(self.decoder, self.prompts, used, more, clock=self.clock)
+        return Beyond(num_reference, tuple(made))
+
+    def _widen(self, first: Predictor, stored: str | None) -> tuple[Predictor, int]:
+        """(Predictor on the first texts and those that the study keeps beyond them, how many of these are cuts)."""
+        beyond = Beyond.from_json(stored) if stored else Beyond()
+        texts = self._reference_texts()[first.num_texts :][: beyond.num_reference]
+        texts += [one.text(self.prompts) for one in beyond.made]
+        if not texts:
+            return first, 0
+        forcing = self.decoder.teacher_forcing(texts)
+        return first.with_more(forcing, self._rows(forcing)), sum(one.is_cut(self.prompts) for one in beyond.made)
+
+    def _reference_texts(self) -> list[ForcedText]:
+        return [ForcedText(case.prompt_ids, case.reference_ids) for case in self.reference.cases]
+
+    def _rows(self, forcing: TextForcing) -> TextRows:
+        return TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), self.options.max_new_tokens)

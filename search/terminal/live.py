@@ -1,0 +1,79 @@
+"""LiveReporter: on a terminal, lines for what stays, and under them a view of the search, drawn between trials."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console
+from rich.live import Live
+
+from search.terminal.event import Event
+from search.terminal.progress_events import StudyOpened, TrialDone
+from search.terminal.reporter import Reporter
+from search.terminal.result_events import Result
+from search.terminal.view import LiveView
+
+
+class LiveReporter(Reporter):
+    """The lines of the plain view over a live view, which shows the trials instead of a line for each.
+
+    The view comes with a study and is gone before its result is told, so what stays behind is lines alone. Trials
+    without numbers keep their line: they are looked for later.
+    """
+
+    def __init__(self, stream: IO[str] | None = None, console: Console | None = None) -> None:
+        super().__init__(stream)
+        self._console = console or self._console
+        self._view = LiveView()
+        self._live: Live | None = None
+        self._logs: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, Result):
+            self._stop()
+        self._view.take(event)
+        if not (isinstance(event, TrialDone) and event.is_good):
+            super().tell(event)  # each line draws the view anew
+        elif self._live is not None:
+            self._live.refresh()
+        if isinstance(event, StudyOpened) and self._live is None:
+            self._start()
+
+    def _start(self) -> None:
+        errors_show = sys.stderr.isatty()
+        # No refreshing thread: it would run beside the timed decodings. The view changes when an event is told, and
+        # none is told while the clock runs.
+        self._live = Live(
+            self._view,
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=errors_show,
+        )
+        if errors_show:
+            handlers = [one for one in logging.root.handlers if isinstance(one, logging.StreamHandler)]
+            self._logs = [(one, one.stream) for one in handlers if one.stream is sys.stderr]
+        self._live.start(refresh=True)
+        # A cursor that is never hidden needs nobody to bring it back, not even after a kill -9 or a Ctrl-Z.
+        self._console.show_cursor()
+        for handler, _ in self._logs:
+            handler.setStream(sys.stderr)  # which is the live view's by now: over the view, not through it
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is None:
+            return
+        # Nothing higher than the screen may be left to erase: what has scrolled out of it cannot be.
+        live.update("")
+        live.stop()
+        for handler, stream in self._logs:
+            handler.setStream(stream)
+        self._logs = []

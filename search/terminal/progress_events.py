@@ -1,0 +1,212 @@
+"""Events on the way to a result: preflight, study, reference, outlook, search, trials, drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.leaderboard import Entry
+from search.terminal.event import Event, Line, config_fields
+from search.terminal.text import duration, trial_line
+
+if TYPE_CHECKING:
+    from search.outlook import Outlook
+    from search.reference import Reference
+    from search.subject import Subject
+
+_NOTABLE_DRIFT = 0.1
+
+
+@dataclass(frozen=True)
+class Preflight(Event):
+    """The model and the prompts are fit to be searched."""
+
+    name = "preflight"
+    subject: Subject
+    gamma_max: int
+    is_split: bool
+    """The held-out prompts were split off from the tuning prompts."""
+    group_field: str
+    groups: Mapping[str, tuple[int, int]] | None = None
+    """Tuning and held-out prompts of each group, in a per-group search."""
+
+    def lines(self) -> list[Line]:
+        subject, print_ = self.subject, self.subject.fingerprint
+        split = " (split off, by content hash)" if self.is_split else ""
+        texts = [
+            f"{subject.origin.model}: {print_.model_class}, {subject.space.num_layers} layers, {print_.dtype} on "
+            f"{print_.device}, {print_.num_threads} threads, engine {print_.engine}",
+            f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
+            f"{len(subject.space.bit_names)} mask bits, gamma 1..{self.gamma_max}, two thresholds",
+        ]
+        if self.groups is not None:
+            counts = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in self.groups.items())
+            texts.append(f"tuning and held-out prompts by {self.group_field!a}: {counts}")
+        return [Line(text, "preflight") for text in texts]
+
+    def fields(self) -> dict[str, Any]:
+        subject, print_ = self.subject, self.subject.fingerprint
+        return {
+            "model": subject.origin.model,
+            "model_class": print_.model_class,
+            "num_layers": subject.space.num_layers,
+            "dtype": print_.dtype,
+            "device": print_.device,
+            "num_threads": print_.num_threads,
+            "engine": print_.engine,
+            "num_tuning_prompts": len(subject.tuning),
+            "num_held_out_prompts": len(subject.held_out),
+            "num_mask_bits": len(subject.space.bit_names),
+            "gamma_max": self.gamma_max,
+            "groups": self.groups,
+        }
+
+
+@dataclass(frozen=True)
+class StudyOpened(Event):
+    """A study was made or reopened."""
+
+    name = "study"
+    study: str
+    storage: str
+    num_done: int
+    num_trials: int
+
+    def lines(self) -> list[Line]:
+        return [Line(f"{self.study} in {self.storage}: {self.num_done} of {self.num_trials} trials done", "study")]
+
+
+@dataclass(frozen=True)
+class ReferenceKnown(Event):
+    """Plain decoding was measured, or read from the study; `now`: its speed then against the stored one."""
+
+    name = "reference"
+    reference: Reference
+    now: float | None = None
+
+    def lines(self) -> list[Line]:
+        one = self.reference
+        facts = [
+            f"plain {one.plain_tokens_per_s:.1f} tok/s",
+            f"A/A noise {100 * one.noise_sigma:.1f} % a pair",
+            f"{one.num_per_trial} of {len(one.cases)} prompts a full trial",
+        ]
+        facts += [f"{len(one.dropped)} prompts too short to time"] if one.dropped else []
+        facts += [f"stored; now {self.now:.2f} times as fast"] if self.now is not None else []
+        return [Line(", ".join(facts), "reference")]
+
+    def fields(self) -> dict[str, Any]:
+        one = self.reference
+        return {
+            "plain_tokens_per_s": one.plain_tokens_per_s,
+            "noise_sigma": one.noise_sigma,
+            "num_prompts_per_trial": one.num_per_trial,
+            "num_prompts": len(one.cases),
+            "num_too_short": len(one.dropped),
+            "now_times_stored": self.now,
+        }
+
+
+@dataclass(frozen=True)
+class Foreseen(Event):
+    """What is predicted before the first trial."""
+
+    name = "outlook"
+    outlook: Outlook
+
+    def lines(self) -> list[Line]:
+        from search.outlook import describe_outlook
+
+        return [Line(text, "outlook") for text in describe_outlook(self.outlook)]
+
+    def fields(self) -> dict[str, Any]:
+        cost, best = self.outlook.predictor.cost, self.outlook.pool.best
+        return {
+            "target_token_ms": 1000 * cost.verify_s[0],
+            "verify_ms": [1000 * seconds for seconds in cost.verify_s],
+            "num_masks": len(self.outlook.pool.candidates),
+            "num_texts": self.outlook.predictor.num_texts,
+            "best_speedup": math.exp(best.log_speedup),
+            **config_fields(self.outlook.space.to_config(dict(best.params))),
+        }
+
+
+@dataclass(frozen=True)
+class SearchBegins(Event):
+    """Trials follow."""
+
+    name = "search"
+    num_done: int
+    num_trials: int
+    sampler: str
+    seed: int
+
+    def lines(self) -> list[Line]:
+        text = f"{self.num_trials - self.num_done} trials, sampler {self.sampler}, seed {self.seed}"
+        return [Line(text, "search")]
+
+
+@dataclass(frozen=True)
+class TrialDone(Event):
+    """A trial has ended, well or not; `leader` is the study's best config so far."""
+
+    name = "trial"
+    trial: FrozenTrial
+    num_done: int
+    num_trials: int
+    leader: Entry | None
+    eta_s: float
+
+    @property
+    def is_good(self) -> bool:
+        """It has numbers."""
+        return self.trial.state == TrialState.COMPLETE
+
+    def lines(self) -> list[Line]:
+        best = f"{self.leader.speedup:.2f}x #{self.leader.trials[0]}" if self.leader else "none yet"
+        text = trial_line(self.trial, self.num_done, self.num_trials, best)
+        return [Line(f"{text}  eta {duration(self.eta_s)}", style=None if self.is_good else "red")]
+
+    def fields(self) -> dict[str, Any]:
+        attrs, params = self.trial.user_attrs, self.trial.params
+        told = (
+            "speedup speedup_ci_low speedup_ci_high stopped_early lossless num_prompts origin repeat_of skip_mask "
+            "acceptance_rate mean_accepted_length seconds violation failure"
+        )
+        return {
+            "number": self.trial.number,
+            "num_done": self.num_done,
+            "num_trials": self.num_trials,
+            "state": self.trial.state.name.lower(),
+            # A pruned trial's value is the last thing it reported, not its speed.
+            "tokens_per_s": self.trial.value if self.is_good else None,
+            **{key: attrs.get(key) for key in told.split()},
+            **{key: params.get(key) for key in ("gamma", "draft_threshold", "target_threshold")},
+            "best_trial": self.leader.trials[0] if self.leader else None,
+            "best_speedup": self.leader.speedup if self.leader else None,
+            "best_speedup_lower": self.leader.lower if self.leader else None,
+            "eta_s": self.eta_s,
+        }
+
+
+@dataclass(frozen=True)
+class Drifted(Event):
+    """The prices were measured again: verifying four tokens costs so many times what it did at the start."""
+
+    name = "drift"
+    verify_times: float
+
+    @property
+    def is_notable(self) -> bool:
+        """More than a measurement's own scatter."""
+        return abs(self.verify_times - 1.0) > _NOTABLE_DRIFT
+
+    def lines(self) -> list[Line]:
+        if not self.is_notable:
+            return []
+        text = f"verifying four tokens costs {self.verify_times:.2f} times what it did at the start"
+        return [Line(text, "drift")]

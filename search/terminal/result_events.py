@@ -1,0 +1,118 @@
+"""Events of the end of a run: finalists, predictions looked back on, verdicts, files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layerskip.config import DecodeConfig
+from search.confirm import Candidate, Confirmation, describe
+from search.prediction_check import describe_checks
+from search.terminal.event import Event, Line, config_fields
+from search.terminal.text import duration
+
+
+@dataclass(frozen=True)
+class CandidateSeen(Event):
+    """A finalist in the pass on held-out prompts that chooses the winner."""
+
+    name = "confirm"
+    candidate: Candidate
+
+    def lines(self) -> list[Line]:
+        one = self.candidate
+        speed = f"{one.speedup:.3f}x" if one.speedup else f"excluded: {one.excluded}"
+        tuning = f"(tuning {one.entry.speedup:.3f}x)"
+        return [Line(f"#{one.entry.trials[0]} {speed} {tuning}: {describe(one.entry.config)}", "confirm")]
+
+    def fields(self) -> dict[str, Any]:
+        one = self.candidate
+        numbers = {"trial": one.entry.trials[0], "speedup": one.speedup, "tuning_speedup": one.entry.speedup}
+        return numbers | {"excluded": one.excluded, "lossless": one.lossless} | config_fields(one.entry.config)
+
+
+@dataclass(frozen=True)
+class PredictionsChecked(Event):
+    """How good the predictions were."""
+
+    name = "prediction"
+    checks: Mapping[str, Any]
+
+    def lines(self) -> list[Line]:
+        return [Line(text, "outlook") for text in describe_checks(dict(self.checks))]
+
+    def fields(self) -> dict[str, Any]:
+        return dict(self.checks)
+
+
+@dataclass(frozen=True)
+class Result(Event):
+    """A study's verdict with the confirmed numbers, where something was measured."""
+
+    name = "result"
+    study: str
+    confirmation: Confirmation
+
+    def lines(self) -> list[Line]:
+        one, config, lines = self.confirmation.measured, self.confirmation.config, []
+        if one is not None:
+            text = (
+                f"{one.tokens_per_s:.1f} tok/s against {one.plain_tokens_per_s:.1f} plain: {one.speedup:.3f}x, "
+                f"95 % interval {one.speedup_ci_low:.3f}..{one.speedup_ci_high:.3f}, "
+                f"{one.num_prompts} held-out prompts x {one.num_repeats}, "
+                f"{one.num_identical} identical, {one.num_ties} logit ties"
+            )
+            lines.append(Line(text, "result"))
+        if self.confirmation.winner is None:
+            return [*lines, Line(config.reason or "do not speculate", "result", style="bold yellow")]
+        lines.append(Line(f"speculate: {describe(config)}", "result", style="bold green"))
+        return [*lines, *(Line(row, "") for row in config.skip_mask.picture().splitlines())]
+
+    def fields(self) -> dict[str, Any]:
+        one, config = self.confirmation, self.confirmation.config
+        return {
+            "study": self.study,
+            "group": None,
+            "verdict": "speculate" if one.winner else "do not speculate",
+            "reason": config.reason,
+            "confirmed": one.measured.model_dump() if one.measured else None,
+            **config_fields(config),
+        }
+
+
+@dataclass(frozen=True)
+class GroupVerdict(Event):
+    """What a group of prompts gets in a per-group search; its confirmed numbers are in its study's own result."""
+
+    name = "result"
+    study: str
+    group: str
+    setting: DecodeConfig
+
+    def lines(self) -> list[Line]:
+        words = describe(self.setting) + (f" ({self.setting.reason})" if self.setting.reason else "")
+        return [Line(f"{self.group!a}: {words}", "result", style="bold" if self.setting.speculates else "bold yellow")]
+
+    def fields(self) -> dict[str, Any]:
+        verdict = "speculate" if self.setting.speculates else "do not speculate"
+        facts = {"study": self.study, "group": self.group, "verdict": verdict, "reason": self.setting.reason}
+        return facts | {"confirmed": None} | config_fields(self.setting)
+
+
+@dataclass(frozen=True)
+class Written(Event):
+    """The results are on disk."""
+
+    name = "written"
+    text: str
+    files: Sequence[str]
+    seconds: Mapping[str, float]
+    """Per phase; those not named were not measured."""
+
+    def lines(self) -> list[Line]:
+        times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
+        return [Line(f"{self.text} ({times})" if times else self.text, "written")]
+
+    def fields(self) -> dict[str, Any]:
+        return {"files": list(self.files), "seconds": dict(self.seconds)}

@@ -1,0 +1,55 @@
+"""Words of a trial, and a duration in few characters."""
+
+from __future__ import annotations
+
+from optuna.trial import FrozenTrial, TrialState
+
+
+def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
+    """One trial in one line of at most about 150 ASCII characters."""
+    attrs = trial.user_attrs
+    head = f"trial {done:>{len(str(total))}}/{total}"
+    origin = origin_of(trial)
+    if trial.state == TrialState.PRUNED:
+        return f"{head}  NOT LOSSLESS: {attrs.get('violation')}; mask {attrs.get('skip_mask')}  [{origin}]"
+    if trial.state == TrialState.FAIL or trial.value is None:
+        return f"{head}  failed: {attrs.get('failure', 'no reason kept')}  [{origin}]"
+    stopped = "<" if attrs.get("stopped_early") else " "
+    layers = attrs.get("skip_mask", "?").partition(":")[0]
+    parts = [
+        f"{head} {stopped}{trial.value:7.1f} tok/s",
+        f"{attrs['speedup']:.2f}x {interval_of(trial):<11}",
+        f"best {best}",
+        f"accept {_number(attrs.get('acceptance_rate'))}",
+        f"len {_number(attrs.get('mean_accepted_length'))}",
+        f"skip attn {attrs['num_skipped_attention']:>2} mlp {attrs['num_skipped_mlp']:>2} of {layers}",
+        f"gamma {trial.params.get('gamma', '?')}",
+        f"[{origin}]",
+    ]
+    return "  ".join(parts)
+
+
+def origin_of(trial: FrozenTrial) -> str:
+    """Who proposed it."""
+    attrs = trial.user_attrs
+    return f"repeat of #{attrs['repeat_of']}" if "repeat_of" in attrs else attrs.get("origin", "?")
+
+
+def interval_of(trial: FrozenTrial) -> str:
+    """95 % interval of the speedup; empty if it stopped early."""
+    attrs = trial.user_attrs
+    if "speedup_ci_low" not in attrs or attrs.get("stopped_early"):
+        return ""
+    return f"{attrs['speedup_ci_low']:.2f}..{attrs['speedup_ci_high']:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """`m:ss` or `h:mm:ss`."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: float | None) -> str:
+    return "  - " if value is None else f"{value:4.2f}"

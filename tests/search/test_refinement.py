@@ -1,0 +1,103 @@
+"""Refinement: what a difference on known masks says of others, and how far down the pool is predicted on all texts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from layerskip import DecodeConfig, SkipMask
+from search.forecast import Candidate, Pool
+from search.refinement import Refiner, refine_pool
+from tests.search.fakes import SPACE, FakeClock
+
+
+class Planted:
+    """Candidates whose masks lose on all texts what they have been told to."""
+
+    def __init__(self, losses: dict[SkipMask, float] | None = None, clock: FakeClock | None = None) -> None:
+        self.losses, self.clock = losses or {}, clock
+        self.asked: list[SkipMask] = []
+
+    def of(self, mask: SkipMask, *, wide: bool = False) -> Candidate:
+        assert wide
+        assert mask not in self.asked, "nothing is refined twice"
+        self.asked.append(mask)
+        if self.clock is not None:
+            self.clock.advance(1.0)
+        first = FIRST[mask]
+        return candidate(mask, first - self.losses.get(mask, 0.1), first=first)
+
+
+def candidate(mask: SkipMask, log: float, *, wide: bool = True, first: float | None = None) -> Candidate:
+    return Candidate(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4)), log, wide=wide, first_log_speedup=first)
+
+
+MASKS = [SkipMask.from_sublayers(6, attention=[i % 6, i // 6], mlp=[i % 5]) for i in range(36)]
+MASKS = list(dict.fromkeys(MASKS))
+FIRST = {mask: 1.0 - 0.01 * i for i, mask in enumerate(MASKS)}
+POOL = Pool(tuple(candidate(mask, log) for mask, log in FIRST.items()))
+
+
+def refiner_of(planted: Planted) -> Refiner:
+    return Refiner(planted, SPACE)  # type: ignore[arg-type]
+
+
+def test_masks_are_expected_to_lose_what_their_like_lost() -> None:
+    near, far = SkipMask.from_layers(6, [1, 2, 3, 4]), SkipMask.from_sublayers(6, attention=[0, 5], mlp=[0, 5])
+    coarse = [candidate(SkipMask.from_sublayers(6, attention=[1, 2, 3, 4], mlp=[1, 2, 3]), 0.5, wide=False)]
+    both = [candidate(near, 0.2, first=0.5), candidate(far, 0.4, first=0.4)]
+    expected = refiner_of(Planted()).expected([*coarse, *both])
+    # One bit from the mask that lost 0.3, eleven from the one that lost nothing; their average, 0.15, weighs 0.2.
+    weights = math.exp(-1 / 2), math.exp(-11 / 2)
+    shift = (weights[0] * -0.3 + 0.2 * -0.15) / (sum(weights) + 0.2)
+    assert expected == pytest.approx([0.5 + shift, 0.2, 0.4])
+    unlike = candidate(SkipMask.none(6), 0.5, wide=False)
+    assert -0.16 < refiner_of(Planted()).expected([unlike, *both])[0] - 0.5 < -0.1
+
+
+def test_without_masks_predicted_both_ways_nothing_is_expected_to_change() -> None:
+    refiner = refiner_of(Planted())
+    coarse = [candidate(mask, FIRST[mask], wide=False) for mask in MASKS[:3]]
+    assert refiner.expected(coarse).tolist() == [1.0, 0.99, 0.98]
+    assert refiner.expected([*coarse, candidate(MASKS[5], 0.1)]).tolist() == [1.0, 0.99, 0.98, 0.1]
+    assert refiner.expected([]).tolist() == []
+
+
+def test_the_best_eight_of_a_pool_are_predicted_on_all_texts() -> None:
+    """All lose the same, so the order stays, and eight are enough."""
+    planted = Planted()
+    pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
+    assert planted.asked == MASKS[:8]
+    assert [one.wide for one in pool.candidates] == [True] * 8 + [False] * (len(MASKS) - 8)
+    assert pool.num_wide == 8
+    assert pool.best.log_speedup == pytest.approx(0.9)
+
+
+def test_what_loses_more_than_its_like_makes_room_for_others() -> None:
+    planted = Planted(dict.fromkeys(MASKS[:3], 0.9))
+    pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
+    assert pool.best.params == POOL.candidates[3].params
+    assert {SPACE.to_mask(one.params) for one in pool.candidates[:8]}.isdisjoint(MASKS[:3])
+    assert all(one.wide for one in pool.candidates[:8])
+    assert len(pool.candidates) == len(MASKS)
+
+
+def test_two_dozen_are_enough() -> None:
+    """Whatever is looked at falls behind what is not."""
+    planted = Planted(dict.fromkeys(MASKS, 5.0))
+    refiner = refiner_of(planted)
+    refiner.expected = lambda found: np.array([one.log_speedup for one in found])  # type: ignore[method-assign]
+    pool = refine_pool(POOL, refiner, seconds=1e9)
+    assert planted.asked == MASKS[:24]
+    assert pool.best.params == POOL.candidates[0].params, "what is believed goes before what only seems better"
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 1), (2.5, 3), (1e9, 8)])
+def test_refining_keeps_to_its_seconds_but_for_the_best(seconds: float, expected: int) -> None:
+    clock = FakeClock()
+    planted = Planted(clock=clock)
+    pool = refine_pool(POOL, refiner_of(planted), seconds=seconds, clock=clock)
+    assert len(planted.asked) == expected
+    assert pool.best.wide
