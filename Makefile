@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: search test lint format notebooks dashboard lock demo-model clean
+.PHONY: search test lint format notebooks dashboard audit fuzz security lock demo-model clean
 
 search: $(VENV)/.installed
 	$(BIN)/python -m search.run --trials 200
@@ -22,6 +22,18 @@ format: $(VENV)/.installed-test
 
 dashboard: $(VENV)/.installed
 	$(BIN)/python -m search.dashboard
+
+# Ten thousand random greedy runs against `generate`; goes on where it was stopped. Some ten minutes on one core.
+audit: $(VENV)/.installed-test
+	$(BIN)/python -m studies.audit.run
+
+# More than ten thousand malformed inputs for every parser; the suite runs a few hundred.
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/fuzz --hypothesis-profile=fuzz
+
+# Known vulnerabilities of the pinned packages, and secrets in tracked files.
+security: $(VENV)/.installed-test
+	$(BIN)/python .ci/security.py
 
 # Trains the shipped model anew: more than an hour on two idle cores.
 demo-model: $(VENV)/.installed

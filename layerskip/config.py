@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
 MAX_GAMMA = 64
+MAX_NEW_TOKENS = 100_000
+MAX_THREADS = 1024
+"""Bounds on what a config file can make us allocate."""
 ENGINE_NAMES = ("auto", "eager", "fused", "cuda_graph")
 MAX_GROUPS = 64
 MAX_GROUP_NAME = 64
@@ -90,8 +93,8 @@ class Provenance(_Frozen):
     num_trials: Count | None = None
     prompts_fingerprint: str | None = None
     held_out_fingerprint: str | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    num_threads: Annotated[int, Field(ge=1)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = None
     engine: str | None = None
     commit: str | None = None
     command: str | None = None
@@ -290,7 +293,7 @@ class DecodeConfig(_Setting, _Versioned):
         return self.model_copy(update={"provenance": made_for.model_copy(update={"model": "./"})})
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write to a temporary file in the same folder, flush it to disk and rename it over `path`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -298,7 +301,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
+        Path(temporary).chmod(mode)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

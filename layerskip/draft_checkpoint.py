@@ -25,6 +25,8 @@ _CHECKED_TOKENS = 40
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+# Weights that are made in the caller's inference mode could not be loaded into.
+@torch.inference_mode(mode=False)
 def write_draft_checkpoint(
     model: LayerSkipModel, mask: SkipMask, folder: Path, generation: Mapping[str, Any]
 ) -> tuple[float, float]:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerskip.api_key import KEY_VARIABLE, read_api_key
 from layerskip.cli import CommandError, OneLineParser, run_command
 from layerskip.command_model import add_loading_arguments, load_config, load_model
 from layerskip.config import DecodeConfig, GroupSetting
+from layerskip.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     import socket
 
     from layerskip.model import LayerSkipModel
-    from layerskip.server.settings import ServerSettings
 
 PROG = "layerskip.serve"
-KEY_VARIABLE = "LAYERSKIP_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 8192
 _DEFAULT_NEW_TOKENS = 4096
-_MAX_KEY_FILE_BYTES = 4096
 
 
 def build_parser() -> OneLineParser:
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     _check_extra()
     _check_numbers(arguments)
-    api_key = _read_key(arguments)
+    api_key = read_api_key(arguments.api_key_file, arguments.host)
     config = load_config(arguments)
     from layerskip.server.running import GracefulServer, bind
 
@@ -112,32 +110,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: must be in {lowest}..{highest}, got {value}")
 
 
-def _read_key(arguments: argparse.Namespace) -> str | None:
-    """From the file or the environment: a command line is there for every user of the machine to see."""
-    from layerskip.server.settings import check_api_key, is_loopback
-
-    path: Path | None = arguments.api_key_file
-    if path is not None:
-        if not path.is_file():
-            raise ValueError(f"--api-key-file: no such file: {path}")
-        with path.open("rb") as file:
-            key: str | None = file.read(_MAX_KEY_FILE_BYTES).decode("utf-8", "replace").strip()
-        if path.stat().st_mode & 0o077:
-            sys.stderr.write(f"warning: --api-key-file: others can read {path}; chmod 600 it\n")
-    else:
-        key = os.environ.get(KEY_VARIABLE)
-    if key is not None:
-        check_api_key(key)
-    elif not is_loopback(arguments.host):
-        raise ValueError(
-            f"--host: {arguments.host} can be reached from other machines, so give --api-key-file or {KEY_VARIABLE}"
-        )
-    return key
-
-
 def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str | None) -> ServerSettings:
-    from layerskip.server.settings import ServerSettings
-
     positions = model.max_positions
     context = arguments.max_context or min(positions or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     if positions is not None and context > positions:

@@ -6,11 +6,14 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from layerskip.api_key import KEY_VARIABLE, read_api_key
 from layerskip.cli import OneLineParser, run_command
+from search.dashboard_guard import DashboardGuard
 from search.reporting.source import Address, open_source
 from search.run import demo_folder
 
@@ -26,7 +29,10 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--storage", help="Optuna storage, if it is not the study's own")
     parser.add_argument("--port", type=int, default=8080, help="default 8080; 0 = any free one")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="default 127.0.0.1: the dashboard has no password, and anyone can delete"
+        "--host", default="127.0.0.1", help="default 127.0.0.1; any other than this machine's own needs a key"
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, help=f"file with the key that browsers give as password; or set {KEY_VARIABLE}"
     )
     return parser
 
@@ -80,8 +86,9 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    key = read_api_key(arguments.api_key_file, arguments.host)
     app, page = open_app(arguments.study, arguments.storage)
-    with bind(app, arguments.host, arguments.port) as server:
+    with bind(DashboardGuard(app, key, arguments.host), arguments.host, arguments.port) as server:
         sys.stdout.write(f"http://{arguments.host}:{server.server_port}/{page}\nCtrl-C ends it.\n")
         sys.stdout.flush()
         try:

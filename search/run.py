@@ -147,10 +147,14 @@ def _search(
 def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:
     """With its study.toml, where there is none."""
     from layerskip.config import write_atomically
+    from search.storage import holds_secret
 
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
-        write_atomically(paths.spec_file, to_toml(spec, paths.folder))
+        has_password = spec.storage is not None and holds_secret(spec.storage)
+        write_atomically(paths.spec_file, to_toml(spec, paths.folder), mode=0o600 if has_password else 0o644)
+        if has_password:
+            reporter.warn(f"{paths.spec_file} holds the storage's password; only you can read it, keep it so")
         reporter.phase("preflight", f"new study folder {paths.folder}")
 
 

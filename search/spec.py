@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from layerskip.config import MAX_GAMMA, describe_validation_error
+from layerskip.config import MAX_GAMMA, MAX_NEW_TOKENS, MAX_THREADS, describe_validation_error
 
 STUDY_FILE = "study.toml"
+_MAX_FILE_BYTES = 1 << 20
 Granularity = Literal["layer", "sublayer"]
 SamplerName = Literal["replay", "local-tpe", "tpe", "gp", "random"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,7 +52,7 @@ class StudySpec(BaseModel):
     """Number format of weights and arithmetic."""
     engine: EngineName = "auto"
     """How one forward is executed; plain and speculative decoding always use the same one."""
-    max_new_tokens: Annotated[int, Field(ge=2, le=100_000)] = 64
+    max_new_tokens: Annotated[int, Field(ge=2, le=MAX_NEW_TOKENS)] = 64
     """Tokens decoded per prompt; the first comes from the prefill and is not timed, so at least 2."""
     gamma_max: Annotated[int, Field(ge=1, le=MAX_GAMMA)] = 8
     """Most draft tokens per round that the search may propose."""
@@ -65,7 +66,7 @@ class StudySpec(BaseModel):
     force: bool = False
     """Search on where predictions say that nothing can beat plain decoding."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = None
     """CPU threads of torch; None = torch's own choice. Part of the fingerprint."""
     trust_remote_code: bool = False
     """Let a hub model run its own Python code."""
@@ -223,6 +224,8 @@ def _device_word(device: str) -> str:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
+    if file.stat().st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"a study file is at most {_MAX_FILE_BYTES} bytes, got {file.stat().st_size}")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ GRACE_S = 300
 """A trial without a sign of life for this long is dead. Far above any pause of a live worker, which would crash."""
 _CONNECT_TIMEOUT_S = 5
 _LOCK_TIMEOUT_S = 60
+_SECRET = re.compile("pass|pwd|secret|token|key", re.IGNORECASE)
 
 
 class StorageError(ValueError):
@@ -108,16 +110,21 @@ def redact(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
-    authority, slash, tail = rest.partition("/")
-    account, at, host = authority.rpartition("@")
+    # A password may hold "/" and "?" (SQLAlchemy ends it at "@" alone), so the account ends at the last "@".
+    account, at, tail = rest.rpartition("@")
     if at and ":" in account:
         account = account.partition(":")[0] + ":***"
     path, question, query = tail.partition("?")
     pairs = [
-        f"{name}=***" if "password" in name.lower() else f"{name}{equals}{value}"
+        f"{name}=***" if _SECRET.search(name) else f"{name}{equals}{value}"
         for name, equals, value in (pair.partition("=") for pair in query.split("&"))
     ]
-    return f"{scheme}{mark}{account}{at}{host}{slash}{path}{question}{'&'.join(pairs) if question else ''}"
+    return f"{scheme}{mark}{account}{at}{path}{question}{'&'.join(pairs) if question else ''}"
+
+
+def holds_secret(url: str) -> bool:
+    """Whether the URL is one not to show as it is."""
+    return storage_file(url) is None and redact(url) != url
 
 
 def near(path: Path) -> str:

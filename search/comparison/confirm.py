@@ -123,15 +123,14 @@ def _check(record: dict[str, Any], where: str) -> None:
         kinds |= {"excluded": str, "lossless": bool}
     else:
         kinds |= {"tokens_per_s": float, "plain_tokens_per_s": float, "is_tie": bool}
-    unknown = next((name for name in record if name not in kinds), None)
-    if unknown is not None:
-        raise ValueError(f"{where}: {printable(unknown)}: unknown field")
     for name, kind in kinds.items():
         value: Any = record.get(name)
         if type(value) is not kind:
             raise ValueError(f"{where}: {name}: must be of type {kind.__name__}, got {_short(value)}")
         if kind is float and not 0 < record[name] < math.inf:
             raise ValueError(f"{where}: {name}: must be above 0 and finite, got {value}")
+    for name in sorted(record.keys() - kinds.keys()):
+        raise ValueError(f"{where}: {printable(name)}: unknown field")
 
 
 def _short(value: object) -> str:

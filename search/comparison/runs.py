@@ -41,7 +41,7 @@ _State = Literal["COMPLETE", "PRUNED", "FAIL"]
 class TrialRecord:
     """One finished trial of one run: all that the study needs to be built again, and what the trial cost."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     strategy: str
     seed: int

@@ -288,7 +288,16 @@ def _check_records(records: list[Any], folder: Path) -> None:
 def _canonical(records: list[Any]) -> list[str]:
     """Their JSON, by strategy, seed and number where they have such."""
     masks = [{**one, "mask": str(SkipMask.parse(one["mask"]))} if "mask" in one else one for one in records]
-    return sorted(json.dumps(one, sort_keys=True) for one in masks)
+    return sorted(json.dumps(_as_numbers(one), sort_keys=True) for one in masks)
+
+
+def _as_numbers(value: Any) -> Any:
+    """1 and 1.0 are the same number."""
+    if isinstance(value, dict):
+        return {name: _as_numbers(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_numbers(one) for one in value]
+    return float(value) if type(value) is int and abs(value) < 1 << 53 else value
 
 
 PARSERS = (

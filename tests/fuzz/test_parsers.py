@@ -1,6 +1,6 @@
 """Hostile input: whatever is read, the answer is a value that says what was written, or one line that says why not.
 
-A hundred inputs of each kind in the suite; ten thousand under `--hypothesis-profile=fuzz` (`make fuzz`).
+A hundred inputs of each kind in the suite; six thousand under `--hypothesis-profile=fuzz` (`make fuzz`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def test_valid_documents_are_accepted(parser: Parser, data: st.DataObject, folde
 def test_one_broken_field_is_named(parser: Parser, data: st.DataObject, folder: Path, tally: Any) -> None:
     mutant: Mutant = data.draw(mutants(parser.documents))
     message = outcome(parser, parser.dump(mutant.document), folder, tally)
+    # What is no JSON or TOML at all, such as a bare NaN, has a place instead of a field.
     if message is not None:
         names = {parser.only_field} if parser.only_field else {name[:40] for name in mutant.fields}
-        assert any(name in message or ascii(name)[1:-1] in message for name in names) or "not valid TOML" in message
+        assert any(name in message or ascii(name)[1:-1] in message for name in names) or "not valid" in message
 
 
 @each_parser

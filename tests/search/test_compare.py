@@ -177,7 +177,7 @@ def test_agreements_are_kept_for_a_resume(bench: Comparison) -> None:
 def test_agreements_that_are_none_are_refused(bench: Comparison) -> None:
     bench.run()
     (bench.out / "agreements.jsonl").write_text('{"mask": "6:1-2", "agreement": 0.5}\n')
-    with pytest.raises(ValueError, match=r"agreements\.jsonl: line 1 is not an agreement: 'seconds'"):
+    with pytest.raises(ValueError, match=r"agreements\.jsonl: line 1 is not an agreement: seconds: is required"):
         Comparison(bench.out).run()
 
 
@@ -272,7 +272,7 @@ def test_a_broken_journal_is_refused_by_line(bench: Comparison) -> None:
     with pytest.raises(ValueError, match=r"trials\.jsonl: line 2 is not a JSON object"):
         bench.run()
     file.write_text("".join([lines[0], *lines[2:]]))
-    with pytest.raises(ValueError, match="line 2: expected trial 1, got 2"):
+    with pytest.raises(ValueError, match="line 2: number: expected trial 1, got 2"):
         bench.run()
 
 

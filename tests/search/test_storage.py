@@ -139,6 +139,8 @@ def test_journal_storage_works_too(bench: Bench) -> None:
         ("postgresql+psycopg://me:s3cret@host:5432/db", "postgresql+psycopg://me:***@host:5432/db"),
         ("postgresql://me@host/db?sslmode=off&password=s3cret", "postgresql://me@host/db?sslmode=off&password=***"),
         ("mysql://me:a:b@c@host/db", "mysql://me:***@host/db"),
+        ("postgresql://me:s3/cr?et@host/db?sslkey=s3cret&pwd=s3cret", "postgresql://me:***@host/db?sslkey=***&pwd=***"),
+        ("--storage=postgresql://me:s3cret@host/db", "--storage=postgresql://me:***@host/db"),
         ("journal:/x/y", "journal:/x/y"),
     ],
 )
