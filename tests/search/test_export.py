@@ -324,3 +324,10 @@ def test_a_study_without_a_verdict_and_half_a_command_are_told(
         assert error.count("\n") == 1
         assert said in error
     assert not Path(file).exists()
+
+
+def test_a_model_that_was_made_in_inference_mode_is_written_too(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = LayerSkipModel(zoo.build("llama"), engine="eager")
+    difference, tolerance = write_draft_checkpoint(model, whole(3), tmp_path / "draft", ASSISTANT)
+    assert difference <= tolerance
