@@ -139,7 +139,7 @@ def _cut(model: LayerSkipModel, kept: Sequence[int]) -> Any:
         raise UnsupportedModelError("model: quantised weights cannot be cut, export from the unquantised model")
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
         draft = type(whole)(draft_config(whole.config, kept))
-    draft.requires_grad_(False)  # weights that were made in inference mode can have no other
+    draft.requires_grad_(requires_grad=False)  # weights that were made in inference mode can have no other
     weights = _kept_weights(whole.state_dict(), model.adapter.stack_path, kept)
     try:
         draft.load_state_dict(weights, strict=True, assign=True)
