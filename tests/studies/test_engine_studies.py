@@ -10,7 +10,7 @@ import pytest
 
 from layerskip.benchmark import memory
 from layerskip.step_times import StepTimer
-from studies.engine import growth, results, sizes
+from studies.engine import growth, results, sizes, switches
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 
 
@@ -70,9 +70,33 @@ def test_sizes_writes_a_line_for_every_dtype(tmp_path: Path, capsys) -> None:
     assert len((tmp_path / "sizes.md").read_text().splitlines()) == 4
 
 
+def test_switches_tells_seconds_and_memory_of_different_masks(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(switches, "_WARM_UP", 5)
+
+    def draft_s(self: Any, text: tuple[int, ...], masks: list[Any], **_: Any) -> list[float]:
+        assert len(masks) == 2 * len(set(masks))  # each mask twice in a row: a switch, and none
+        assert masks[::2] == masks[1::2]
+        return [0.003 if place % 2 == 0 else 0.001 for place in range(len(masks))]
+
+    monkeypatch.setattr(StepTimer, "draft_s", draft_s)
+    arguments = ["--switches", "20", "--layers", "4", "--hidden-size", "64", "--engines", "eager"]
+    assert switches.main([*arguments, "--out", str(tmp_path)]) == 0
+    (one,) = json.loads((tmp_path / "switches.json").read_text())["results"]
+    assert one["extra_ms"] == pytest.approx([2.0, 2.0, 2.0])
+    assert one["draft_ms"] == pytest.approx(1.0)
+    assert len(one["rss_mib"]) == 11
+    assert one["growth"] == pytest.approx(one["rss_mib"][-1] / one["rss_mib"][0] - 1)
+    assert "| eager | 4 | 64 | 20 |" in (tmp_path / "switches.md").read_text()
+    masks = switches.random_masks(4, 50)
+    assert len(set(masks)) == 50
+    assert all(mask.num_skipped < 2 * mask.num_layers for mask in masks)
+
+
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
+        (switches.main, ["--switches", "0"], "--switches: must be at least 1, got 0"),
+        (switches.main, ["--layers", "4"], "--layers: must have more than 1100 different masks, got 4"),
         (growth.main, ["--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
