@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 
@@ -55,7 +56,8 @@ def run_command(name: str, command: Callable[[], int]) -> int:
 
 def print_error(name: str, error: object) -> None:
     """One line on stderr."""
-    sys.stderr.write(f"{name}: error: {' '.join(str(error).split())}\n")
+    with suppress(OSError):  # of a terminal that was closed
+        sys.stderr.write(f"{name}: error: {' '.join(str(error).split())}\n")
 
 
 def quiet_libraries() -> None:

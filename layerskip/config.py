@@ -294,7 +294,10 @@ class DecodeConfig(_Setting, _Versioned):
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write to a temporary file in the same folder, flush it to disk and rename it over `path`."""
+    """Write to a temporary file in the same folder, flush it to disk and rename it over `path`.
+
+    Raises: OSError naming `path`, which is then as it was before.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -303,8 +306,10 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         Path(temporary).chmod(mode)
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -67,7 +69,8 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: SharedLengthCache, window: int | None) -> None:
         super().__init__()
-        self._cache = cache
+        # Weak, or the buffers of every finished text would wait for the garbage collector, which seldom comes.
+        self._cache = cast(SharedLengthCache, weakref.proxy(cache))
         self._window = window
         self.is_sliding = window is not None
 

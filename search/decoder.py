@@ -31,6 +31,10 @@ class Decoded:
 class Decoder(Protocol):
     """Greedy decoding of one model on one device."""
 
+    @property
+    def device(self) -> Any:
+        """Where it computes: a torch.device, or None for one that does not compute."""
+
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
         """Continue one prompt greedily under `config`."""
 
@@ -73,6 +77,11 @@ class ModelDecoder:
         """Continue one prompt greedily under each config, in turns of a step. Raises: Diverged if outputs part."""
         outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments)
         return [Decoded(tuple(out.ids), out.stats) for out in outs]
+
+    @property
+    def device(self) -> Any:
+        """The model's torch.device."""
+        return self.model.device
 
     @property
     def _arguments(self) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class Fingerprint:
     granularity: str
     share_prefix: bool = False
     space_version: int = SPACE_VERSION
+    objective: str = "tokens_per_s"
+
+
+DEVICE_FIELDS = ("device", "cpu", "num_threads")
+"""What may differ between the workers of a study whose objective is the speedup, each over its own plain decoding."""
 
 
 class FingerprintMismatch(ValueError):  # noqa: N818 (reads as the fact it states)
@@ -64,18 +69,24 @@ def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: P
         gamma_max=spec.gamma_max,
         granularity=spec.granularity,
         share_prefix=spec.share_prefix,
+        objective=spec.objective,
     )
 
 
 def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
-    """Raises: FingerprintMismatch naming every field that differs, with both values."""
-    stored = {"share_prefix": False} | dict(stored)  # studies from before there was the choice
+    """Raises: FingerprintMismatch naming every field that differs, with both values.
+
+    Of a study that maximises the speedup, `DEVICE_FIELDS` may differ.
+    """
+    # Studies from before there was the choice:
+    stored = {"share_prefix": False, "objective": "tokens_per_s"} | dict(stored)
+    ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()
     current = asdict(now)
     names = [field.name for field in fields(now)] + [name for name in stored if name not in current]
     differing = [
         f"{name} was {stored.get(name)!r}, now {current.get(name)!r}"
         for name in names
-        if stored.get(name) != current.get(name)
+        if stored.get(name) != current.get(name) and name not in ignored
     ]
     if differing:
         raise FingerprintMismatch(

@@ -29,6 +29,12 @@ _FORECAST_SIGMA = 0.04
 """Spread assumed of measured speedups around forecast ones (log, a bias common to all apart), until trials tell."""
 _FORECAST_WEIGHT = 8
 """Of that assumption, in configs."""
+TOKENS_PER_S = "tokens_per_s"
+"""Attribute of a trial whose value is something else."""
+FAILURE = "failure"
+"""Attribute of a failed trial: why."""
+INTERRUPTED, WORKER_DIED, WITHDRAWN = "interrupted", "worker died", "withdrawn: the total is reached without it"
+"""Reasons that say nothing about the config."""
 Key = tuple[tuple[str, Any], ...]
 Floats = npt.NDArray[np.float64]
 
@@ -100,14 +106,20 @@ class Standings:
 def counted(trials: Iterable[FrozenTrial]) -> int:
     """Trials that count towards the total: measured, refused or failed for a reason of their own.
 
-    Interrupted and killed ones do not; the sampler proposes them again.
+    Interrupted and killed ones do not; their configs are queued again.
     """
     return sum(trial.state.is_finished() and not was_interrupted(trial) for trial in trials)
 
 
 def was_interrupted(trial: FrozenTrial) -> bool:
-    """Stopped by a signal, or its process died: FAIL without a reason of its own."""
-    return trial.state == TrialState.FAIL and trial.user_attrs.get("failure", "interrupted") == "interrupted"
+    """Stopped by a signal, its process died, or it was one too many: FAIL without a reason of its own."""
+    reasons = (INTERRUPTED, WORKER_DIED, WITHDRAWN)
+    return trial.state == TrialState.FAIL and trial.user_attrs.get(FAILURE, INTERRUPTED) in reasons
+
+
+def tokens_per_s_of(trial: FrozenTrial) -> float:
+    """What a measured trial decoded at."""
+    return float(trial.user_attrs.get(TOKENS_PER_S, trial.value or 0.0))
 
 
 def is_full(trial: FrozenTrial) -> bool:

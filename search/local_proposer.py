@@ -9,7 +9,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from search.leaderboard import key_of, make_standings
-from search.proposals import Proposal, ProposeOptions, measured_keys, propose_again
+from search.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 from search.space import (
     DRAFT_THRESHOLD,
     GAMMA,
@@ -49,8 +49,8 @@ class LocalProposer:
         options = self._options
         entries = make_standings(trials, self._space, options.noise_sigma, options.num_first).entries
         every = options.repeat_every
-        if every and index % every == every - 1 and entries:
-            return propose_again(entries)
+        if every and index % every == every - 1 and (free := not_taken(entries, trials)):
+            return propose_again(free)
         if entries and rng.random() < self._local_share:
             flips = unmeasured_flips(entries[0].params, trials, self._space)
             if flips and rng.random() < _FLIP_SHARE:

@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 
 from layerskip.config import DecodeConfig
 from search.decoder import Decoder
-from search.leaderboard import Standings, make_standings, taste_of
+from search.leaderboard import FAILURE, INTERRUPTED, TOKENS_PER_S, WITHDRAWN, Standings, make_standings, taste_of
 from search.measurement import LosslessViolation, Pair, add_up, measure_pair, speedup
 from search.outlook import Outlook
 from search.reference import Reference
@@ -21,7 +21,9 @@ from search.samplers import ProposalSampler
 from search.space import SearchSpace
 from search.statistics import ratio_interval
 from search.stop import StopSignal
-from search.study import process_token
+from search.workers.hang import watched
+from search.workers.process import process_token
+from search.workers.reaping import interrupt
 
 
 class TrialFailed(RuntimeError):  # noqa: N818 (reads as the fact it states)
@@ -42,7 +44,10 @@ class Outcome:
 
 @dataclass
 class Objective:
-    """Callable for `study.optimize`; maximises tokens/s. Never raises for a config that is merely bad."""
+    """Callable for `study.optimize`; maximises tokens/s, or the speedup.
+
+    Never raises for a config that is merely bad.
+    """
 
     decoder: Decoder
     space: SearchSpace
@@ -52,18 +57,33 @@ class Objective:
     clock: Callable[[], float] = time.perf_counter
     outlook: Outlook | None = None
     """Predictions to write beside each measurement."""
+    queues_again: bool = False
+    """Whether a trial that a signal ends is put into the study's queue."""
+    is_speedup: bool = False
+    """Whether the value is the speedup over plain decoding on this device, instead of tokens/s."""
+    limit_s: float | None = None
+    """Seconds that a trial may take; None = as long as it likes."""
+    hang_grace_s: float = 30.0
+    """Seconds after that in which it must have ended, or the process is ended."""
 
     def __call__(self, trial: optuna.Trial) -> float:
         start = self.clock()
-        config = self.space.suggest(trial)
-        self._describe(trial, config)
+        if self.sampler.is_surplus:
+            trial.set_user_attr(FAILURE, WITHDRAWN)
+            raise TrialFailed(WITHDRAWN)
         reason = None
         try:
+            config = self.space.suggest(trial)
+            self._describe(trial, config)
             complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
             standings = standings_of(complete, self.space, self.reference)
-            outcome = self._measure(trial, config, standings)
+            with watched(trial, self.limit_s, self.hang_grace_s), self.stop.limited(self.limit_s):
+                outcome = self._measure(trial, config, standings)
         except KeyboardInterrupt:
-            trial.set_user_attr("failure", "interrupted")
+            if self.queues_again:
+                interrupt(trial.study, trial)
+            else:
+                trial.set_user_attr(FAILURE, INTERRUPTED)
             raise
         except LosslessViolation as violation:
             # Pruned: only complete trials can be the best one, here and in the dashboard.
@@ -73,7 +93,7 @@ class Objective:
         except Exception as error:  # noqa: BLE001 (whatever a config does to the machinery fails this trial alone)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         if reason is not None:  # outside the except block: there the traceback would keep the tensors alive
-            trial.set_user_attr("failure", reason)
+            trial.set_user_attr(FAILURE, reason)
             self.decoder.free_memory()
             raise TrialFailed(reason)
         return self._record(trial, outcome, self.clock() - start)
@@ -136,7 +156,8 @@ class Objective:
         acceptance = add_up(stats)
         interval = ratio_interval(ratios, seed=0)
         standardised = outcome.speedup / speedup(outcome.pairs)
-        value = outcome.speedup * self.reference.plain_tokens_per_s
+        plain, tokens_per_s = self.reference.plain_tokens_per_s, outcome.speedup * self.reference.plain_tokens_per_s
+        value = outcome.speedup if self.is_speedup else tokens_per_s
         attributes: dict[str, Any] = {
             "speedup": outcome.speedup,
             "speedup_measured": speedup(outcome.pairs),
@@ -156,6 +177,8 @@ class Objective:
             "verify_s": sum(one.verify_s for one in stats),
             "seconds": seconds,
         }
+        if self.is_speedup:  # which of the workers' devices it was matters
+            attributes |= {TOKENS_PER_S: tokens_per_s, "plain_tokens_per_s": plain}
         if interval is not None:
             attributes |= {
                 "speedup_ci_low": interval.low * standardised,

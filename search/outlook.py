@@ -101,7 +101,10 @@ class Outlook:
         Returns how the price of verifying four tokens, in target steps, has changed since the first measurement.
         """
         options = CostOptions(self.options.gamma_max, _RECHECK_REPEATS, self.options.seed)
-        self.costs.append(measure_costs(self.timer, self.texts, self.space, self.fingerprint, options))
+        new = measure_costs(self.timer, self.texts, self.space, self.fingerprint, options)
+        if (stored := study.user_attrs.get(COSTS)) is not None:  # with what other workers have measured since
+            self.costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
+        self.costs.append(new)
         self.predictor.cost = pool_costs(self.costs)
         store_costs(study, self.costs)
         return _relative_price(self.costs[-1]) / _relative_price(self.costs[0])

@@ -18,7 +18,7 @@ from search.held_out import HELD_OUT
 from search.leaderboard import counted
 from search.measurement import LosslessViolation
 from search.objective import standings_of, violations_in
-from search.outlook import Outlook, OutlookOptions, outlook_facts
+from search.outlook import POOL, Outlook, OutlookOptions, outlook_facts
 from search.outlook_opening import open_outlook
 from search.prediction_check import check_predictions
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference, plain_speed, warm_up
@@ -35,8 +35,12 @@ from search.terminal.event import Stopped
 from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
 from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Written
 from search.trial_phase import TrialPhase
+from search.workers.crew import Crew
+from search.workers.device import computing_on
+from search.workers.unlike import as_seen_on
 
 _REFERENCE = "reference"
+"""Attribute of the study."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,18 @@ class SearchRun:
         """
         quiet_optuna()
         storage = open_storage(self._paths.storage_url(self._spec))
+        self._crew = self._make_crew(storage)
         study = None
         try:
-            study = self._open(storage)
-            with self._phase("reference"):
-                reference = self._reference(study)
-            if searches:
-                with self._phase("outlook"):
-                    outlook = self._look_ahead(study, reference)
+            with self._crew.setting_up():
+                study = as_seen_on(self._open(storage), self._subject.fingerprint)
+                self._crew.join(study, alone=not self._exports or self._spec.per_group)
+                prepared = None if _is_set_up(study) else self._prepare(study, searches=searches)
+            if (busy := self._crew.confirming()) is not None and self._has_all(study):
+                self._say.phase("confirm", f"{busy.name} confirms; nothing to do here")
+                return 0
+            reference, outlook = prepared or self._prepare(study, searches=searches)
+            if outlook is not None:
                 with self._phase("search"):
                     broken = self._search(study, reference, outlook)
                 if broken is not None:
@@ -98,13 +106,19 @@ class SearchRun:
                     return 1
             if not confirms:
                 return 0
+            if (others := self._crew.finish()) is not None:
+                self._say.phase("confirm", f"{others}; nothing more to do here")
+                return 0
             with self._phase("confirm"):
                 confirmation, dropped = self._confirm(study, reference)
             code = self._finish(study, reference, confirmation, dropped)
             self._publish(study)
+            self._crew.confirmed()
             return code
+        except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+            raise CommandError(f"study: the storage failed: {str(error).splitlines()[0]}") from error
         except KeyboardInterrupt:
-            if study is not None and counted(study.get_trials(deepcopy=False)):
+            if study is not None and counted(study.get_trials(deepcopy=False)) and self._crew.is_first():
                 self._publish(study)  # what there is so far; a second signal ends that too
             raise
         except LosslessViolation as violation:
@@ -113,7 +127,30 @@ class SearchRun:
             )
             return 1
         finally:
+            self._crew.leave()
             close_storage(storage)
+
+    def _make_crew(self, storage: optuna.storages.BaseStorage) -> Crew:
+        return Crew(
+            storage,
+            self._paths.study_name(self._spec),
+            tell=lambda text: self._say.phase("workers", text),
+            warn=self._say.warn,
+            facts={"device": self._subject.fingerprint.device} | computing_on(self._subject.decoder.device),
+            patience=self._tools.patience,
+        )
+
+    def _prepare(self, study: optuna.Study, *, searches: bool) -> tuple[Reference, Outlook | None]:
+        """What trials are measured with: made by the first worker, read by the others and on a resume."""
+        with self._phase("reference"):
+            reference = self._reference(study)
+        if not searches:
+            return reference, None
+        with self._phase("outlook"):
+            return reference, self._look_ahead(study, reference)
+
+    def _has_all(self, study: optuna.Study) -> bool:
+        return counted(study.get_trials(deepcopy=False)) >= self._spec.trials
 
     def _open(self, storage: optuna.storages.BaseStorage) -> optuna.Study:
         spec = self._spec
@@ -166,8 +203,8 @@ class SearchRun:
 
     def _search(self, study: optuna.Study, reference: Reference, outlook: Outlook) -> str | None:
         """Trials up to the total, or a handful where nothing can win. Returns why the run must end, else None."""
-        phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools)
-        broken = phase.run([self._publisher])
+        phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools, self._crew)
+        broken = phase.run([self._refresh])
         entries = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference).entries
         leading = entries[: self._spec.num_confirm_candidates]
         self._publisher.attempt("no surface to draw", lambda: store_surfaces(study, outlook.predictor, leading))
@@ -251,6 +288,11 @@ class SearchRun:
         if confirmation.held_out is not None:
             study.set_user_attr(HELD_OUT, confirmation.held_out.to_json())
 
+    def _refresh(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        """The dashboard's figures, from one worker alone."""
+        if self._crew.is_first():
+            self._publisher(study, trial)
+
     def _publish(self, study: optuna.Study) -> None:
         """The report, the dashboard's figures and files: extras, that cannot fail a run whose results are written."""
         if (page := self._publisher.publish(study)) is not None:
@@ -270,3 +312,8 @@ class SearchRun:
             raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._tools.clock() - start
+
+
+def _is_set_up(study: optuna.Study) -> bool:
+    """Whether a worker has made all that workers share; the pool is the last of it."""
+    return {_REFERENCE, POOL} <= study.user_attrs.keys()

@@ -39,7 +39,10 @@ class Proposer(Protocol):
     """Says what to measure next; a pure function of its arguments and of what it was built with."""
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
-        """The proposal after `index` counted trials; `trials` may hold interrupted ones besides."""
+        """The proposal after `index` trials that count or will; `trials` may hold interrupted ones besides.
+
+        Trials that others are measuring, or that are queued, stand among `trials` with the parameters they will have.
+        """
         ...
 
 
@@ -53,6 +56,12 @@ def propose_again(entries: Sequence[Entry]) -> Proposal:
     """To measure a leader again; there must be one."""
     again = least_measured(entries)
     return Proposal("repeat", dict(again.params), again.trials[0])
+
+
+def not_taken(entries: Sequence[Entry], trials: Sequence[FrozenTrial]) -> list[Entry]:
+    """Those that nobody is measuring, or is going to."""
+    taken = {key_of(trial.params) for trial in trials if not trial.state.is_finished()}
+    return [entry for entry in entries if key_of(entry.params) not in taken]
 
 
 def measured_keys(trials: Sequence[FrozenTrial]) -> set[Key]:

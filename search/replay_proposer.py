@@ -12,7 +12,7 @@ from layerskip.skip_mask import SkipMask
 from search.correction import Correction
 from search.forecast import Candidate, Candidates, Pool
 from search.leaderboard import Key, make_standings, was_interrupted
-from search.proposals import Proposal, ProposeOptions, measured_keys, propose_again
+from search.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 from search.refinement import Refiner
 from search.space import SearchSpace
 from search.warm_starts import warm_starts
@@ -87,8 +87,8 @@ class ReplayProposer:
         """See `Proposer`."""
         every = self._options.repeat_every
         entries = make_standings(trials, self._space, self._options.noise_sigma, self._options.num_first).entries
-        if every and index % every == every - 1 and entries:
-            return propose_again(entries)
+        if every and index % every == every - 1 and (free := not_taken(entries, trials)):
+            return propose_again(free)
         measured = measured_keys(trials)
         if index % _CALIBRATE_EVERY == 1:
             left = [one for one in self._shapes() if one.key not in measured]

@@ -10,19 +10,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
-from search.spec import DTypeName, EngineName, Granularity, SamplerName, StudyPaths, StudySpec, load_spec, to_toml
+from search.spec import (
+    DTypeName,
+    EngineName,
+    Granularity,
+    ObjectiveName,
+    SamplerName,
+    StudyPaths,
+    StudySpec,
+    load_spec,
+    to_toml,
+)
 from search.stop import StopSignal
 
 if TYPE_CHECKING:
     from search.prompts import PromptSet
     from search.subject import Subject
     from search.terminal.reporter import Reporter
+    from search.workers.posts import Post
 
 PROG = "search.run"
 _EPILOG = """\
 Without flags: the demo study. With --model and --prompts: a new study folder, studies/MODEL-DEVICE, or the one --study
-names. The same command again continues the study up to --trials. Exit codes: 0 done (also where the answer is "do not
-speculate"), 1 outputs were not lossless or trials kept failing, 2 bad input, 130 and 143 stopped by a signal."""
+names. The same command again continues the study up to --trials; started while it runs, here or on another host that
+reaches the storage, it is one more worker of the study. Exit codes: 0 done (also where the answer is "do not
+speculate"), 1 outputs were not lossless or trials kept failing, 2 bad input, 124 a trial hung (--trial-timeout), 129,
+130 and 143 stopped by a signal."""
 _ABOUT_FLAGS = {
     "model": "Hugging Face id or folder",
     "prompts": "JSONL file of tuning prompts",
@@ -41,8 +54,13 @@ _ABOUT_NUMBERS = {
     "gamma_max": (int, "most draft tokens per round"),
     "seed": (int, "seed of everything random"),
     "threads": (int, "CPU threads of torch"),
+    "trial_timeout": (
+        float,
+        "seconds after which a trial that has not ended is failed; one that hangs ends the process",
+    ),
 }
-_FIELDS = {"timeout": "timeout_s", "threads": "num_threads"}
+_FIELDS = {"timeout": "timeout_s", "threads": "num_threads", "trial_timeout": "trial_timeout_s"}
+_NOT_OF_THE_SPEC = ("study", "dry_run", "quiet", "json", "workers", "devices", "reap")
 
 
 def build_parser() -> OneLineParser:
@@ -61,6 +79,11 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--dtype", choices=get_args(DTypeName), help="number format")
     parser.add_argument("--engine", choices=get_args(EngineName), help="how one forward is executed")
     parser.add_argument("--granularity", choices=get_args(Granularity), help="what a bit of the mask skips")
+    parser.add_argument(
+        "--objective",
+        choices=get_args(ObjectiveName),
+        help="what is maximised; unlike devices can share a study of the speedup",
+    )
     parser.add_argument("--sampler", choices=get_args(SamplerName), help="who proposes configs")
     parser.add_argument(
         "--trust-remote-code", action="store_true", default=None, help="let the model's repository run its own code"
@@ -76,6 +99,13 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes on this host, each on a GPU or cores of its own"
+    )
+    parser.add_argument("--devices", metavar="LIST", help="their devices, such as cuda:0,cuda:1; one process each")
+    parser.add_argument(
+        "--reap", action="store_true", help="fail and queue again what dead workers left, say what was done, and end"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     add_output_flags(parser)
@@ -98,12 +128,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     flags = vars(arguments).copy()
-    for name in ("study", "dry_run", "quiet", "json"):
+    for name in _NOT_OF_THE_SPEC:
         del flags[name]
     spec, paths = load_spec(
         {_FIELDS.get(name, name): value for name, value in flags.items()}, arguments.study, demo=demo_folder()
     )
-    stop = StopSignal()
+    if arguments.reap:
+        return _reap(spec, paths)
+    spec, posts = _man(spec, arguments)
+    if len(posts) > 1:
+        return _launch(spec, paths, posts, arguments, argv)
+    stop = StopSignal(ends_process=True)
     with stop.installed():
         try:
             return _search(spec, paths, arguments, argv, stop)
@@ -142,6 +177,58 @@ def _search(
         load_s = time.perf_counter() - start
         kind = GroupRun if spec.per_group else SearchRun
         return kind(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
+
+
+def _man(spec: StudySpec, arguments: argparse.Namespace) -> tuple[StudySpec, list[Post]]:
+    """The posts that --workers and --devices ask for; a single one is taken by this process. Warns on stderr."""
+    from search.workers.posts import assign_posts, devices_for, own_cores, parse_devices
+
+    devices = devices_for(arguments.workers, parse_devices(arguments.devices), spec.device)
+    posts, warnings = assign_posts(devices, spec.num_threads, own_cores())
+    if len(posts) > 1 and spec.per_group:
+        raise ValueError(f"workers: must be 1 for a per-group search, got {len(posts)}")
+    for text in warnings:
+        sys.stderr.write(f"warning: {text}\n")
+    return (spec.model_copy(update={"device": posts[0].device}) if len(posts) == 1 else spec), posts
+
+
+def _launch(
+    spec: StudySpec, paths: StudyPaths, posts: list[Post], arguments: argparse.Namespace, argv: list[str]
+) -> int:
+    """Check what can be checked before several processes say it, then one process per post."""
+    from search.storage import check_storage, check_writable
+    from search.terminal.reporter import make_reporter
+    from search.workers.launch import Launch
+
+    _read_prompts(spec)
+    check_storage(paths.storage_url(spec))
+    with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
+        reporter.phase("workers", "; ".join(f"[{post.number}] {post}" for post in posts))
+        if arguments.dry_run:
+            posts = posts[:1]
+        else:
+            check_writable(paths.folder)
+            _make_folder(reporter, spec, paths)
+    command = [sys.executable, "-m", PROG, *_without(argv, "--workers", "--devices"), "--study", str(paths.folder)]
+    return Launch(posts, command, json_lines=arguments.json, quiet=arguments.quiet).run()
+
+
+def _reap(spec: StudySpec, paths: StudyPaths) -> int:
+    from search.samplers import quiet_optuna
+    from search.workers.reap_command import reap
+
+    quiet_optuna()
+    return reap(paths.storage_url(spec), paths.study_name(spec), print)
+
+
+def _without(argv: list[str], *flags: str) -> list[str]:
+    """The arguments without these flags and their values."""
+    kept, skips = [], False
+    for argument in argv:
+        if not skips and argument not in flags and not argument.startswith(tuple(f"{flag}=" for flag in flags)):
+            kept.append(argument)
+        skips = not skips and argument in flags
+    return kept
 
 
 def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:

@@ -10,39 +10,67 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
-from search.leaderboard import counted
+from search.leaderboard import counted, key_of
 from search.local_proposer import LocalProposer
 from search.proposals import Proposal, ProposeOptions, Proposer
 from search.space import SearchSpace
 from search.spec import SamplerName
+from search.workers.claims import Claims, fixed_params, open_trials, taken_keys, with_claims
 
 if TYPE_CHECKING:
     from search.outlook import Outlook
+
+_MAX_ATTEMPTS = 16
+"""At proposing what nobody measures at the moment, which a space of few points may not have."""
 
 
 class ProposalSampler(BaseSampler):
     """Asks a proposer, and an Optuna sampler where the proposal leaves the parameters to it.
 
-    Everything follows from (seed, trials counted so far, other trials running): the study goes on after a stop as if
-    it had never stopped, and an interrupted trial is proposed again. Nothing uses Optuna's queue of waiting trials,
-    so no process can claim a trial twice.
+    Everything follows from (seed, trials that count or will, the trials themselves): the study goes on after a stop as
+    if it had never stopped. With `claims` several workers propose for one study, in the order of their trials' numbers:
+    each place is filled once, no seed is used twice, and what one measures no other proposes.
     """
 
-    def __init__(self, space: SearchSpace, proposer: Proposer, seed: int, *, drawn_by: SamplerName = "tpe") -> None:
+    def __init__(
+        self,
+        space: SearchSpace,
+        proposer: Proposer,
+        seed: int,
+        *,
+        drawn_by: SamplerName = "tpe",
+        claims: Claims | None = None,
+    ) -> None:
         self._space, self._proposer = space, proposer
-        self._seed, self._drawn_by = seed, drawn_by
+        self._seed, self._drawn_by, self._claims = seed, drawn_by, claims
         self._latest: tuple[int, Proposal] | None = None
         self._inner: BaseSampler = RandomSampler(seed=seed)
         self.proposing_s = 0.0
-        """Seconds that the latest proposal took."""
+        """Seconds that the latest proposal took, waiting for other workers' included."""
+        self.is_surplus = False
+        """The latest trial is one too many: others have begun the last ones meanwhile."""
 
     def proposal_of(self, trial_number: int) -> Proposal:
         """Where the trial being run comes from. `queue` if it was put into Optuna's queue by hand."""
         if self._latest is not None and self._latest[0] == trial_number:
             return self._latest[1]
         return Proposal("queue")
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """Tell other workers whose trial this is; and what it measures, if that is fixed: then nothing is proposed."""
+        fixed = fixed_params(trial)
+        if is_all_fixed := self._space.distributions.keys() <= fixed.keys():
+            attrs = trial.user_attrs
+            inherited = (attrs.get("repeat_of"), attrs.get("considered"))
+            self._latest = (trial.number, Proposal(attrs.get("origin", "queue"), fixed, *inherited))
+            self.proposing_s = 0.0
+        if self._claims is not None:
+            self._claims.begin(trial.number)
+            self.is_surplus = self._claims.is_surplus(study.get_trials(deepcopy=False), trial.number)
+            if is_all_fixed and not self.is_surplus:
+                self._claims.claim(trial.number, fixed)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
         """The whole, fixed space."""
@@ -51,19 +79,37 @@ class ProposalSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The proposal's parameters, or what the Optuna sampler draws jointly (nothing if it draws one by one)."""
+        """The proposal's parameters, or what the Optuna sampler draws. Optuna asks at the first `suggest`."""
         start = time.perf_counter()
-        trials = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
-        running = sum(one.state == TrialState.RUNNING for one in trials)
-        index = counted(trials)
-        rng = np.random.default_rng([self._seed, index, running])
-        proposal = self._proposer.propose(trials, index, rng)
+        trials = self._other_trials(study, trial)
+        taken, seen = taken_keys(trials), with_claims(trials)
+        index = counted(seen) + len(open_trials(seen))
+        for attempt in range(_MAX_ATTEMPTS):
+            rng = np.random.default_rng([self._seed, index, attempt])
+            proposal = self._proposer.propose(seen, index, rng)
+            params = proposal.params if proposal.params is not None else self._draw(study, trial, search_space, rng)
+            if not taken or key_of(params) not in taken:
+                break
         self._latest = (trial.number, proposal)
-        self._inner = self._make_inner(int(rng.integers(2**32)))
-        params = proposal.params
-        if params is None:
-            params = self._inner.sample_relative(study, trial, search_space)
+        if self._claims is not None:
+            self._claims.claim(trial.number, params | fixed_params(trial))
         self.proposing_s = time.perf_counter() - start
+        return params
+
+    def _other_trials(self, study: Study, trial: FrozenTrial) -> list[FrozenTrial]:
+        if self._claims is not None:
+            return self._claims.wait_for_turn(study, trial.number)
+        return [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
+
+    def _draw(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], rng: np.random.Generator
+    ) -> dict[str, Any]:
+        """All parameters from the Optuna sampler: those it draws jointly, then the others one by one."""
+        self._inner = self._make_inner(int(rng.integers(2**32)))
+        params = self._inner.sample_relative(study, trial, search_space)
+        for name, one in search_space.items():
+            if name not in params:
+                params[name] = self._inner.sample_independent(study, trial, name, one)
         return params
 
     def sample_independent(
@@ -78,12 +124,17 @@ class ProposalSampler(BaseSampler):
             return RandomSampler(seed=seed)
         if self._drawn_by == "gp":
             return GPSampler(seed=seed, deterministic_objective=False)
-        # Ten startup trials are the warm starts; one trial runs at a time, so there are no running ones to avoid.
+        # Ten startup trials are the warm starts. What others measure is claimed, so there is nothing to keep away from.
         return TPESampler(seed=seed, multivariate=self._drawn_by == "tpe", constant_liar=False)
 
 
 def make_sampler(
-    name: SamplerName, space: SearchSpace, seed: int, options: ProposeOptions, outlook: Outlook | None
+    name: SamplerName,
+    space: SearchSpace,
+    seed: int,
+    options: ProposeOptions,
+    outlook: Outlook | None,
+    claims: Claims | None = None,
 ) -> ProposalSampler:
     """The sampler of this name. `replay` needs an outlook, the others ignore it.
 
@@ -93,9 +144,10 @@ def make_sampler(
     if name == "replay":
         if outlook is None:
             raise ValueError("sampler: replay needs predictions, and there is no outlook")
-        return ProposalSampler(space, outlook.proposer(options), seed)
+        return ProposalSampler(space, outlook.proposer(options), seed, claims=claims)
     share = {"local_share": 0.0} if name != "local-tpe" else {}
-    return ProposalSampler(space, LocalProposer(space, options, drawn_by=name, **share), seed, drawn_by=name)
+    proposer = LocalProposer(space, options, drawn_by=name, **share)
+    return ProposalSampler(space, proposer, seed, drawn_by=name, claims=claims)
 
 
 def quiet_optuna() -> None:

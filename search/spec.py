@@ -19,6 +19,7 @@ _MAX_FILE_BYTES = 1 << 20
 Granularity = Literal["layer", "sublayer"]
 SamplerName = Literal["replay", "local-tpe", "tpe", "gp", "random"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+ObjectiveName = Literal["tokens_per_s", "speedup"]
 EngineName = Literal["auto", "eager", "fused", "cuda_graph"]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -61,6 +62,9 @@ class StudySpec(BaseModel):
     share_prefix: bool = False
     """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. Little to gain where
     reading the weights is what costs (see the README)."""
+    objective: ObjectiveName = "tokens_per_s"
+    """What is maximised. `speedup` lets workers on unlike devices share a study: each compares with its own plain
+    decoding, and has costs and predictions of its own."""
     sampler: SamplerName = "replay"
     """Who proposes new configs; warm starts and re-measurements come with each of them."""
     force: bool = False
@@ -72,6 +76,8 @@ class StudySpec(BaseModel):
     """Let a hub model run its own Python code."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
+    trial_timeout_s: Seconds | None = None
+    """Seconds after which a trial that has not ended is failed; None = no limit."""
     trial_seconds: Seconds = 20.0
     """Time a full trial should take; decides the prompts per trial from the measured plain speed."""
     prompts_per_trial: Positive | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from search.decoder import Decoder
 from search.fingerprint import Fingerprint
@@ -13,6 +13,7 @@ from search.results import Origin
 from search.space import SearchSpace
 from search.stop import StopSignal
 from search.terminal.reporter import Reporter
+from search.workers.witness import Patience
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,4 @@ class Tools:
     stop: StopSignal
     command: str
     clock: Callable[[], float] = time.perf_counter
+    patience: Patience = field(default_factory=Patience)

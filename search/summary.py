@@ -10,7 +10,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.confirm import Candidate, Confirmation, describe
-from search.leaderboard import Entry, Standings, counted, is_full
+from search.leaderboard import Entry, Standings, counted, is_full, tokens_per_s_of
 from search.reference import Reference
 from search.results import SearchFacts
 from search.study import trials_by_state
@@ -97,7 +97,7 @@ def _single_best(trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
         return None
     best = max(full, key=lambda trial: float(trial.value or 0.0))
     names = ("speedup", "speedup_ci_low", "speedup_ci_high", "skip_mask", "acceptance_rate", "mean_accepted_length")
-    return {"trial": best.number, "tokens_per_s": best.value} | {
+    return {"trial": best.number, "tokens_per_s": tokens_per_s_of(best)} | {
         name: best.user_attrs[name] for name in names if name in best.user_attrs
     }
 

@@ -6,17 +6,21 @@ from collections.abc import Callable, Sequence
 
 import optuna
 
-from search.leaderboard import counted
+from search.leaderboard import FAILURE, WORKER_DIED, counted
 from search.objective import Objective, standings_of
 from search.outlook import Outlook
 from search.proposals import ProposeOptions
 from search.reference import Reference
 from search.samplers import make_sampler
 from search.spec import StudySpec
+from search.storage import storage_failures_shown
 from search.study import set_sampler
 from search.subject import Subject, Tools
 from search.terminal.progress_events import SearchBegins
 from search.trial_watch import TrialWatch
+from search.workers.crew import Crew
+from search.workers.process import process_token
+from search.workers.roster import PROCESS
 
 Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 HANDFUL = 6
@@ -36,8 +40,9 @@ class TrialPhase:
         subject: Subject,
         spec: StudySpec,
         tools: Tools,
+        crew: Crew | None = None,
     ) -> None:
-        self._study, self._reference, self._outlook = study, reference, outlook
+        self._study, self._reference, self._outlook, self._crew = study, reference, outlook, crew
         self._subject, self._spec, self._tools = subject, spec, tools
         self._say = tools.reporter
 
@@ -73,21 +78,30 @@ class TrialPhase:
             return None
         self._say.tell(SearchBegins(done, total, spec.sampler, spec.seed))
         options = ProposeOptions(spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
-        sampler = make_sampler(spec.sampler, subject.space, spec.seed, options, self._outlook)
+        crew, tools = self._crew, self._tools
+        claims = crew.claims if crew else None
+        if claims is not None:
+            claims.is_stopped = lambda: tools.stop.received is not None
+        sampler = make_sampler(spec.sampler, subject.space, spec.seed, options, self._outlook, claims)
         set_sampler(self._study, sampler)
         objective = Objective(
-            subject.decoder, subject.space, reference, sampler, self._tools.stop, self._tools.clock, self._outlook
+            subject.decoder,
+            subject.space,
+            reference,
+            sampler,
+            tools.stop,
+            tools.clock,
+            self._outlook,
+            queues_again=crew is not None,
+            is_speedup=spec.objective == "speedup",
+            limit_s=spec.trial_timeout_s,
+            hang_grace_s=tools.patience.hang_grace_s,
         )
-        watch = TrialWatch(spec, subject.space, reference, self._tools, total=total, outlook=self._outlook)
-        with self._tools.stop.deferred():
-            self._study.optimize(
-                objective,
-                n_trials=total - done,
-                timeout=self._time_left(),
-                catch=(Exception,),
-                callbacks=[watch, *self._callbacks],
-            )
-        if self._tools.stop.received is not None:
+        watch = TrialWatch(spec, subject.space, reference, tools, done=done, total=total, outlook=self._outlook)
+        with tools.stop.deferred():
+            while self._goes_on(total, watch):
+                self._one_trial(objective, watch)
+        if tools.stop.received is not None:
             raise KeyboardInterrupt
         if watch.broken is None and counted(self._trials()) < total:
             self._say.phase(
@@ -95,10 +109,36 @@ class TrialPhase:
             )
         return watch.broken
 
-    def _time_left(self) -> float | None:
-        if self._spec.timeout_s is None:
-            return None
-        return max(0.0, self._spec.timeout_s - (self._tools.clock() - self._start))
+    def _goes_on(self, total: int, watch: TrialWatch) -> bool:
+        """Whether there is a trial to begin here; waits where only others' trials are missing, for one may yet die."""
+        while watch.broken is None and self._tools.stop.received is None and self._has_time():
+            if self._crew is None:
+                return counted(self._trials()) < total
+            self._crew.rejoin_if_lost()
+            self._crew.sweep()
+            if self._crew.may_begin(total):
+                return True
+            if counted(self._trials()) >= total:
+                return False
+            with self._tools.stop.interruptible():
+                self._crew.pause()
+        return False
+
+    def _one_trial(self, objective: Objective, watch: TrialWatch) -> None:
+        number = len(self._trials())
+        try:
+            with storage_failures_shown():
+                self._study.optimize(objective, n_trials=1, catch=(Exception,), callbacks=[watch, *self._callbacks])
+        except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+            mine = [one for one in self._trials()[number:] if one.user_attrs.get(PROCESS) == process_token()]
+            if not any(one.user_attrs.get(FAILURE, "").startswith(WORKER_DIED) for one in mine):
+                raise
+            # Others took this worker for dead, because it slept, and have queued its config again.
+            self._say.warn(f"trial {mine[-1].number} came too late: others took this worker for dead meanwhile")
+
+    def _has_time(self) -> bool:
+        limit = self._spec.timeout_s
+        return limit is None or self._tools.clock() - self._start < limit
 
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import counted
+from search.leaderboard import FAILURE, counted, was_interrupted
 from search.objective import standings_of
 from search.outlook import RECHECK_EVERY, Outlook
 from search.reference import Reference
@@ -16,33 +16,43 @@ from search.terminal.progress_events import Drifted, TrialDone
 
 
 class TrialWatch:
-    """Optuna callback: tells each trial, and stops the study on a signal, at the total or after failures in a row."""
+    """Optuna callback: tells each trial, and says in `broken` if failures in a row end the search."""
 
     def __init__(
-        self, spec: StudySpec, space: SearchSpace, reference: Reference, tools: Tools, *, total: int, outlook: Outlook
+        self,
+        spec: StudySpec,
+        space: SearchSpace,
+        reference: Reference,
+        tools: Tools,
+        *,
+        done: int,
+        total: int,
+        outlook: Outlook,
     ) -> None:
         self._spec, self._space, self._reference, self._tools = spec, space, reference, tools
         self._total, self._outlook = total, outlook
         self._start = tools.clock()
-        self._num_here = 0
+        self._num_at_start = self._num_done = done
         self._failures_in_row = 0
         self.broken: str | None = None
         """Why the search cannot go on."""
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        if was_interrupted(trial):
+            return  # a signal, or one too many: nothing to tell
         trials = study.get_trials(deepcopy=False)
         done, total = counted(trials), self._total
-        self._num_here += 1
-        pace = (self._tools.clock() - self._start) / self._num_here
+        num_before, self._num_done = self._num_done, done
+        # Of the study: what other workers have measured meanwhile counts.
+        pace = (self._tools.clock() - self._start) / max(1, done - self._num_at_start)
         leader = standings_of(trials, self._space, self._reference).leader
         self._tools.reporter.tell(TrialDone(trial, done, total, leader, pace * max(0, total - done)))
         self._failures_in_row = self._failures_in_row + 1 if trial.state == TrialState.FAIL else 0
         if self._failures_in_row >= self._spec.max_failures:
-            reason = trial.user_attrs.get("failure", "unknown")
+            reason = trial.user_attrs.get(FAILURE, "unknown")
             self.broken = f"{self._failures_in_row} trials in a row failed, the last one with {reason}"
-        if self.broken is not None or self._tools.stop.received is not None or done >= total:
-            study.stop()
-        elif done and done % RECHECK_EVERY == 0:
+        goes_on = self.broken is None and self._tools.stop.received is None and done < total
+        if goes_on and done // RECHECK_EVERY > num_before // RECHECK_EVERY:
             self._recheck(study)
 
     def _recheck(self, study: optuna.Study) -> None:

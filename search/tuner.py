@@ -43,6 +43,7 @@ class TuneOptions(TypedDict, total=False):
     force: bool
     seed: int
     timeout_s: float | None
+    trial_timeout_s: float | None
     trial_seconds: float
     prompts_per_trial: int | None
     repeat_every: int
@@ -194,7 +195,7 @@ def _without_files(text: str, spec: StudySpec, paths: StudyPaths) -> str:
     for argument, file in _FILES.items():
         if getattr(spec, argument) == str(paths.folder / file):
             text = text.replace(str(paths.folder / file), argument)
-    return text.replace("--held-out", "held_out")
+    return text.replace("--held-out", "held_out").replace("--per-group", "per_group")
 
 
 def _name_of(model: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,6 +43,8 @@ class Service:
         self.preparer = Preparer(model, settings)
         self.worker = DecodeWorker(self.metrics, settings.queue_limit, lambda: _warm_up(model))
         self.created = int(time.time())
+        self.num_connections: Callable[[], int] = lambda: 0
+        """Open ones; set by the server that runs the application."""
         both = f"{model.weights_fingerprint()} {model.dtype} {model.config.to_json()}"
         self.system_fingerprint = "fp_" + hashlib.sha256(both.encode()).hexdigest()[:12]
 
@@ -57,7 +59,7 @@ class Service:
         try:
             job = await self.preparer.job(asked, ticket)
             form = AnswerFormat.of(shape, asked, self.system_fingerprint)
-            return Answer(job, form, self.worker, self.settings.send_timeout_s)
+            return Answer(job, form, self.worker)
         except BaseException:
             ticket.release()
             raise
@@ -89,7 +91,9 @@ def create_app(model: LayerSkipModel, settings: ServerSettings) -> FastAPI:
     # The documentation pages would load scripts from elsewhere.
     app = FastAPI(title="layerskip", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    app.add_middleware(Guard, settings=settings, metrics=service.metrics)
+    app.add_middleware(
+        Guard, settings=settings, metrics=service.metrics, num_connections=lambda: service.num_connections()
+    )
     _add_error_handlers(app)
     _add_text_routes(app, service)
     _add_other_routes(app, service)

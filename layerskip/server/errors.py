@@ -36,6 +36,13 @@ def queue_full(queue_limit: int, retry_after_s: int) -> ApiError:
     return error
 
 
+def too_many_connections(max_connections: int) -> ApiError:
+    """More clients than the server takes have a connection open."""
+    error = ApiError(503, f"more than {max_connections} connections are open, try again", code="too_many_connections")
+    error.headers |= {"Retry-After": "1", "Connection": "close"}
+    return error
+
+
 def shutting_down() -> ApiError:
     """The server is about to end."""
     error = ApiError(503, "the server is shutting down", code="shutting_down")

@@ -6,12 +6,13 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from layerskip.server.errors import ApiError
+from layerskip.server.errors import ApiError, too_many_connections
 from layerskip.server.metrics import ServerMetrics
 from layerskip.server.settings import ServerSettings
 from layerskip.server.transport import CLIENT_LEFT, Record
@@ -26,8 +27,11 @@ _KNOWN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models
 class Guard:
     """ASGI middleware. Logs neither prompts nor keys nor query strings."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, num_connections: Callable[[], int]
+    ) -> None:
         self._app = app
+        self._num_connections = num_connections
         self._settings = settings
         self._metrics = metrics
 
@@ -59,7 +63,11 @@ class Guard:
         headers, key = Headers(scope=scope), self._settings.api_key
         if self._settings.hosts is not None and _host_name(headers.get("host", "")) not in self._settings.hosts:
             return ApiError(421, "host: this server answers to names of this machine only", code="unknown_host")
-        if key is None or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if self._num_connections() > self._settings.max_connections:
+            return too_many_connections(self._settings.max_connections)
+        if key is None:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # In constant time, so that nobody can guess the key byte by byte; as bytes, or it refuses all but ASCII.

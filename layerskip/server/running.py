@@ -10,10 +10,10 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from layerskip.server.connection import Connection
 from layerskip.server.errors import shutting_down
 from layerskip.server.worker import DecodeWorker
 
-_MAX_CONNECTIONS = 512
 _CLOSE_TIMEOUT_S = 5
 
 
@@ -46,8 +46,8 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, app: FastAPI, grace_s: float) -> None:
         config = uvicorn.Config(
             app,
-            # Named, or whatever faster ones happen to be installed would be taken: others than the tests ran with.
-            http="h11",
+            http=Connection,
+            # Named, or whatever faster one happens to be installed would be taken: another than the tests ran with.
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -55,11 +55,11 @@ class GracefulServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
         super().__init__(config)
         self._worker: DecodeWorker = app.state.service.worker
+        app.state.service.num_connections = lambda: len(self.server_state.connections)
         self._grace_s = grace_s
         self._num_signals = 0
         self._drain_until: float | None = None

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from layerskip.config import describe_validation_error
 from layerskip.server.errors import ApiError
+from layerskip.server.settings import MAX_MODEL_ID
 
 _HARMLESS = frozenset(
     (
@@ -125,7 +126,7 @@ class StreamOptions(_Strict):
 class GenerationFields(_Strict):
     """What both endpoints take. None means: what the model's generation config says."""
 
-    model: Annotated[str, Field(max_length=512)]
+    model: Annotated[str, Field(max_length=MAX_MODEL_ID)]
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     """OpenAI's newer name of `max_tokens`."""

@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass, field
 
 MIN_KEY_LENGTH = 16
+MAX_MODEL_ID = 512
+"""Characters."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,11 @@ class ServerSettings:
     """Requests that may wait while the model is busy; one more is answered 429."""
     max_body_bytes: int = 1 << 20
     body_timeout_s: float = 30.0
-    """Within this time a request's body must have arrived."""
+    """Within this time the head of a request must have arrived, and within as much its body."""
     send_timeout_s: float = 30.0
     """A client that takes nothing for so long is dropped."""
+    max_connections: int = 512
+    """Requests on further ones are answered 503."""
     api_key: str | None = field(default=None, repr=False)
     hosts: frozenset[str] | None = None
     """Host headers answered, without ports; None is any. Without a key this keeps web pages out whose name was made to
@@ -33,11 +37,18 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         rules = (
-            ("model_id", bool(self.model_id) and self.model_id.isprintable(), "must be printable text"),
+            (
+                "model_id",
+                0 < len(self.model_id) <= MAX_MODEL_ID and self.model_id.isprintable(),
+                f"must be printable text of at most {MAX_MODEL_ID} characters",
+            ),
             ("max_context", self.max_context >= 2, "must be at least 2"),
             ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
             ("queue_limit", self.queue_limit >= 0, "must be at least 0"),
             ("max_body_bytes", self.max_body_bytes >= 1024, "must be at least 1024"),
+            ("body_timeout_s", self.body_timeout_s > 0, "must be above 0"),
+            ("send_timeout_s", self.send_timeout_s > 0, "must be above 0"),
+            ("max_connections", self.max_connections >= 1, "must be at least 1"),
         )
         for name, holds, rule in rules:
             if not holds:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from layerskip.server.answers import AnswerFormat, error_event
 from layerskip.server.errors import ApiError
@@ -78,16 +78,15 @@ def _closing(error: ApiError) -> ApiError:
 class Answer(Response):
     """ASGI response: submits a job and sends what comes of it, whole or as server-sent events.
 
-    The status waits for the first token, so that a failure before it has its own. A client that leaves, or takes
-    nothing for `send_timeout_s`, cancels the job. In the end the job's ticket is given back.
+    The status waits for the first token, so that a failure before it has its own. A client that leaves, or is dropped
+    because it takes nothing, cancels the job. In the end the job's ticket is given back.
     """
 
-    def __init__(self, job: Job, form: AnswerFormat, worker: DecodeWorker, send_timeout_s: float) -> None:
+    def __init__(self, job: Job, form: AnswerFormat, worker: DecodeWorker) -> None:
         super().__init__()
         self.job = job
         self.form = form
         self.worker = worker
-        self.send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: ApiError before anything was sent."""
@@ -96,7 +95,7 @@ class Answer(Response):
         try:
             self.worker.submit(self.job)
             await (self._send_events(record, send) if self.form.streamed else self._send_whole(record, send))
-        except (ClientDisconnect, TimeoutError):
+        except ClientDisconnect:
             record.status = CLIENT_LEFT
         finally:
             watcher.cancel()
@@ -128,13 +127,13 @@ class Answer(Response):
             ids += event.ids
         body = self.form.whole("".join(texts), ids, event)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send(send, {"type": "http.response.body", "body": body})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, record: Record, send: Send) -> None:
         event = await self._next(record)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await self._send_body(send, *self.form.opening())
             while isinstance(event, Piece):
@@ -145,12 +144,8 @@ class Answer(Response):
             # Too late for a status of its own.
             record.status = error.status
             await self._send_body(send, error_event(error.body()))
-        await self._send(send, {"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": b""})
 
     async def _send_body(self, send: Send, *events: bytes) -> None:
         for event in events:
-            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
-
-    async def _send(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self.send_timeout_s):
-            await send(message)
+            await send({"type": "http.response.body", "body": event, "more_body": True})

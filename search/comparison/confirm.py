@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -55,10 +55,12 @@ def confirm_picks(
     repeats: int,
     journal: Journal,
     stop: StopSignal,
+    told: Callable[[int], None] = lambda _done: None,
 ) -> dict[str, Confirmed]:
     """Every pick on every prompt, a few picks and plain decoding in lockstep at a time; who is together changes.
 
-    What the journal holds is not measured again. A pick that fails or is not lossless is excluded.
+    What the journal holds is not measured again. A pick that fails or is not lossless is excluded. `told` hears after
+    each prompt how many are done, every pass counted.
     Cost: (1 + 1 / GROUP) x picks x prompts x repeats decodings. Raises: KeyboardInterrupt between two measurements.
     """
     measured: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -87,6 +89,8 @@ def confirm_picks(
                     whole = {"pick": key, "repeat": repeat, "prompt_id": case.prompt_id} | record
                     journal.append(whole)
                     note(whole)
+            if missing:
+                told(turn + 1)
     return {key: _sum_up(key, cases, repeats, measured, excluded.get(key)) for key in keys}
 
 

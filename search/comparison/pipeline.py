@@ -25,6 +25,7 @@ from search.spec import StudySpec
 from search.storage import near
 from search.study import now_utc
 from search.subject import Subject, Tools
+from search.terminal.comparison_events import PicksAdvanced
 from search.terminal.event import Stopped
 from search.terminal.progress_events import ReferenceKnown
 from search.terminal.result_events import Written
@@ -111,8 +112,16 @@ class ComparisonRun:
             "confirm", f"{len(picks)} picks on {len(cases)} held-out prompts x {plan.confirm_repeats}, interleaved"
         )
         journal = Journal(self._out / _CONFIRM)
+        num_turns, clock, start = len(cases) * plan.confirm_repeats, self._tools.clock, self._tools.clock()
+        begun: list[int] = []
+
+        def tell(done: int) -> None:
+            begun.append(done)
+            pace_s = (clock() - start) / len(begun)
+            self._say.tell(PicksAdvanced(done, num_turns, pace_s * (num_turns - done)))
+
         stop = self._tools.stop
-        return confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop), dropped
+        return confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop, tell), dropped
 
     @property
     def _model_name(self) -> str:

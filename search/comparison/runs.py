@@ -31,7 +31,7 @@ from search.space import SearchSpace
 from search.spec import StudySpec
 from search.study import set_sampler
 from search.subject import Subject, Tools
-from search.terminal.text import duration
+from search.terminal.comparison_events import ComparisonBegins, RunAdvanced
 
 _AGREEMENTS = "agreements.jsonl"
 _State = Literal["COMPLETE", "PRUNED", "FAIL"]
@@ -232,6 +232,7 @@ def run_all(
     tools = shared.tools
     total = len(plan.runs) * plan.trials
     start, done_before = tools.clock(), sum(min(len(run.records), plan.trials) for run in runs.values())
+    tools.reporter.tell(ComparisonBegins(plan.strategies, len(plan.seeds), done_before, total))
     with tools.stop.deferred():
         for name, seed, num_trials in plan.turns():
             run = runs[name, seed]
@@ -241,7 +242,4 @@ def run_all(
             done = sum(min(len(one.records), plan.trials) for one in runs.values())
             eta = (tools.clock() - start) / max(done - done_before, 1) * (total - done)
             leader = run.leader(num_trials)
-            best = f"best {leader.speedup:.2f}x" if leader else "none yet"
-            tools.reporter.phase(
-                "run", f"{done}/{total}  {name}, seed {seed}: {num_trials} trials, {best}, eta {duration(eta)}"
-            )
+            tools.reporter.tell(RunAdvanced(name, seed, num_trials, done, total, leader, eta))

@@ -62,7 +62,7 @@ def held_out_figure(record: StudyRecord) -> go.Figure:
             + name
             + " %{x:.1f} tokens/s, speedup %{customdata[1]:.2f}<extra></extra>",
         )
-    figure.update_xaxes(title="tokens/s (median of the passes)", rangemode="tozero")
+    figure.update_xaxes(title="tokens/s, median", rangemode="tozero")
     figure.update_yaxes(
         tickvals=rows,
         ticktext=[f"{_short(held_out.prompt_ids[i])}  {ratios[i]:.2f}×" for i in order],

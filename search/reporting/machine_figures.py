@@ -98,14 +98,15 @@ def machine_figure(record: StudyRecord) -> go.Figure:
     )
     if not drift:
         raise MissingData(f"plain_tokens_per_s_by_prompt: no prompt of study {record.name!r} was measured twice")
+    shown = [(drift, "plain tokens/s", BLUE, "circle-open")]
+    heads = ["plain tokens/s against its median<br>on the same prompt"]
+    if again:
+        shown.append((again, "paired speedup", ORANGE, "diamond-open"))
+        heads.append("paired speedup, measured again")
+    rows = len(shown)
     figure = make_subplots(
-        rows=2,
-        shared_xaxes=True,
-        shared_yaxes="all",
-        vertical_spacing=0.14,
-        subplot_titles=("plain tokens/s against its median<br>on the same prompt", "paired speedup, measured again"),
+        rows=rows, shared_xaxes=True, shared_yaxes="all", vertical_spacing=0.14 if again else None, subplot_titles=heads
     )
-    shown = ((drift, "plain tokens/s", BLUE, "circle-open"), (again, "paired speedup", ORANGE, "diamond-open"))
     for row, (points, name, colour, symbol) in enumerate(shown, start=1):
         figure.add_scatter(
             x=[number for number, _ in points],
@@ -119,22 +120,26 @@ def machine_figure(record: StudyRecord) -> go.Figure:
         )
         figure.add_hline(y=1.0, line=DOTTED, row=row, col=1)
     sigma = record.attrs.get("noise_sigma")
-    if sigma:
+    if sigma and again:
         low, high = math.exp(-_NORMAL_95 * sigma), math.exp(_NORMAL_95 * sigma)
-        figure.add_hrect(y0=low, y1=high, fillcolor="#888888", opacity=0.18, line_width=0, row=2, col=1)
-    figure.update_xaxes(title="trial", row=2)
+        figure.add_hrect(y0=low, y1=high, fillcolor="#888888", opacity=0.18, line_width=0, row=rows, col=1)
+    figure.update_xaxes(title="trial", row=rows)
     figure.update_yaxes(title="of its median", type="log", row=1)
-    figure.update_yaxes(title="of its mean", type="log", row=2)
-    figure.update_layout(height=560)
+    if again:
+        figure.update_yaxes(title="of its mean", type="log", row=2)
+    figure.update_layout(height=560 if again else 360, showlegend=False)
     values = [value for _, value in drift]
     facts = (
         f"plain speed varied by {100 * log_spread(values):.1f} % (standard deviation) on the same prompt over the run, "
         f"from {min(values):.2f} to {max(values):.2f} of its median"
     )
-    if again:
-        facts += f"; repeated paired ratios by {100 * _spread_within(ratios):.1f} %"
+    facts += (
+        f"; repeated paired ratios by {100 * _spread_within(ratios):.1f} %"
+        if again
+        else "; no config was measured twice on the same prompt"
+    )
     if sigma:
-        facts += f"; A/A noise before the first trial: {100 * sigma:.1f} % a pair (shaded: 95 %)"
+        facts += f"; A/A noise before the first trial: {100 * sigma:.1f} % a pair" + " (shaded: 95 %)" * bool(again)
     return finish(figure, "Noise and drift of the machine", facts)
 
 

@@ -127,8 +127,9 @@ def tried_figure(record: StudyRecord) -> go.Figure:
     figure.update_layout(height=480)
     facts = f"dark = kept, light = skipped; {len({str(mask) for mask in masks})} different masks in {len(shown)} trials"
     if led:
-        times = f"{len(changes)} time{'s' * (len(changes) != 1)} (dashed)" if changes else "never"
-        facts += f"; another mask took the lead {times}, now {led[-1][1]} leads"
+        times = f"{len(changes)} time{'s' * (len(changes) != 1)} (dashed)"
+        facts += f"; another mask took the lead {times}, now" if changes else "; from the first on"
+        facts += f" {led[-1][1]} leads"
     return finish(figure, "Masks tried, trial by trial", facts)
 
 

@@ -98,7 +98,8 @@ CHAPTERS = (
                 "where-the-time-goes",
                 time_figure,
                 "Where the time goes",
-                "The second bar against the first is the gain. The last two are the best possible for this acceptance: "
+                "The second bar against the first is the gain over all tokens together, where the verdict weighs every "
+                "prompt alike. The last two are the best possible for this acceptance: "
                 "had verifying cost one target step, and had drafting been free as well. That is the room which a "
                 "better engine or a cheaper draft has left.",
             ),
@@ -132,8 +133,8 @@ CHAPTERS = (
                 "noise-and-drift",
                 machine_figure,
                 "Noise and drift of the machine",
-                "The upper points wander as the machine's own speed does; the lower ones show that a paired ratio, "
-                "taken in turns on the same text, does not follow it.",
+                "Circles wander as the machine's own speed does. Diamonds, where a config was measured again on the "
+                "same text, show that a paired ratio, taken in turns, does not follow it.",
             ),
         ),
     ),

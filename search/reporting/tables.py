@@ -9,6 +9,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from search.leaderboard import tokens_per_s_of
 from search.reporting.record import StudyRecord
 from search.results import finite
 from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
@@ -79,7 +80,7 @@ def _flat(trial: FrozenTrial) -> dict[str, Any]:
         **times,
         "number": trial.number,
         "state": trial.state.name.lower(),
-        "tokens_per_s": trial.value,
+        "tokens_per_s": None if trial.value is None else tokens_per_s_of(trial),
     }
 
 

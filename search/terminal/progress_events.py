@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import Entry
+from search.leaderboard import Entry, tokens_per_s_of
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration, trial_line
 
@@ -183,7 +183,7 @@ class TrialDone(Event):
             "num_trials": self.num_trials,
             "state": self.trial.state.name.lower(),
             # A pruned trial's value is the last thing it reported, not its speed.
-            "tokens_per_s": self.trial.value if self.is_good else None,
+            "tokens_per_s": tokens_per_s_of(self.trial) if self.is_good else None,
             **{key: attrs.get(key) for key in told.split()},
             **{key: params.get(key) for key in ("gamma", "draft_threshold", "target_threshold")},
             "best_trial": self.leader.trials[0] if self.leader else None,

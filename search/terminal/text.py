@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.leaderboard import tokens_per_s_of
+
 
 def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
     """One trial in one line of at most about 150 ASCII characters."""
@@ -17,7 +19,7 @@ def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
     stopped = "<" if attrs.get("stopped_early") else " "
     layers = attrs.get("skip_mask", "?").partition(":")[0]
     parts = [
-        f"{head} {stopped}{trial.value:7.1f} tok/s",
+        f"{head} {stopped}{tokens_per_s_of(trial):7.1f} tok/s",
         f"{attrs['speedup']:.2f}x {interval_of(trial):<11}",
         f"best {best}",
         f"accept {_number(attrs.get('acceptance_rate'))}",

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from layerskip.skip_mask import SkipMask
 from search.confirm import describe
-from search.leaderboard import Entry
+from search.leaderboard import Entry, tokens_per_s_of
 from search.reference import Reference
 from search.terminal.event import Event, Note
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
+from search.terminal.result_events import Result
 from search.terminal.text import duration, interval_of, origin_of
 
 STAGES = ("reference", "outlook", "search", "confirm")
@@ -68,6 +69,14 @@ class LiveView:
             self._done, self._eta_s, self._leader = event.num_done, event.eta_s, event.leader
             self._latest.appendleft(event)
             self._pace.take(event.trial)
+
+    def replaces(self, event: Event) -> bool:
+        """Whether what this event says is in the view, so that it needs no line of its own."""
+        return isinstance(event, TrialDone) and event.is_good
+
+    def is_over(self, event: Event) -> bool:
+        """Whether nothing is left to watch from this event on."""
+        return isinstance(event, Result)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(options.max_width - _LABEL_WIDTH, 8)
@@ -167,7 +176,11 @@ def _trial_row(trial: FrozenTrial, *, wide: bool) -> Text:
     interval = "stopped early" if trial.user_attrs.get("stopped_early") else interval_of(trial)
     speed = f"{trial.user_attrs['speedup']:.2f}x {interval:<13}"
     style = "dim" if trial.user_attrs.get("stopped_early") else ""
-    rest = f"  {trial.value:7.1f} tok/s  gamma {trial.params.get('gamma', '?')}  {origin_of(trial)}" if wide else ""
+    rest = (
+        f"  {tokens_per_s_of(trial):7.1f} tok/s  gamma {trial.params.get('gamma', '?')}  {origin_of(trial)}"
+        if wide
+        else ""
+    )
     return _one_line(head, (speed + rest, style))
 
 

@@ -146,10 +146,9 @@ def _check(arguments: argparse.Namespace) -> None:
         least = min(values) if isinstance(values, list) else values
         if least < 1:
             raise ValueError(f"--{name.replace('_', '-')}: must be at least 1, got {least}")
-    if 4 ** min(arguments.layers) < 2 * (arguments.switches + _WARM_UP):
-        raise ValueError(
-            f"--layers: must have more than {arguments.switches + _WARM_UP} different masks, got {min(arguments.layers)}"
-        )
+    num_masks, least = arguments.switches + _WARM_UP, min(arguments.layers)
+    if 4**least < 2 * num_masks:
+        raise ValueError(f"--layers: must have more than {num_masks} different masks, got {least}")
     if not arguments.out.is_dir():
         raise ValueError(f"--out: no such folder: {arguments.out}")
 

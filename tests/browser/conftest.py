@@ -19,7 +19,7 @@ PATIENCE_MS = 180_000
 """A loaded machine takes its time; a test waits for what it needs and asserts no duration."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it lives an event loop runs in this thread, and other tests want their own
 def browser() -> Iterator[Browser]:
     executable = next((found for name in NAMES if (found := shutil.which(name))), None)
     if executable is None:

@@ -22,6 +22,8 @@ from tests.browser.conftest import Visit, visiting
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 MARKS = ".cartesianlayer :is(.point, .js-line, image)"
 """What Plotly draws data with: markers and bars, lines, heatmaps; the legend's own are not among them."""
+TEXTS = ".plot :is(.xtitle, .ytitle, .annotation-text, .legendtext, .xtick, .ytick)"
+"""A figure's words: where they do not fit they are cut, and nothing scrolls."""
 LAST = PICTURES[-1].key
 
 
@@ -59,6 +61,11 @@ def assert_fits(visit: Visit, width: int) -> None:
         assert box is not None
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= width
+    for text in visit.page.locator(TEXTS).all():
+        box = text.bounding_box()
+        assert box is None or (box["x"] >= -1 and box["x"] + box["width"] <= width + 1), text.text_content()
+    for table in visit.page.locator(".scroll").all():
+        assert table.evaluate("box => box.scrollWidth <= box.clientWidth"), table.inner_text()[:80]
 
 
 def test_every_figure_is_drawn_with_its_data(shown: Visit, study: Path) -> None:

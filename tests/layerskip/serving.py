@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,20 @@ class Serving:
         finally:
             connection.close()
 
+    @property
+    def num_connections(self) -> int:
+        return self.service.num_connections()
+
+    def open_socket(self, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:
+        """A bare connection on which so much has been sent: leaving is a plain close, and nothing is read unasked."""
+        client = socket.socket()
+        client.settimeout(PATIENCE_S)
+        if receive_buffer is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        client.connect(("127.0.0.1", self.port))
+        client.sendall(data)
+        return client
+
     def complete(self, prompt: Any = "def", **fields: Any) -> tuple[int, dict[str, str], Any]:
         return self.request("POST", "/v1/completions", {"model": MODEL_ID, "prompt": prompt} | fields)
 
@@ -74,6 +89,13 @@ class Serving:
         return sums
 
 
+def completion_request(**fields: Any) -> bytes:
+    """As it goes over the wire; with token ids, so that every round has its event."""
+    body = json.dumps({"model": MODEL_ID, "prompt": "def", "max_tokens": 40, "return_token_ids": True} | fields)
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", body]).encode()
+
+
 def _read(response: http.client.HTTPResponse) -> tuple[int, dict[str, str], Any]:
     text = response.read().decode()
     headers = {name.lower(): value for name, value in response.getheaders()}
@@ -81,22 +103,29 @@ def _read(response: http.client.HTTPResponse) -> tuple[int, dict[str, str], Any]
     return response.status, headers, json.loads(text) if is_json else text
 
 
-def tiny_model(tokenizer: Any) -> LayerSkipModel:
+def tiny_model(tokenizer: Any, config: DecodeConfig | None = None) -> LayerSkipModel:
     """Random, with 96 positions and the plainest of chat templates."""
     with_template = copy.deepcopy(tokenizer)
     with_template.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)
+    config = config or DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)
     return LayerSkipModel(zoo.build("llama", vocab_size=len(tokenizer)), with_template, config, engine="eager")
 
 
 @contextmanager
-def serving(model: LayerSkipModel, *, grace_s: float = PATIENCE_S, **settings: Any) -> Iterator[Serving]:
-    """A server that has started; ended with its thread afterwards."""
+def serving(
+    model: LayerSkipModel, *, grace_s: float = PATIENCE_S, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Serving]:
+    """A server that has started; ended with its thread afterwards.
+
+    `send_buffer`: bytes that the kernel takes per connection; by itself it takes megabytes.
+    """
     settings = {"model_id": MODEL_ID, "max_context": model.max_positions} | settings
     app = create_app(model, ServerSettings(**settings))
     app.state.service.worker.start()
     server = GracefulServer(app, grace_s)
     with bind("127.0.0.1", 0) as bound:
+        if send_buffer is not None:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         bound.listen()
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
         thread.start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -180,3 +183,16 @@ def test_restart_keeps_the_buffers_and_clears_them() -> None:
     assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
     with pytest.raises(ValueError, match=r"capacity: must be in 1..12 \(the buffers' size\), got 13"):
         cache.restart(13)
+
+
+def test_a_cache_is_freed_with_its_last_reference() -> None:
+    """Layers knew their cache and the cache its layers, so buffers lived on until a garbage collection."""
+    cache = SharedLengthCache([None, 4], 8)
+    cache.layers[0].update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
+    keys = weakref.ref(cache.layers[0].keys)
+    gc.disable()
+    try:
+        del cache
+        assert keys() is None
+    finally:
+        gc.enable()

@@ -1,11 +1,8 @@
-"""Many clients at once, clients that leave, a model that fails, the end, and memory."""
+"""Many clients at once, clients that leave, a model that fails, and the end."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +10,7 @@ import openai
 import pytest
 
 from layerskip import LayerSkipModel
-from tests.layerskip.serving import MODEL_ID, Gate, Serving, serving, tiny_model, wait_for
+from tests.layerskip.serving import MODEL_ID, Gate, completion_request, serving, tiny_model, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +62,62 @@ def test_beyond_the_queue_fifty_clients_get_a_clean_429(model: LayerSkipModel, m
             assert int(headers["retry-after"]) >= 1
 
 
+def test_beyond_the_queue_openai_clients_get_their_rate_limit_error(model: LayerSkipModel, monkeypatch) -> None:
+    """Streaming and not, text and chat: 40 of 50 are refused before a byte of an answer, the others get all of it."""
+    expected = model.generate("def", max_new_tokens=5).text
+
+    async def ask(client: openai.AsyncOpenAI, i: int) -> str | openai.RateLimitError:
+        text: dict[str, Any] = {"model": MODEL_ID, "prompt": "def", "max_tokens": 5}
+        chat: dict[str, Any] = {"model": MODEL_ID, "messages": [{"role": "user", "content": "def"}], "max_tokens": 5}
+        try:
+            if i % 4 == 0:
+                return (await client.completions.create(**text)).choices[0].text
+            if i % 4 == 1:
+                return (await client.chat.completions.create(**chat)).choices[0].message.content or ""
+            if i % 4 == 2:
+                events = await client.completions.create(**text, stream=True)
+                return "".join([event.choices[0].text async for event in events])
+            chunks = await client.chat.completions.create(**chat, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        except openai.RateLimitError as error:
+            return error
+
+    async def ask_all(url: str) -> list[str | openai.RateLimitError]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(50)))
+
+    with serving(model, queue_limit=9) as server, ThreadPoolExecutor(1) as pool:
+        gate = Gate(model, monkeypatch)
+        asked = pool.submit(asyncio.run, ask_all(f"{server.url}/v1"))
+        wait_for(lambda: server.metrics().get("layerskip_requests_total{429}", 0) == 40, "all but ten are refused")
+        gate.open()
+        outcomes = asked.result()
+        wait_for(lambda: server.service.worker.num_admitted == 0, "all have left")
+    assert [one for one in outcomes if isinstance(one, str)] == [expected] * 10
+    refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
+    assert {one.code for one in refused} == {"queue_full"}
+    assert all(int(one.response.headers["retry-after"]) >= 1 for one in refused)
+
+
 # Clients that leave
 
 
-def ask_on_a_socket(server: Serving, *, stream: bool = True) -> socket.socket:
-    """On a bare socket, so that leaving is a plain close."""
-    # With token ids every round has its event, also one that completes no character.
-    fields = {"model": MODEL_ID, "prompt": "def", "max_tokens": 40, "stream": stream, "return_token_ids": True}
-    body = json.dumps(fields)
-    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-    client = socket.create_connection(("127.0.0.1", server.port))
-    client.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", body]).encode())
-    return client
+def test_an_openai_client_that_leaves_frees_the_model_within_one_round(model: LayerSkipModel, monkeypatch) -> None:
+    with serving(model) as server:
+        gate = Gate(model, monkeypatch)
+        gate.let_through(1)
+        raw = {"return_token_ids": True}
+        events = server.client().completions.create(
+            model=MODEL_ID, prompt="def", max_tokens=40, stream=True, extra_body=raw
+        )
+        assert next(events).choices[0].model_extra["token_ids"]
+        wait_for(lambda: gate.streams[0].num_begun == 2, "the second round begins")
+        events.close()
+        wait_for(lambda: server.service.worker.num_admitted == 0, "the server sees the client leave")
+        gate.open()
+        wait_for(lambda: gate.streams[0].closed, "the run is closed")
+        assert gate.streams[0].num_begun == 2
+        assert server.complete()[0] == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -85,7 +126,7 @@ def test_a_client_that_leaves_frees_the_model_within_one_round(
 ) -> None:
     with serving(model) as server:
         gate = Gate(model, monkeypatch)
-        client = ask_on_a_socket(server, stream=stream)
+        client = server.open_socket(completion_request(stream=stream))
         gate.let_through(1)
         if stream:
             while b"data: " not in client.recv(4096):
@@ -107,7 +148,7 @@ def test_a_waiting_client_that_leaves_is_dropped_from_the_queue(model: LayerSkip
         gate = Gate(model, monkeypatch)
         running = pool.submit(server.complete, max_tokens=4)
         wait_for(lambda: server.metrics()["layerskip_running_requests"] == 1, "the first is decoded")
-        client = ask_on_a_socket(server)
+        client = server.open_socket(completion_request(stream=True))
         wait_for(lambda: server.metrics()["layerskip_queue_length"] == 1, "the second waits")
         client.close()
         wait_for(lambda: server.metrics()["layerskip_queue_length"] == 0, "it is dropped")
@@ -197,21 +238,3 @@ def test_when_the_grace_is_over_everyone_is_told(model: LayerSkipModel, monkeypa
         gate.open()
     assert gate.streams[0].closed
     assert gate.streams[1].num_begun == 0
-
-
-def test_resident_memory_stays_flat(model: LayerSkipModel) -> None:
-    with serving(model) as server:
-        client = server.client()
-
-        def resident_after(num_requests: int) -> float:
-            for i in range(num_requests):
-                arguments = {"model": MODEL_ID, "prompt": "def " * (i % 9 + 1), "max_tokens": 3, "stop": f"never {i}"}
-                answer = client.completions.create(**arguments, stream=i % 2 == 0)
-                assert len(list(answer)) > 1
-            return server.metrics()["process_resident_memory_bytes"]
-
-        warm = resident_after(60)
-        grown = resident_after(240) - warm
-        wait_for(lambda: server.service.worker.num_admitted == 0, "all have left")
-        assert threading.active_count() < 20
-    assert grown < 24 * (1 << 20)  # 100 KiB a request would be seen

@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from search.reporting.publish import Publisher
 from tests.search.fakes import Bench
+from tests.search.servers import grpc_url, postgres_server, postgres_url
 
+__all__ = ["grpc_url", "postgres_server", "postgres_url"]  # fixtures
 WORDS = ["<unk>", "<end>", *(f"w{i}" for i in range(62))]
 
 

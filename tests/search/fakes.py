@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
@@ -23,6 +24,7 @@ from search.spec import StudyPaths, StudySpec
 from search.stop import StopSignal
 from search.subject import Subject, Tools
 from search.terminal.reporter import Reporter
+from search.workers.witness import Patience
 from tests.search.fake_outlook import FakeForcing, FakeTimer
 
 NUM_LAYERS = 6
@@ -58,6 +60,9 @@ class FakeDecoder:
     num_tokens: int = 17
     num_decoded: int = 0
     num_freed: int = 0
+    device: Any = None
+    pace: float = 1.0
+    """Of the device: scales all speeds alike."""
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
         self.num_decoded += 1
@@ -65,7 +70,7 @@ class FakeDecoder:
         if error is not None:
             raise error
         speed = PLAIN_TOKENS_PER_S * true_speedup(config, self.gain) * (1 + self.noise * wobble(prompt_ids, config))
-        speed *= self.taste(prompt_ids, config)
+        speed *= self.taste(prompt_ids, config) * self.pace
         stats = DecodeStats(num_prompt_tokens=len(prompt_ids), num_emitted=self.num_tokens, prefill_s=0.01)
         stats.decode_s = (self.num_tokens - 1) / speed
         if config.speculates:
@@ -196,15 +201,20 @@ class Bench:
     output: io.StringIO = field(default_factory=io.StringIO)
     reporter: Reporter | None = None
     """Tells plain lines to `output` if it is not given."""
+    patience: Patience = field(default_factory=lambda: Patience(poll_s=0.02))
 
     @property
     def paths(self) -> StudyPaths:
         return StudyPaths(self.folder)
 
+    @property
+    def tools(self) -> Tools:
+        reporter = self.reporter or Reporter(self.output)
+        return Tools(reporter, self.stop, "python -m search.run", self.decoder.clock, self.patience)
+
     def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
         subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
-        tools = Tools(self.reporter or Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
-        return SearchRun(subject, make_spec(**spec), self.paths, tools).run()
+        return SearchRun(subject, make_spec(**spec), self.paths, self.tools).run()
 
     def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
         """A per-group search with so many tuning prompts of each group, and as many held-out ones if not told.
@@ -213,6 +223,5 @@ class Bench:
         """
         sets = group_prompts(groups), group_prompts(held_out or groups, first=500)
         subject = Subject(self.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
-        tools = Tools(self.reporter or Reporter(self.output), self.stop, "python -m search.run", self.decoder.clock)
         fields = {"sampler": "local-tpe", "per_group": True} | spec
-        return GroupRun(subject, make_spec(**fields), self.paths, tools).run()
+        return GroupRun(subject, make_spec(**fields), self.paths, self.tools).run()

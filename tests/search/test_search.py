@@ -89,7 +89,7 @@ def test_stop_and_resume_equals_uninterrupted(
     assert history(resumed) == history(whole)
 
 
-def test_an_interrupted_trial_is_proposed_again(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_interrupted_trial_is_queued_again(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = Bench(tmp_path_factory.mktemp("whole"))
     whole.run(trials=20)
     decoder = bench.decoder
@@ -103,14 +103,18 @@ def test_an_interrupted_trial_is_proposed_again(bench: Bench, tmp_path_factory: 
         bench.run(trials=20)
     assert bench.stop.exit_code == 143
     assert not bench.paths.best.exists()
-    states = [trial.state for trial in trials_of(bench)]
-    assert states[-1] == TrialState.FAIL
-    assert TrialState.RUNNING not in states
+    stopped, queued = trials_of(bench)[-2:]
+    assert (stopped.state, stopped.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
+    assert queued.state == TrialState.WAITING
+    assert queued.user_attrs["retry_of"] == stopped.number
+    assert queued.user_attrs["attempt"] == 1  # a signal is not the config's fault
+    assert not [trial for trial in trials_of(bench) if trial.state == TrialState.RUNNING]
     resumed = Bench(bench.folder)
     assert resumed.run(trials=20) == 0
     finished = [entry for entry in history(resumed) if entry[1] is not None]
-    assert [entry[0] for entry in finished] == [entry[0] for entry in history(whole)]
+    assert [(entry[0], entry[2]) for entry in finished] == [(entry[0], entry[2]) for entry in history(whole)]
     assert counted(trials_of(resumed)) == 20
+    assert not [trial for trial in trials_of(resumed) if not trial.state.is_finished()]
 
 
 def test_all_trials_done_goes_straight_to_confirm(bench: Bench) -> None:

@@ -13,7 +13,7 @@ from layerskip import DecodeConfig, LayerSkipModel
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
 from search.tuner import SearchFailed, TuneOptions, _prompt_file, _search, _subject
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, make_spec, prompts, true_speedup
+from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, group_prompts, make_spec, prompts, true_speedup
 
 TEXTS = [f"w{i} w{i + 1} w3" for i in range(8)]
 FAST: dict[str, Any] = {
@@ -179,3 +179,53 @@ def test_the_options_are_those_of_a_study_but_for_what_the_model_itself_says() -
     of_the_folder = {"storage", "study_name"}
     options = StudySpec.model_fields.keys() - of_the_model - of_the_folder - {"prompts", "trials"}
     assert TuneOptions.__annotations__.keys() == options | {"study", "quiet"}
+
+
+GROUPED = [{"prompt": text, "category": "odd" if i % 2 else "even"} for i, text in enumerate(TEXTS)]
+
+
+def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The held-out prompts are split off group by group; the config holds a setting for each."""
+    study = tmp_path / "study"
+    config = search.tune(*loaded, GROUPED, **FAST | {"per_group": True, "trials": 1, "study": study})
+    assert config.groups is not None
+    assert list(config.groups) == ["even", "odd"]
+    assert config == DecodeConfig.load(study / "best.json")
+    assert '"per_group"' in (study / "summary.json").read_text(encoding="utf-8")
+    model = LayerSkipModel(*loaded, config, engine="eager")
+    ids = loaded[1]("w1 w2 w3", return_tensors="pt")["input_ids"]
+    plain = loaded[0].generate(ids, max_new_tokens=8, do_sample=False)[0, 3:].tolist()
+    for group in config.groups:
+        assert model.generate(ids, max_new_tokens=8, group=group).ids == plain
+    assert capsys.readouterr() == ("", "")
+
+
+def test_groups_of_a_search_that_is_not_kept(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    records = [{"prompt": one["prompt"], "topic": one["category"]} for one in GROUPED]
+    config = search.tune(*loaded, records, **FAST | {"per_group": True, "group_field": "topic", "trials": 1})
+    assert config.groups is not None
+    assert set(config.groups) == {"even", "odd"}
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([*GROUPED, {"prompt": "w30 w31"}], "prompts:9: category: .*got no such field"),
+        ([{"prompt": text, "category": "all"} for text in TEXTS], r"needs 2 to 64 groups of prompts, got 1 \(all\)"),
+        ([*GROUPED, {"prompt": "w30 w31", "category": "rare"}], "group 'rare' needs at least 2 tuning and 2 held-out"),
+    ],
+)
+def test_bad_groups_are_told_in_the_callers_words(loaded: tuple[Any, Any], records: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        search.tune(*loaded, records, **FAST | {"per_group": True})
+    assert "--" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_failures_of_a_search_per_group_are_raised(bench: Bench) -> None:
+    bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
+    sets = group_prompts({"a": 4, "b": 4}), group_prompts({"a": 4, "b": 4}, first=500)
+    subject = Subject(bench.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
+    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="local-tpe", per_group=True)
+    with pytest.raises(SearchFailed, match="3 trials in a row failed, the last one with RuntimeError: driver gone"):
+        _search(subject, spec, bench.paths, quiet=True, keeps=False, load_s=0.0)

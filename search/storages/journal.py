@@ -1,0 +1,73 @@
+"""Journal file: one line per operation, and a last line torn by a crash or a full disk is cut off, never added to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal._file import BaseJournalFileLock
+
+from search.storages.address import JOURNAL
+from search.storages.errors import StorageFull
+
+_BLOCK = 1 << 16
+
+
+def open_journal(url: str) -> JournalStorage:
+    """The storage in a journal file, made if there is none."""
+    return JournalStorage(_Journal(url))
+
+
+class _Journal(JournalFileBackend):
+    def __init__(self, url: str) -> None:
+        path = url.removeprefix(JOURNAL)
+        super().__init__(path, _MendingLock(JournalFileSymlinkLock(path), Path(path)))
+        self._url = url
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        try:
+            super().append_logs(logs)
+        except OSError as error:
+            raise StorageFull(self._url, f"cannot be written: {error.strerror}") from error
+
+
+class _MendingLock(BaseJournalFileLock):
+    """Whoever gets the lock finds whole lines only.
+
+    A writer that dies, or finds the disk full, leaves part of a line. Nobody was told that it is stored, and readers
+    pass over it; but a line added to it would be one that nobody can read, nor anything after it.
+    """
+
+    def __init__(self, lock: BaseJournalFileLock, path: Path) -> None:
+        self._lock, self._path = lock, path
+
+    def acquire(self) -> bool:
+        """See the class."""
+        got = self._lock.acquire()
+        try:
+            self._mend()
+        except BaseException:
+            self._lock.release()
+            raise
+        return got
+
+    def release(self) -> None:
+        """See the class."""
+        self._lock.release()
+
+    def _mend(self) -> None:
+        with self._path.open("rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            whole = end
+            while whole:
+                start = max(0, whole - _BLOCK)
+                file.seek(start)
+                newline = file.read(whole - start).rfind(b"\n")
+                whole = start + newline + 1
+                if newline >= 0:
+                    break
+            if whole < end:
+                file.truncate(whole)

@@ -1,0 +1,249 @@
+"""PatientStorage: a storage behind a server that may restart. Calls wait, with growing pauses, and are made again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Container, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from search.storages.errors import ConnectionLost, StorageLost
+
+_T = TypeVar("_T")
+_TOKEN = "layerskip:created"
+"""System attribute of a trial: one value per request to create it, by which a request made again finds its trial."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a server that went away. Times in seconds."""
+
+    limit_s: float = 600.0
+    """From the first failure of a call until it is given up."""
+    first_pause_s: float = 0.2
+    longest_pause_s: float = 10.0
+    """Pauses double up to this; each is cut by a random part, so that workers do not come back all at once."""
+
+
+class PatientStorage(BaseStorage, BaseHeartbeat):
+    """Makes a call again whose connection was lost, until it is answered or `Patience.limit_s` is over.
+
+    A lost connection does not tell whether the call took effect. Setting attributes, parameters and intermediate
+    values twice is harmless. A trial created twice is found again by its token; an end that was told already is seen.
+    Left open is taking a queued trial: it may stay RUNNING with nobody at it and no attribute of a worker, to be
+    cleared like a dead worker's. And a study created just before the loss is reported as DuplicatedStudyError.
+
+    Raises: StorageLost in one line once patience ends; from then on calls are tried once, until one is answered.
+    """
+
+    def __init__(
+        self,
+        inner: BaseStorage,
+        shown: str,
+        patience: Patience | None = None,
+        *,
+        judge: Callable[[Exception], Exception] = lambda error: error,
+        notice: Callable[[str], None] = _logger.warning,
+    ) -> None:
+        """`shown` is the URL without secrets. `judge` turns an error of `inner` into ConnectionLost, if it is one.
+
+        `notice` is told once when a server goes away, and once when it is back.
+        """
+        self.inner = inner
+        self._shown, self._patience = shown, patience or Patience()
+        self._judge, self._notice = judge, notice
+        self._lock = threading.Lock()
+        self._away_since: float | None = None
+        self._given_up = False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.inner.remove_session()
+        backend = getattr(self.inner, "_backend", self.inner)  # Optuna's cache around a database
+        if (engine := getattr(backend, "engine", None)) is not None:
+            engine.dispose()
+        elif hasattr(backend, "close"):
+            backend.close()
+
+    # Studies
+
+    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
+        return self._call(self.inner.create_new_study, directions, study_name)
+
+    def delete_study(self, study_id: int) -> None:
+        def attempt(again: bool) -> None:
+            try:
+                self.inner.delete_study(study_id)
+            except KeyError:
+                if not again:
+                    raise
+
+        self._persist(attempt)
+
+    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
+        self._call(self.inner.set_study_user_attr, study_id, key, value)
+
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+        self._call(self.inner.set_study_system_attr, study_id, key, value)
+
+    def get_study_id_from_name(self, study_name: str) -> int:
+        return self._call(self.inner.get_study_id_from_name, study_name)
+
+    def get_study_name_from_id(self, study_id: int) -> str:
+        return self._call(self.inner.get_study_name_from_id, study_id)
+
+    def get_study_directions(self, study_id: int) -> list[StudyDirection]:
+        return self._call(self.inner.get_study_directions, study_id)
+
+    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
+        return self._call(self.inner.get_study_user_attrs, study_id)
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
+        return self._call(self.inner.get_study_system_attrs, study_id)
+
+    def get_all_studies(self) -> list[FrozenStudy]:
+        return self._call(self.inner.get_all_studies)
+
+    # Trials
+
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+        trial = create_trial(state=TrialState.RUNNING) if template_trial is None else copy(template_trial)
+        token = uuid4().hex
+        trial.system_attrs = {**trial.system_attrs, _TOKEN: token}
+
+        def attempt(again: bool) -> int:
+            if again:
+                for known in self.inner.get_all_trials(study_id, deepcopy=False):
+                    if known.system_attrs.get(_TOKEN) == token:
+                        return known._trial_id
+            return self.inner.create_new_trial(study_id, trial)
+
+        return self._persist(attempt)
+
+    def set_trial_param(
+        self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
+    ) -> None:
+        self._call(self.inner.set_trial_param, trial_id, param_name, param_value_internal, distribution)
+
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
+        def attempt(again: bool) -> bool:
+            try:
+                return self.inner.set_trial_state_values(trial_id, state, values)
+            except UpdateFinishedTrialError:
+                told = self.inner.get_trial(trial_id) if again else None
+                if told is None or told.state != state or list(told.values or ()) != list(values or ()):
+                    raise
+                return True
+
+        return self._persist(attempt)
+
+    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
+        self._call(self.inner.set_trial_intermediate_value, trial_id, step, intermediate_value)
+
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+        self._call(self.inner.set_trial_user_attr, trial_id, key, value)
+
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+        self._call(self.inner.set_trial_system_attr, trial_id, key, value)
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:
+        return self._call(self.inner.get_trial, trial_id)
+
+    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
+        return self._call(self.inner.get_trial_id_from_study_id_trial_number, study_id, trial_number)
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        return self._call(self.inner.get_all_trials, study_id, deepcopy, states)
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        return self._call(self.inner.get_best_trial, study_id)
+
+    def remove_session(self) -> None:
+        self.inner.remove_session()
+
+    # Heartbeats: only where the storage has them
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        """Never raises for a lost server: it runs in a thread of its own, whose next beat tries again."""
+        try:
+            self._call(self._beating.record_heartbeat, trial_id)
+        except (StorageLost, OSError) as error:
+            _logger.debug("no heartbeat: %s", error)
+
+    def get_heartbeat_interval(self) -> int | None:
+        return self.inner.get_heartbeat_interval() if isinstance(self.inner, BaseHeartbeat) else None
+
+    def get_heartbeat_stale_trial_callback(self) -> Callable[[optuna.Study, FrozenTrial], None] | None:
+        return self._beating.get_heartbeat_stale_trial_callback()
+
+    def _get_stale_trial_ids(self, study_id: int) -> list[int]:
+        return self._call(self._beating._get_stale_trial_ids, study_id)
+
+    @property
+    def _beating(self) -> BaseHeartbeat:
+        assert isinstance(self.inner, BaseHeartbeat)
+        return self.inner
+
+    # Waiting
+
+    def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        return self._persist(lambda _again: function(*arguments))
+
+    def _persist(self, attempt: Callable[[bool], _T]) -> _T:
+        """`attempt` is told whether an earlier one may have taken effect."""
+        start, again, pause_s = time.monotonic(), False, self._patience.first_pause_s
+        while True:
+            try:
+                result = attempt(again)
+            except Exception as error:
+                judged = self._judge(error)
+                if not isinstance(judged, ConnectionLost):
+                    if judged is error:
+                        raise
+                    raise judged from error
+                reason = str(judged)
+            else:
+                self._is_back()
+                return result
+            again = True
+            waited_s = time.monotonic() - start
+            self._is_away(start, reason)
+            if self._given_up or waited_s >= self._patience.limit_s:
+                self._given_up = True
+                raise StorageLost(
+                    f"storage {self._shown}: no answer for {waited_s:.0f} s: {reason}; "
+                    "the same command continues the study once it is back"
+                )
+            time.sleep(min(pause_s * random.uniform(0.5, 1.0), self._patience.limit_s - waited_s))
+            pause_s = min(2 * pause_s, self._patience.longest_pause_s)
+
+    def _is_away(self, since: float, reason: str) -> None:
+        with self._lock:
+            news, self._away_since = self._away_since is None, self._away_since or since
+        if news:
+            self._notice(f"storage {self._shown}: {reason}; waiting up to {self._patience.limit_s:.0f} s for it")
+
+    def _is_back(self) -> None:
+        if self._away_since is None:
+            return
+        with self._lock:
+            since, self._away_since, self._given_up = self._away_since, None, False
+        if since is not None:
+            self._notice(f"storage {self._shown}: answers again after {time.monotonic() - since:.1f} s")

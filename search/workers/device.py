@@ -1,0 +1,63 @@
+"""What a worker computes on, in words that tell whether two workers of one host disturb each other's timings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from search.workers.posts import own_cores
+from search.workers.process import is_here
+from search.workers.roster import Worker
+
+_CORES, _UNIT = "cores", "unit"
+
+
+def computing_on(device: Any) -> dict[str, Any]:
+    """`unit` of an accelerator, or `cores` of a processor; empty where neither can be told.
+
+    device: a torch.device, or None. The unit is the driver's own id where there is one: CUDA_VISIBLE_DEVICES gives one
+    GPU several numbers.
+    """
+    kind = getattr(device, "type", "cpu")
+    if kind == "cpu":
+        cores = own_cores()
+        return {_CORES: cores} if cores is not None else {}
+    unit = str(device)
+    if kind == "cuda":
+        import torch
+
+        with suppress(AttributeError, RuntimeError):  # older torch, or a device that is gone
+            unit = str(torch.cuda.get_device_properties(device).uuid)
+    return {_UNIT: unit}
+
+
+def share_a_device(facts: Mapping[str, Any], other: Worker) -> bool:
+    """Whether another worker of this host computes on the same accelerator, or on some of the same cores."""
+    if not is_here(other.process):
+        return False
+    if _UNIT in facts:
+        return bool(facts[_UNIT] == other.facts.get(_UNIT))
+    return bool(set(facts.get(_CORES, ())) & set(other.facts.get(_CORES, ())))
+
+
+def strangers_on(facts: Mapping[str, Any], known_pids: set[int]) -> list[int]:
+    """Processes that compute on the same GPU and are no workers of the study; none where the driver does not tell."""
+    if _UNIT not in facts:
+        return []
+    command = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return pids_on(str(facts[_UNIT]), done.stdout, known_pids | {os.getpid()})
+
+
+def pids_on(unit: str, listing: str, known_pids: set[int]) -> list[int]:
+    """Of the driver's lines `pid, GPU-id`, the pids on this GPU that are not known."""
+    rows = [line.partition(",") for line in listing.splitlines() if "," in line]
+    found = [(pid.strip(), name.strip().removeprefix("GPU-")) for pid, _, name in rows]
+    mine = unit.removeprefix("GPU-")
+    return [int(pid) for pid, name in found if pid.isdecimal() and name == mine and int(pid) not in known_pids]

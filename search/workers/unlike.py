@@ -1,0 +1,41 @@
+"""A study that is shared by workers on unlike devices, as each of them sees it: with measurements of its own device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import optuna
+
+from search.fingerprint import DEVICE_FIELDS, Fingerprint
+from search.outlook import COSTS, MORE, POOL, READINGS, SENSITIVITY, TEXTS
+
+_MEASURED = ("reference", "plain_tokens_per_s", "noise_sigma", COSTS, SENSITIVITY, POOL, READINGS, TEXTS, MORE)
+"""Attributes that depend on the device."""
+
+
+class StudyOnDevice(optuna.Study):
+    """The same study; what was measured on the device before the trials is kept under names of that device."""
+
+    def __init__(self, study: optuna.Study, device: str) -> None:
+        self.__dict__ = study.__dict__  # one study: the sampler set on either is both's
+        self._own_names = {name: f"{name}@{device}" for name in _MEASURED}
+
+    @property
+    def user_attrs(self) -> dict[str, Any]:
+        """The shared ones and this device's own."""
+        attrs = super().user_attrs
+        own = {name: attrs[key] for name, key in self._own_names.items() if key in attrs}
+        return {name: value for name, value in attrs.items() if name not in self._own_names} | own
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """Under this device's name where that is due."""
+        super().set_user_attr(self._own_names.get(key, key), value)
+
+
+def as_seen_on(study: optuna.Study, fingerprint: Fingerprint) -> optuna.Study:
+    """The study itself on the device that it began on, else the view of this device."""
+    stored, now = study.user_attrs["fingerprint"], asdict(fingerprint)
+    if all(stored.get(name) == now[name] for name in DEVICE_FIELDS):
+        return study
+    return StudyOnDevice(study, ", ".join(str(now[name]) for name in DEVICE_FIELDS))

@@ -1,0 +1,5 @@
+"""What a person sees of this project, as pictures for the README, and the script that makes them."""
+
+from studies.pictures.browser import take_picture
+
+__all__ = ["take_picture"]

@@ -1,0 +1,238 @@
+"""Signals, time limits, hangs, memory that runs out, readers that leave: how a search ends early."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+
+from layerskip import DecodeConfig
+from search.leaderboard import counted
+from search.stop import StopSignal, TrialTimedOut
+from search.storage import open_storage
+from search.workers.hang import HUNG_EXIT_CODE
+from tests.search.fakes import Bench
+from tests.search.test_search import trials_of
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import sys, time, pathlib
+from search.stop import StopSignal
+from search.workers.witness import Patience
+from tests.search.fakes import Bench
+folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]
+bench = Bench(folder, stop=StopSignal(ends_process=True), patience=Patience(poll_s=0.02, hang_grace_s=0.3))
+def doze():
+    # Not in one call: of two signals at once the second may go to another thread, and then wakes nobody here.
+    for _ in range(12000):
+        time.sleep(0.05)
+def strike(config):
+    if bench.decoder.num_decoded == 120:
+        (folder / "struck").touch()
+        if what == "hang":
+            for _ in range(600):
+                try:
+                    time.sleep(1)
+                except Exception:  # as a call into a driver: no exception gets through
+                    pass
+        try:
+            doze()
+        except KeyboardInterrupt:
+            if what == "deaf":
+                (folder / "heard").touch()
+                doze()
+            raise
+bench.decoder.break_on = strike
+with bench.stop.installed():
+    try:
+        sys.exit(bench.run(trials=16, sampler="local-tpe", trial_timeout_s=0.5 if what == "hang" else None))
+    except KeyboardInterrupt:
+        sys.exit(bench.stop.exit_code)
+"""
+
+
+def run_child(folder: Path, what: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, str(folder), what]
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until_struck(folder: Path, child: subprocess.Popen[str]) -> None:
+    while not (folder / "struck").exists():
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.05)
+
+
+# --- time limits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["sleeps", "loops"])
+def test_a_trial_that_takes_too_long_is_failed_and_the_search_goes_on(bench: Bench, how: str) -> None:
+    def take_for_ever(config: DecodeConfig) -> None:
+        while config.gamma == 6:
+            time.sleep(60.0 if how == "sleeps" else 0.0)
+
+    bench.decoder.break_on = take_for_ever
+    assert bench.run(trials=20, sampler="local-tpe", trial_timeout_s=2.0) == 0
+    trials = trials_of(bench)
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+    assert failed
+    assert all(trial.params["gamma"] == 6 for trial in failed)
+    said = "TrialTimedOut: took longer than 2 s (--trial-timeout)"
+    assert {trial.user_attrs["failure"] for trial in failed} == {said}
+    assert counted(trials) == 20  # the config's own failure: not queued again
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_the_time_is_up_only_where_that_is_safe() -> None:
+    stop = StopSignal()
+    with stop.deferred(), stop.limited(0.01):
+        time.sleep(0.05)  # as a write to the storage: nothing is raised in here
+        with pytest.raises(TrialTimedOut, match=r"took longer than 0\.01 s"), stop.interruptible():
+            pytest.fail("the time was up before")
+    with stop.deferred(), stop.limited(60.0), stop.interruptible():
+        pass
+    with stop.deferred(), stop.interruptible():
+        pass  # the limit has ended with its trial
+
+
+def test_a_trial_that_no_exception_reaches_ends_the_process_with_its_trial_marked(bench: Bench) -> None:
+    child = run_child(bench.folder, "hang")
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == HUNG_EXIT_CODE
+    assert "hung: did not end after 0.5 s (--trial-timeout); the same command continues the study" in errors
+    assert "Traceback" not in errors
+    last = trials_of(bench)[-1]
+    assert last.state == TrialState.FAIL
+    assert last.user_attrs["failure"].startswith("hung: did not end")
+    assert bench.run(trials=16, sampler="local-tpe") == 0
+    assert counted(trials_of(bench)) == 16
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Tensor:
+    """Stands for a tensor that the failing call holds."""
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_memory_that_runs_out_fails_the_trial_drops_what_it_held_and_the_next_one_runs(
+    bench: Bench, kind: type[Exception]
+) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    def run_out(config: DecodeConfig) -> None:
+        if config.gamma == 6:
+            tensor = Tensor()
+            held.append(weakref.ref(tensor))
+            raise kind("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none")
+
+    def free_memory() -> None:
+        gc.collect()
+        left.append(sum(one() is not None for one in held))
+
+    bench.decoder.break_on = run_out  # type: ignore[assignment]
+    bench.decoder.free_memory = free_memory  # type: ignore[method-assign]
+    assert bench.run(trials=30) == 0
+    failed = [trial for trial in trials_of(bench) if trial.state == TrialState.FAIL]
+    assert failed
+    said = f"{kind.__name__}: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none"
+    assert {trial.user_attrs["failure"] for trial in failed} == {said}
+    assert left  # freed, and nothing was held any more when it was
+    assert set(left) == {0}
+    assert counted(trials_of(bench)) == 30
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_terminal_ends_a_trial_cleanly(bench: Bench) -> None:
+    child = run_child(bench.folder, "wait")
+    wait_until_struck(bench.folder, child)
+    child.send_signal(signal.SIGHUP)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 128 + signal.SIGHUP
+    assert "Traceback" not in errors
+    last, queued = trials_of(bench)[-2:]
+    assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
+    assert queued.state == TrialState.WAITING
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal().installed():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_two_signals_together_are_one(bench: Bench) -> None:
+    child = run_child(bench.folder, "wait")
+    wait_until_struck(bench.folder, child)
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode in (130, 143)
+    assert "Traceback" not in errors
+    last, queued = trials_of(bench)[-2:]
+    assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
+    assert queued.state == TrialState.WAITING
+
+
+def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(bench: Bench) -> None:
+    child = run_child(bench.folder, "deaf")
+    wait_until_struck(bench.folder, child)
+    child.send_signal(signal.SIGINT)
+    while not (bench.folder / "heard").exists():
+        assert child.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.6)  # a person's second Ctrl-C, not the same one twice
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert errors == "ended at once; the same command clears up and continues\n"
+    assert trials_of(bench)[-1].state == TrialState.RUNNING
+    assert bench.run(trials=16, sampler="local-tpe") == 0
+    trials = trials_of(bench)
+    assert counted(trials) == 16
+    assert all(trial.state.is_finished() for trial in trials)
+
+
+# --- readers that leave ----------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tiny_study: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "search.run", *tiny_study, "--trials", "6"]
+    child = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    assert child.stdout.readline().startswith("preflight")
+    child.stdout.close()
+    errors = child.stderr.read()
+    assert child.wait(timeout=120) == 141
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    url = f"sqlite:///{tmp_path / 'study' / 'study.db'}"
+    if (tmp_path / "study" / "study.db").exists():
+        for name in optuna.get_all_study_names(open_storage(url)):
+            trials = optuna.load_study(study_name=name, storage=open_storage(url)).get_trials()
+            assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
