@@ -23,7 +23,7 @@ _LINE = 21
 """Pixels from one line of the title to the next: 1.3 times the larger font."""
 _BUTTONS = 40
 """Pixels at the top that belong to Plotly's buttons; in a card they lie beside the title."""
-_PHONE_WIDTH, _CARD_WIDTH = 46, 80
+_PHONE_WIDTH, _CARD_WIDTH = 46, 72
 """Characters of the smaller font."""
 _CARD_HEIGHT = 450
 _AXIS = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import optuna
 from optuna.storages import BaseStorage
 
 from layerskip.api_key import KEY_VARIABLE, read_api_key
@@ -73,6 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.threads <= _MAX_THREADS:
         raise ValueError(f"--threads: must be in 1..{_MAX_THREADS}, got {arguments.threads}")
     key = read_api_key(arguments.api_key_file, arguments.host)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # no line per study
     check_storage(url)
     storage = open_storage(url)
     ended = threading.Event()

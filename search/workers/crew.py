@@ -21,6 +21,8 @@ from search.workers.reaping import Reaped, Reaper
 from search.workers.roster import Roster, Worker
 from search.workers.witness import Patience, Witness
 
+_PURPOSES = ("set-up", "reap", "finish")
+"""Of the leases."""
 _CONFIRMED = "num_confirmed"
 """Attribute of a study: confirm stages that came to an end."""
 
@@ -164,6 +166,8 @@ class Crew:
         with suppress(Exception):
             if self._roster is not None:
                 self._roster.leave()
+                for purpose in _PURPOSES:
+                    self._lease(purpose).tidy()
         self._beats.stop()
 
     def confirming(self) -> Worker | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -52,14 +53,30 @@ class Lease:
 
     def release(self) -> None:
         """Let the next one go; also for those that only waited. A lease that is lost already is no error."""
+        while self._leave():
+            time.sleep(self._patience.poll_s * random.random())
+            with suppress(KeyError):
+                self._draw_ticket_in(self._storage.get_study_id_from_name(self._name))
+
+    def tidy(self) -> None:
+        """Take away what processes that died left of the lease, if nobody holds it or waits for it."""
+        with suppress(KeyError):
+            self._draw_ticket_in(self._storage.get_study_id_from_name(self._name))
+            self.release()
+
+    def _leave(self) -> bool:
+        """Give the ticket back; true if the study stays with nobody in it, because all left in the same moment."""
         self._beats.drop(self._ticket)
         with suppress(*_Vanished):
-            tickets = self._tickets()
-            if any(one.user_attrs.get(_TICKET) == self._ticket for one in tickets):
-                # First of all: a study in which another queues meanwhile may stay, and Optuna says nothing.
+            if self._is_there() and self._is_alone():
+                # With the ticket still held, or one who queues now could be first, and then lose its ticket.
+                self._storage.delete_study(self._study_id)
+            # PostgreSQL keeps the study, and Optuna says nothing, where another has queued in that moment. A ticket
+            # that is gone must not be ended: SQLite gives ids out again, so its id may be a trial of somebody else.
+            if self._is_there():
                 self._storage.set_trial_state_values(self._trial_id, TrialState.FAIL)
-                if all(one.user_attrs.get(_TICKET) == self._ticket or self._is_dead(one) for one in tickets):
-                    self._storage.delete_study(self._study_id)
+                return self._is_alone()
+        return False
 
     @contextmanager
     def held(self, wait: Callable[[str | None], bool] = lambda _holder: True) -> Iterator[bool]:
@@ -72,15 +89,18 @@ class Lease:
             self.release()
 
     def _draw_ticket(self) -> None:
-        self._ticket = uuid.uuid4().hex
-        attrs = {_TICKET: self._ticket, _PROCESS: process_token(), _BEAT: 0}
         while True:
-            self._study_id = self._find_study()
-            ticket = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attrs)
             with suppress(KeyError):  # deleted since
-                self._trial_id = self._storage.create_new_trial(self._study_id, template_trial=ticket)
-                break
-        trial_id = self._trial_id
+                self._draw_ticket_in(self._find_study())
+                return
+
+    def _draw_ticket_in(self, study_id: int) -> None:
+        """Raises: KeyError if the study has been deleted."""
+        nonce = uuid.uuid4().hex
+        attrs = {_TICKET: nonce, _PROCESS: process_token(), _BEAT: 0}
+        ticket = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attrs)
+        trial_id = self._storage.create_new_trial(study_id, template_trial=ticket)
+        self._ticket, self._study_id, self._trial_id = nonce, study_id, trial_id
         self._beats.keep(self._ticket, lambda count: self._storage.set_trial_user_attr(trial_id, _BEAT, count))
 
     def _find_study(self) -> int:
@@ -97,7 +117,7 @@ class Lease:
             tickets = sorted(self._tickets(), key=lambda one: one.number)
         except _Vanished:
             return None
-        own = next((one for one in tickets if one.user_attrs.get(_TICKET) == self._ticket), None)
+        own = next((one for one in tickets if self._is_own(one)), None)
         if own is None:
             return None
         return [one for one in tickets if one.number < own.number and not self._is_dead(one)]
@@ -105,6 +125,15 @@ class Lease:
     def _tickets(self) -> list[FrozenTrial]:
         trials = self._storage.get_all_trials(self._study_id, deepcopy=False)
         return [one for one in trials if one.state == TrialState.RUNNING]
+
+    def _is_alone(self) -> bool:
+        return all(self._is_own(one) or self._is_dead(one) for one in self._tickets())
+
+    def _is_there(self) -> bool:
+        return any(self._is_own(one) for one in self._tickets())
+
+    def _is_own(self, ticket: FrozenTrial) -> bool:
+        return bool(ticket.user_attrs.get(_TICKET) == self._ticket)
 
     def _is_dead(self, ticket: FrozenTrial) -> bool:
         attrs = ticket.user_attrs

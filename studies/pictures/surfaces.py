@@ -50,7 +50,7 @@ def draw_dashboard(study: Path, out: Path) -> list[Path]:
     """The study's page in optuna-dashboard where our figures begin, and the note."""
     page, note = out / "dashboard.png", out / "dashboard-note.png"
     with _dashboard(study) as address:
-        take_picture(address, page, 1160, 700, prepare=_show_our_figures)
+        take_picture(address, page, 1280, 690, prepare=_show_our_figures)
         take_picture(f"{address}/note", note, 1000, 520, drawn="text=Made by")
     return [page, note]
 

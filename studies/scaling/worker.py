@@ -58,9 +58,10 @@ def main() -> int:
             crew.join(study)
         _say("ready")
         sys.stdin.readline()
-        _say(json.dumps(_work(job, study, storage, crew)))
+        told = _work(job, study, storage, crew)
         crew.leave()
-        close_storage(storage)
+        close_storage(storage)  # before the answer: then the server may go
+        _say(json.dumps(told))
     return 0
 
 

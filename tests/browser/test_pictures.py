@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 SIZES = {
     "report.png": (1100, 640),
     "report-phone.png": (390, 844),
-    "dashboard.png": (1160, 700),
+    "dashboard.png": (1280, 690),
     "dashboard-note.png": (1000, 520),
     "notebook-decode.png": None,
     "notebook-explore.png": None,

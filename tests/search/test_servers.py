@@ -34,6 +34,9 @@ from search.storage import (
 )
 from search.storages.errors import ConnectionLost
 from search.storages.patient import PatientStorage
+from tests.search.chaos import audit as audit_search
+from tests.search.chaos import kill_at_random
+from tests.search.crew_member import Order
 from tests.search.fakes import Bench, make_spec
 from tests.search.servers import PASSWORD, ROOT, PostgresServer, child_environment, running_proxy
 
@@ -160,6 +163,17 @@ def test_a_search_is_the_same_on_every_storage(
     assert history(bench, url) == history(here, f"sqlite:///{here.folder / 'study.db'}")
     assert DecodeConfig.load(bench.paths.best).skip_mask == DecodeConfig.load(here.paths.best).skip_mask
     assert PASSWORD not in bench.paths.summary.read_text()
+
+
+@pytest.mark.parametrize("kind", ["journal", "grpc"])
+def test_two_searches_share_a_study_while_others_are_killed(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str
+) -> None:
+    # On SQLite and PostgreSQL: tests/search/test_chaos.py.
+    url = f"journal:{tmp_path / 'study.log'}" if kind == "journal" else request.getfixturevalue("grpc_url")
+    order = Order(tmp_path, url, study_name=tmp_path.name, trials=10)
+    kill_at_random(order, kills=2, num_workers=2, seed=2)
+    audit_search(order)
 
 
 @pytest.mark.parametrize("kind", ["postgres", "grpc"])

@@ -27,9 +27,11 @@ from tests.search.test_search import trials_of
 ROOT = Path(__file__).parents[2]
 RUN = """
 import sys, time, pathlib
+from search.reporting.publish import Publisher
 from search.stop import StopSignal
 from search.workers.witness import Patience
 from tests.search.fakes import Bench
+Publisher.publish = lambda *_arguments: None
 folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]
 bench = Bench(folder, stop=StopSignal(ends_process=True), patience=Patience(poll_s=0.02, hang_grace_s=0.3))
 def doze():

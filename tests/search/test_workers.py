@@ -32,7 +32,7 @@ from search.workers.crew import Crew, StudyBusy
 from search.workers.lease import Lease
 from search.workers.process import is_gone, process_token
 from search.workers.reaping import ATTEMPT, RETRY_OF, queue_again
-from search.workers.roster import PROCESS, Roster
+from search.workers.roster import PROCESS
 from search.workers.witness import Patience, Witness
 from tests.search.chaos import audit
 from tests.search.crew_member import CONTEXT, Order, start
@@ -144,9 +144,13 @@ def count_up(url: str, folder: Path, times: int) -> None:
             file.write_text(str(number + 1))
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_one_process_at_a_time_holds_a_lease_and_nothing_is_left_of_it(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sqlite", "journal", "postgres"])
+def test_one_process_at_a_time_holds_a_lease_and_nothing_is_left_of_it(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}" if kind == "sqlite" else f"journal:{tmp_path / 'study.log'}"
+    if kind == "postgres":
+        url = request.getfixturevalue("postgres_url")
     storage = open_storage(url)
     (tmp_path / "count").write_text("0")
     processes = [CONTEXT.Process(target=count_up, args=(url, tmp_path, 8)) for _ in range(4)]
@@ -367,24 +371,35 @@ def test_trials_of_another_host_are_left_alone_as_long_as_it_gives_signs_of_life
 # --- the roster, and the end -----------------------------------------------------------------------------------------
 
 
-def enter_elsewhere(storage: BaseStorage, **changes: Any) -> None:
+def enter_elsewhere(storage: BaseStorage, *, key: str = "worker.01", **changes: Any) -> None:
     entry = {"number": 1, "process": ELSEWHERE, "stage": "search", "beat": 0, "facts": {}}
-    storage.set_study_user_attr(storage.get_study_id_from_name("s"), "worker.01", entry | changes)
+    storage.set_study_user_attr(storage.get_study_id_from_name("s"), key, entry | changes)
 
 
 def test_numbers_are_given_out_again(storage: BaseStorage) -> None:
-    crew, study = make_crew(storage)
-    enter_elsewhere(storage)
-    study_id = storage.get_study_id_from_name("s")
-    roster = Roster(storage, study_id, Beats(storage, 60.0), Witness(Patience()))
-    roster.join({})
-    assert roster.number == 0  # this process has one entry
-    entries = study.user_attrs
-    assert entries["worker.00"]["process"] == process_token()
-    assert not crew.is_first() or crew.roster.number == 0
-    roster.leave()
-    assert study.user_attrs["worker.00"]["stage"] == "left"
+    crew, study = make_crew(storage, ENDLESS)
+    assert study.user_attrs["worker.00"]["process"] == process_token()
     crew.leave()
+    assert study.user_attrs["worker.00"]["stage"] == "left"
+    enter_elsewhere(storage)
+    crew, study = make_crew(storage, ENDLESS)
+    assert crew.roster.number == 0
+    assert crew.is_first()
+    crew.leave()
+    enter_elsewhere(storage, number=0, key="worker.00")
+    crew, study = make_crew(storage, ENDLESS)
+    assert crew.roster.number == 2
+    assert not crew.is_first()
+    crew.leave()
+
+
+def test_what_a_dead_process_left_of_a_lease_is_taken_away_by_whoever_leaves(storage: BaseStorage) -> None:
+    crew, study = make_crew(storage)
+    theirs = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "s/lease/reap")
+    attrs = {"ticket": "theirs", "process": a_dead_token(), "beat": 0}
+    storage.create_new_trial(theirs, optuna.create_trial(state=TrialState.RUNNING, user_attrs=attrs))
+    crew.leave()
+    assert optuna.get_all_study_names(storage) == [study.study_name]
 
 
 def test_the_last_one_out_confirms(storage: BaseStorage) -> None:
