@@ -45,10 +45,10 @@ def build_parser() -> OneLineParser:
     """The flags."""
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--seconds", type=float, nargs="+", default=[1.0, 5.0], help="a trial takes, measuring")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[5.0], help="a trial takes, measuring")
     parser.add_argument("--storages", nargs="+", choices=_STORAGES, default=list(_STORAGES))
-    parser.add_argument("--trials-per-worker", type=int, default=4)
-    parser.add_argument("--seeds", type=int, default=3, help="studies per number of workers, for the quality")
+    parser.add_argument("--trials-per-worker", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=2, help="studies per number of workers, for the quality")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     return parser
 

@@ -19,7 +19,6 @@ from search.proposals import ProposeOptions
 from search.samplers import ProposalSampler, make_sampler, quiet_optuna
 from search.storage import close_storage, open_storage
 from search.workers.crew import Crew
-from search.workers.witness import Patience
 from studies.scaling.landscape import NOISE, NUM_PROMPTS, SPACE, Landscape
 
 _REPEAT_EVERY = 4
@@ -50,7 +49,7 @@ def main() -> int:
     for line in sys.stdin:
         job = Job(**json.loads(line))
         storage = get_storage(open_storage(job.url))
-        crew = Crew(storage, job.study, patience=Patience(poll_s=0.05))
+        crew = Crew(storage, job.study)
         with crew.setting_up():
             study = optuna.create_study(
                 study_name=job.study, storage=storage, direction="maximize", load_if_exists=True

@@ -433,7 +433,7 @@ def test_a_locked_storage_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPa
         locks[0].execute("BEGIN IMMEDIATE")
         return go.Figure(layout={"meta": {"title": "", "facts": ""}})
 
-    monkeypatch.setattr("search.storage._LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("search.storages.database._LOCK_TIMEOUT_S", 0.05)
     monkeypatch.setitem(FIGURES, "speedup-by-trial", lock)
     assert bench.run(**FAST) == 0
     locks[0].close()
