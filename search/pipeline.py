@@ -112,8 +112,8 @@ class SearchRun:
             with self._phase("confirm"):
                 confirmation, dropped = self._confirm(study, reference)
             code = self._finish(study, reference, confirmation, dropped)
+            self._crew.confirmed()  # first: the results are written, and what follows is extra
             self._publish(study)
-            self._crew.confirmed()
             return code
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
             raise CommandError(f"study: the storage failed: {str(error).splitlines()[0]}") from error
