@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from layerskip.config import DecodeConfig, write_atomically
-from search.spec import EngineName, Granularity, SamplerName, StudyPaths, StudySpec, to_toml
+from search.spec import EngineName, Granularity, ObjectiveName, SamplerName, StudyPaths, StudySpec, to_toml
 from search.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class TuneOptions(TypedDict, total=False):
     gamma_max: int
     granularity: Granularity
     share_prefix: bool
+    objective: ObjectiveName
     sampler: SamplerName
     force: bool
     seed: int
