@@ -87,6 +87,7 @@ class DecodeLoop:
         stats.num_prompt_tokens = len(request.prompt_ids)
         stats.drafted_by_position = [0] * self._config.gamma
         stats.accepted_by_position = [0] * self._config.gamma
+        stats.round_s_by_drafted = [0.0] * self._config.gamma
         capacity = len(request.prompt_ids) + request.max_new_tokens + self._config.gamma
         return Run(request, stats, list(request.prompt_ids), capacity)
 
@@ -100,6 +101,7 @@ class DecodeLoop:
             run.verdict = self._target_step(run.context, run.context)
             run.stats.prefill_s = clock.lap()
             return run.take([run.verdict.next_token], [TARGET_ONLY])
+        draft_ids: list[int] = []
         if alone := self._wants_target_alone(run, run.verdict):
             if self._device_target is not None:
                 run.verdict = self._device_target.run(run.context[-1], 0).verdict
@@ -113,7 +115,10 @@ class DecodeLoop:
             emitted = _settle(run, draft_ids, run.verdict)
         seconds = clock.lap()
         run.stats.decode_s += seconds
-        run.stats.target_only_s += seconds if alone else 0.0
+        if alone:
+            run.stats.target_only_s += seconds
+        elif draft_ids:
+            run.stats.round_s_by_drafted[len(draft_ids) - 1] += seconds
         return emitted
 
     def _wants_target_alone(self, run: Run, verdict: Verdict) -> bool:

@@ -36,6 +36,8 @@ class DecodeStats:
     it where an engine runs a round in one piece."""
     verify_s: float = 0.0
     target_only_s: float = 0.0
+    round_s_by_drafted: list[float] = field(default_factory=list)
+    """Share of decode_s of the rounds that drafted 1..gamma tokens: drafting, verification and what lies between."""
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 from layerskip.config import DecodeConfig
 from search.decoder import Decoder
 from search.leaderboard import FAILURE, INTERRUPTED, TOKENS_PER_S, WITHDRAWN, Standings, make_standings, taste_of
+from search.learnt_costs import step_times_of
 from search.measurement import LosslessViolation, Pair, add_up, measure_pair, speedup
 from search.outlook import Outlook
 from search.reference import Reference
@@ -179,6 +180,8 @@ class Objective:
         }
         if self.is_speedup:  # which of the workers' devices it was matters
             attributes |= {TOKENS_PER_S: tokens_per_s, "plain_tokens_per_s": plain}
+        else:
+            attributes |= step_times_of([pair.plain.stats for pair in outcome.pairs], stats)
         if interval is not None:
             attributes |= {
                 "speedup_ci_low": interval.low * standardised,

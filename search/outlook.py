@@ -82,6 +82,7 @@ class Outlook:
         worth, see `search.leaderboard.taste_of`. Cost: a wide reading, if the mask was not proposed for one, a few
         readings and short drafts, see `Predictor.trial`.
         """
+        self.predictor.learn(earlier)
         sharp = self.predictor.trial(config, steps, self.timer, self.texts[0])
         forecast, mean = self.predictor.forecast(config, steps)
         correction = Correction(earlier, self.space, noise_sigma, "replayed_ratios")
@@ -105,7 +106,7 @@ class Outlook:
         if (stored := study.user_attrs.get(COSTS)) is not None:  # with what other workers have measured since
             self.costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
         self.costs.append(new)
-        self.predictor.cost = pool_costs(self.costs)
+        self.predictor.set_costs(pool_costs(self.costs))
         store_costs(study, self.costs)
         return _relative_price(self.costs[-1]) / _relative_price(self.costs[0])
 

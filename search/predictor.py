@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from optuna.trial import FrozenTrial
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, WrongDraft
 from search.cost_model import CostModel, Timer, relative_draft
 from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
+from search.learnt_costs import CostLearner
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
 
@@ -24,6 +27,10 @@ _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _MAX_KEPT = 4096
 _MAX_KEPT_WIDE = 512
 _TIMING_REPEATS = 7
+_BURST = 0.07
+"""Standard deviation, relative, of a draft step timed in one go; what live steps spread around it on a busy machine."""
+_MIN_SPREAD = 0.02
+"""Of masks' draft steps around the sum of their terms, at the least."""
 
 
 class Forcing(Protocol):
@@ -77,7 +84,10 @@ class TrialPrediction:
 
 
 class Predictor:
-    """Readings are kept by mask; the cost model may be exchanged during the study.
+    """Readings are kept by mask; costs may be measured anew, and are learnt from trials (see `set_costs`, `learn`).
+
+    What configs are ranked by is told at the prices at which this was made: prices that move shift the predictions of
+    all configs, and those of different hours must compare. The shift is that of one config, the `yardstick`.
 
     There may be texts beyond the first ones (see `with_more`). A mask is then predicted on the first ones alone, which
     is cheap and enough to tell the hopeless from the rest, or, `wide`, on all. What is asked decides, never what is
@@ -92,7 +102,32 @@ class Predictor:
         self._gamma_max = len(cost.verify_s) - 1
         self._readings, self._wide_readings = KeptReadings(_MAX_KEPT), KeptReadings(_MAX_KEPT_WIDE)
         self._grid = Settings.grid(range(1, self._gamma_max + 1), _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS)
+        self._learner = CostLearner()
+        self._yardstick: DecodeConfig | None = None
+        self._shift = 0.0
+        self._first_cost = self._measured = self.cost = cost
+
+    def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
+        """The config by which a shift of the prices since these is told."""
+        self._yardstick, self._first_cost = config, first_cost
+        self._use(self.cost)
+
+    def set_costs(self, measured: CostModel) -> None:
+        """Costs measured anew; what trials taught is forgotten until the next `learn`."""
+        self._measured = measured
+        self._use(measured)
+
+    def learn(self, trials: Sequence[FrozenTrial]) -> None:
+        """Costs as measured, corrected by these trials: see `CostLearner`."""
+        self._use(self._learner.learn(self._measured, trials))
+
+    def _use(self, cost: CostModel) -> None:
         self.cost = cost
+        if self._yardstick is None or cost == self._first_cost:
+            self._shift = 0.0
+        else:
+            now, first = (self._config_logs(self._yardstick, wide=True, at=at) for at in (cost, self._first_cost))
+            self._shift = float(now.mean() - first.mean())
 
     def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
         """This one, with these texts after its own; its readings are kept."""
@@ -149,13 +184,13 @@ class Predictor:
 
     def forecast(self, config: DecodeConfig, steps: Sequence[int]) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, mean over all) as configs are ranked: one draft deep, costs by terms."""
-        logs = self._config_logs(config, wide=True)
+        logs = self._config_logs(config, wide=True) - self._shift
         return self._fill(np.exp(logs), steps), float(np.exp(logs.mean()))
 
     def shared(self, one: Predicted, *, wide: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
         config = one.config.model_copy(update={"share_prefix": True})
-        return Predicted(config, float(np.exp(self._config_logs(config, wide=wide).mean())))
+        return Predicted(config, float(np.exp(self._config_logs(config, wide=wide).mean() - self._shift)))
 
     def surface(
         self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False
@@ -175,15 +210,11 @@ class Predictor:
         expected to be an average one, and there are no counts. Cost: up to SHARP_DEPTH + 1 readings of
         these texts alone and a few short ones; eight short drafts and target steps.
         """
-        threshold = config.draft_threshold > 0
-        # In seconds at the time when the verifications were timed: the machine's pace changes from minute to minute.
-        draft_s = self.cost.verify_s[0] * relative_draft(
-            timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
-        )
+        draft_s = self._draft_s(config, timer, text)
         known = max(steps) < self.num_texts
         places = sorted(set(steps)) if known else list(range(self.num_texts))
         counts = self.counts(config, sharp=True, texts=places)
-        ratios = np.exp(self._logs(counts, self._rows.select(places), np.array([draft_s]))[0])
+        ratios = np.exp(_logs_at(self.cost, counts, self._rows.select(places), np.array([draft_s]))[0])
         if not known:
             return TrialPrediction(tuple(self._fill(ratios, steps)), (), draft_s)
         forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1).tolist()
@@ -191,6 +222,20 @@ class Predictor:
         return TrialPrediction(
             ratios=tuple(float(ratios[i]) for i in at), forwards=tuple(tuple(forwards[i]) for i in at), draft_s=draft_s
         )
+
+    def _draft_s(self, config: DecodeConfig, timer: Timer, text: Sequence[int]) -> float:
+        """One draft token of this mask, at the pace of the cost model: the sum of its terms, drawn towards a timing of
+        its own as far as masks are known to differ from the sum, or this one does by more than a moment explains."""
+        threshold = config.draft_threshold > 0
+        alone, terms_s = self.cost.verify_s[0], self.cost.draft_s(config.skip_mask, threshold=threshold)
+        timed_s = alone * relative_draft(
+            timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
+        )
+        if terms_s <= 0.0:
+            return timed_s
+        apart = math.log(timed_s / terms_s)
+        variance = max(_MIN_SPREAD, self.cost.fit_error) ** 2 + max(0.0, apart**2 - (2 * _BURST) ** 2)
+        return terms_s * math.exp(apart * variance / (variance + _BURST**2))
 
     def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
         """Counts (1, P) of one config on the texts at these places, ascending; on all without.
@@ -253,38 +298,31 @@ class Predictor:
         )
 
     def _log_speedups(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Floats:
-        """(S,): mean log speedup over texts."""
-        means: Floats = self._text_logs(mask, grid, wide=wide).mean(axis=1)
+        """(S,): mean log speedup over texts, at the first prices."""
+        means: Floats = self._text_logs(mask, grid, wide=wide).mean(axis=1) - self._shift
         return means
 
-    def _config_logs(self, config: DecodeConfig, *, wide: bool) -> Floats:
+    def _config_logs(self, config: DecodeConfig, *, wide: bool, at: CostModel | None = None) -> Floats:
         """(P,): log speedup on each text."""
-        logs = self._text_logs(config.skip_mask, Settings.of(config), wide=wide, share_prefix=config.share_prefix)
+        settings, share_prefix = Settings.of(config), config.share_prefix
+        logs = self._text_logs(config.skip_mask, settings, wide=wide, share_prefix=share_prefix, at=at)
         one: Floats = logs[0]
         return one
 
-    def _text_logs(self, mask: SkipMask, grid: Settings, *, wide: bool, share_prefix: bool = False) -> Floats:
-        """(S, P): log speedup on each text."""
-        readings, rows = self._reading(mask, wide=wide), self._rows_of(wide=wide)
-        table = self.cost.verifications_s(mask, share_prefix=share_prefix)
+    def _text_logs(
+        self, mask: SkipMask, grid: Settings, *, wide: bool, share_prefix: bool = False, at: CostModel | None = None
+    ) -> Floats:
+        """(S, P): log speedup on each text, at today's prices or these."""
+        readings, rows, cost = self._reading(mask, wide=wide), self._rows_of(wide=wide), at or self.cost
+        table = cost.verifications_s(mask, share_prefix=share_prefix)
         counts = replay(readings.accepted, readings.confidence, rows, grid, table)
-        plain = self.cost.draft_s(mask, threshold=False)
-        watched = self.cost.draft_s(mask, threshold=True)
-        return self._logs(counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
+        plain, watched = (cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
+        return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
 
     def _fill(self, ratios: Floats, steps: Sequence[int]) -> list[float]:
         """The ratios of the texts at `steps`; a text that is not read is expected to be an average one."""
         average = float(np.exp(np.log(ratios).mean()))
         return [float(ratios[step]) if step < len(ratios) else average for step in steps]
-
-    def _logs(self, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:
-        """(S, P): log of plain over speculative seconds."""
-        alone = self.cost.verify_s[0]
-        seconds = counts.drafted * draft_s[:, None] + counts.verify_s + counts.target_only * alone
-        # A text of one token has no step to save: ratio 1.
-        steps = np.maximum(rows.lengths - 1, 0)
-        logs: Floats = np.log(np.where(steps > 0, steps * alone, 1.0) / np.where(steps > 0, seconds, 1.0))
-        return logs
 
     def _rows_of(self, *, wide: bool) -> TextRows:
         return self._rows if wide else self._first_rows
@@ -299,3 +337,13 @@ class Predictor:
         """What is known of the first texts, and a reading of the others."""
         readings = [self._reading(mask, wide=False), more.read(mask)]
         return join_readings(readings, self._rows.target_probs.shape[1])
+
+
+def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:
+    """(S, P): log of plain over speculative seconds."""
+    alone = cost.verify_s[0]
+    seconds = counts.drafted * draft_s[:, None] + counts.verify_s + counts.target_only * alone
+    # A text of one token has no step to save: ratio 1.
+    steps = np.maximum(rows.lengths - 1, 0)
+    logs: Floats = np.log(np.where(steps > 0, steps * alone, 1.0) / np.where(steps > 0, seconds, 1.0))
+    return logs

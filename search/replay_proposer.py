@@ -94,6 +94,7 @@ class ReplayProposer:
             left = [one for one in self._shapes() if one.key not in measured]
             if left:
                 return Proposal("warm", dict(left[0].params))
+        self._candidates.predictor.learn(trials)
         correction = Correction(trials, self._space, self._options.noise_sigma)
         known = self._all_known(trials)
         field = _Field(self._refiner, correction)
@@ -116,6 +117,7 @@ class ReplayProposer:
     def _shapes(self) -> list[Candidate]:
         """The known shapes that calibrate, each at the setting that was best for it before the first trial."""
         if self._calibration is None:
+            self._candidates.predictor.learn(())
             starts = warm_starts(self._space)
             chosen = [next((s for s in starts if s.origin.startswith(name)), None) for name in _CALIBRATION]
             masks = [self._space.to_mask(start.params) for start in chosen if start is not None]

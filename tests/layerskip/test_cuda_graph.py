@@ -72,7 +72,7 @@ def test_counters_are_those_of_the_host_loop() -> None:
     """On the same lean layers: what was drafted, accepted, cut and why each token is there."""
     graph, host = graph_model("qwen3", RerunRecorder()), zoo.layerskip_of("qwen3 fused")
     draw = random.Random(3)
-    timed = {"prefill_s", "decode_s", "draft_s", "verify_s", "target_only_s"}
+    timed = {"prefill_s", "decode_s", "draft_s", "verify_s", "target_only_s", "round_s_by_drafted"}
     early, alone = 0, 0
     for case in range(40):
         prompt = zoo.prompt_of(draw.choice([1, 2, 5, 9]), case % 5)

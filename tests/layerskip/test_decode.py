@@ -349,3 +349,6 @@ def test_times_are_parts_of_a_whole(profile: bool) -> None:
     stats = zoo.layerskip_of("llama").generate((1, 2), max_new_tokens=12, config=config, profile=profile).stats
     assert min(stats.prefill_s, stats.draft_s, stats.verify_s) > 0
     assert stats.draft_s + stats.verify_s + stats.target_only_s <= stats.decode_s
+    assert sum(stats.round_s_by_drafted) + stats.target_only_s == pytest.approx(stats.decode_s)
+    lengths = [here - there for here, there in itertools.pairwise([*stats.drafted_by_position, 0])]
+    assert [seconds > 0 for seconds in stats.round_s_by_drafted] == [count > 0 for count in lengths]

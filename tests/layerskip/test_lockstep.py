@@ -14,7 +14,7 @@ from layerskip.decode import DecodeLoop, Emitted, Run
 from layerskip.lockstep import Diverged
 from tests.layerskip import zoo
 
-TIMES = ("prefill_s", "decode_s", "draft_s", "verify_s", "target_only_s")
+TIMES = ("prefill_s", "decode_s", "draft_s", "verify_s", "target_only_s", "round_s_by_drafted")
 
 
 def counts_of(stats: DecodeStats) -> dict[str, Any]:

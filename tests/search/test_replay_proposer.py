@@ -294,10 +294,11 @@ def test_a_resume_after_a_recheck_proposes_the_same() -> None:
     """The costs moved after trial 8; the one shape that is left has another best setting by the new ones."""
     lab = Lab(repeat_every=0)
     lab.run(8)
-    lab.candidates.predictor.cost = dear = cost_of(lab.space, verify_share=0.5)
+    dear = cost_of(lab.space, verify_share=0.5)
+    lab.candidates.predictor.set_costs(dear)
     lab.run(6)
     late = lab.resumed()
-    late._candidates.predictor.cost = dear
+    late._candidates.predictor.set_costs(dear)
     assert lab.propose(late, lab.trials[:9]) == lab.proposals[9]
 
 
