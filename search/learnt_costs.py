@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
-from search.cost_model import CostModel
+from search.cost_model import CostModel, pool_costs
 from search.space import DRAFT_THRESHOLD, SHARE_PREFIX
 
 Floats = NDArray[np.float64]
@@ -91,6 +92,16 @@ class CostLearner:
         if trial.number not in self._read:
             self._read[trial.number] = _steps_of(trial)
         return self._read[trial.number]
+
+
+def learnt_costs_of(study: optuna.Study, history: Sequence[str]) -> CostModel | None:
+    """The costs as they stand at the end of a study, whose `history` of measurements is this; None if no trial taught.
+
+    Raises: ValueError if a measurement cannot be read.
+    """
+    measured = pool_costs([CostModel.parse(one) for one in history])
+    learnt = CostLearner().learn(measured, study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+    return None if learnt is measured else learnt
 
 
 def _steps_of(trial: FrozenTrial) -> _Steps | None:

@@ -16,6 +16,7 @@ from search.correction import Correction
 from search.cost_model import CostModel, CostOptions, Timer, measure_costs, pool_costs
 from search.fingerprint import Fingerprint
 from search.forecast import Candidates, Pool
+from search.learnt_costs import learnt_costs_of
 from search.more_texts import Beyond
 from search.predictor import Predictor
 from search.proposals import ProposeOptions, Proposer
@@ -160,15 +161,24 @@ def _texts(outlook: Outlook) -> str:
 def outlook_facts(study: optuna.Study) -> dict[str, Any]:
     """`costs`, `sensitivity` and `pool` of summary.json, from what the study keeps."""
     attrs = study.user_attrs
-    costs = [json.loads(one) for one in json.loads(attrs.get(COSTS, "[]"))]
     pool = json.loads(attrs.get(POOL, "[]"))
     return {
-        "costs": {"first": costs[0], "last": costs[-1], "num_measured": len(costs)} if costs else None,
+        "costs": _cost_facts(study),
         "sensitivity": json.loads(attrs[SENSITIVITY]) if SENSITIVITY in attrs else None,
         "pool": {"num_predicted": len(pool), "best": pool[:3]},
         "texts": _text_facts(attrs),
         "cannot_win": attrs.get("cannot_win"),
     }
+
+
+def _cost_facts(study: optuna.Study) -> dict[str, Any] | None:
+    """The first and the latest measurement of the costs, how many there are, and what the trials taught about them."""
+    history: list[str] = json.loads(study.user_attrs.get(COSTS, "[]"))
+    if not history:
+        return None
+    first, last, learnt = json.loads(history[0]), json.loads(history[-1]), learnt_costs_of(study, history)
+    in_trials = None if learnt is None else json.loads(learnt.to_json())
+    return {"first": first, "last": last, "num_measured": len(history), "learnt": in_trials}
 
 
 def _text_facts(attrs: Mapping[str, Any]) -> dict[str, int] | None:

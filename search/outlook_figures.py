@@ -12,6 +12,7 @@ from plotly.subplots import make_subplots
 
 from layerskip.skip_mask import SkipMask
 from search.figure_style import BLUE, DOTTED, GREEN, GREY, ORANGE, MissingData, finish
+from search.learnt_costs import learnt_costs_of
 from search.outlook import COSTS, SENSITIVITY
 from search.sensitivity import Sensitivity, SublayerWorth
 
@@ -21,6 +22,8 @@ _KINDS = {
     "layer": ("whole layer", GREEN, "diamond", "solid"),
 }
 """Second word of a bit's name: what it skips, and how that looks."""
+_CURVES = {"first": (GREY, "dash", "circle-open"), "in the trials": (ORANGE, "dot", "diamond")}
+"""How a measurement of the costs looks; the latest one like none of these."""
 _NUM_NAMED = 3
 _HATCH = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}
 _LOSSES = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
@@ -31,13 +34,16 @@ def cost_figure(study: optuna.Study) -> go.Figure:
     """Measured costs in steps of the target: of verifying n draft tokens, and of a draft token by its terms.
 
     The first and the latest measurement, each against the target step measured with it, so that a clock that merely
-    runs slower shows in the legend and a price that changed shows in the curve.
+    runs slower shows in the legend and a price that changed shows in the curve; and what the trials' own steps taught.
     Raises: MissingData if the study keeps no costs.
     """
-    costs: list[dict[str, Any]] = [json.loads(one) for one in json.loads(study.user_attrs.get(COSTS, "[]"))]
+    history: list[str] = json.loads(study.user_attrs.get(COSTS, "[]"))
+    costs: list[dict[str, Any]] = [json.loads(one) for one in history]
     if not costs:
         raise MissingData(f"{COSTS}: study {study.study_name!r} keeps no measured costs")
     shown = {"first": costs[0], "latest": costs[-1]} if len(costs) > 1 else {"only": costs[0]}
+    if (learnt := learnt_costs_of(study, history)) is not None:
+        shown["in the trials"] = json.loads(learnt.to_json())
     figure = make_subplots(
         rows=2,
         row_heights=[0.62, 0.38],
@@ -107,7 +113,7 @@ def sensitivity_figure(study: optuna.Study) -> go.Figure:
 def _add_verifications(figure: go.Figure, shown: Mapping[str, Mapping[str, Any]]) -> None:
     """A curve per measurement: target steps that verifying 0, 1, ... draft tokens takes."""
     for name, cost in shown.items():
-        colour, dash, symbol = (GREY, "dash", "circle-open") if name == "first" else (BLUE, "solid", "circle")
+        colour, dash, symbol = _CURVES.get(name, (BLUE, "solid", "circle"))
         alone = cost["verify_s"][0]
         figure.add_scatter(
             x=list(range(len(cost["verify_s"]))),

@@ -26,7 +26,7 @@ _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _MAX_KEPT = 4096
 _MAX_KEPT_WIDE = 512
-_TIMING_REPEATS = 7
+_TIMING_REPEATS = 3
 _BURST = 0.07
 """Standard deviation, relative, of a draft step timed in one go; what live steps spread around it on a busy machine."""
 _MIN_SPREAD = 0.02
@@ -208,7 +208,7 @@ class Predictor:
 
         `steps` are places of texts; where one lies beyond the texts that are read, all of those are read, it is
         expected to be an average one, and there are no counts. Cost: up to SHARP_DEPTH + 1 readings of
-        these texts alone and a few short ones; eight short drafts and target steps.
+        these texts alone and a few short ones; four short drafts and target steps.
         """
         draft_s = self._draft_s(config, timer, text)
         known = max(steps) < self.num_texts

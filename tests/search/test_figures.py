@@ -23,6 +23,7 @@ from layerskip import DecodeConfig
 from search.cost_model import CostModel
 from search.dashboard_figures import FIGURES, YOURS, note, push_figures
 from search.figure_style import MissingData, fit_card
+from search.learnt_costs import CostLearner
 from search.objective import standings_of
 from search.outlook import COSTS, SENSITIVITY
 from search.outlook_figures import cost_figure, sensitivity_figure
@@ -39,6 +40,7 @@ from search.terminal.reporter import Reporter
 from search.trial_figures import convergence_figure, leaders, prediction_figure, space_of
 from tests.search import outlook_fakes
 from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, make_spec, prompts
+from tests.search.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
 Draw = Callable[[optuna.Study], go.Figure]
@@ -139,6 +141,17 @@ def test_costs_are_drawn_in_steps_of_their_own_target() -> None:
     assert len(drawn) == 6
     assert facts(figure).startswith("3 measurements on texts of about 31 tokens, a CPU, float32, engine eager; ")
     assert "2.0 % (median)" in facts(figure)
+
+
+def test_what_trials_taught_of_the_costs_is_drawn_beside_them() -> None:
+    study = with_costs(CHEAP)
+    study.add_trials(trials_of(20))
+    learnt = CostLearner().learn(CHEAP, trials_of(20))
+    drawn = traces(cost_figure(study))
+    steps = [seconds / ALONE for seconds in learnt.verify_s]
+    assert drawn["in the trials: target step 10.00 ms"].y == pytest.approx(steps)
+    assert drawn["fixed"].y == ("only", "in the trials")
+    assert drawn["fixed"].x[1] == pytest.approx(learnt.fixed_s / ALONE)
 
 
 def test_one_measurement_of_costs_is_drawn_once() -> None:

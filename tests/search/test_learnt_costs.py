@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.cost_model import CostModel
-from search.learnt_costs import PLAIN_STEP, ROUNDS, CostLearner, step_times_of
+from search.learnt_costs import PLAIN_STEP, ROUNDS, CostLearner, learnt_costs_of, step_times_of
 from search.space import SHARE_PREFIX, SearchSpace
 from tests.search.fakes import SPACE
 
@@ -185,3 +186,14 @@ def test_no_step_times_of_nothing() -> None:
     assert step_times_of([], []) == {}
     assert step_times_of([DecodeStats(decode_s=1.0)], [DecodeStats(round_s_by_drafted=[1.0])]) == {}
     assert step_times_of([some], [DecodeStats()]) == {}
+
+
+def test_a_study_tells_what_its_trials_taught() -> None:
+    study = optuna.create_study(direction="maximize")
+    assert learnt_costs_of(study, [CHEAP.to_json()]) is None
+    study.add_trials(trials_of(20))
+    assert learnt_costs_of(study, [TRUE.to_json(), CHEAP.to_json(), CHEAP.to_json()]) == CostLearner().learn(
+        CHEAP, trials_of(20)
+    )
+    with pytest.raises(ValueError, match="cost_model: cannot be read"):
+        learnt_costs_of(study, ["{}"])

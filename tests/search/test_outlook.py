@@ -49,8 +49,8 @@ from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, ma
 from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record
 
 NUM_TOKENS = 17
-NUM_COST_CALLS = 3 * (25 + 1)
-"""A verification and two draft phases, 25 times and once to warm up."""
+NUM_COST_CALLS = 3 * (15 + 1)
+"""A verification and two draft phases, 15 times and once to warm up."""
 NUM_RECHECK_CALLS = 3 * (7 + 1)
 OPTIONS = OutlookOptions(max_new_tokens=NUM_TOKENS, gamma_max=6, seed=0, trials=30, trial_seconds=1.0)
 
@@ -429,6 +429,7 @@ def test_facts_of_a_study_with_and_without_an_outlook() -> None:
     outlook = open_(study, planted())
     facts = outlook_facts(study)
     assert facts["costs"]["first"] == facts["costs"]["last"] == json.loads(outlook.costs[0].to_json())
+    assert facts["costs"]["learnt"] is None
     assert facts["sensitivity"] == json.loads(outlook.sensitivity.to_json())
     assert facts["pool"]["num_predicted"] == len(outlook.pool.candidates)
     assert [row[0] for row in facts["pool"]["best"]] == [
