@@ -217,3 +217,14 @@ def test_who_may_use_the_dashboard(guarded: tuple[str, str | None]) -> None:
     for wrong in ("", "Basic", "Basic ?", basic(""), basic(key[:-1]), basic(key + "x"), f"Bearer {key}", basic("ü")):
         assert status_of(url, Authorization=wrong) == 401
     assert status_of(url) == 401
+
+
+@pytest.mark.parametrize("document", ["SECURITY.md", "studies/scaling/README.md"])
+def test_every_test_that_a_promise_names_is_there(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    there = {path.stem for path in files}
+    there |= {name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)}
+    named = set(re.findall(r"\btest_\w+", text))
+    assert len(named) > 15
+    assert named - there == set()
