@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+_TIMES = ("prefill_s", "decode_s", "draft_s", "verify_s", "target_only_s", "round_s_by_drafted")
+
 
 @dataclass
 class DecodeStats:
@@ -70,6 +72,10 @@ class DecodeStats:
         """Milliseconds per output token after the first."""
         rate = self.tokens_per_s
         return 1000 / rate if rate else None
+
+    def counters(self) -> dict[str, object]:
+        """The counters alone: what was done, whatever the clock said."""
+        return {name: value for name, value in asdict(self).items() if name not in _TIMES}
 
     def to_dict(self) -> dict[str, object]:
         """Counters and derived ratios as plain JSON values."""

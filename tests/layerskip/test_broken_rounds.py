@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def run(model: LayerSkipModel, **arguments: Any) -> tuple[list[int], dict[str, A
     threshold = arguments.pop("draft_threshold", 0.0)
     config = DecodeConfig(skip_mask=MASK, gamma=GAMMA, draft_threshold=threshold, target_threshold=0.2)
     out = model.generate(prompt(), max_new_tokens=BUDGET, config=config, **arguments)
-    return out.ids, {name: value for name, value in asdict(out.stats).items() if not name.endswith("_s")}
+    return out.ids, out.stats.counters()
 
 
 def assert_sound(model: LayerSkipModel, expected: tuple[list[int], dict[str, Any]], **arguments: Any) -> None:
