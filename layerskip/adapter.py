@@ -13,15 +13,13 @@ from torch import nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from layerskip.kv_cache import SharedLengthCache
+from layerskip.placement import Placement
+from layerskip.placement import UnsupportedModelError as UnsupportedModelError
 from layerskip.skip_mask import SkipMask
 
 _ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
 _SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be decoded under a mask; the message says which part and why."""
 
 
 @dataclass
@@ -91,11 +89,12 @@ class ModelAdapter:
 
     Cost: two short forwards at construction, to learn what each module returns and what may be skipped.
     Raises: UnsupportedModelError for encoder-decoders, layers whose state cannot be rolled back (state-space, linear
-    attention), shared keys and values, and stacks that cannot be found.
+    attention), shared keys and values, stacks that cannot be found, and tensor parallel models.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.placement = Placement.of(model)
         self.config = cast(Any, model.config)
         self.text_config = self.config.get_text_config(decoder=True)
         self.windows = _layer_windows(self.config, self.text_config)
@@ -123,7 +122,8 @@ class ModelAdapter:
     def device(self) -> torch.device:
         """Where token ids go in: the embedding's device."""
         weight: torch.Tensor = self._embedding.weight
-        return weight.device
+        # Offloaded weights are nowhere between two forwards.
+        return self.placement.entrance if weight.device.type == "meta" else weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -288,7 +288,8 @@ def _record_unchanged(unchanged: dict[int, bool]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
-        unchanged[id(module)] = bool(torch.equal(before, after))
+        # The first layer of a device is given what another one computed; its hook moves that before its forward.
+        unchanged[id(module)] = bool(torch.equal(before.to(after.device), after))
 
     return hook
 

@@ -67,5 +67,6 @@ def quiet_libraries() -> None:
 
     # The hub client repeats every failed attempt; the error that ends them says it once.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # what is offloaded we say ourselves
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

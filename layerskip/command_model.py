@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.cli import quiet_libraries
 from layerskip.config import ENGINE_NAMES, DecodeConfig
+from layerskip.device_map import DeviceMap, parse_device_map, refuse_torchrun
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -30,10 +31,27 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="decode config, as the search exports it (best.json)")
     parser.add_argument("--model", help="Hugging Face id or folder; default: the model that the config names")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_device_map_argument(parser)
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: what the config was tuned for")
     parser.add_argument("--engine", choices=ENGINE_NAMES, help="default: what the config was tuned with, else auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: what the config was tuned for")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
+
+
+def add_device_map_argument(parser: argparse.ArgumentParser) -> None:
+    """The flag that `device_map_of` reads."""
+    parser.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="spread a model that is larger than one device: auto, balanced, sequential, or a JSON object of module "
+        "names and devices; needs the extra `large`",
+    )
+
+
+def device_map_of(arguments: argparse.Namespace) -> DeviceMap | None:
+    """What --device-map says. Raises: ValueError, also in a torchrun job: these commands are one process."""
+    refuse_torchrun("for a model that is larger than one device use --device-map auto in one process")
+    return parse_device_map(arguments.device_map)
 
 
 def read_config(arguments: argparse.Namespace) -> DecodeConfig | None:
@@ -60,6 +78,7 @@ def load_model(arguments: argparse.Namespace, config: DecodeConfig | None) -> La
 
     Sets torch's number of threads; says on stderr where the config was tuned on another device. Raises: ValueError.
     """
+    device_map = device_map_of(arguments)
     quiet_libraries()
     import torch
 
@@ -82,6 +101,7 @@ def load_model(arguments: argparse.Namespace, config: DecodeConfig | None) -> La
         device=arguments.device,
         dtype=arguments.dtype or (tuned.dtype if tuned is not None else "auto"),
         engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
+        device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,
     )
     if tuned is not None and not tuned.device.startswith(model.device.type):

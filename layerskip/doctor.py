@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_model import add_device_map_argument, device_map_of
 from layerskip.config import ENGINE_NAMES, DecodeConfig
 from layerskip.skip_mask import SkipMask
 
@@ -32,6 +33,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("model", help="Hugging Face id or folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_device_map_argument(parser)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--engine", default="auto", choices=ENGINE_NAMES, help="how a forward is executed")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to decode per check")
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise ValueError(f"--tokens: must be at least 1, got {arguments.tokens}")
+    device_map = device_map_of(arguments)
     quiet_libraries()
     from layerskip.model import LayerSkipModel
 
@@ -56,6 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         dtype=arguments.dtype,
         engine=arguments.engine,
+        device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,
         looks_for_config=False,  # it looks at the model; a config of other weights must not keep it from that
     )
@@ -78,7 +82,7 @@ def describe(model: LayerSkipModel) -> dict[str, Any]:
         "model_class": model.model_class,
         "num_layers": model.num_layers,
         "decoder_stack": adapter.stack_path,
-        "device": str(model.device),
+        "device": str(model.placement),
         "dtype": str(model.dtype).removeprefix("torch."),
         "engine": f"{model.engine_name} ({model.engine_reason})",
         "max_positions": model.max_positions,

@@ -137,6 +137,8 @@ def _cut(model: LayerSkipModel, kept: Sequence[int]) -> Any:
     whole = cast(Any, model.model)
     if getattr(whole, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("model: quantised weights cannot be cut, export from the unquantised model")
+    if not model.placement.is_whole:
+        raise UnsupportedModelError(f"model: must be whole on one device to be cut, this one is on {model.placement}")
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
         draft = type(whole)(draft_config(whole.config, kept))
     draft.requires_grad_(requires_grad=False)  # weights that were made in inference mode can have no other

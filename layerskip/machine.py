@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,12 @@ def device_name(device: Any) -> str:
 
         return str(torch.cuda.get_device_name(device))
     return str(device.type)
+
+
+def device_names(devices: Sequence[Any]) -> str:
+    """Of all of them, those of one name counted: `2 x NAME`."""
+    counts = Counter(device_name(device) for device in devices)
+    return " + ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
 def cpu_name() -> str:
@@ -51,3 +61,12 @@ def _git(folder: Path, *arguments: str) -> str:
         ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
     )
     return done.stdout.strip()
+
+
+def trim_heap() -> None:
+    """Hand the free pages of the C heap back to the system, where the C library can (glibc); nothing happens elsewhere.
+
+    Cost: some milliseconds, and a page fault for each page that is needed again.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -16,10 +16,12 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest, Emitted, Run
+from layerskip.device_map import DeviceMap
 from layerskip.engines import Engine, make_engine
 from layerskip.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.lockstep import decode_in_lockstep
+from layerskip.placement import Placement
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
 from layerskip.text_stream import TextStream
@@ -136,6 +138,7 @@ class LayerSkipModel:
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
+        device_map: DeviceMap | None = None,
         looks_for_config: bool = True,
         **hub_arguments: Any,
     ) -> LayerSkipModel:
@@ -145,15 +148,22 @@ class LayerSkipModel:
         Hugging Face takes a `generation_config.json`; where there is none, or with looks_for_config=False, the model
         decodes plainly.
         device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
-        checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class. hub_arguments: `revision`,
-        `trust_remote_code`, `attn_implementation`, `local_files_only`, passed on.
-        Raises: ValueError in one line for an unknown model, a folder without weights, a device that is not there.
+        checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class.
+        device_map: for a model larger than one device, in place of `device`: `auto`, `balanced`, `balanced_low_0`,
+        `sequential`, or module names and their devices (a number, `cuda:N`, `cpu`, `disk`). Needs the extra `large`.
+        Whole layers go to several devices and, what they cannot hold, to main memory and disk; the engine is `eager`.
+        hub_arguments: `revision`, `trust_remote_code`, `attn_implementation`, `local_files_only`, and with a device_map
+        `max_memory` and `offload_folder`, passed on.
+        Raises: ValueError in one line for an unknown model, a folder without weights, a device that is not there,
+        tensor parallelism.
         """
         if config is not None and not isinstance(config, DecodeConfig):
             config = DecodeConfig.load(config)
         if config is None and looks_for_config:
             config = _config_next_to(name_or_path, hub_arguments)
-        model, tokenizer = load_pretrained(name_or_path, device=device, dtype=dtype, **hub_arguments)
+        model, tokenizer = load_pretrained(
+            name_or_path, device=device, dtype=dtype, device_map=device_map, **hub_arguments
+        )
         return cls(model, tokenizer, config, engine=engine)
 
     @classmethod
@@ -214,7 +224,13 @@ class LayerSkipModel:
 
     @property
     def device(self) -> torch.device:
+        """Where token ids go in."""
         return self._adapter.device
+
+    @property
+    def placement(self) -> Placement:
+        """All devices that compute, and whether weights are offloaded."""
+        return self._adapter.placement
 
     @property
     def dtype(self) -> torch.dtype:

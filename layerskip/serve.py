@@ -173,7 +173,7 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
     return [
         f"serving   {url}",
         f"model     {settings.model_id}: {model.model_class}, {model.num_layers} layers, "
-        f"{str(model.dtype).removeprefix('torch.')} on {model.device}, engine {model.engine_name}{threads}",
+        f"{str(model.dtype).removeprefix('torch.')} on {model.placement}, engine {model.engine_name}{threads}",
         f"config    {config_file or 'none'}: {_setting(config)}",
         f"confirmed {_confirmed(config)}",
         f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from layerskip.device_map import refuse_torchrun
 from search.run import add_output_flags, demo_folder
 from search.spec import StudyPaths, StudySpec, load_spec
 from search.stop import StopSignal
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    refuse_torchrun("start it as one process")
     spec, paths = load_spec({}, arguments.study, demo=demo_folder())
     plan = make_plan(arguments, spec)
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"

@@ -16,6 +16,7 @@ from layerskip.cli import OneLineParser, run_command
 from search.dashboard_guard import DashboardGuard
 from search.reporting.source import Address, open_source
 from search.run import demo_folder
+from search.storages.address import STORAGE_HELP, storage_argument
 
 PROG = "search.dashboard"
 
@@ -26,7 +27,7 @@ def build_parser() -> OneLineParser:
         prog=f"python -m {PROG}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--study", help="study folder, or its study.toml; default: the demo study")
-    parser.add_argument("--storage", help="Optuna storage, if it is not the study's own")
+    parser.add_argument("--storage", help=STORAGE_HELP)
     parser.add_argument("--port", type=int, default=8080, help="default 8080; 0 = any free one")
     parser.add_argument(
         "--host", default="127.0.0.1", help="default 127.0.0.1; any other than this machine's own needs a key"
@@ -87,7 +88,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 def _run(arguments: argparse.Namespace) -> int:
     key = read_api_key(arguments.api_key_file, arguments.host)
-    app, page = open_app(arguments.study, arguments.storage)
+    app, page = open_app(arguments.study, storage_argument(arguments.storage))
     with bind(DashboardGuard(app, key, arguments.host), arguments.host, arguments.port) as server:
         sys.stdout.write(f"http://{arguments.host}:{server.server_port}/{page}\nCtrl-C ends it.\n")
         sys.stdout.flush()

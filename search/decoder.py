@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport, check_greedy
+from layerskip.machine import trim_heap
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import ForcedText
 from search.cost_model import Timer
@@ -32,8 +33,8 @@ class Decoder(Protocol):
     """Greedy decoding of one model on one device."""
 
     @property
-    def device(self) -> Any:
-        """Where it computes: a torch.device, or None for one that does not compute."""
+    def devices(self) -> tuple[Any, ...]:
+        """Where it computes: one torch.device or more, or None alone for one that does not compute."""
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
         """Continue one prompt greedily under `config`."""
@@ -45,7 +46,7 @@ class Decoder(Protocol):
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
 
     def free_memory(self) -> None:
-        """Give back what a failed run left behind."""
+        """Give back what runs have left behind."""
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """What drafts would say at every position of these texts. Cost: about a target forward over each."""
@@ -79,9 +80,10 @@ class ModelDecoder:
         return [Decoded(tuple(out.ids), out.stats) for out in outs]
 
     @property
-    def device(self) -> Any:
-        """The model's torch.device."""
-        return self.model.device
+    def devices(self) -> tuple[Any, ...]:
+        """The model's."""
+        devices: tuple[Any, ...] = self.model.placement.devices
+        return devices
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -105,8 +107,9 @@ class ModelDecoder:
         return StepTimer(self.model, gamma_max)
 
     def free_memory(self) -> None:
-        """Collect garbage and empty the device's allocator cache."""
+        """Collect garbage, and give back what the device's allocator and the C heap keep free."""
         gc.collect()
+        trim_heap()
         if self.model.device.type == "cuda":
             import torch
 
@@ -124,6 +127,7 @@ def load_model(spec: StudySpec) -> Any:
     return LayerSkipModel.from_pretrained(
         spec.model,
         device=spec.device,
+        device_map=spec.device_map,
         dtype=spec.dtype,
         engine=spec.engine,
         trust_remote_code=spec.trust_remote_code,

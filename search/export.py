@@ -11,6 +11,7 @@ from layerskip.cli import OneLineParser, quiet_libraries, run_command
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.draft_model import DraftModel, export_draft_model
+from search.storages.address import STORAGE_HELP, storage_argument
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -32,7 +33,7 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument("study", nargs="?", help="study folder, or its study.toml, for --config-out")
     parser.add_argument("--config-out", type=Path, metavar="FILE", help="where to write the study's config")
-    parser.add_argument("--storage", help="Optuna storage, if it is not the study's own")
+    parser.add_argument("--storage", help=STORAGE_HELP)
     parser.add_argument("--study-name", help="name inside the storage")
     parser.add_argument("--config", type=Path, help="decode config, as the search exports it, for --draft-model")
     parser.add_argument("--draft-model", type=Path, metavar="DIR", help="new folder for the draft model")
@@ -66,7 +67,7 @@ def _write_config(arguments: argparse.Namespace) -> int:
     file = arguments.config_out.expanduser().absolute()
     if not file.parent.is_dir():
         raise ValueError(f"--config-out: no such folder: {file.parent}")
-    address = Address(arguments.study, arguments.storage, arguments.study_name)
+    address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     with opened(address, demo=demo_folder()) as source:
         config = stored_config(source.load(), file.parent)
     config.save(file)

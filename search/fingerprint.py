@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from layerskip.machine import cpu_name, device_name, git_commit, package_version
+from layerskip.machine import cpu_name, device_names, git_commit, package_version
 from search.prompts import PromptSet
 from search.spec import StudySpec
 
@@ -38,6 +38,8 @@ class Fingerprint:
     share_prefix: bool = False
     space_version: int = SPACE_VERSION
     objective: str = "tokens_per_s"
+    device_map: str | None = None
+    """Which layers are on which device; None for a model that is whole on one."""
 
 
 DEVICE_FIELDS = ("device", "cpu", "num_threads")
@@ -55,7 +57,7 @@ def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: P
     return Fingerprint(
         weights=model.weights_fingerprint(),
         model_class=model.model_class,
-        device=device_name(model.device),
+        device=device_names(model.placement.devices),
         dtype=str(model.dtype).removeprefix("torch."),
         engine=model.engine_name,
         num_threads=torch.get_num_threads(),
@@ -70,6 +72,7 @@ def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: P
         granularity=spec.granularity,
         share_prefix=spec.share_prefix,
         objective=spec.objective,
+        device_map=model.placement.describe(),
     )
 
 
@@ -79,7 +82,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     Of a study that maximises the speedup, `DEVICE_FIELDS` may differ.
     """
     # Studies from before there was the choice:
-    stored = {"share_prefix": False, "objective": "tokens_per_s"} | dict(stored)
+    stored = {"share_prefix": False, "objective": "tokens_per_s", "device_map": None} | dict(stored)
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()
     current = asdict(now)
     names = [field.name for field in fields(now)] + [name for name in stored if name not in current]

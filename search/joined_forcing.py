@@ -55,10 +55,10 @@ class JoinedForcing:
 
 
 class KeptReadings:
-    """Readings by mask, so many of them at most; the one longest unused is forgotten first."""
+    """Readings by mask, so many bytes of them at most; the one longest unused is forgotten first, the latest never."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._used_bytes = most_bytes, 0
         self._readings: OrderedDict[SkipMask, DraftReadings] = OrderedDict()
 
     def of(self, mask: SkipMask, read: Callable[[], DraftReadings]) -> DraftReadings:
@@ -67,8 +67,9 @@ class KeptReadings:
             self._readings.move_to_end(mask)
             return self._readings[mask]
         reading = self._readings[mask] = read()
-        if len(self._readings) > self._most:
-            self._readings.popitem(last=False)
+        self._used_bytes += reading.nbytes
+        while self._used_bytes > self._most_bytes and len(self._readings) > 1:
+            self._used_bytes -= self._readings.popitem(last=False)[1].nbytes
         return reading
 
 

@@ -136,7 +136,7 @@ class SearchRun:
             self._paths.study_name(self._spec),
             tell=lambda text: self._say.phase("workers", text),
             warn=self._say.warn,
-            facts={"device": self._subject.fingerprint.device} | computing_on(self._subject.decoder.device),
+            facts={"device": self._subject.fingerprint.device} | computing_on(*self._subject.decoder.devices),
             patience=self._tools.patience,
         )
 

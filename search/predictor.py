@@ -24,8 +24,8 @@ SHARP_DEPTH = 5
 """Drafts of a round, at most, that see the draft's own keys when a config about to be measured is read."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
-_MAX_KEPT = 4096
-_MAX_KEPT_WIDE = 512
+_KEPT_BYTES = 1 << 23
+"""8 MiB of readings on the first texts, and as much on all: hundreds of masks on short texts, dozens on long ones."""
 _TIMING_REPEATS = 3
 _BURST = 0.07
 """Standard deviation, relative, of a draft step timed in one go; what live steps spread around it on a busy machine."""
@@ -84,7 +84,8 @@ class TrialPrediction:
 
 
 class Predictor:
-    """Readings are kept by mask; costs may be measured anew, and are learnt from trials (see `set_costs`, `learn`).
+    """Readings are kept by mask, up to 16 MiB of them; costs may be measured anew, and are learnt from trials (see
+    `set_costs`, `learn`).
 
     What configs are ranked by is told at the prices at which this was made: prices that move shift the predictions of
     all configs, and those of different hours must compare. The shift is that of one config, the `yardstick`.
@@ -100,7 +101,7 @@ class Predictor:
         self._more: Forcing | None = None
         self._rows = self._first_rows = rows
         self._gamma_max = len(cost.verify_s) - 1
-        self._readings, self._wide_readings = KeptReadings(_MAX_KEPT), KeptReadings(_MAX_KEPT_WIDE)
+        self._readings, self._wide_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
         self._grid = Settings.grid(range(1, self._gamma_max + 1), _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS)
         self._learner = CostLearner()
         self._yardstick: DecodeConfig | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.cli import OneLineParser, run_command
 from search.run import demo_folder
+from search.storages.address import STORAGE_HELP, storage_argument
 
 if TYPE_CHECKING:
     from search.reporting.record import StudyRecord
@@ -33,7 +34,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("study", nargs="?", help="study folder, or its study.toml; the demo without it")
     parser.add_argument("--format", choices=FORMATS, default="html", help="default html")
     parser.add_argument("--out", metavar="FILE", help="where to; STUDY/report.html for html, else standard output (-)")
-    parser.add_argument("--storage", help="Optuna storage, if it is not the study's own")
+    parser.add_argument("--storage", help=STORAGE_HELP)
     parser.add_argument("--study-name", help="name inside the storage; of a per-group search NAME/GROUP")
     return parser
 
@@ -49,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from search.reporting.source import Address, opened
     from search.storage import near
 
-    address = Address(arguments.study, arguments.storage, arguments.study_name)
+    address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     with opened(address, demo=demo_folder()) as source:
         record = read_record(source.load(), read_summary(source.paths.summary))
         if not record.finished:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from layerskip.device_map import parse_device_map, refuse_torchrun
 from search.spec import (
     DTypeName,
     EngineName,
@@ -22,6 +23,7 @@ from search.spec import (
     to_toml,
 )
 from search.stop import StopSignal
+from search.storages.address import STORAGE_VARIABLE, storage_argument
 
 if TYPE_CHECKING:
     from search.prompts import PromptSet
@@ -40,9 +42,11 @@ _ABOUT_FLAGS = {
     "model": "Hugging Face id or folder",
     "prompts": "JSONL file of tuning prompts",
     "held_out": "JSONL file of held-out prompts; without it, split off from --prompts",
-    "storage": "Optuna storage: an RDB URL or journal:PATH",
+    "storage": f"Optuna storage: an RDB URL or journal:PATH; or set {STORAGE_VARIABLE}",
     "study_name": "name inside the storage",
     "device": "auto, cpu, cuda, cuda:N or mps",
+    "device_map": "spread a model larger than one device: auto, balanced, sequential, or a JSON object of module names "
+    "and devices",
     "revision": "branch, tag or commit of a hub model",
     "group_field": "field of a prompt's record that names its group (default: category)",
 }
@@ -130,6 +134,10 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     flags = vars(arguments).copy()
     for name in _NOT_OF_THE_SPEC:
         del flags[name]
+    refuse_torchrun(
+        "for a worker per device use --devices cuda:0,cuda:1, for a model larger than one device --device-map auto"
+    )
+    flags |= {"storage": storage_argument(arguments.storage), "device_map": parse_device_map(arguments.device_map)}
     spec, paths = load_spec(
         {_FIELDS.get(name, name): value for name, value in flags.items()}, arguments.study, demo=demo_folder()
     )
@@ -183,6 +191,11 @@ def _man(spec: StudySpec, arguments: argparse.Namespace) -> tuple[StudySpec, lis
     """The posts that --workers and --devices ask for; a single one is taken by this process. Warns on stderr."""
     from search.workers.posts import assign_posts, devices_for, own_cores, parse_devices
 
+    if spec.device_map is not None and (arguments.devices is not None or arguments.workers not in (None, 1)):
+        raise ValueError(
+            "device_map: spreads one worker over all devices of this host, so --workers and --devices must not be "
+            "given beside it; the same command on another host is one more worker"
+        )
     devices = devices_for(arguments.workers, parse_devices(arguments.devices), spec.device)
     posts, warnings = assign_posts(devices, spec.num_threads, own_cores())
     if len(posts) > 1 and spec.per_group:
@@ -234,11 +247,14 @@ def _without(argv: list[str], *flags: str) -> list[str]:
 def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:
     """With its study.toml, where there is none."""
     from layerskip.config import write_atomically
-    from search.storage import holds_secret
+    from search.storage import FROM_ENVIRONMENT, holds_secret
 
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
         has_password = spec.storage is not None and holds_secret(spec.storage)
+        if has_password and spec.storage == storage_argument(None):
+            # It was kept from the command line; the file says where to look.
+            spec, has_password = spec.model_copy(update={"storage": FROM_ENVIRONMENT}), False
         write_atomically(paths.spec_file, to_toml(spec, paths.folder), mode=0o600 if has_password else 0o644)
         if has_password:
             reporter.warn(f"{paths.spec_file} holds the storage's password; only you can read it, keep it so")

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from layerskip.config import MAX_GAMMA, MAX_NEW_TOKENS, MAX_THREADS, describe_validation_error
+from layerskip.device_map import check_device_map
+from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
 
 STUDY_FILE = "study.toml"
 _MAX_FILE_BYTES = 1 << 20
@@ -40,7 +42,8 @@ class StudySpec(BaseModel):
     held_out: str | None = None
     """JSONL file of held-out prompts, which judge the winner; None = split off from `prompts`."""
     storage: str | None = None
-    """Optuna storage: an RDB URL, or `journal:PATH`; None = `study.db` (SQLite) in the study folder."""
+    """Optuna storage: an RDB URL, or `journal:PATH`; None = `study.db` (SQLite) in the study folder. In a study.toml
+    also `$LAYERSKIP_STORAGE`: what the environment says."""
     study_name: str | None = None
     """Name inside the storage; None = the folder's name."""
     trials: Positive = 200
@@ -49,6 +52,9 @@ class StudySpec(BaseModel):
     """Seconds of searching in this run; the confirm stage follows all the same. None = no limit."""
     device: Annotated[str, Field(min_length=1)] = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`."""
+    device_map: str | dict[str, int | str] | None = None
+    """For a model larger than one device, in place of `device`: `auto`, `balanced`, `sequential`, or module names and
+    their devices. The map that comes of it is part of the fingerprint."""
     dtype: DTypeName = "auto"
     """Number format of weights and arithmetic."""
     engine: EngineName = "auto"
@@ -96,6 +102,12 @@ class StudySpec(BaseModel):
     """Search each prompt group apart as well, `trials` trials each, and export a setting per group."""
     group_field: Annotated[str, Field(min_length=1, max_length=64)] = "category"
     """Field of a prompt's record that names its group; of no account without `per_group`."""
+
+    @model_validator(mode="after")
+    def _check_device_map(self) -> StudySpec:
+        if self.device_map is not None:
+            check_device_map(self.device_map, self.device)
+        return self
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -156,6 +168,10 @@ def load_spec(flags: Mapping[str, Any], study: str | None, *, demo: Path) -> tup
     elif not {"model", "prompts"} <= given.keys():
         raise ValueError(f"{file}: no such file; give --study, or --model and --prompts for a new study")
     data |= resolve_paths(given, Path.cwd())
+    if data.get("storage") == FROM_ENVIRONMENT:
+        if (url := storage_argument(None)) is None:
+            raise ValueError(f"{file}: storage: its address is to be set in the environment, as {STORAGE_VARIABLE}")
+        data |= resolve_paths({"storage": url}, Path.cwd())
     for field in ("model", "prompts"):
         if field not in data:
             raise ValueError(f"{file}: {field}: is required, there or as --{field}")
@@ -282,6 +298,8 @@ def _near(path: Path, folder: Path) -> str:
 def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(one)}" for key, one in value.items()) + " }"
     if isinstance(value, str):
         # JSON's escapes are TOML's too; DEL alone is left as it is by JSON and refused by TOML.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -10,13 +10,26 @@ from pathlib import Path
 import optuna
 from optuna.storages import BaseStorage
 
-from search.storages.address import GRPC, JOURNAL, SQLITE, holds_secret, near, redact, storage_file
+from search.storages.address import (
+    FROM_ENVIRONMENT,
+    GRPC,
+    JOURNAL,
+    SQLITE,
+    STORAGE_VARIABLE,
+    holds_secret,
+    near,
+    redact,
+    storage_argument,
+    storage_file,
+)
 from search.storages.database import OnStale, connect_once, open_server, open_sqlite
 from search.storages.errors import StorageError, StorageFull, StorageLost, one_line, storage_failures_shown
 from search.storages.journal import open_journal
 from search.storages.patient import Patience, PatientStorage
 
 __all__ = [
+    "FROM_ENVIRONMENT",
+    "STORAGE_VARIABLE",
     "Patience",
     "StorageError",
     "StorageFull",
@@ -28,6 +41,7 @@ __all__ = [
     "near",
     "open_storage",
     "redact",
+    "storage_argument",
     "storage_failures_shown",
     "storage_file",
 ]

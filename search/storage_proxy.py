@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hmac
-import os
 import signal
 import sys
 import threading
@@ -18,12 +17,19 @@ from optuna.storages import BaseStorage
 
 from layerskip.api_key import KEY_VARIABLE, read_api_key
 from layerskip.cli import CommandError, OneLineParser, run_command
-from search.storage import check_storage, close_storage, open_storage, redact, storage_file
+from search.storage import (
+    STORAGE_VARIABLE,
+    check_storage,
+    close_storage,
+    open_storage,
+    redact,
+    storage_argument,
+    storage_file,
+)
 from search.storages.address import GRPC
 from search.storages.proxy_client import DEFAULT_PORT, KEEPALIVE_MS, KEY_HEADER, MAX_MESSAGE_BYTES
 
 PROG = "search.storage_proxy"
-STORAGE_VARIABLE = "LAYERSKIP_STORAGE"
 _MAX_THREADS = 15
 """As many connections as the pool to the database gives out."""
 _GRACE_S = 10
@@ -64,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    url = arguments.storage or os.environ.get(STORAGE_VARIABLE)
+    url = storage_argument(arguments.storage)
     if not url:
         raise ValueError(f"--storage: is required, or {STORAGE_VARIABLE} in the environment")
     if storage_file(url) is not None or url.startswith(GRPC):

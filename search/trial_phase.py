@@ -25,6 +25,8 @@ from search.workers.roster import PROCESS
 Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 HANDFUL = 6
 """Trials that check a prediction of no gain."""
+_FREE_EVERY = 10
+"""Trials of this process after which memory that nobody uses is given back; nothing is timed meanwhile."""
 CANNOT_WIN = "cannot_win"
 """Attribute of the study: why the search was cut short."""
 
@@ -45,6 +47,7 @@ class TrialPhase:
         self._study, self._reference, self._outlook, self._crew = study, reference, outlook, crew
         self._subject, self._spec, self._tools = subject, spec, tools
         self._say = tools.reporter
+        self._num_run = 0
 
     def run(self, callbacks: Sequence[Callback] = ()) -> str | None:
         """Returns why the run must end without a result, else None. Raises: KeyboardInterrupt if stopped.
@@ -101,6 +104,9 @@ class TrialPhase:
         with tools.stop.deferred():
             while self._goes_on(total, watch):
                 self._one_trial(objective, watch)
+                self._num_run += 1
+                if self._num_run % _FREE_EVERY == 0:
+                    subject.decoder.free_memory()
         if tools.stop.received is not None:
             raise KeyboardInterrupt
         if watch.broken is None and counted(self._trials()) < total:

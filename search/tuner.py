@@ -76,7 +76,7 @@ def tune(
         raise TypeError(f"tune: unknown options {', '.join(unknown)} (known: {', '.join(TuneOptions.__annotations__)})")
     held_out, study, quiet = given.pop("held_out", None), given.pop("study", None), bool(given.pop("quiet", False))
     start = time.perf_counter()
-    given |= {"model": _name_of(model), "trials": trials, "device": str(_device_of(model))}
+    given |= {"model": _name_of(model), "trials": trials, **_place_of(model)}
     StudySpec(**given, prompts="-")  # before a file is written
     with _folder_of(study) as folder:
         paths = StudyPaths(folder)
@@ -205,8 +205,14 @@ def _name_of(model: Any) -> str:
     return str(Path(name).absolute()) if Path(name).is_dir() else name
 
 
-def _device_of(model: Any) -> Any:
+def _place_of(model: Any) -> dict[str, Any]:
+    """Its device, or the map of one that is spread over several: what `search.run` would load it with."""
     parameter = next(iter(getattr(model, "parameters", tuple)()), None)
     if parameter is None:
         raise ValueError(f"model: must be a causal LM with weights, got {type(model).__name__}")
-    return parameter.device
+    if not hasattr(model, "hf_device_map") and parameter.device.type != "meta":
+        return {"device": str(parameter.device)}
+    from layerskip.placement import Placement
+
+    placement = Placement.of(model)
+    return {"device_map": placement.device_map} if placement.device_map else {"device": str(placement.entrance)}

@@ -57,6 +57,8 @@ def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
 
 def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
     """By measurement, and why; an engine that cannot serve the model is left out, and the reason says so."""
+    if not adapter.placement.is_whole:
+        return EngineChoice(eager, f"the only one for a model that is not whole on one device: {adapter.placement}")
     candidates: list[Engine] = []
     refusals: list[str] = []
     fused: FusedEngine | None = None
@@ -93,8 +95,10 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
 def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None) -> tuple[CudaGraphEngine, str]:
     """The engine, and what it records: lean layers where they serve the model (`fused`, if made already), else its own.
 
-    Raises: UnsupportedModelError without a CUDA device, or if neither can be recorded.
+    Raises: UnsupportedModelError without a CUDA device, for a model on several devices or offloaded, or if neither can
+    be recorded.
     """
+    adapter.placement.check_whole("cuda_graph")
     if not _has_graphs(adapter.device):
         raise UnsupportedModelError(
             f"engine cuda_graph: needs a model on a CUDA device, got {adapter.device.type} (engine auto takes what is "

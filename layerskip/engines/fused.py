@@ -32,8 +32,8 @@ class FusedEngine(SessionEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
     Cost: a second copy of the linear layers' weights; the model itself is not touched.
-    Raises: UnsupportedModelError for anything but plain Llama, Mistral, Qwen2 and Qwen3 models, and where the copy
-    would take more than half of the free memory.
+    Raises: UnsupportedModelError for anything but plain Llama, Mistral, Qwen2 and Qwen3 models, for one on several
+    devices or offloaded, and where the copy would take more than half of the free memory.
     """
 
     name = "fused"
@@ -172,6 +172,7 @@ def _attend(layer: Attention, x: torch.Tensor, buffers: Any, step: _Step) -> tor
 
 
 def _check_supported(model: Any, adapter: ModelAdapter) -> None:
+    adapter.placement.check_whole("fused")
     name = type(model).__name__
     if name not in _MODEL_CLASSES:
         raise UnsupportedModelError(f"engine fused: supports {', '.join(_MODEL_CLASSES)}, got {name}")
@@ -189,9 +190,6 @@ def _check_supported(model: Any, adapter: ModelAdapter) -> None:
         raise UnsupportedModelError(
             f"engine fused: needs a second copy of the weights ({needed >> 20} MiB), and {free >> 20} MiB are free"
         )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedModelError(f"engine fused: the model must be on one device, got {sorted(map(str, devices))}")
 
 
 def _bytes_to_copy(adapter: ModelAdapter) -> int:

@@ -36,6 +36,11 @@ class DraftReadings:
     choices: Ints
     """The draft's likeliest token."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of the three arrays."""
+        return self.accepted.nbytes + self.confidence.nbytes + self.choices.nbytes
+
     def select(self, texts: Sequence[int]) -> DraftReadings:
         """The readings of the texts at these places."""
         chosen = list(texts)
@@ -80,6 +85,11 @@ class TeacherForcing(ABC):
     def shape(self) -> tuple[int, int]:
         """(P, T)."""
         return len(self.texts), int(self.lengths.max())
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that it holds, at most: the target's keys and values, and what is kept from one reading to the next."""
 
     @abstractmethod
     def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:

@@ -34,6 +34,11 @@ class WholeModelForcing(TeacherForcing):
                 self._note_target(i, logits)
                 self._caches.append(cache)
 
+    @property
+    def nbytes(self) -> int:
+        """See `TeacherForcing`."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for cache in self._caches for layer in cache.layers)
+
     def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
         for i, one in enumerate(rows):
             if not len(one.ids):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from optuna.trial import FrozenTrial
 
 from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText
+from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search.proposals import Proposal, Proposer
 from search.stop import StopSignal
 
@@ -18,16 +20,78 @@ if TYPE_CHECKING:
     from search.decoder import Decoder, TextForcing
 
 T = TypeVar("T")
-Ledger = dict[Hashable, tuple[Any, float]]
-"""Question -> (answer, seconds that it took whoever asked first)."""
+MOST_BYTES = 1 << 29
+"""512 MiB: the readings and teacher forcings of the runs that are not at work, together."""
+
+
+@dataclass
+class _Entry:
+    seconds: float
+    """That the answer took whoever asked first."""
+    answer: Any
+    num_bytes: int
+    is_kept: bool = True
+
+
+class Ledger:
+    """Answers and their first prices, for all runs.
+
+    Answers that take memory (those that tell their `nbytes`: readings, and teacher forcings with the keys and values of
+    their texts) are dropped by `trim`, the one longest unused first, until `most_bytes` are left of all of them; what
+    the run at work asks for meanwhile comes on top of that, and a run holds none by itself. Prices stay.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def price(self, question: Hashable) -> float | None:
+        """Seconds that an answer took whoever asked first; None where nobody has asked."""
+        entry = self._entries.get(question)
+        return None if entry is None else entry.seconds
+
+    def has(self, question: Hashable) -> bool:
+        """Whether there is an answer, and it has not been dropped."""
+        entry = self._entries.get(question)
+        return entry is not None and entry.is_kept
+
+    def answer(self, question: Hashable) -> Any:
+        """The answer that is there. Raises: KeyError if there is none."""
+        if not self.has(question):
+            raise KeyError(question)
+        self._entries.move_to_end(question)
+        return self._entries[question].answer
+
+    def put(self, question: Hashable, answer: object, seconds: float) -> None:
+        """Keep an answer; an earlier price stands."""
+        first = self.price(question)
+        num_bytes = int(getattr(answer, "nbytes", 0))
+        self._entries[question] = _Entry(seconds if first is None else first, answer, num_bytes)
+        self._entries.move_to_end(question)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all answers that are kept."""
+        return sum(entry.num_bytes for entry in self._entries.values() if entry.is_kept)
+
+    def trim(self) -> None:
+        """Drop answers until the rest is within the bound. For the moment between two runs' turns."""
+        left = self.num_bytes
+        for entry in self._entries.values():
+            if left <= self._most_bytes:
+                return
+            if entry.is_kept and entry.num_bytes:
+                left -= entry.num_bytes
+                entry.answer, entry.is_kept = None, False
 
 
 class Account:
     """One run's share of a ledger that all runs write.
 
     A question that another run has asked before is answered at once, and its first seconds are charged; a question of
-    this run's own costs nothing the second time. So `now` runs as if this run were alone on the machine. Questions that
-    share work underneath, such as masks with the same first layers, are still cheaper for whoever asks later.
+    this run's own costs nothing the second time, also where the answer was dropped and is worked out again. So `now`
+    runs as if this run were alone on the machine and had all memory. Questions that share work underneath, such as
+    masks with the same first layers, are still cheaper for whoever asks later.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
@@ -41,38 +105,57 @@ class Account:
 
     def price(self, question: Hashable) -> float | None:
         """Seconds that an answer took whoever asked first; None where nobody has asked."""
-        return self._ledger[question][1] if question in self._ledger else None
+        return self._ledger.price(question)
 
     def remember(self, question: Hashable, answer: object, seconds: float) -> None:
         """An answer that was worked out before this process began."""
-        self._ledger[question] = (answer, seconds)
+        self._ledger.put(question, answer, seconds)
 
     def ask(self, question: Hashable, work: Callable[[], T]) -> T:
-        """The answer from the ledger, or from `work`, which must not ask in turn."""
-        if question not in self._ledger:
-            start = self._clock()
+        """The answer from the ledger, or from `work`, which may ask in turn only what this run has asked before."""
+        price = self._ledger.price(question)
+        if not self._ledger.has(question):
+            start = self.now()
             answer = work()
-            self._ledger[question] = (answer, self._clock() - start)
-        elif question not in self._asked:
-            self._charged_s += self._ledger[question][1]
+            seconds = self.now() - start
+            self._ledger.put(question, answer, seconds)
+            if price is not None:
+                self._charged_s -= seconds
+        if price is not None and question not in self._asked:
+            self._charged_s += price
         self._asked.add(question)
-        return cast(T, self._ledger[question][0])
+        return cast(T, self._ledger.answer(question))
 
 
 class SharedForcing:
-    """A teacher forcing whose readings go through an account."""
+    """The one teacher forcing on these texts for all runs; its readings go through an account.
 
-    def __init__(self, forcing: Any, account: Account) -> None:
-        self.forcing, self._account = forcing, account
+    It is asked for anew each time it is needed, and held by nobody: see `Ledger.trim`.
+    """
+
+    def __init__(self, decoder: Decoder, texts: Sequence[ForcedText], account: Account) -> None:
+        """Cost: making the forcing, if no run has made it."""
+        self._decoder, self._account = decoder, account
+        self._texts = tuple(texts)
+        made = self.forcing
+        self.keys: str = made.keys
+        self.lengths = made.lengths
+        self.target_probs = made.target_probs
+
+    @property
+    def forcing(self) -> Any:
+        """To be used and let go."""
+        return self._account.ask(("forcing", self._texts), lambda: self._decoder.teacher_forcing(self._texts))
 
     def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """See `TeacherForcing.read`."""
-        question = ("read", id(self.forcing), mask, depth, None if texts is None else tuple(texts))
-        reading: DraftReadings = self._account.ask(question, lambda: self.forcing.read(mask, depth, texts))
-        return reading
+        question = ("read", self._texts, mask, depth, None if texts is None else tuple(texts))
+        return self._account.ask(question, lambda: cast(DraftReadings, self.forcing.read(mask, depth, texts)))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.forcing, name)
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+        """See `TeacherForcing.overrun`; each run's own."""
+        added: list[int] = self.forcing.overrun(mask, wrong, threshold)
+        return added
 
 
 class SharedDecoder:
@@ -83,9 +166,7 @@ class SharedDecoder:
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """See `Decoder.teacher_forcing`."""
-        question = ("forcing", tuple(texts))
-        forcing = self._account.ask(question, lambda: self._decoder.teacher_forcing(texts))
-        return cast("TextForcing", SharedForcing(forcing, self._account))
+        return SharedForcing(self._decoder, texts, self._account)
 
     def timer(self, gamma_max: int) -> Timer:
         """See `Decoder.timer`."""

@@ -73,9 +73,7 @@ class ModelHints:
 
     @cached_property
     def _forcing(self) -> SharedForcing:
-        question = ("forcing", self._texts)
-        forcing = self._account.ask(question, lambda: self._subject.decoder.teacher_forcing(self._texts))
-        return SharedForcing(forcing, self._account)
+        return SharedForcing(self._subject.decoder, self._texts, self._account)
 
     def _measure_costs(self) -> CostModel:
         subject, space = self._subject, self._subject.space

@@ -82,7 +82,7 @@ class Shared:
     spec: StudySpec
     tools: Tools
     out: Path
-    ledger: Ledger = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def hints(self, account: Account) -> ModelHints:
         """What rivals may ask, paid by this account."""
@@ -110,6 +110,7 @@ class StrategyRun:
         """
         if len(self.records) >= num_trials:
             return
+        self._shared.ledger.trim()  # of what the runs before this one have left
         if self._proposer is None:
             with self._shared.tools.stop.interruptible():
                 self._proposer, self._objective = self._set_up(total)

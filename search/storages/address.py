@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 SQLITE = "sqlite:///"
 JOURNAL = "journal:"
 GRPC = "grpc://"
+STORAGE_VARIABLE = "LAYERSKIP_STORAGE"
+"""Of the environment: the storage of commands that are not told another. A command line is there for every user of the
+machine to see, with the password in it."""
+FROM_ENVIRONMENT = f"${STORAGE_VARIABLE}"
+"""What stands in a study.toml for a storage whose address holds a password and came from the environment."""
+STORAGE_HELP = f"Optuna storage, if it is not the study's own; or set {STORAGE_VARIABLE}"
+"""Of the flag in every command that reads a study."""
 _SECRET = re.compile("pass|pwd|secret|token|key", re.IGNORECASE)
 
 
@@ -17,6 +25,11 @@ def storage_file(url: str) -> Path | None:
         if url.startswith(prefix):
             return Path(url.removeprefix(prefix).partition("?")[0])
     return None
+
+
+def storage_argument(given: str | None) -> str | None:
+    """What --storage says, else the environment."""
+    return given or os.environ.get(STORAGE_VARIABLE) or None
 
 
 def redact(url: str) -> str:

@@ -16,6 +16,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
@@ -138,7 +139,27 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
     def set_trial_param(
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
     ) -> None:
-        self._call(self.inner.set_trial_param, trial_id, param_name, param_value_internal, distribution)
+        def attempt(_again: bool) -> None:
+            try:
+                self.inner.set_trial_param(trial_id, param_name, param_value_internal, distribution)
+            except KeyError:
+                if not self._get_to_know(trial_id):
+                    raise
+                self.inner.set_trial_param(trial_id, param_name, param_value_internal, distribution)
+
+        self._persist(attempt)
+
+    def _get_to_know(self, trial_id: int) -> bool:
+        """Read all trials, until this one is found. Whether it is.
+
+        Optuna's cache around a database takes parameters only of trials that have passed through it (5.0). A proxy that
+        was started again has seen none of those that are being measured.
+        """
+        if not isinstance(self.inner, _CachedStorage):
+            return False
+        studies = reversed(self.inner.get_all_studies())
+        trials = (one for study in studies for one in self.inner.get_all_trials(study._study_id, deepcopy=False))
+        return any(one._trial_id == trial_id for one in trials)
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         def attempt(again: bool) -> bool:

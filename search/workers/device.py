@@ -12,26 +12,34 @@ from search.workers.posts import own_cores
 from search.workers.process import is_here
 from search.workers.roster import Worker
 
-_CORES, _UNIT = "cores", "unit"
+_CORES, _UNIT, _MORE_UNITS = "cores", "unit", "more_units"
 
 
-def computing_on(device: Any) -> dict[str, Any]:
+def computing_on(device: Any, *more: Any) -> dict[str, Any]:
     """`unit` of an accelerator, or `cores` of a processor; empty where neither can be told.
 
-    device: a torch.device, or None. The unit is the driver's own id where there is one: CUDA_VISIBLE_DEVICES gives one
-    GPU several numbers.
+    device: a torch.device, or None; `more`: those that a model is spread over besides. The unit is the driver's own id
+    where there is one: CUDA_VISIBLE_DEVICES gives one GPU several numbers.
     """
-    kind = getattr(device, "type", "cpu")
-    if kind == "cpu":
+    if getattr(device, "type", "cpu") == "cpu":
         cores = own_cores()
         return {_CORES: cores} if cores is not None else {}
+    units = [_unit(one) for one in more if getattr(one, "type", "cpu") != "cpu"]
+    return {_UNIT: _unit(device)} | ({_MORE_UNITS: units} if units else {})
+
+
+def _unit(device: Any) -> str:
     unit = str(device)
-    if kind == "cuda":
+    if device.type == "cuda":
         import torch
 
         with suppress(AttributeError, RuntimeError):  # older torch, or a device that is gone
             unit = str(torch.cuda.get_device_properties(device).uuid)
-    return {_UNIT: unit}
+    return unit
+
+
+def _units(facts: Mapping[str, Any]) -> set[str]:
+    return {facts[_UNIT], *facts.get(_MORE_UNITS, ())} if _UNIT in facts else set()
 
 
 def share_a_device(facts: Mapping[str, Any], other: Worker) -> bool:
@@ -39,7 +47,7 @@ def share_a_device(facts: Mapping[str, Any], other: Worker) -> bool:
     if not is_here(other.process):
         return False
     if _UNIT in facts:
-        return bool(facts[_UNIT] == other.facts.get(_UNIT))
+        return bool(_units(facts) & _units(other.facts))
     return bool(set(facts.get(_CORES, ())) & set(other.facts.get(_CORES, ())))
 
 
@@ -52,7 +60,9 @@ def strangers_on(facts: Mapping[str, Any], known_pids: set[int]) -> list[int]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return pids_on(str(facts[_UNIT]), done.stdout, known_pids | {os.getpid()})
+    known = known_pids | {os.getpid()}
+    found = {pid: None for unit in sorted(_units(facts)) for pid in pids_on(unit, done.stdout, known)}
+    return list(found)
 
 
 def pids_on(unit: str, listing: str, known_pids: set[int]) -> list[int]:

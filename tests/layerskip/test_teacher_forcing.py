@@ -93,6 +93,7 @@ def test_layerwise_states_do_not_depend_on_what_was_read_before() -> None:
             reading = forcing.read(mask, depth=i % 3)
             np.testing.assert_array_equal(reading.accepted, fresh.accepted)
             np.testing.assert_allclose(reading.confidence, fresh.confidence, rtol=1e-6)
+    assert tight._states is not None
     assert len(tight._states) == 1
 
 

@@ -60,7 +60,7 @@ class FakeDecoder:
     num_tokens: int = 17
     num_decoded: int = 0
     num_freed: int = 0
-    device: Any = None
+    devices: tuple[Any, ...] = (None,)
     pace: float = 1.0
     """Of the device: scales all speeds alike."""
 

@@ -109,6 +109,8 @@ class FakeHints:
 class ClockedForcing(OrthogonalStates, FakeForcing):
     """Readings of the fake outlook, each taking its time on the clock, and hidden states."""
 
+    nbytes = 1 << 20
+
     def __init__(self, texts: Sequence[ForcedText], clock: FakeClock) -> None:
         OrthogonalStates.__init__(self, np.random.default_rng(0).uniform(0.2, 1.0, 2 * NUM_LAYERS).tolist())
         FakeForcing.__init__(self, texts)

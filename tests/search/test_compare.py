@@ -371,7 +371,7 @@ def test_a_resume_does_not_charge_preparation_twice(bench: Comparison) -> None:
 
 def test_a_shared_answer_costs_every_asker_its_first_price() -> None:
     clock = FakeClock()
-    ledger: Ledger = {}
+    ledger = Ledger()
     one, other = (Account(ledger, clock) for _ in range(2))
 
     def work() -> str:
@@ -382,6 +382,86 @@ def test_a_shared_answer_costs_every_asker_its_first_price() -> None:
     assert (clock.now, one.now(), other.now()) == (3.0, 3.0, 6.0)
     assert one.ask("another", work) == "answer"
     assert one.now() == 6.0
+
+
+def test_memory_that_is_dropped_between_turns_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is measured nor who pays for what; the real one drops beyond 512 MiB, here all that it can."""
+    plan = plan_of(strategies=("ours", "leave-one-out", "clasp"), trials=7, checkpoints=(7,))
+    roomy, tight = (Comparison(tmp_path / name) for name in ("roomy", "tight"))
+    assert roomy.run(plan) == 0
+    left: list[int] = []
+    trim = Ledger.trim
+
+    def trim_all(self: Ledger) -> None:
+        self._most_bytes = 0
+        trim(self)
+        left.append(self.num_bytes)
+
+    monkeypatch.setattr(Ledger, "trim", trim_all)
+    assert tight.run(plan) == 0
+    assert tight.history() == roomy.history()
+    paid = [[one["proposal_s"] for one in bench.trials()] for bench in (roomy, tight)]
+    assert paid[1] == pytest.approx(paid[0])
+    assert len(left) >= 6
+    assert set(left) == {0}
+    assert len(tight.decoder.forcings) > len(roomy.decoder.forcings)
+
+
+class Sized:
+    """An answer of so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def test_what_the_ledger_drops_is_worked_out_again_at_no_charge() -> None:
+    clock = FakeClock()
+    ledger = Ledger(most_bytes=100)
+    one, other = (Account(ledger, clock) for _ in range(2))
+    made: list[str] = []
+
+    def work(name: str) -> Sized:
+        made.append(name)
+        clock.now += 3.0
+        return Sized(60)
+
+    def ask(account: Account, name: str) -> Sized:
+        return account.ask(name, lambda: work(name))
+
+    ask(one, "first")
+    ask(one, "second")
+    ask(one, "first")
+    one.ask("small", lambda: "answer")
+    assert (made, ledger.num_bytes) == (["first", "second"], 120)  # a turn is not disturbed
+    ledger.trim()
+    assert ledger.num_bytes == 60
+    assert [ledger.has(name) for name in ("first", "second", "small")] == [True, False, True]
+    before = one.now()
+    assert ask(one, "second").nbytes == 60
+    assert made == ["first", "second", "second"]
+    assert one.now() == before  # its own clock stood still
+    ledger.trim()
+    assert not ledger.has("first")
+    before = other.now()
+    ask(other, "first")  # another run pays the first price, as ever
+    assert other.now() - before == 3.0
+    assert ledger.price("first") == 3.0
+
+
+def test_a_forcing_that_was_dropped_is_made_again_and_reads_the_same() -> None:
+    decoder, ledger = ReadableDecoder(), Ledger(most_bytes=0)
+    account = Account(ledger, decoder.clock)
+    forcing = SharedDecoder(decoder, account).teacher_forcing([ForcedText((1, 2), (3, 4, 5))])
+    mask = SkipMask.from_layers(NUM_LAYERS, [1])
+    reading, now = forcing.read(mask), account.now()
+    ledger.trim()
+    assert ledger.num_bytes == 0
+    again = forcing.read(mask)
+    assert len(decoder.forcings) == 2
+    assert again is not reading
+    assert np.array_equal(again.accepted, reading.accepted)
+    assert account.now() == pytest.approx(now)
+    assert forcing.lengths.tolist() == [3]
 
 
 def test_readings_are_shared_and_step_times_are_not() -> None:
@@ -402,7 +482,7 @@ def test_readings_are_shared_and_step_times_are_not() -> None:
 
 def test_a_signal_interrupts_a_long_proposal() -> None:
     stop = StopSignal()
-    proposer = TimedProposer(EarlyExitGrid(SPACE, 0), Account({}, FakeClock()), stop)
+    proposer = TimedProposer(EarlyExitGrid(SPACE, 0), Account(Ledger(), FakeClock()), stop)
     stop.received = 2
     with stop.deferred(), pytest.raises(KeyboardInterrupt):
         proposer.propose([], 0, np.random.default_rng(0))

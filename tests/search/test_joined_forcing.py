@@ -94,7 +94,9 @@ def test_the_last_depth_stands_for_later_ones() -> None:
 
 
 def test_the_reading_longest_unused_is_forgotten_first() -> None:
-    kept, read = KeptReadings(2), []
+    num_bytes = FakeForcing(TEXTS).read(MASK).nbytes
+    assert num_bytes == 5 * 21 * (4 + 4 + 8)
+    kept, read = KeptReadings(2 * num_bytes), []
 
     def reading_of(mask: SkipMask) -> DraftReadings:
         def work() -> DraftReadings:
@@ -107,3 +109,11 @@ def test_the_reading_longest_unused_is_forgotten_first() -> None:
     for i in (0, 1, 0, 2, 0, 2, 1):
         reading_of(masks[i])
     assert read == [masks[0], masks[1], masks[2], masks[1]]
+
+
+def test_a_reading_larger_than_the_bound_is_kept_until_the_next() -> None:
+    kept, read = KeptReadings(1), []
+    for i in (0, 0, 1, 0):
+        mask = SkipMask.from_layers(6, [i])
+        kept.of(mask, lambda mask=mask: (read.append(mask), FakeForcing(TEXTS).read(mask))[1])
+    assert [mask.skipped_layers for mask in read] == [(0,), (1,), (0,)]

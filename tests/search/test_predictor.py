@@ -178,8 +178,8 @@ def test_a_threshold_between_those_of_the_coarse_grid_is_found() -> None:
 
 
 def test_the_reading_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor_module, "_MAX_KEPT", 2)
     forcing = forcing_of([LENGTH])
+    monkeypatch.setattr(predictor_module, "_KEPT_BYTES", 2 * 16 * LENGTH)
     predictor = predictor_of(forcing)
     counts = []
     for i in (0, 1, 0, 2, 0, 2, 1):

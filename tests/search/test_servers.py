@@ -266,6 +266,23 @@ def test_workers_survive_servers_that_restart_again_and_again(
         audit(url, total)
 
 
+def test_a_trial_that_a_proxy_has_not_seen_goes_on(postgres_url: str) -> None:
+    """Optuna's cache in a proxy that was started again knew nothing of it, and refused its parameters."""
+    with running_proxy(postgres_url) as proxy:
+        storage = open_storage(proxy.url)
+        study = optuna.create_study(study_name="s", storage=storage)
+        trial = study.ask()
+        proxy.stop()
+        proxy.start()
+        x = trial.suggest_float("x", 0, 1)
+        study.tell(trial, x)
+        (told,) = study.trials
+        assert (told.params, told.value) == ({"x": x}, x)
+        with pytest.raises(KeyError):
+            storage.set_trial_param(10**6, "x", 0.5, told.distributions["x"])
+        close_storage(storage)
+
+
 def test_a_database_that_stays_away_is_given_up_in_one_line(postgres_server: PostgresServer, postgres_url: str) -> None:
     storage = open_storage(postgres_url, patience=Patience(limit_s=0.3))
     study = optuna.create_study(study_name="s", storage=storage)

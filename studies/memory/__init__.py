@@ -1,0 +1,1 @@
+"""Whether resident memory stays flat: hundreds of trials of one search, an hour of one server."""

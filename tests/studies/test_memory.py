@@ -1,0 +1,226 @@
+"""Memory stays flat: a search in small, with and without a leak planted in it, and what the studies of it write."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+from layerskip.kv_cache import SharedLengthCache
+from layerskip.teacher_forcing import LayerwiseForcing
+from search import outlook_opening, predictor
+from search import run as search_run
+from search.reporting.publish import Publisher
+from search.trial_watch import TrialWatch
+from studies.memory import search, serve
+from studies.memory.course import LIMIT, Course, resident_mib
+from tests.search.conftest import save_tiny_model, tiny_flags
+
+NUM_TRIALS, WARM_UP = 36, 12
+SPARE_BYTES = 1 << 16
+"""A text of the tiny model has some 16 KiB of keys and values, a trial sixteen texts or more."""
+BLOCKS_A_TRIAL = 800
+"""Of Python's allocator: some 270 that Optuna keeps of a finished trial."""
+
+Growth = tuple[int, int]
+"""Bytes of tensors, blocks of Python's allocator."""
+
+
+@pytest.fixture
+def count_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Growth]:
+    """A real search on a tiny model; the bytes of all tensors and the blocks of all else after the warm-up and after
+    the last trial."""
+    counted: list[Growth] = []
+    watch, numbers = TrialWatch.__call__, itertools.count(1)
+
+    def watch_and_count(self: TrialWatch, *arguments: Any) -> None:
+        watch(self, *arguments)
+        if next(numbers) in (WARM_UP, NUM_TRIALS):
+            counted.append((tensor_bytes(), sys.getallocatedblocks()))
+
+    monkeypatch.setattr(TrialWatch, "__call__", watch_and_count)
+    monkeypatch.setattr(Publisher, "__call__", lambda *_: None)
+    monkeypatch.setattr(Publisher, "publish", lambda *_: None)
+    # Caches that are full before the first trial, as they are on a real model.
+    monkeypatch.setattr(outlook_opening, "_MIN_PREFLIGHT_S", 2.0)
+    monkeypatch.setattr(predictor, "_KEPT_BYTES", 1 << 14)
+    monkeypatch.setitem(LayerwiseForcing.__init__.__kwdefaults__, "cache_bytes", 1 << 14)
+    flags = tiny_flags(save_tiny_model(tmp_path / "model"), tmp_path)
+
+    def run() -> Growth:
+        flags[flags.index("--trials") + 1] = str(NUM_TRIALS)
+        assert search_run.main([*flags, "--engine", "fused", "--force", "--quiet"]) == 0
+        before, after = counted
+        return after[0] - before[0], after[1] - before[1]
+
+    return run
+
+
+def tensor_bytes() -> int:
+    gc.collect()
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors()}
+    return sum(one.nbytes() for one in storages.values())
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    return (one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu")
+
+
+def test_trials_leave_nothing_behind(count_search: Callable[[], Growth]) -> None:
+    num_bytes, num_blocks = count_search()
+    assert num_bytes < SPARE_BYTES
+    assert num_blocks < BLOCKS_A_TRIAL * (NUM_TRIALS - WARM_UP)
+
+
+def test_trials_that_leave_something_behind_are_seen(
+    count_search: Callable[[], Growth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with a planted leak: somebody holds on to the keys and values of every text."""
+    held: list[SharedLengthCache] = []
+    make = SharedLengthCache.__init__
+
+    def make_and_hold(self: SharedLengthCache, *arguments: Any) -> None:
+        make(self, *arguments)
+        held.append(self)
+
+    monkeypatch.setattr(SharedLengthCache, "__init__", make_and_hold)
+    num_bytes, _ = count_search()
+    assert num_bytes > 2 * SPARE_BYTES
+
+
+TELLER = """
+import json, sys
+kept, seen = [bytearray(b"x" * (80 << 20))], None
+for done in range(1, 41):
+    if sys.argv[1] == "leaks":
+        kept.append(bytearray(b"x" * (1 << 20)))
+    print(json.dumps({"event": "note", "text": ""}))
+    print(json.dumps({"event": "trial", "num_done": done, "state": "complete"}), flush=True)
+    seen = seen or open(sys.argv[2])
+    seen.readline()
+    if sys.argv[1] == "fails" and done == 7:
+        sys.exit("teller: error: no room")
+"""
+
+
+@pytest.fixture
+def teller(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A process in the place of the search that tells of forty trials; after each it waits until it was looked at."""
+
+    def put(kind: str) -> None:
+        seen = tmp_path_factory.mktemp("teller") / "seen"
+        os.mkfifo(seen)
+        writers: list[IO[str]] = []
+
+        class Stepped(Course):
+            def sample(self, at: float, pid: int) -> float:
+                mib = super().sample(at, pid)
+                if not writers:
+                    writers.append(seen.open("w", buffering=1))
+                writers[0].write("\n")
+                return mib
+
+        monkeypatch.setattr(search, "Course", Stepped)
+        monkeypatch.setattr(search, "command", lambda *_: [sys.executable, "-c", TELLER, kind, str(seen)])
+
+    return put
+
+
+@pytest.mark.parametrize(("kind", "code"), [("is flat", 0), ("leaks", 1)])
+def test_the_study_of_a_search_tells_flat_memory_from_a_leak(
+    teller: Callable[[str], None], kind: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teller(kind)
+    assert search.main(["--trials", "40", "--out", str(tmp_path)]) == code
+    record = json.loads((tmp_path / "search.json").read_text())
+    assert (record["unit"], record["num_samples"], record["warm_up"]) == ("trials", 40, 4)
+    assert record["is_flat"] == (code == 0)
+    assert record["trials_by_state"] == {"complete": 40}
+    assert record["rss_mib_at_end"] > 80
+    if kind == "leaks":
+        grown = record["rss_mib_at_end"] - record["rss_mib_after_warm_up"]
+        assert grown == pytest.approx(36, abs=3)
+        assert record["growth"] > LIMIT
+    line = (tmp_path / "table.md").read_text().splitlines()[-1]
+    assert line.startswith("| search | 40 trials | 4 |")
+    assert line in capsys.readouterr().out
+
+
+def test_a_search_that_fails_is_told_in_its_own_words(
+    teller: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teller("fails")
+    assert search.main(["--trials", "40", "--out", str(tmp_path)]) == 2
+    assert "the search ended with code 1: teller: error: no room" in capsys.readouterr().err
+    teller("is flat")
+    assert search.main(["--trials", "41", "--out", str(tmp_path)]) == 2
+    assert "the search ended after 40 of 41 trials" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_search_that_is_watched_is_a_real_one(tmp_path: Path) -> None:
+    arguments = search.build_parser().parse_args(["--trials", "3"])
+    command = search.command(arguments, tmp_path)
+    parsed = search_run.build_parser().parse_args(command[3:])
+    assert (command[1:3], parsed.trials, parsed.json, parsed.force) == (["-m", "search.run"], 3, True, True)
+    assert Path(parsed.study).parent == tmp_path
+    assert Path(parsed.model, "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_study_of_a_server_asks_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For some seconds: each way to ask and its outcome. That nothing stays of a request: test_server_memory.py."""
+    code = serve.main(["--minutes", "0.1", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "serve.json").read_text())
+    assert code == (0 if record["is_flat"] else 1)
+    kinds = record["requests_by_kind"]
+    assert {"whole", "streamed", "sampled", "left mid-stream", "chat refused", "rubbish refused"} < kinds.keys()
+    assert len(set(kinds.values())) == 1
+    assert record["requests"] == sum(kinds.values()) >= 2 * len(kinds)
+    assert record["rss_mib_at_end"] > 100
+    assert "| serve | 0.1 minutes |" in (tmp_path / "table.md").read_text()
+
+
+def test_the_figures_of_a_course() -> None:
+    course = Course("trials", 20, [1, 2, 3, 19, 20], [90.0, 100.0, 108.0, 103.0, 102.0])
+    assert course.after_warm_up == [100.0, 108.0, 103.0, 102.0]
+    assert (course.growth, course.most_growth) == (pytest.approx(0.02), pytest.approx(0.08))
+    assert not course.is_flat  # the end is, what lay between is not
+    assert Course("trials", 20, [2, 20], [100.0, 104.9]).is_flat
+    with pytest.raises(ValueError, match="no sample after 2 trials: the process ended before"):
+        Course("trials", 20, [1], [90.0]).to_json()
+    many = Course("trials", 500, list(range(1, 501)), [100.0] * 500).to_json()
+    assert len(many["samples"]) <= 61
+    assert many["samples"][-1] == [500, 100.0]
+    assert resident_mib(1) > 0
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (search.main, ["--trials", "0"], "--trials: must be at least 1, got 0"),
+        (search.main, ["--max-new-tokens", "1"], "--max-new-tokens: must be at least 2, got 1"),
+        (search.main, ["--trial-seconds", "nan"], "--trial-seconds: must be above 0, got nan"),
+        (search.main, ["--model", "/nowhere"], "--model: no such folder: /nowhere"),
+        (search.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
+        (serve.main, ["--minutes", "0"], "--minutes: must be above 0, got 0.0"),
+        (serve.main, ["--minutes", "inf"], "--minutes: must be above 0, got inf"),
+        (serve.main, ["--config", "/nowhere"], "--config: no such file: /nowhere"),
+        (serve.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(
+    main: Callable[[list[str]], int], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
