@@ -17,6 +17,7 @@ from layerskip.device_round import RoundPlan
 from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.kv_cache import StaticCache
+from layerskip.placement import Placement
 from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, graph_model
@@ -70,7 +71,9 @@ class TableExecutor:
 
 
 def table_engine(recorder: Any) -> CudaGraphEngine:
-    stub: Any = SimpleNamespace(device=torch.device("cpu"), num_layers=2, windows=(None, None))
+    cpu = torch.device("cpu")
+    placement = Placement(cpu, (cpu,), is_offloaded=False, device_map=None)
+    stub: Any = SimpleNamespace(device=cpu, placement=placement, num_layers=2, windows=(None, None))
     return CudaGraphEngine(stub, TableExecutor(), recorder, GraphOptions(granule=16, min_visible=16))
 
 
