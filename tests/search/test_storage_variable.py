@@ -14,7 +14,7 @@ from search.spec import StudyPaths, load_spec
 from search.storage import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
 from tests.search.test_commands import changed, run_main
 
-SECRET = "postgresql+psycopg://me:s3cret@127.0.0.1:1/db"
+URL = "postgresql+psycopg://me:s3cret@127.0.0.1:1/db"
 
 
 def test_the_flag_wins_and_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_every_command_reads_it(
 def test_its_password_is_shown_nowhere(
     tiny_study: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(STORAGE_VARIABLE, SECRET)
+    monkeypatch.setenv(STORAGE_VARIABLE, URL)
     (tmp_path / "there").mkdir()
     (tmp_path / "there/study.toml").write_text('model = "m"\nprompts = "p"\n')
     commands = [
@@ -83,10 +83,10 @@ def test_study_toml_says_where_to_look_instead_of_the_password(
     tiny_study: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = run.build_parser().parse_args(tiny_study)
-    monkeypatch.setenv(STORAGE_VARIABLE, SECRET)
+    monkeypatch.setenv(STORAGE_VARIABLE, URL)
     given = {"model": flags.model, "prompts": flags.prompts, "storage": storage_argument(None)}
     spec, paths = load_spec(given, str(tmp_path / "study"), demo=tmp_path)
-    assert spec.storage == SECRET
+    assert spec.storage == URL
     warned: list[str] = []
     reporter: Any = SimpleNamespace(warn=warned.append, phase=lambda *_words: None)
     run._make_folder(reporter, spec, paths)
