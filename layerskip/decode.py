@@ -69,6 +69,10 @@ class DecodeLoop:
         plan = RoundPlan(config.skip_mask, gamma, config.draft_threshold, with_prob=config.target_threshold > 0.0)
         return self._engine.make_round(plan, self._sampler)
 
+    @property
+    def config(self) -> DecodeConfig:
+        return self._config
+
     def run(self, request: DecodeRequest, stats: DecodeStats) -> Iterator[Emitted]:
         """`begin`, then `complete`."""
         return self.complete(self.begin(request, stats))
@@ -217,6 +221,12 @@ class Run:
     @property
     def remaining(self) -> int:
         return self.request.max_new_tokens - self.stats.num_emitted
+
+    def begin_as(self, other: Run) -> None:
+        """Take over the prompt's own forward from a run of the same request that has made this one step."""
+        self.verdict = other.verdict
+        self.stats.prefill_s = other.stats.prefill_s
+        self.take(other.emitted_ids, [TARGET_ONLY])
 
     def take(self, ids: list[int], origins: list[str], rejected: list[int] | None = None) -> Emitted:
         """Append tokens up to the first that ends the text; the rest is cut, and what it stands in for with it."""

@@ -104,6 +104,11 @@ def measure_pair_apart(decoder: Decoder, case: PromptCase, config: DecodeConfig,
     return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
 
 
+def pair_seconds(stats: DecodeStats) -> float:
+    """What a plain/plain pair takes in lockstep, from one plain decoding: the prompt's own forward is shared."""
+    return stats.prefill_s + 2 * stats.decode_s
+
+
 def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed]:
     """Several ways to decode one prompt, in lockstep, with garbage collection off, each output checked.
 

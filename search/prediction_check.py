@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
+from search.leaderboard import key_of
 from search.replay import ReplayCheck, check_replay
 
 Floats = NDArray[np.float64]
 _NUM_SIMULATED = 200
+_MIN_FREEDOM = 20
+"""Pairs measured again below which plain against plain says more about the clock."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,14 @@ class PredictionCheck:
     """Rank correlation; None below three trials or where all are equal."""
     bias: float
     """Geometric mean of predicted / measured; above 1 is optimistic."""
+    noise_sigma: float | None
+    """Standard deviation of the log of one pair's ratio that is the clock's alone; None where it is not known."""
+    noise_freedom: int
+    """Degrees of freedom it was learnt from, where configs met a prompt again; 0 = from plain against plain."""
     noise_median_abs_error: float | None
-    """What the clock's noise alone does to a prediction that is right; None where the noise is not known."""
+    """What that noise alone does to a prediction that is right."""
     noise_spearman: float | None
-    """What the clock's noise alone leaves of its rank correlation."""
+    """What that noise alone leaves of its rank correlation."""
 
 
 def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
@@ -48,7 +56,8 @@ def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
 def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> PredictionCheck | None:
     """Predictions as they stood before each trial; None where no trial has one.
 
-    noise_sigma: standard deviation of the log of a plain/plain ratio, see `Reference`.
+    noise_sigma: standard deviation of the log of a plain/plain ratio, see `Reference`; used where too few configs met a
+    prompt again. (It is the smaller: drafting, verifying and plain steps do not suffer alike from a busy machine.)
     """
     from scipy import stats
 
@@ -59,16 +68,35 @@ def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None
     predicted, measured = (np.array([pair[side] for pair in pairs]) for side in (0, 1))
     varied = len(pairs) >= 3 and np.ptp(predicted) > 0 and np.ptp(measured) > 0
     noise: tuple[float | None, float | None] = (None, None)
-    if varied and noise_sigma is not None:
-        noise = _of_noise_alone(predicted, [len(trial.user_attrs["ratios"]) for trial, _ in found], noise_sigma)
+    repeated, freedom = noise_of_repeats([trial for trial, _ in found])
+    sigma = noise_sigma if repeated is None else repeated
+    if varied and sigma is not None:
+        noise = _of_noise_alone(predicted, [len(trial.user_attrs["ratios"]) for trial, _ in found], sigma)
     return PredictionCheck(
         num_trials=len(pairs),
         median_abs_error=float(np.median(np.abs(predicted / measured - 1.0))),
         spearman=float(stats.spearmanr(predicted, measured).statistic) if varied else None,
         bias=float(np.exp(np.log(predicted / measured).mean())),
+        noise_sigma=sigma,
+        noise_freedom=0 if repeated is None else freedom,
         noise_median_abs_error=noise[0],
         noise_spearman=noise[1],
     )
+
+
+def noise_of_repeats(trials: Sequence[FrozenTrial]) -> tuple[float | None, int]:
+    """(spread of the log ratios of a config on a prompt that it met before, degrees of freedom).
+
+    The work is the same to the last token each time, so this is the clock's and the machine's. The spread is None
+    where there are too few.
+    """
+    met: dict[Any, list[float]] = defaultdict(list)
+    for trial in trials:
+        for step, ratio in zip(trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"], strict=False):
+            met[key_of(trial.params), step].append(math.log(ratio))
+    freedom = sum(len(logs) - 1 for logs in met.values())
+    squares = sum(len(logs) * float(np.var(logs)) for logs in met.values())
+    return (math.sqrt(squares / freedom) if freedom >= _MIN_FREEDOM else None), freedom
 
 
 def _of_noise_alone(predicted: Floats, num_prompts: Sequence[int], noise_sigma: float) -> tuple[float, float]:
@@ -119,8 +147,11 @@ def describe_checks(checks: dict[str, Any]) -> list[str]:
             f"predicted / measured {prediction['bias']:.3f}"
         )
         if prediction["noise_spearman"] is not None:
+            pairs = prediction["noise_freedom"]
+            source = f"{pairs} pairs measured again" if pairs else "plain against plain"
             lines.append(
-                f"the clock's noise alone would make a perfect prediction err by "
+                f"the clock's noise alone ({100 * prediction['noise_sigma']:.1f} % a pair, {source}) "
+                "would make a perfect prediction err by "
                 f"{100 * prediction['noise_median_abs_error']:.1f} % and correlate {prediction['noise_spearman']:.3f}"
             )
     return lines

@@ -11,6 +11,7 @@ from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine import package_version
 from search.decoder import ModelDecoder, load_model
 from search.fingerprint import take_fingerprint
+from search.measurement import pair_seconds
 from search.prompts import PromptSet, encode_prompts
 from search.reference import prompts_for, warm_up
 from search.results import Origin, portable_model_name
@@ -65,10 +66,10 @@ class StudyTime:
 
 
 def time_pair(subject: Subject) -> float:
-    """Seconds of a plain/plain pair, prefill included, on the first tuning prompt. Cost: three decodings."""
+    """Seconds of a plain/plain pair, the shared prefill included, on the first tuning prompt. Cost: three decodings."""
     warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
     out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    return 2 * (out.stats.prefill_s + out.stats.decode_s)
+    return pair_seconds(out.stats)
 
 
 def time_study(subject: Subject, spec: StudySpec, pair_s: float) -> StudyTime:

@@ -14,7 +14,7 @@ import numpy as np
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoded, Decoder
-from search.measurement import PromptCase, measure_pair, time_one
+from search.measurement import PromptCase, measure_pair, pair_seconds, time_one
 from search.prompts import EncodedPrompt
 from search.statistics import geometric_mean, log_spread
 
@@ -92,9 +92,9 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
         out = decoder.decode(prompt.ids, plain)
         if not _file_case(prompt, out, cases, dropped):
             continue
-        seconds.append(out.stats.prefill_s + out.stats.decode_s)
+        seconds.append(pair_seconds(out.stats))
         if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
-            per_trial = prompts_for(options.trial_seconds, 2 * float(np.mean(seconds)))
+            per_trial = prompts_for(options.trial_seconds, float(np.mean(seconds)))
     if not cases:
         raise ValueError("prompts: the model ends the text before a second token on every tuning prompt")
     per_trial = min(per_trial, len(cases))
@@ -104,7 +104,7 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
         num_per_trial=per_trial,
         plain_tokens_per_s=geometric_mean(rates),
         noise_sigma=noise,
-        pair_s=2 * float(np.mean(seconds)),
+        pair_s=float(np.mean(seconds)),
         dropped=tuple(dropped),
     )
 

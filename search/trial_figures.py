@@ -194,6 +194,8 @@ def _prediction_facts(check: PredictionCheck, trials: Sequence[FrozenTrial]) -> 
         f"{check.num_trials} trials: median error {100 * check.median_abs_error:.1f} %, rank correlation {rank}, "
         f"predicted / measured {check.bias:.3f}; open = stopped early"
     )
+    if check.noise_spearman is not None:
+        text += f"; the clock's noise alone would leave a rank correlation of {check.noise_spearman:.2f}"
     if (replayed := replay_check_of(trials)) is not None:
         text += f"; forwards replayed exactly in {100 * replayed.exact_share:.0f} %"
     return text

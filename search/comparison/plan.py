@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from layerskip.config import DecodeConfig
+from search.measurement import pair_seconds
 from search.reference import prompts_for, warm_up
 from search.rivals import STRATEGIES
 from search.spec import StudySpec
@@ -69,7 +70,7 @@ def estimate(plan: ComparisonPlan, subject: Subject, spec: StudySpec) -> str:
     """How long the comparison will take at most, from one prompt decoded plainly. Cost: three decodings."""
     warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
     out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    pair_s = 2 * (out.stats.prefill_s + out.stats.decode_s)
+    pair_s = pair_seconds(out.stats)
     per_trial = min(spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s), len(subject.tuning))
     num_trials = len(plan.runs) * plan.trials
     num_picks = len(plan.runs) * len(plan.checkpoints)

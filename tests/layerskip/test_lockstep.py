@@ -60,8 +60,9 @@ def test_who_is_behind_goes_next_and_level_ones_take_turns(monkeypatch: pytest.M
     plain = DecodeConfig.plain(zoo.NUM_LAYERS)
     draft = DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS), gamma=3)  # accepts everything: 4 tokens a round
     model.generate_in_lockstep(prompt, [plain, draft], max_new_tokens=10)
-    # Each entry: who stepped, from which length on. Level at 5, 6, 10 and 14; the other one goes first every time.
-    expected = [(0, 5), (1, 5), (0, 6), (1, 6), (0, 7), (0, 8), (0, 9), (1, 10), (0, 10), (0, 11), (0, 12), (0, 13)]
+    # Each entry: who stepped, from which length on. The prompt's own forward is shared; level at 6, 10 and 14, where
+    # the other one goes first every time.
+    expected = [(0, 5), (0, 6), (1, 6), (0, 7), (0, 8), (0, 9), (1, 10), (0, 10), (0, 11), (0, 12), (0, 13)]
     expected += [(1, 14), (0, 14)]
     assert places == expected
 

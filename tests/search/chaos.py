@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from search.leaderboard import FAILURE, WORKER_DIED, counted, key_of, was_interr
 from search.storage import close_storage, open_storage, storage_file
 from search.workers.claims import CLAIM
 from search.workers.reaping import ATTEMPT, MAX_ATTEMPTS, RETRY_OF
+from studies.scaling.servers import own_postgres
 from tests.search.crew_member import TIMELINE, Order, start
 from tests.search.fakes import SPACE
 
@@ -152,17 +154,21 @@ def _audit_overlaps(trials: list[FrozenTrial], timeline: Path) -> None:
 
 
 def main() -> None:
-    """`python -m tests.search.chaos --storage URL --kills 50`: without --storage, SQLite in a temporary folder."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--storage")
+    """Kill workers at random, then audit the study. Without --storage, on SQLite in a temporary folder."""
+    parser = argparse.ArgumentParser(prog="python -m tests.search.chaos", description=main.__doc__)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--storage", metavar="URL")
+    where.add_argument("--postgres", action="store_true", help="on a PostgreSQL server of its own")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         storage = given.storage or f"sqlite:///{folder / 'study.db'}"
+        if given.postgres:
+            storage = stack.enter_context(own_postgres(durable=False)).new_database()
         order = Order(folder, storage, study_name=f"chaos-{given.seed}", trials=given.trials)
         kill_at_random(order, kills=given.kills, num_workers=given.workers, seed=given.seed)
         print(f"{given.kills} kills, seed {given.seed}: {audit(order)}")

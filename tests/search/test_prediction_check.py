@@ -1,0 +1,88 @@
+"""How good predictions were, and how good they could have been: noise is told from what was measured again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from optuna.distributions import IntDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from search.prediction_check import check_predictions, describe_checks, noise_of_repeats, prediction_check_of
+
+NOISE, NUM_CONFIGS, NUM_PROMPTS = 0.05, 60, 4
+
+
+def trial_of(config: int, steps: list[int], ratios: list[float], predicted: list[float]) -> FrozenTrial:
+    attributes: dict[str, Any] = {"prompt_steps": steps, "ratios": ratios, "predicted_ratios": predicted}
+    return create_trial(
+        state=TrialState.COMPLETE,
+        value=1.0,
+        params={"gamma": config},
+        distributions={"gamma": IntDistribution(0, 1_000)},
+        user_attrs=attributes,
+    )
+
+
+def study_of(*, again: int, noise: float = NOISE, error: float = 0.0) -> list[FrozenTrial]:
+    """Every config once, and the first `again` of them a second time on the same prompts."""
+    rng, trials = np.random.default_rng(3), []
+    truth = np.exp(rng.normal(0.2, 0.1, size=(NUM_CONFIGS, 1)) + rng.normal(0.0, 0.1, size=NUM_PROMPTS))
+    told = truth * np.exp(rng.normal(0.0, 1.0, size=(NUM_CONFIGS, 1)) * error)
+    for config in (*range(NUM_CONFIGS), *range(again)):
+        measured = truth[config] * np.exp(rng.normal(0.0, noise, size=NUM_PROMPTS))
+        trials.append(trial_of(config, list(range(NUM_PROMPTS)), measured.tolist(), told[config].tolist()))
+    return trials
+
+
+def test_noise_is_learnt_from_pairs_measured_again_and_from_nothing_else() -> None:
+    sigma, freedom = noise_of_repeats(study_of(again=NUM_CONFIGS))
+    assert freedom == NUM_CONFIGS * NUM_PROMPTS
+    assert sigma == pytest.approx(NOISE, rel=0.15)
+    # Prompts differ by twice the noise, configs too: neither counts.
+    assert noise_of_repeats(study_of(again=0)) == (None, 0)
+    assert noise_of_repeats(study_of(again=4)) == (None, 16)
+    assert noise_of_repeats(study_of(again=5))[0] is not None
+
+
+def test_a_trial_that_stopped_early_counts_for_the_prompts_it_met() -> None:
+    first, again = study_of(again=1)[0], study_of(again=1)[-1]
+    short = trial_of(0, [0, 1, 2, 3], again.user_attrs["ratios"][:2], again.user_attrs["predicted_ratios"])
+    _, freedom = noise_of_repeats([first, short])
+    assert freedom == 2
+
+
+def test_right_predictions_do_as_well_as_the_noise_allows_and_wrong_ones_worse() -> None:
+    right, wrong = (prediction_check_of(study_of(again=20, error=error), 0.001) for error in (0.0, 0.08))
+    assert right is not None
+    assert wrong is not None
+    assert right.noise_freedom == 80
+    assert right.noise_sigma == pytest.approx(NOISE, rel=0.3)
+    assert right.spearman == pytest.approx(right.noise_spearman, abs=0.06)
+    assert right.median_abs_error == pytest.approx(right.noise_median_abs_error, rel=0.4)
+    # Half of a normal distribution lies within 0.6745 of its spread; four pairs a trial halve the spread.
+    assert right.noise_median_abs_error == pytest.approx(0.6745 * NOISE / math.sqrt(NUM_PROMPTS), rel=0.3)
+    assert wrong.spearman is not None
+    assert wrong.noise_spearman is not None
+    assert wrong.spearman < wrong.noise_spearman - 0.1
+
+
+def test_without_repeats_plain_against_plain_stands_in_and_is_named() -> None:
+    trials = study_of(again=0)
+    check = prediction_check_of(trials, 0.02)
+    assert check is not None
+    assert (check.noise_sigma, check.noise_freedom) == (0.02, 0)
+    assert "(2.0 % a pair, plain against plain)" in describe_checks(check_predictions(trials, 0.02))[-1]
+    told = describe_checks(check_predictions(study_of(again=20), 0.02))[-1]
+    assert "% a pair, 80 pairs measured again)" in told
+    unknown = prediction_check_of(trials)
+    assert unknown is not None
+    assert (unknown.noise_sigma, unknown.noise_spearman) == (None, None)
+    assert len(describe_checks(check_predictions(trials))) == 1
+
+
+def test_nothing_to_compare_is_no_check() -> None:
+    assert check_predictions([], 0.02) == {"prediction": None, "replay": None}
+    assert describe_checks(check_predictions([], 0.02)) == []
