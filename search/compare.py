@@ -100,7 +100,7 @@ def _compare(
     command: str,
     arguments: argparse.Namespace,
 ) -> int:
-    from search.comparison.pipeline import ComparisonRun, stored_engine
+    from search.comparison.pipeline import ComparisonRun, as_before
     from search.comparison.plan import estimate
     from search.preflight import open_subject
     from search.prompts import load_prompts
@@ -113,8 +113,7 @@ def _compare(
         check_writable(out)
     quiet_libraries()
     with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
-        engine = stored_engine(out) if spec.engine == "auto" else None
-        subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
+        subject = open_subject(as_before(spec, out), paths, prompt_sets)
         reporter.phase("plan", estimate(plan, subject, spec))
         if arguments.dry_run:
             reporter.phase("dry run", "nothing was written")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layerskip.config import DEFAULT_GROUP, DecodeConfig
@@ -19,14 +19,18 @@ from search.space import SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
 from search.terminal.text import duration
+from search.thread_choice import choose_threads
 
 
 def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:
-    """Load the model, encode the prompts, take the fingerprint. Writes nothing.
+    """Load the model, measure how many CPU threads suit it unless the spec says, encode the prompts, take the
+    fingerprint. Writes nothing.
 
     Raises: ValueError or OSError in one line for a model that cannot be used or a prompt that does not fit.
     """
-    return subject_of(load_model(spec), spec, paths, prompt_sets)
+    model = load_model(spec)
+    threads = choose_threads(model) if spec.num_threads is None else None
+    return replace(subject_of(model, spec, paths, prompt_sets), threads=threads)
 
 
 def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:

@@ -57,7 +57,7 @@ _ABOUT_NUMBERS = {
     "max_new_tokens": (int, "tokens decoded per prompt"),
     "gamma_max": (int, "most draft tokens per round"),
     "seed": (int, "seed of everything random"),
-    "threads": (int, "CPU threads of torch"),
+    "threads": (int, "CPU threads of torch; without it, measured"),
     "trial_timeout": (
         float,
         "seconds after which a trial that has not ended is failed; one that hangs ends the process",
@@ -169,14 +169,13 @@ def _search(
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
     from search.preflight import open_subject
-    from search.study import stored_engine
+    from search.study import as_before
     from search.subject import Tools
     from search.terminal.reporter import make_reporter
 
     quiet_libraries()
     with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
-        engine = stored_engine(paths.storage_url(spec), paths.study_name(spec)) if spec.engine == "auto" else None
-        subject = open_subject(spec.model_copy(update={"engine": engine or spec.engine}), paths, prompt_sets)
+        subject = open_subject(as_before(spec, paths), paths, prompt_sets)
         _tell_plan(reporter, spec, subject)
         if arguments.dry_run:
             _tell_time(reporter, spec, subject)

@@ -77,7 +77,8 @@ class StudySpec(BaseModel):
     """Search on where predictions say that nothing can beat plain decoding."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = None
-    """CPU threads of torch; None = torch's own choice. Part of the fingerprint."""
+    """CPU threads of torch; None = the fastest number, measured, unless OMP_NUM_THREADS or MKL_NUM_THREADS says. Part
+    of the fingerprint."""
     trust_remote_code: bool = False
     """Let a hub model run its own Python code."""
     revision: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,7 +17,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.fingerprint import Fingerprint, compare
 from search.leaderboard import was_interrupted
+from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, open_storage, storage_file
+from search.thread_choice import threads_are_fixed
+from search.workers.posts import own_cores
 
 _FINGERPRINT = "fingerprint"
 
@@ -51,8 +55,28 @@ def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts:
     return study
 
 
-def stored_engine(url: str, name: str) -> str | None:
-    """The engine an existing study was measured with, so that `auto` does not choose another one on a resume."""
+def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
+    """The spec with what an existing study was measured with in place of what is left to measurement."""
+    return with_choices(spec, _stored_fingerprint(paths.storage_url(spec), paths.study_name(spec)))
+
+
+def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> StudySpec:
+    """The spec with a fingerprint's engine and CPU threads, where it leaves them to measurement here.
+
+    Threads are measured anew where workers may differ, and where there are fewer cores than the fingerprint's.
+    """
+    known = fingerprint or {}
+    update: dict[str, Any] = {}
+    engine, threads = known.get("engine"), known.get("num_threads")
+    if spec.engine == "auto" and isinstance(engine, str):
+        update["engine"] = engine
+    is_open = spec.num_threads is None and spec.objective != "speedup" and not threads_are_fixed()
+    if is_open and isinstance(threads, int) and threads <= len(own_cores() or range(os.cpu_count() or 1)):
+        update["num_threads"] = threads
+    return spec.model_copy(update=update)
+
+
+def _stored_fingerprint(url: str, name: str) -> dict[str, Any] | None:
     file = storage_file(url)
     if file is not None and not file.is_file():
         return None
@@ -63,7 +87,7 @@ def stored_engine(url: str, name: str) -> str | None:
         stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(_FINGERPRINT)
     finally:
         close_storage(storage)
-    return stored["engine"] if isinstance(stored, dict) and isinstance(stored.get("engine"), str) else None
+    return stored if isinstance(stored, dict) else None
 
 
 def set_sampler(study: optuna.Study, sampler: BaseSampler) -> None:

@@ -13,6 +13,7 @@ from search.results import Origin
 from search.space import SearchSpace
 from search.stop import StopSignal
 from search.terminal.reporter import Reporter
+from search.thread_choice import ThreadChoice
 from search.workers.witness import Patience
 
 
@@ -26,6 +27,8 @@ class Subject:
     held_out: tuple[EncodedPrompt, ...]
     fingerprint: Fingerprint
     origin: Origin
+    threads: ThreadChoice | None = None
+    """How the number of CPU threads was measured; None where it was given."""
 
 
 @dataclass(frozen=True)

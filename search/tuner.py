@@ -131,7 +131,7 @@ def _subject(model: Any, tokenizer: Any, spec: StudySpec, paths: StudyPaths) -> 
     from search.per_group.grouping import Grouping, count_groups
     from search.preflight import subject_of
     from search.prompts import load_prompts
-    from search.study import stored_engine
+    from search.study import as_before
 
     try:
         sets = load_prompts(spec.prompts, spec.held_out, Grouping(spec.group_field, required=spec.per_group))
@@ -139,8 +139,7 @@ def _subject(model: Any, tokenizer: Any, spec: StudySpec, paths: StudyPaths) -> 
             count_groups(sets[0].prompts, sets[1].prompts)
         if tokenizer is None:
             raise ValueError("tokenizer: is required to encode the prompts, got None")
-        engine = stored_engine(paths.storage_url(spec), paths.study_name(spec)) if spec.engine == "auto" else None
-        wrapped = LayerSkipModel(model, tokenizer, engine=engine or spec.engine)
+        wrapped = LayerSkipModel(model, tokenizer, engine=as_before(spec, paths).engine)
         return subject_of(wrapped, spec, paths, sets)
     except ValueError as error:
         raise ValueError(_without_files(str(error), spec, paths)) from None

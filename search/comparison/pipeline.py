@@ -23,7 +23,7 @@ from search.rivals import STRATEGIES
 from search.samplers import quiet_optuna
 from search.spec import StudySpec
 from search.storage import near
-from search.study import now_utc
+from search.study import now_utc, with_choices
 from search.subject import Subject, Tools
 from search.terminal.comparison_events import PicksAdvanced
 from search.terminal.event import Stopped
@@ -181,10 +181,10 @@ def read_setup(out: Path) -> dict[str, Any] | None:
     return setup
 
 
-def stored_engine(out: Path) -> str | None:
-    """The engine that an earlier run was measured with, so that `auto` does not choose another one on a resume."""
+def as_before(spec: StudySpec, out: Path) -> StudySpec:
+    """The spec with what an earlier run was measured with in place of what is left to measurement."""
     setup = read_setup(out)
-    return setup["fingerprint"].get("engine") if setup else None
+    return with_choices(spec, setup["fingerprint"] if setup else None)
 
 
 def _check_fingerprint(setup: Mapping[str, Any], subject: Subject, out: Path) -> None:

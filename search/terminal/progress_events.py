@@ -36,13 +36,16 @@ class Preflight(Event):
 
     def lines(self) -> list[Line]:
         subject, print_ = self.subject, self.subject.fingerprint
+        threads = "thread" if print_.num_threads == 1 else "threads"
         split = " (split off, by content hash)" if self.is_split else ""
         texts = [
             f"{subject.origin.model}: {print_.model_class}, {subject.space.num_layers} layers, {print_.dtype} on "
-            f"{print_.device}, {print_.num_threads} threads, engine {print_.engine}",
+            f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
             f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
             f"{len(subject.space.bit_names)} mask bits, gamma 1..{self.gamma_max}, two thresholds",
         ]
+        if subject.threads is not None:
+            texts.insert(1, str(subject.threads))
         if self.groups is not None:
             counts = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in self.groups.items())
             texts.append(f"tuning and held-out prompts by {self.group_field!a}: {counts}")
@@ -57,6 +60,7 @@ class Preflight(Event):
             "dtype": print_.dtype,
             "device": print_.device,
             "num_threads": print_.num_threads,
+            "ms_by_threads": None if subject.threads is None else dict(subject.threads.ms_by_threads),
             "engine": print_.engine,
             "num_tuning_prompts": len(subject.tuning),
             "num_held_out_prompts": len(subject.held_out),

@@ -22,7 +22,7 @@ from search.compare import build_parser, main, make_plan
 from search.comparison.accounting import Account, Ledger, SharedDecoder, TimedProposer
 from search.comparison.confirm import Confirmed
 from search.comparison.journal import Journal
-from search.comparison.pipeline import ComparisonRun, stored_engine
+from search.comparison.pipeline import ComparisonRun, as_before
 from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.results import _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
@@ -298,7 +298,8 @@ def test_a_line_of_the_confirm_journal_that_is_no_measurement_is_named(
 
 def test_another_fingerprint_is_refused(bench: Comparison) -> None:
     bench.run()
-    assert stored_engine(bench.out) == "eager"
+    assert as_before(make_spec(), bench.out).engine == "eager"
+    assert as_before(make_spec(), bench.out.parent / "new").engine == "auto"
     with pytest.raises(FingerprintMismatch, match=r"dtype was 'float32', now 'bfloat16'.*--out"):
         bench.run(fingerprint=dataclasses.replace(FINGERPRINT, dtype="bfloat16"))
 
@@ -638,8 +639,8 @@ def test_a_space_that_the_rivals_do_not_have_is_refused() -> None:
 def test_the_estimate_says_what_it_would_take() -> None:
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, ORIGIN)
     line = estimate(plan_of(), subject, make_spec())
-    assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:51" in line
-    assert "up to 12 picks on 6 held-out prompts x 2: at most about 0:49" in line
+    assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:49" in line
+    assert "up to 12 picks on 6 held-out prompts x 2: at most about 0:48" in line
 
 
 @pytest.mark.slow

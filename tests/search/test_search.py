@@ -11,11 +11,12 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
+from search import study
 from search.fingerprint import FingerprintMismatch, compare
 from search.leaderboard import counted
 from search.storage import open_storage
-from search.study import stored_engine
-from tests.search.fakes import FINGERPRINT, Bench, true_speedup
+from search.study import as_before
+from tests.search.fakes import FINGERPRINT, Bench, make_spec, true_speedup
 
 
 def trials_of(bench: Bench) -> list[optuna.trial.FrozenTrial]:
@@ -272,12 +273,28 @@ def test_a_resume_tells_how_fast_the_machine_is_now(bench: Bench) -> None:
 
 
 def test_auto_keeps_the_engine_that_the_study_was_measured_with(bench: Bench) -> None:
-    url = f"sqlite:///{bench.folder / 'study.db'}"
-    assert stored_engine(url, bench.folder.name) is None
+    spec = make_spec()
+    assert as_before(spec, bench.paths) == spec
     assert not (bench.folder / "study.db").exists()
     bench.run(trials=1)
-    assert stored_engine(url, bench.folder.name) == FINGERPRINT.engine
-    assert stored_engine(url, "other") is None
+    assert as_before(spec, bench.paths).engine == FINGERPRINT.engine
+    assert as_before(make_spec(engine="eager"), bench.paths).engine == "eager"
+    assert as_before(make_spec(study_name="other"), bench.paths).engine == "auto"
+
+
+def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(study, "own_cores", lambda: [0, 1, 2])
+    bench.run(trials=1, fingerprint=dataclasses.replace(FINGERPRINT, num_threads=3))
+    assert as_before(make_spec(), bench.paths).num_threads == 3
+    assert as_before(make_spec(num_threads=2), bench.paths).num_threads == 2
+    assert as_before(make_spec(objective="speedup"), bench.paths).num_threads is None
+    monkeypatch.setattr(study, "own_cores", lambda: [0, 1])  # another, smaller machine: not what it was measured on
+    assert as_before(make_spec(), bench.paths).num_threads is None
+    monkeypatch.setattr(study, "own_cores", lambda: [0, 1, 2])
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert as_before(make_spec(), bench.paths).num_threads is None
 
 
 def test_intervals_hold_the_speedup_they_belong_to(bench: Bench) -> None:
