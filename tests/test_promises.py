@@ -64,6 +64,27 @@ def test_nothing_that_is_read_can_become_code(tmp_path: Path, monkeypatch: pytes
     assert len(list(offences(bad))) == 6
 
 
+# No wall clock, which jumps, for anything but a date to be shown.
+
+_WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
+_DATED = {"search/study.py": 1, "layerskip/server/answers.py": 1, "layerskip/server/app.py": 1}
+"""When a study was created, and `created` in the server's answers: nothing is computed from them."""
+
+
+def wall_clocks(path: Path) -> int:
+    calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    return sum(ast.unparse(call.func).replace("datetime.datetime", "datetime") in _WALL_CLOCKS for call in calls)
+
+
+def test_nothing_is_timed_by_a_clock_that_jumps(tmp_path: Path) -> None:
+    packages = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("layerskip", "search")]
+    found = {path.relative_to(ROOT).as_posix(): count for path in packages if (count := wall_clocks(path))}
+    assert found == _DATED
+    bad = tmp_path / "bad.py"
+    bad.write_text("limit = time.time() + 60\nsince = datetime.now(UTC)\nfine = time.monotonic()")
+    assert wall_clocks(bad) == 2
+
+
 class _Bomb:
     """Leaves a file behind wherever it is unpickled."""
 
