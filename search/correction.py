@@ -20,6 +20,9 @@ _OWN = 0.03
 """Of the error that only configs alike share."""
 _REACH = 0.15
 """Share of the parameters that must differ for the likeness to fall to 1/e."""
+_MOST_AT_ONCE = 1 << 16
+"""Configs x trials looked at together: half a MiB an array, however many trials there are. With all configs at once the
+arrays grew with the trials, and the heap with them."""
 _NOISE = 0.02
 """Of what no config can do anything about, per trial, besides the clock's noise."""
 
@@ -51,9 +54,13 @@ class Correction:
         """Mean and standard deviation, (N,) each, of log(measured / predicted) of these configs."""
         if self.num_trials == 0 or not params:
             return np.zeros(len(params)), np.full(len(params), math.hypot(_COMMON, _OWN))
-        across = self._kernel(self._features(params), self._points)
-        mean: Floats = across @ self._weights
-        explained = ((across @ self._inverse) * across).sum(axis=1)
+        mean, explained = np.empty(len(params)), np.empty(len(params))
+        step = max(1, _MOST_AT_ONCE // self.num_trials)
+        for start in range(0, len(params), step):
+            part = slice(start, start + step)
+            across = self._kernel(self._features(params[part]), self._points)
+            mean[part] = across @ self._weights
+            explained[part] = ((across @ self._inverse) * across).sum(axis=1)
         return mean, np.sqrt(np.maximum(_COMMON**2 + _OWN**2 - explained, 0.0))
 
     def _features(self, params: Sequence[Mapping[str, Any]]) -> Floats:

@@ -518,6 +518,27 @@ def test_the_correction_is_that_of_a_gaussian_process() -> None:
         assert deviation[i] == pytest.approx(math.sqrt(0.1**2 + 0.03**2 - gain * across))
 
 
+def test_many_configs_are_corrected_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once they take memory that grows with configs x trials."""
+    trials = trials_of(*[(plain(one), [0.8 + 0.1 * i], [1.0]) for i, one in enumerate(NEAR)])
+    points = [plain(one, gamma=gamma) for one in (*NEAR, *FAR) for gamma in range(1, 7)]
+    whole = Correction(trials, SPACE, SIGMA).of(points)
+    asked: list[int] = []
+    kernel = Correction._kernel
+
+    def watched(self: Correction, one: Any, other: Any) -> Any:
+        asked.append(len(one))
+        return kernel(self, one, other)
+
+    monkeypatch.setattr("search.correction._MOST_AT_ONCE", 4 * len(trials))
+    parted = Correction(trials, SPACE, SIGMA)
+    monkeypatch.setattr(Correction, "_kernel", watched)
+    for one, other in zip(parted.of(points), whole, strict=True):
+        assert one == pytest.approx(other)
+    assert set(asked) <= {4, len(points) % 4}
+    assert sum(asked) == len(points) > 4
+
+
 def test_many_trials_are_believed_more_than_one() -> None:
     row = (plain(NEAR[0]), [0.8], [1.0])
     (one,), (one_deviation,) = Correction(trials_of(row), SPACE, SIGMA).of([row[0]])
