@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import optuna
 
+from layerskip.machine import trim_heap
 from search.leaderboard import FAILURE, WORKER_DIED, counted
 from search.objective import Objective, standings_of
 from search.outlook import Outlook
@@ -26,7 +27,8 @@ Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 HANDFUL = 6
 """Trials that check a prediction of no gain."""
 _FREE_EVERY = 10
-"""Trials of this process after which memory that nobody uses is given back; nothing is timed meanwhile."""
+"""Trials of this process after which garbage is collected; what a trial freed is given back after each. Nothing is
+timed meanwhile."""
 CANNOT_WIN = "cannot_win"
 """Attribute of the study: why the search was cut short."""
 
@@ -134,7 +136,8 @@ class TrialPhase:
         number = len(self._trials())
         try:
             with storage_failures_shown():
-                self._study.optimize(objective, n_trials=1, catch=(Exception,), callbacks=[watch, *self._callbacks])
+                callbacks: list[Callback] = [_give_back, watch, *self._callbacks]
+                self._study.optimize(objective, n_trials=1, catch=(Exception,), callbacks=callbacks)
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             mine = [one for one in self._trials()[number:] if one.user_attrs.get(PROCESS) == process_token()]
             if not any(one.user_attrs.get(FAILURE, "").startswith(WORKER_DIED) for one in mine):
@@ -148,3 +151,8 @@ class TrialPhase:
 
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
+
+
+def _give_back(_study: optuna.Study, _trial: optuna.trial.FrozenTrial) -> None:
+    """A proposal's arrays come and go: what they leave in the heap wanders by a tenth of all memory otherwise."""
+    trim_heap()

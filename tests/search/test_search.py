@@ -297,6 +297,13 @@ def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatc
     assert as_before(make_spec(), bench.paths).num_threads is None
 
 
+def test_what_a_trial_freed_is_given_back_before_it_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr("search.trial_phase.trim_heap", lambda: told.append(bench.output.getvalue().count("\ntrial ")))
+    bench.run(trials=4)
+    assert told == [0, 1, 2, 3]
+
+
 def test_intervals_hold_the_speedup_they_belong_to(bench: Bench) -> None:
     bench.run(trials=30)
     for trial in trials_of(bench):
