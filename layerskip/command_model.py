@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.cli import quiet_libraries
 from layerskip.config import ENGINE_NAMES, DecodeConfig
-from layerskip.device_map import DeviceMap, parse_device_map, refuse_torchrun
+from layerskip.device_map import ABOUT_DEVICE_MAP, DeviceMap, parse_device_map, refuse_torchrun
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -40,12 +40,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_device_map_argument(parser: argparse.ArgumentParser) -> None:
     """The flag that `device_map_of` reads."""
-    parser.add_argument(
-        "--device-map",
-        metavar="MAP",
-        help="spread a model that is larger than one device: auto, balanced, sequential, or a JSON object of module "
-        "names and devices; needs the extra `large`",
-    )
+    parser.add_argument("--device-map", metavar="MAP", help=ABOUT_DEVICE_MAP)
 
 
 def device_map_of(arguments: argparse.Namespace) -> DeviceMap | None:

@@ -12,6 +12,11 @@ from typing import Any
 DeviceMap = str | dict[str, int | str]
 """One of `PLANS`, or module names and the devices of their weights: a number, `cuda:N`, `cpu` or `disk`."""
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+ABOUT_DEVICE_MAP = (
+    "spread a model that is larger than one device: auto, balanced, sequential, or a JSON object of module names and "
+    "devices; needs the extra `large`"
+)
+"""Of the flag, in the help of every command that takes it."""
 _MODULE = re.compile(r"[\w.]*")
 _WORLD = "WORLD_SIZE"
 _TENSOR_PARALLEL = ("tp_plan", "tp_size", "device_mesh", "distributed_config")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
-from layerskip.device_map import parse_device_map, refuse_torchrun
+from layerskip.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
 from search.spec import (
     DTypeName,
     EngineName,
@@ -45,8 +45,7 @@ _ABOUT_FLAGS = {
     "storage": f"Optuna storage: an RDB URL or journal:PATH; or set {STORAGE_VARIABLE}",
     "study_name": "name inside the storage",
     "device": "auto, cpu, cuda, cuda:N or mps",
-    "device_map": "spread a model larger than one device: auto, balanced, sequential, or a JSON object of module names "
-    "and devices",
+    "device_map": ABOUT_DEVICE_MAP,
     "revision": "branch, tag or commit of a hub model",
     "group_field": "field of a prompt's record that names its group (default: category)",
 }

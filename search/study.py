@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from search.leaderboard import was_interrupted
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, open_storage, storage_file
 from search.thread_choice import threads_are_fixed
-from search.workers.posts import own_cores
+from search.workers.posts import num_cores
 
 _FINGERPRINT = "fingerprint"
 
@@ -57,6 +56,8 @@ def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts:
 
 def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
     """The spec with what an existing study was measured with in place of what is left to measurement."""
+    if spec.engine != "auto" and not _leaves_threads_open(spec):
+        return spec
     return with_choices(spec, _stored_fingerprint(paths.storage_url(spec), paths.study_name(spec)))
 
 
@@ -70,10 +71,13 @@ def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> Stud
     engine, threads = known.get("engine"), known.get("num_threads")
     if spec.engine == "auto" and isinstance(engine, str):
         update["engine"] = engine
-    is_open = spec.num_threads is None and spec.objective != "speedup" and not threads_are_fixed()
-    if is_open and isinstance(threads, int) and threads <= len(own_cores() or range(os.cpu_count() or 1)):
+    if _leaves_threads_open(spec) and isinstance(threads, int) and threads <= num_cores():
         update["num_threads"] = threads
     return spec.model_copy(update=update)
+
+
+def _leaves_threads_open(spec: StudySpec) -> bool:
+    return spec.num_threads is None and spec.objective != "speedup" and not threads_are_fixed()
 
 
 def _stored_fingerprint(url: str, name: str) -> dict[str, Any] | None:

@@ -27,8 +27,7 @@ Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 HANDFUL = 6
 """Trials that check a prediction of no gain."""
 _FREE_EVERY = 10
-"""Trials of this process after which garbage is collected; what a trial freed is given back after each. Nothing is
-timed meanwhile."""
+"""Trials of this process after which garbage is collected; what a trial freed is given back after each."""
 CANNOT_WIN = "cannot_win"
 """Attribute of the study: why the search was cut short."""
 
@@ -106,9 +105,6 @@ class TrialPhase:
         with tools.stop.deferred():
             while self._goes_on(total, watch):
                 self._one_trial(objective, watch)
-                self._num_run += 1
-                if self._num_run % _FREE_EVERY == 0:
-                    subject.decoder.free_memory()
         if tools.stop.received is not None:
             raise KeyboardInterrupt
         if watch.broken is None and counted(self._trials()) < total:
@@ -136,7 +132,7 @@ class TrialPhase:
         number = len(self._trials())
         try:
             with storage_failures_shown():
-                callbacks: list[Callback] = [_give_back, watch, *self._callbacks]
+                callbacks: list[Callback] = [self._give_back, watch, *self._callbacks]
                 self._study.optimize(objective, n_trials=1, catch=(Exception,), callbacks=callbacks)
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             mine = [one for one in self._trials()[number:] if one.user_attrs.get(PROCESS) == process_token()]
@@ -152,7 +148,13 @@ class TrialPhase:
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
+    def _give_back(self, _study: optuna.Study, _trial: optuna.trial.FrozenTrial) -> None:
+        """A proposal's arrays come and go: what they leave in the heap wanders by a tenth of all memory otherwise.
 
-def _give_back(_study: optuna.Study, _trial: optuna.trial.FrozenTrial) -> None:
-    """A proposal's arrays come and go: what they leave in the heap wanders by a tenth of all memory otherwise."""
-    trim_heap()
+        Nothing is timed meanwhile.
+        """
+        self._num_run += 1
+        if self._num_run % _FREE_EVERY:
+            trim_heap()
+        else:
+            self._subject.decoder.free_memory()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from layerskip.config import DecodeConfig
-from search.measurement import pair_seconds
-from search.reference import prompts_for, warm_up
+from search.preflight import time_pair
+from search.reference import prompts_for
 from search.rivals import STRATEGIES
 from search.spec import StudySpec
 from search.subject import Subject
@@ -68,9 +67,7 @@ class ComparisonPlan:
 
 def estimate(plan: ComparisonPlan, subject: Subject, spec: StudySpec) -> str:
     """How long the comparison will take at most, from one prompt decoded plainly. Cost: three decodings."""
-    warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
-    out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    pair_s = pair_seconds(out.stats)
+    pair_s = time_pair(subject)
     per_trial = min(spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s), len(subject.tuning))
     num_trials = len(plan.runs) * plan.trials
     num_picks = len(plan.runs) * len(plan.checkpoints)

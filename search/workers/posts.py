@@ -78,7 +78,7 @@ def assign_posts(
     num_cpu = sum(device == _CPU for device in devices)
     if num_cpu < 2:
         return [Post(i, device, None, num_threads) for i, device in enumerate(devices)], warnings
-    available = sorted(cores) if cores is not None else list(range(os.cpu_count() or 1))
+    available = sorted(cores) if cores is not None else list(range(num_cores()))
     each = num_threads or max(1, len(available) // num_cpu)
     is_enough = cores is not None and each * num_cpu <= len(available)
     if not is_enough:
@@ -98,3 +98,8 @@ def assign_posts(
 def own_cores() -> list[int] | None:
     """The cores this process may run on; None where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def num_cores() -> int:
+    """How many cores this process may run on; all of the machine's where the system does not tell."""
+    return len(own_cores() or ()) or os.cpu_count() or 1

@@ -24,16 +24,6 @@ from layerskip.step_times import StepTimer
 from layerskip.teacher_forcing import ForcedText, make_teacher_forcing
 from tests.layerskip import zoo
 
-MIXED: dict[str, int | str] = {
-    "model.embed_tokens": "cpu",
-    "model.rotary_emb": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": "disk",
-    "model.layers.2": "cpu",
-    "model.layers.3": "disk",
-    "model.norm": "cpu",
-    "lm_head": "disk",
-}
 ALL_ON_DISK: dict[str, int | str] = {"": "disk"}
 MASK = SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1, 2], mlp=[2, 3])
 
@@ -49,7 +39,7 @@ def load(saved: Path, device_map: Any, **arguments: Any) -> LayerSkipModel:
     return LayerSkipModel.from_pretrained(saved, device_map=device_map, **arguments)
 
 
-@pytest.mark.parametrize("device_map", [MIXED, ALL_ON_DISK], ids=["mixed", "all on disk"])
+@pytest.mark.parametrize("device_map", [zoo.SPREAD, ALL_ON_DISK], ids=["mixed", "all on disk"])
 def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, device_map: Any) -> None:
     model = load(saved, device_map)
     assert (model.engine_name, model.device) == ("eager", torch.device("cpu"))
@@ -103,7 +93,7 @@ def test_hooks_on_one_device_leave_the_lean_layers_usable() -> None:
 
 def test_sampling_of_an_offloaded_model_draws_the_same_tokens(saved: Path) -> None:
     plain = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager")
-    spread = load(saved, MIXED)
+    spread = load(saved, zoo.SPREAD)
     config = DecodeConfig(skip_mask=MASK, gamma=3)
     for seed in range(4):
         arguments: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": seed, "config": config}
@@ -113,7 +103,7 @@ def test_sampling_of_an_offloaded_model_draws_the_same_tokens(saved: Path) -> No
 
 def test_what_the_search_needs_works_offloaded(saved: Path) -> None:
     """Teacher forcing with the target's keys, lockstep and step times."""
-    plain, spread = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager"), load(saved, MIXED)
+    plain, spread = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager"), load(saved, zoo.SPREAD)
     prompt = zoo.prompt_of(5)
     texts = [ForcedText(prompt, zoo.greedy_reference("llama", prompt)[:12])]
     ours, theirs = (make_teacher_forcing(model, texts) for model in (spread, plain))
@@ -134,7 +124,7 @@ def test_the_fingerprint_does_not_depend_on_where_weights_are(tied: bool, dtype:
     model = zoo.build("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "model")
     expected = weights_fingerprint(model)
-    for device_map in (MIXED | {"lm_head": "cpu"}, {"": "disk"}, "auto"):
+    for device_map in (zoo.SPREAD | {"lm_head": "cpu"}, {"": "disk"}, "auto"):
         assert load(tmp_path / "model", device_map, dtype=dtype).weights_fingerprint() == expected
     cpu_offload(model)  # the weights in main memory, known to the hooks alone
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -147,7 +137,7 @@ def test_the_fingerprint_does_not_depend_on_where_weights_are(tied: bool, dtype:
 def test_an_exception_in_an_offloaded_layer_leaves_the_model_whole(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load(saved, MIXED)
+    model = load(saved, zoo.SPREAD)
     config = DecodeConfig(skip_mask=MASK, gamma=3)
     mlp: Any = model.adapter.layers[3].mlp
     calls = iter(range(100))
@@ -170,14 +160,14 @@ def test_an_exception_in_an_offloaded_layer_leaves_the_model_whole(
 
 
 def test_engines_that_need_the_whole_model_say_why_and_auto_takes_eager(saved: Path) -> None:
-    choice = load(saved, MIXED).engine_reason
+    choice = load(saved, zoo.SPREAD).engine_reason
     assert choice == (
         "the only one for a model that is not whole on one device: cpu (weights partly kept elsewhere and loaded for "
         "each forward)"
     )
     for engine in ("fused", "cuda_graph"):
         with pytest.raises(UnsupportedModelError, match=f"engine {engine}: needs a model that is whole on one device"):
-            load(saved, MIXED, engine=engine)
+            load(saved, zoo.SPREAD, engine=engine)
     assert load(saved, "auto", engine="fused").engine_name == "fused"  # here everything fits the one device
 
 
@@ -192,7 +182,7 @@ def test_offloading_is_warned_of(saved: Path, caplog: pytest.LogCaptureFixture) 
 def test_an_offloaded_model_is_not_cut(saved: Path, tmp_path: Path) -> None:
     mask = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
     with pytest.raises(UnsupportedModelError, match="model: must be whole on one device to be cut, this one is on cpu"):
-        write_draft_checkpoint(load(saved, MIXED), mask, tmp_path / "draft", {})
+        write_draft_checkpoint(load(saved, zoo.SPREAD), mask, tmp_path / "draft", {})
     assert not (tmp_path / "draft").exists()
 
 
@@ -301,7 +291,7 @@ def test_torchrun_is_refused(
 
 
 def test_the_doctor_takes_a_device_map(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main([str(saved), "--device-map", json.dumps(MIXED), "--tokens", "6", "--json"]) == 0
+    assert doctor.main([str(saved), "--device-map", json.dumps(zoo.SPREAD), "--tokens", "6", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["works"]
     assert record["device"].startswith("cpu (weights partly kept elsewhere")

@@ -21,6 +21,17 @@ MAX_POSITIONS = 96
 WINDOW = 6
 LONGEST = 24
 """Budget of the cached reference continuations."""
+SPREAD: dict[str, int | str] = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.layers.2": "cpu",
+    "model.layers.3": "disk",
+    "model.norm": "cpu",
+    "lm_head": "disk",
+}
+"""A device map of a Llama: parts in main memory, parts on disk."""
 
 _SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 _HEADS = {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB, **_SPECIALS}

@@ -22,7 +22,7 @@ from search.leaderboard import FAILURE, WORKER_DIED, counted, key_of, was_interr
 from search.storage import close_storage, open_storage, storage_file
 from search.workers.claims import CLAIM
 from search.workers.reaping import ATTEMPT, MAX_ATTEMPTS, RETRY_OF
-from studies.scaling.servers import own_postgres
+from studies.scaling.servers import NoServer, own_postgres
 from tests.search.crew_member import TIMELINE, Order, start
 from tests.search.fakes import SPACE
 
@@ -168,7 +168,10 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         storage = given.storage or f"sqlite:///{folder / 'study.db'}"
         if given.postgres:
-            storage = stack.enter_context(own_postgres(durable=False)).new_database()
+            try:
+                storage = stack.enter_context(own_postgres(durable=False)).new_database()
+            except NoServer as missing:
+                parser.error(str(missing))
         order = Order(folder, storage, study_name=f"chaos-{given.seed}", trials=given.trials)
         kill_at_random(order, kills=given.kills, num_workers=given.workers, seed=given.seed)
         print(f"{given.kills} kills, seed {given.seed}: {audit(order)}")

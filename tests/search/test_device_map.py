@@ -22,19 +22,11 @@ from search.spec import load_spec, to_toml
 from search.workers.device import computing_on, share_a_device
 from search.workers.process import process_token
 from search.workers.roster import Worker
+from tests.layerskip.zoo import SPREAD
 from tests.search.fakes import FINGERPRINT
 from tests.search.test_commands import changed, run_main
 
-MAP: dict[str, int | str] = {
-    "model.embed_tokens": "cpu",
-    "model.rotary_emb": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": "disk",
-    "model.layers.2": "cpu",
-    "model.layers.3": "disk",
-    "model.norm": "cpu",
-    "lm_head": "cpu",
-}
+MAP: dict[str, int | str] = SPREAD | {"lm_head": "cpu"}
 MAP_TEXT = (
     "model.embed_tokens, model.rotary_emb, model.layers.0: cpu; model.layers.1: disk; model.layers.2: cpu; "
     "model.layers.3: disk; model.norm, lm_head: cpu"

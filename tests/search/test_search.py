@@ -285,14 +285,14 @@ def test_auto_keeps_the_engine_that_the_study_was_measured_with(bench: Bench) ->
 def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(study, "own_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr(study, "num_cores", lambda: 3)
     bench.run(trials=1, fingerprint=dataclasses.replace(FINGERPRINT, num_threads=3))
     assert as_before(make_spec(), bench.paths).num_threads == 3
     assert as_before(make_spec(num_threads=2), bench.paths).num_threads == 2
     assert as_before(make_spec(objective="speedup"), bench.paths).num_threads is None
-    monkeypatch.setattr(study, "own_cores", lambda: [0, 1])  # another, smaller machine: not what it was measured on
+    monkeypatch.setattr(study, "num_cores", lambda: 2)  # another, smaller machine: not what it was measured on
     assert as_before(make_spec(), bench.paths).num_threads is None
-    monkeypatch.setattr(study, "own_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr(study, "num_cores", lambda: 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert as_before(make_spec(), bench.paths).num_threads is None
 

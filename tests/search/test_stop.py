@@ -162,9 +162,7 @@ def test_memory_that_runs_out_fails_the_trial_drops_what_it_held_and_the_next_on
 
 
 def test_a_closed_terminal_ends_a_trial_cleanly(bench: Bench) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may themselves run under nohup
     child = run_child(bench.folder, "wait")
-    signal.signal(signal.SIGHUP, before)
     wait_until_struck(bench.folder, child)
     child.send_signal(signal.SIGHUP)
     _, errors = child.communicate(timeout=60)
