@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,8 @@ _NUM_EXITS = 12
 class Candidate:
     """A config that was predicted, and not necessarily measured."""
 
-    params: Mapping[str, Any]
+    key: Key
+    """Its parameters: a search keeps every config it ever predicted, and keys share their pairs."""
     log_speedup: float
     """Predicted, uncorrected."""
     wide: bool = True
@@ -36,9 +36,10 @@ class Candidate:
     first_log_speedup: float | None = None
     """Of a wide one where there are more texts than the first ones: what its mask was predicted on those alone."""
 
-    @cached_property
-    def key(self) -> Key:
-        return key_of(self.params)
+    @property
+    def params(self) -> dict[str, Any]:
+        """By name."""
+        return dict(self.key)
 
 
 class Candidates:
@@ -71,14 +72,14 @@ class Candidates:
     def _candidate(self, one: Predicted, *, wide: bool, first: Predicted | None = None) -> Candidate:
         params, log = self._space.to_params(one.config), float(np.log(one.speedup))
         first_log = None if first is None else float(np.log(first.speedup))
-        return Candidate(params, log, wide=wide or not self.predictor.has_more, first_log_speedup=first_log)
+        return Candidate(key_of(params), log, wide=wide or not self.predictor.has_more, first_log_speedup=first_log)
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
         """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it; and
         where there are more texts than the first ones and all were looked at, the log speedup on the first ones."""
         rows: list[list[Any]] = []
         for one in candidates:
-            config = self._space.to_config(dict(one.params))
+            config = self._space.to_config(one.params)
             row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
@@ -95,7 +96,7 @@ class Candidates:
                 others[SHARE_PREFIX] = bool(more and more.pop(0))
             first = float(more[0]) if more else None
             wide = first is not None or not self.predictor.has_more
-            found.append(Candidate(bits | others, float(log_speedup), wide=wide, first_log_speedup=first))
+            found.append(Candidate(key_of(bits | others), float(log_speedup), wide=wide, first_log_speedup=first))
         return found
 
 

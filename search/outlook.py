@@ -120,7 +120,7 @@ class Outlook:
         speedup = math.exp(best.log_speedup)
         if speedup > 1.0:
             return None
-        config = self.space.to_config(dict(best.params))
+        config = self.space.to_config(best.params)
         cost, mask = self.predictor.cost, config.skip_mask
         draft = cost.draft_s(mask, threshold=config.draft_threshold > 0) / cost.verify_s[0]
         return (
@@ -134,7 +134,7 @@ class Outlook:
 def describe_outlook(outlook: Outlook) -> list[str]:
     """A few lines for people."""
     cost, best = outlook.predictor.cost, outlook.pool.best
-    config = outlook.space.to_config(dict(best.params))
+    config = outlook.space.to_config(best.params)
     alone = cost.verify_s[0]
     far = min(4, len(cost.verify_s) - 1)
     order = outlook.sensitivity.sublayers

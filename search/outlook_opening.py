@@ -120,7 +120,7 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
-        predictor.set_yardstick(self.space.to_config(dict(pool.best.params)), pool_costs(costs[:1]))
+        predictor.set_yardstick(self.space.to_config(pool.best.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
             predictor=predictor,

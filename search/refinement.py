@@ -64,7 +64,8 @@ class Refiner:
         """(N, bits): 0 or 1."""
         for one in found:
             if one.key not in self._bits:
-                self._bits[one.key] = np.array([float(one.params[name]) for name in self._space.bit_names])
+                params = one.params
+                self._bits[one.key] = np.array([float(params[name]) for name in self._space.bit_names])
         return np.stack([self._bits[one.key] for one in found])
 
 
@@ -77,7 +78,7 @@ def refine_pool(
     each.
     """
     start = clock()
-    left = [Candidate(one.params, one.log_speedup, wide=False) for one in pool.candidates]
+    left = [Candidate(one.key, one.log_speedup, wide=False) for one in pool.candidates]
     for count in range(_MAX_REFINED):
         ahead = next((i for i, one in enumerate(left[:_NUM_AHEAD]) if not one.wide), None)
         if ahead is None or (count > 0 and clock() - start > seconds):

@@ -93,7 +93,7 @@ class ReplayProposer:
         if index % _CALIBRATE_EVERY == 1:
             left = [one for one in self._shapes() if one.key not in measured]
             if left:
-                return Proposal("warm", dict(left[0].params))
+                return Proposal("warm", left[0].params)
         self._candidates.predictor.learn(trials)
         correction = Correction(trials, self._space, self._options.noise_sigma)
         known = self._all_known(trials)
@@ -112,7 +112,7 @@ class ReplayProposer:
         considered = {self._refiner.mask(one): one for one in fresh}
         origin = "replay" if self._refiner.mask(chosen) in considered else "pool"
         rows = self._candidates.write((considered | field.refined).values())
-        return Proposal(origin, dict(chosen.params), considered=rows)
+        return Proposal(origin, chosen.params, considered=rows)
 
     def _shapes(self) -> list[Candidate]:
         """The known shapes that calibrate, each at the setting that was best for it before the first trial."""

@@ -14,6 +14,7 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.teacher_forcing import ForcedText
 from search.cost_model import CostOptions, measure_costs
 from search.forecast import Candidate, Candidates, Pool, known_masks, make_pool
+from search.leaderboard import key_of
 from search.predictor import Predictor
 from search.replay import TextRows
 from search.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
@@ -122,7 +123,7 @@ def test_climbing_leaves_the_known_shapes_by_single_flips() -> None:
     candidates, _ = candidates_of(space)
     odd = SkipMask.from_sublayers(6, attention=[0, 2, 4], mlp=[1, 5])
     candidates.of = lambda mask: Candidate(  # type: ignore[method-assign]
-        space.to_bits(mask) | {"gamma": 1, "draft_threshold": 0.0, "target_threshold": 0.0},
+        key_of(space.to_bits(mask) | {"gamma": 1, "draft_threshold": 0.0, "target_threshold": 0.0}),
         -float(sum(a != b for a, b in zip(mask.attention + mask.mlp, odd.attention + odd.mlp, strict=True))),
     )
     misleading = Sensitivity(tuple(SublayerWorth(name, 1.0, 0.0) for name in space.bit_names), "6:none", 1.0)
@@ -192,7 +193,7 @@ def test_candidates_are_written_in_a_few_characters_and_read_back() -> None:
         draft_threshold=0.35,
         target_threshold=0.05,
     )
-    one = Candidate(SPACE.to_params(config), -0.123456789)
+    one = Candidate(key_of(SPACE.to_params(config)), -0.123456789)
     (row,) = candidates.write([one])
     assert row == ["6:a1,a4,m2", config.gamma, 0.35, 0.05, -0.12346]
     (back,) = candidates.read(json.loads(json.dumps([row])))

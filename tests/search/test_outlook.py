@@ -22,7 +22,7 @@ from search.cost_model import pool_costs
 from search.decoder import Decoded, ModelDecoder
 from search.fingerprint import Fingerprint
 from search.forecast import Candidate, Pool
-from search.leaderboard import make_standings, taste_of
+from search.leaderboard import key_of, make_standings, taste_of
 from search.measurement import PromptCase
 from search.outlook import (
     COSTS,
@@ -177,7 +177,7 @@ def test_the_reason_why_nothing_can_win_has_the_numbers(draft_threshold: float) 
     assert math.exp(outlook.pool.best.log_speedup) < 0.9
     mask = SkipMask.contiguous(6, 1, 4)
     config = DecodeConfig(skip_mask=mask, gamma=3, draft_threshold=draft_threshold)
-    outlook.pool = Pool((Candidate(SPACE.to_params(config), math.log(0.8125)), *outlook.pool.candidates))
+    outlook.pool = Pool((Candidate(key_of(SPACE.to_params(config)), math.log(0.8125)), *outlook.pool.candidates))
     draft = timer.true_draft_s(mask, threshold=draft_threshold > 0) / timer.step_s
     agreement = outlook.predictor.agreement(mask)
     assert 0.9 < agreement < 1.0

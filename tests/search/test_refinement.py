@@ -9,6 +9,7 @@ import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from search.forecast import Candidate, Pool
+from search.leaderboard import key_of
 from search.refinement import Refiner, refine_pool
 from tests.search.fakes import SPACE, FakeClock
 
@@ -31,7 +32,9 @@ class Planted:
 
 
 def candidate(mask: SkipMask, log: float, *, wide: bool = True, first: float | None = None) -> Candidate:
-    return Candidate(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4)), log, wide=wide, first_log_speedup=first)
+    return Candidate(
+        key_of(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4))), log, wide=wide, first_log_speedup=first
+    )
 
 
 MASKS = [SkipMask.from_sublayers(6, attention=[i % 6, i // 6], mlp=[i % 5]) for i in range(36)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from layerskip.teacher_forcing import DraftReadings, ForcedText
 from search.correction import Correction, residual_of
 from search.cost_model import CostModel, CostOptions, measure_costs
 from search.forecast import Candidate, Candidates, Pool, make_pool
-from search.leaderboard import counted
+from search.leaderboard import Key, counted, key_of
 from search.predictor import Predictor
 from search.proposals import Proposal, ProposeOptions
 from search.refinement import Refiner, refine_pool
@@ -46,9 +46,9 @@ def as_the_fake_decoder(config: DecodeConfig, _forecast: Sequence[float]) -> lis
     return [true_speedup(config)] * NUM_PROMPTS
 
 
-def key_of(params: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
-    assert params is not None
-    return tuple(sorted(params.items()))
+def proposed(proposal: Proposal) -> Key:
+    assert proposal.params is not None
+    return key_of(proposal.params)
 
 
 def cost_of(space: SearchSpace, **changes: Any) -> CostModel:
@@ -140,7 +140,7 @@ def test_nothing_is_measured_twice_but_by_turns(measure: Measure) -> None:
     lab.run(40)
     repeats = [i for i, one in enumerate(lab.proposals) if one.origin == "repeat"]
     assert repeats == list(range(3, 40, 4))
-    others = [key_of(one.params) for i, one in enumerate(lab.proposals) if i not in repeats]
+    others = [proposed(one) for i, one in enumerate(lab.proposals) if i not in repeats]
     assert len(set(others)) == len(others)
     for i in repeats:
         again = lab.proposals[i]
@@ -154,11 +154,11 @@ def test_nothing_is_measured_twice_but_by_turns(measure: Measure) -> None:
 def test_of_the_four_best_the_least_measured_is_repeated() -> None:
     lab = Lab(repeat_every=3, measure=as_the_fake_decoder)
     lab.run(24)
-    speeds = {key_of(one.params): true_speedup(SPACE.to_config(dict(one.params or {}))) for one in lab.proposals}
+    speeds = {proposed(one): true_speedup(SPACE.to_config(dict(one.params or {}))) for one in lab.proposals}
     for i in range(2, 24, 3):
-        seen = [key_of(one.params) for one in lab.proposals[:i]]
+        seen = [proposed(one) for one in lab.proposals[:i]]
         leaders = sorted(set(seen), key=lambda key: -speeds[key])[:4]
-        again = key_of(lab.proposals[i].params)
+        again = proposed(lab.proposals[i])
         assert speeds[again] >= speeds[leaders[-1]] - 1e-9
         # Among equals any four may be the best; of those that are better for sure, none was measured less often.
         sure = [key for key in leaders if speeds[key] > speeds[leaders[-1]]]
@@ -210,7 +210,7 @@ def test_confirmed_predictions_are_taken_in_order() -> None:
         known = list(lab.pool.candidates)
         for one in [*before, proposal]:
             known += lab.candidates.read(one.considered or [])
-        measured = {key_of(one.params) for one in before}
+        measured = {proposed(one) for one in before}
         left = max(one.log_speedup for one in known if one.key not in measured)
         predicted = math.log(lab.candidates.predictor.forecast(lab.space.to_config(dict(proposal.params or {})), [])[1])
         # Less of what is like the measured ones is hoped for.
@@ -220,7 +220,7 @@ def test_confirmed_predictions_are_taken_in_order() -> None:
 def test_what_was_considered_and_not_chosen_is_chosen_later() -> None:
     """Of measured and broken trials; what an interrupted one considered will be considered again."""
     lab = Lab(repeat_every=0, num_readings=0)
-    chosen, second, third, never = (Candidate(plain(mask), 9.0 + i) for i, mask in enumerate((*NEAR, FAR[0])))
+    chosen, second, third, never = (Candidate(key_of(plain(mask)), 9.0 + i) for i, mask in enumerate((*NEAR, FAR[0])))
     write = lab.candidates.write
     record(lab.study, SPACE, chosen.params, [1.2], forecast_ratios=[1.2], considered=write([chosen, second]))
     record_failure(lab.study, SPACE, plain(FAR[1]), "out of memory", considered=write([third]))
@@ -258,9 +258,8 @@ def test_what_is_known_is_not_predicted_again() -> None:
         fresh = {candidate.key for candidate in lab.candidates.read(one.considered or [])}
         assert not fresh & earlier, "what is known is not predicted again"
         assert len(fresh) <= lab.num_readings
-        key = key_of(one.params)
         if one.origin == "replay":
-            assert key in fresh
+            assert proposed(one) in fresh
         earlier |= fresh
     speedups = [
         lab.candidates.predictor.forecast(SPACE.to_config(dict(one.params or {})), [])[1]
@@ -320,7 +319,7 @@ def test_nothing_but_failures_is_no_reason_to_crash() -> None:
     for _ in range(20):
         proposal = lab.propose()
         assert proposal.origin != "repeat"
-        seen.add(key_of(proposal.params))
+        seen.add(proposed(proposal))
         record_failure(lab.study, lab.space, proposal.params or {}, "out of memory", considered=proposal.considered)
     assert len(seen) == 20
 
@@ -334,8 +333,8 @@ def test_a_used_up_space_is_left_to_chance(space: SearchSpace) -> None:
         proposal = lab.propose()
         if proposal.origin == "random":
             break
-        assert key_of(proposal.params) not in seen
-        seen.add(key_of(proposal.params))
+        assert proposed(proposal) not in seen
+        seen.add(proposed(proposal))
         lab.add(proposal)
     masks = {space.to_mask(dict(key)) for key in seen}
     assert len(masks) >= 0.75 * 2 ** len(space.bit_names)
@@ -390,7 +389,7 @@ def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
     """A mask that promises 30 % more on the first texts than it holds, and one that was predicted on all."""
     lab = Lab(num_more=9, repeat_every=0, num_readings=0)
     honest = lab.candidates.of(NEAR[0], wide=True)
-    boaster = Candidate(plain(FAR[1]), honest.log_speedup + 0.3, wide=False)
+    boaster = Candidate(key_of(plain(FAR[1])), honest.log_speedup + 0.3, wide=False)
     lab.pool = Pool((boaster, honest))
     proposal = lab.propose(lab.resumed())
     truth = lab.candidates.of(FAR[1], wide=True)
@@ -408,9 +407,9 @@ def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
 def test_neighbours_lose_what_their_parents_lost() -> None:
     """Two masks alike on the first texts, predicted a little better there than a third; the like of one lost much."""
     lab = Lab(num_more=9, repeat_every=0, num_readings=0)
-    lost = Candidate(plain(NEAR[0]), 0.1, first_log_speedup=0.9)
-    held = Candidate(plain(FAR[0]), 0.1, first_log_speedup=0.1)
-    near, far = (Candidate(plain(mask), 0.95, wide=False) for mask in (NEAR[1], FAR[1]))
+    lost = Candidate(key_of(plain(NEAR[0])), 0.1, first_log_speedup=0.9)
+    held = Candidate(key_of(plain(FAR[0])), 0.1, first_log_speedup=0.1)
+    near, far = (Candidate(key_of(plain(mask)), 0.95, wide=False) for mask in (NEAR[1], FAR[1]))
     refiner = Refiner(lab.candidates, SPACE)
     expected = refiner.expected([near, far, lost, held])
     assert expected[0] < 0.4 < 0.7 < expected[1]
@@ -455,8 +454,8 @@ def test_contradicted_predictions_move_the_choice(near: float, far: float, expec
     """Two masks, one predicted 5 % faster. If its like were slower than forecast and the other's were not, the other
     is measured; if all were slower alike, nothing changes."""
     lab = Lab(repeat_every=0, num_readings=0)
-    better = Candidate(plain(SkipMask.from_layers(6, [2, 3, 4, 5])), math.log(9.0))
-    worse = Candidate(plain(SkipMask.from_layers(6, [0, 2])), math.log(9.0 / 1.05))
+    better = Candidate(key_of(plain(SkipMask.from_layers(6, [2, 3, 4, 5]))), math.log(9.0))
+    worse = Candidate(key_of(plain(SkipMask.from_layers(6, [0, 2]))), math.log(9.0 / 1.05))
     lab.pool = Pool((better, worse))
     lab.proposer = ReplayProposer(
         SPACE, ProposeOptions(0, SIGMA, NUM_PROMPTS), lab.candidates, lab.pool, num_readings=0
@@ -468,8 +467,8 @@ def test_contradicted_predictions_move_the_choice(near: float, far: float, expec
 def test_where_little_is_known_more_is_hoped_for() -> None:
     """Equal predictions, all confirmed: the config unlike the measured ones goes first, though it comes second."""
     lab = Lab(repeat_every=0, num_readings=0)
-    like = Candidate(plain(SkipMask.from_layers(6, [2, 3, 4, 5])), math.log(9.0))
-    unlike = Candidate(plain(SkipMask.from_layers(6, [0, 1]), gamma=1, draft_threshold=0.9), math.log(9.0))
+    like = Candidate(key_of(plain(SkipMask.from_layers(6, [2, 3, 4, 5]))), math.log(9.0))
+    unlike = Candidate(key_of(plain(SkipMask.from_layers(6, [0, 1]), gamma=1, draft_threshold=0.9)), math.log(9.0))
     lab.pool = Pool((like, unlike))
     lab.proposer = ReplayProposer(
         SPACE, ProposeOptions(0, SIGMA, NUM_PROMPTS), lab.candidates, lab.pool, num_readings=0
