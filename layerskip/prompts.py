@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from layerskip.config import describe_validation_error
 from layerskip.strict_json import parse_json, printable
 
 MAX_LINE_CHARS = 4_000_000
-Text = Annotated[str, Field(min_length=1)]
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError(f"must hold more than white space, got {text[:80]!r}")
+    return text
+
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(_not_blank)]
 
 
 class _Line(BaseModel):
@@ -177,18 +185,13 @@ def _parse_line(line: str, source: str, grouping: GroupReader | None) -> Prompt:
 
 def _to_prompt(shape: _Plain | _Chat | _SpecBench, group: str | None, source: str) -> Prompt:
     if isinstance(shape, _SpecBench):
-        prompt = Prompt(str(shape.question_id), group, "turn", (("user", shape.turns[0]),), source)
-    else:
-        path, _, line = source.rpartition(":")
-        prompt_id = f"{Path(path).stem}-{line}" if shape.id is None else str(shape.id)
-        if isinstance(shape, _Chat):
-            messages = tuple((message.role, message.content) for message in shape.messages)
-            prompt = Prompt(prompt_id, group, "chat", messages, source)
-        else:
-            prompt = Prompt(prompt_id, group, "text", (("user", shape.prompt),), source)
-    if not all(content.strip() for _, content in prompt.messages):
-        raise ValueError(f"{source}: prompt is empty")
-    return prompt
+        return Prompt(str(shape.question_id), group, "turn", (("user", shape.turns[0]),), source)
+    path, _, line = source.rpartition(":")
+    prompt_id = f"{Path(path).stem}-{line}" if shape.id is None else str(shape.id)
+    if isinstance(shape, _Chat):
+        messages = tuple((message.role, message.content) for message in shape.messages)
+        return Prompt(prompt_id, group, "chat", messages, source)
+    return Prompt(prompt_id, group, "text", (("user", shape.prompt),), source)
 
 
 def _sha256(text: str) -> str:

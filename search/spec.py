@@ -23,6 +23,7 @@ SamplerName = Literal["replay", "local-tpe", "tpe", "gp", "random"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ObjectiveName = Literal["tokens_per_s", "speedup"]
 EngineName = Literal["auto", "eager", "fused", "cuda_graph"]
+NonEmpty = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -35,22 +36,22 @@ class StudySpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    model: Annotated[str, Field(min_length=1)]
+    model: NonEmpty
     """Hub id, or the folder of a saved model."""
-    prompts: Annotated[str, Field(min_length=1)]
+    prompts: NonEmpty
     """JSONL file of tuning prompts: the search sees only these."""
-    held_out: str | None = None
+    held_out: NonEmpty | None = None
     """JSONL file of held-out prompts, which judge the winner; None = split off from `prompts`."""
-    storage: str | None = None
+    storage: NonEmpty | None = None
     """Optuna storage: an RDB URL, or `journal:PATH`; None = `study.db` (SQLite) in the study folder. In a study.toml
     also `$LAYERSKIP_STORAGE`: what the environment says."""
-    study_name: str | None = None
+    study_name: NonEmpty | None = None
     """Name inside the storage; None = the folder's name."""
     trials: Positive = 200
     """Trials in the study in total, earlier runs included."""
     timeout_s: Seconds | None = None
     """Seconds of searching in this run; the confirm stage follows all the same. None = no limit."""
-    device: Annotated[str, Field(min_length=1)] = "auto"
+    device: NonEmpty = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`."""
     device_map: str | dict[str, int | str] | None = None
     """For a model larger than one device, in place of `device`: `auto`, `balanced`, `sequential`, or module names and
@@ -81,7 +82,7 @@ class StudySpec(BaseModel):
     of the fingerprint."""
     trust_remote_code: bool = False
     """Let a hub model run its own Python code."""
-    revision: str | None = None
+    revision: NonEmpty | None = None
     """Branch, tag or commit of a hub model."""
     trial_timeout_s: Seconds | None = None
     """Seconds after which a trial that has not ended is failed; None = no limit."""

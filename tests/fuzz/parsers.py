@@ -101,7 +101,7 @@ STUDIES = st.fixed_dictionaries(
         "num_threads": st.integers(1, 8),
         "share_prefix": st.booleans(),
         "group_field": st.sampled_from(["category", "kind of text"]),
-        "study_name": st.text(max_size=8),
+        "study_name": st.text(min_size=1, max_size=8),
     },
 )
 

@@ -58,7 +58,7 @@ def test_a_kept_study_goes_on_and_is_there_for_the_other_commands(
 ) -> None:
     folder = tmp_path / "deep" / "study"
     folder.parent.mkdir()
-    with pytest.raises(ValueError, match="prompts:9: prompt is empty"):
+    with pytest.raises(ValueError, match="prompts:9: prompt: must hold more than white space"):
         search.tune(*loaded, [*TEXTS, " "], **FAST | {"study": folder})
     first = search.tune(*loaded, TEXTS, **FAST | {"study": folder, "quiet": False})
     assert "trial 2/2" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_every_shape_of_a_prompt(loaded: tuple[Any, Any], tmp_path: Path) -> Non
         ({"prompts": [*TEXTS, ["w1"]]}, r"prompts\[8\]: must be a text, a chat"),
         ({"prompts": [*TEXTS, {"prompt": object()}]}, "prompts: must hold texts, chats and records of JSON values"),
         ({"prompts": [*TEXTS, {"text": "w1"}]}, "prompts:9: must have exactly one of the fields"),
-        ({"prompts": [*TEXTS, "  "]}, "prompts:9: prompt is empty"),
+        ({"prompts": [*TEXTS, "  "]}, "prompts:9: prompt: must hold more than white space"),
         ({"prompts": [*TEXTS, TEXTS[2]]}, "prompts:9: repeats the prompt of prompts:3"),
         ({"prompts": [*TEXTS, "w1 " * 80]}, "prompts:9: 80 prompt tokens"),
         ({"held_out": TEXTS[:4]}, "held_out:1: held-out prompt is also a tuning prompt"),
