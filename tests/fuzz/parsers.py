@@ -292,12 +292,13 @@ def _canonical(records: list[Any]) -> list[str]:
 
 
 def _as_numbers(value: Any) -> Any:
-    """1 and 1.0 are the same number."""
+    """1 and 1.0 are the same number; one that no float holds exactly stays as it is."""
     if isinstance(value, dict):
         return {name: _as_numbers(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_as_numbers(one) for one in value]
-    return float(value) if type(value) is int and abs(value) < 1 << 53 else value
+    is_exact = type(value) is int and abs(value) < 1 << 1023 and int(float(value)) == value
+    return float(value) if is_exact else value
 
 
 PARSERS = (
