@@ -201,6 +201,7 @@ def test_several_faults_come_in_one_line() -> None:
         (json.dumps(FULL).replace("0.25", "-Infinity"), "draft_threshold: input should be"),
         (json.dumps(FULL).replace("1.5", "1e999"), "confirmed.speedup: input should be a finite number"),
         (json.dumps(FULL).replace('"gamma": 3', '"gamma": 3, "gamma": 4'), "gamma: is given twice"),
+        (json.dumps(FULL | {"reason": "\ud800"}), "reason: must be text, got half of a surrogate pair"),
         (
             json.dumps(FULL).replace('"gamma": 3', '"gamma": 1' + "0" * 5_000),
             "gamma: input should be a valid integer, got 'inf'",

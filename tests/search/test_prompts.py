@@ -81,6 +81,8 @@ def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: P
         ('{"turns": ["x"]}', "question_id: is required"),
         ('{"prompt": "first"}', "repeats the prompt of"),
         ("[" * 100_000, "not valid JSON"),
+        ('{"prompt": "x\\udc00"}', r"prompt: must be text, got half of a surrogate pair in 'x\udc00'"),
+        ('{"turns": ["x", "\\ud800"], "question_id": 1, "category": "c"}', "turns: must be text"),
     ],
 )
 def test_each_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
