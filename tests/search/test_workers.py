@@ -442,9 +442,8 @@ def test_a_worker_that_was_taken_for_dead_notices(storage: BaseStorage) -> None:
     warned: list[str] = []
     crew, study = make_crew(storage, warn=warned.append)
     theirs = {"number": 0, "process": ELSEWHERE, "stage": "search", "beat": 7, "facts": {}}
-    storage.set_study_user_attr(storage.get_study_id_from_name("s"), "worker.00", theirs)
-    while not crew.roster.is_lost:
-        pass
+    while not crew.roster.is_lost:  # a sign of life that was under way may be written over the first one of theirs
+        storage.set_study_user_attr(storage.get_study_id_from_name("s"), "worker.00", theirs)
     crew.rejoin_if_lost()
     assert crew.roster.number == 1
     assert study.user_attrs["worker.00"] == theirs
