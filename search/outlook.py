@@ -16,8 +16,9 @@ from search.correction import Correction
 from search.cost_model import CostModel, CostOptions, Timer, measure_costs, pool_costs
 from search.fingerprint import Fingerprint
 from search.forecast import Candidates, Pool
-from search.learnt_costs import learnt_costs_of
+from search.learnt_costs import DRAFT_BY_TERMS, DRAFT_TIMED, learnt_costs_of
 from search.more_texts import Beyond
+from search.prediction_check import noise_of_repeats
 from search.predictor import Predictor
 from search.proposals import ProposeOptions, Proposer
 from search.reference import Reference
@@ -77,6 +78,7 @@ class Outlook:
     ) -> dict[str, Any]:  # fmt: skip
         """Attributes of a trial about to be measured on the prompts at `steps`: what it is expected to show.
 
+        noise_sigma: the clock's, of one ratio, until enough configs have met a prompt again to tell it.
         `predicted_ratios` are corrected by what earlier trials taught, `replayed_ratios` are not; `forecast_ratios` are
         those that configs are ranked by, and `forecast_speedup` is their mean over all texts, more than any trial
         decodes: so what a config owes to its own prompts, or to the tuning prompts, can be told apart from what it is
@@ -86,7 +88,8 @@ class Outlook:
         self.predictor.learn(earlier)
         sharp = self.predictor.trial(config, steps, self.timer, self.texts[0])
         forecast, mean = self.predictor.forecast(config, steps)
-        correction = Correction(earlier, self.space, noise_sigma, "replayed_ratios")
+        pair_sigma = noise_of_repeats(earlier)[0] or noise_sigma
+        correction = Correction(earlier, self.space, pair_sigma, "replayed_ratios")
         factor = math.exp(float(correction.of([trial_params])[0][0]))
         return {
             "predicted_ratios": [round(ratio * factor, 5) for ratio in sharp.ratios],
@@ -95,6 +98,8 @@ class Outlook:
             "forecast_speedup": round(mean, 5),
             "replayed_forwards": [list(counts) for counts in sharp.forwards],
             "draft_step_ms": round(1000 * sharp.draft_s, 5),
+            DRAFT_BY_TERMS: round(sharp.draft_by_terms, 6),
+            DRAFT_TIMED: round(sharp.draft_timed, 6),
         }
 
     def recheck(self, study: optuna.Study) -> float:

@@ -92,7 +92,8 @@ def noise_of_repeats(trials: Sequence[FrozenTrial]) -> tuple[float | None, int]:
     """
     met: dict[Any, list[float]] = defaultdict(list)
     for trial in trials:
-        for step, ratio in zip(trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"], strict=False):
+        attrs = trial.user_attrs if trial.state == TrialState.COMPLETE else {}
+        for step, ratio in zip(attrs.get("prompt_steps", ()), attrs.get("ratios", ()), strict=False):
             met[key_of(trial.params), step].append(math.log(ratio))
     freedom = sum(len(logs) - 1 for logs in met.values())
     squares = sum(len(logs) * float(np.var(logs)) for logs in met.values())

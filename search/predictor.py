@@ -16,7 +16,7 @@ from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, WrongDraft
 from search.cost_model import CostModel, Timer, relative_draft
 from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
-from search.learnt_costs import CostLearner
+from search.learnt_costs import CostLearner, TimingTrust
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
 
@@ -27,10 +27,6 @@ _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _KEPT_BYTES = 1 << 23
 """8 MiB of readings on the first texts, and as much on all: hundreds of masks on short texts, dozens on long ones."""
 _TIMING_REPEATS = 3
-_BURST = 0.07
-"""Standard deviation, relative, of a draft step timed in one go; what live steps spread around it on a busy machine."""
-_MIN_SPREAD = 0.02
-"""Of masks' draft steps around the sum of their terms, at the least."""
 
 
 class Forcing(Protocol):
@@ -80,7 +76,11 @@ class TrialPrediction:
     forwards: tuple[tuple[float, float, float], ...]
     """Drafts, verifications and target-only steps."""
     draft_s: float
-    """One draft token of this mask, timed just now against the target's step, at the pace of the cost model."""
+    """One draft token of this mask, at the pace of the cost model."""
+    draft_by_terms: float
+    """The same in target steps, by the terms alone."""
+    draft_timed: float
+    """The same in target steps, timed just now in turns with the target's."""
 
 
 class Predictor:
@@ -107,6 +107,7 @@ class Predictor:
         self._yardstick: DecodeConfig | None = None
         self._shift = 0.0
         self._first_cost = self._measured = self.cost = cost
+        self._trust = TimingTrust.before_trials(cost)
 
     def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
         """The config by which a shift of the prices since these is told."""
@@ -115,12 +116,13 @@ class Predictor:
 
     def set_costs(self, measured: CostModel) -> None:
         """Costs measured anew; what trials taught is forgotten until the next `learn`."""
-        self._measured = measured
+        self._measured, self._trust = measured, TimingTrust.before_trials(measured)
         self._use(measured)
 
     def learn(self, trials: Sequence[FrozenTrial]) -> None:
-        """Costs as measured, corrected by these trials: see `CostLearner`."""
+        """Costs as measured, corrected by these trials, and how far to believe timings: see `CostLearner`."""
         self._use(self._learner.learn(self._measured, trials))
+        self._trust = self._learner.trust(self._measured, trials)
 
     def _use(self, cost: CostModel) -> None:
         self.cost = cost
@@ -209,34 +211,43 @@ class Predictor:
 
         `steps` are places of texts; where one lies beyond the texts that are read, all of those are read, it is
         expected to be an average one, and there are no counts. Cost: up to SHARP_DEPTH + 1 readings of
-        these texts alone and a few short ones; four short drafts and target steps.
+        these texts alone and a few short ones; four short drafts and target steps, or eight.
         """
-        draft_s = self._draft_s(config, timer, text)
+        draft_s, by_terms, timed = self._draft_s(config, timer, text)
         known = max(steps) < self.num_texts
         places = sorted(set(steps)) if known else list(range(self.num_texts))
         counts = self.counts(config, sharp=True, texts=places)
         ratios = np.exp(_logs_at(self.cost, counts, self._rows.select(places), np.array([draft_s]))[0])
         if not known:
-            return TrialPrediction(tuple(self._fill(ratios, steps)), (), draft_s)
+            return TrialPrediction(tuple(self._fill(ratios, steps)), (), draft_s, by_terms, timed)
         forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1).tolist()
         at = [places.index(step) for step in steps]
         return TrialPrediction(
-            ratios=tuple(float(ratios[i]) for i in at), forwards=tuple(tuple(forwards[i]) for i in at), draft_s=draft_s
+            ratios=tuple(float(ratios[i]) for i in at),
+            forwards=tuple(tuple(forwards[i]) for i in at),
+            draft_s=draft_s,
+            draft_by_terms=by_terms,
+            draft_timed=timed,
         )
 
-    def _draft_s(self, config: DecodeConfig, timer: Timer, text: Sequence[int]) -> float:
+    def _draft_s(self, config: DecodeConfig, timer: Timer, text: Sequence[int]) -> tuple[float, float, float]:
         """One draft token of this mask, at the pace of the cost model: the sum of its terms, drawn towards a timing of
-        its own as far as masks are known to differ from the sum, or this one does by more than a moment explains."""
-        threshold = config.draft_threshold > 0
-        alone, terms_s = self.cost.verify_s[0], self.cost.draft_s(config.skip_mask, threshold=threshold)
-        timed_s = alone * relative_draft(
-            timer, text, config.skip_mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS
-        )
-        if terms_s <= 0.0:
-            return timed_s
-        apart = math.log(timed_s / terms_s)
-        variance = max(_MIN_SPREAD, self.cost.fit_error) ** 2 + max(0.0, apart**2 - (2 * _BURST) ** 2)
-        return terms_s * math.exp(apart * variance / (variance + _BURST**2))
+        its own as far as such timings are believed; then the sum and the timing, in target steps.
+
+        One that is further off than a moment explains is taken again, and what both say counts: moments pass.
+        """
+        mask, threshold = config.skip_mask, config.draft_threshold > 0
+
+        def timed() -> float:
+            return relative_draft(timer, text, mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS)
+
+        alone, own = self.cost.verify_s[0], timed()
+        by_terms = self.cost.draft_s(mask, threshold=threshold) / alone
+        if by_terms <= 0.0:
+            return alone * own, by_terms, own
+        if self._trust.is_far(math.log(own / by_terms)):
+            own = sorted((by_terms, own, timed()))[1]
+        return alone * by_terms * math.exp(self._trust.drawn(math.log(own / by_terms))), by_terms, own
 
     def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
         """Counts (1, P) of one config on the texts at these places, ascending; on all without.
