@@ -93,8 +93,9 @@ def noise_of_repeats(trials: Sequence[FrozenTrial]) -> tuple[float | None, int]:
     met: dict[Any, list[float]] = defaultdict(list)
     for trial in trials:
         attrs = trial.user_attrs if trial.state == TrialState.COMPLETE else {}
+        key = key_of(trial.params)
         for step, ratio in zip(attrs.get("prompt_steps", ()), attrs.get("ratios", ()), strict=False):
-            met[key_of(trial.params), step].append(math.log(ratio))
+            met[key, step].append(math.log(ratio))
     freedom = sum(len(logs) - 1 for logs in met.values())
     squares = sum(len(logs) * float(np.var(logs)) for logs in met.values())
     return (math.sqrt(squares / freedom) if freedom >= _MIN_FREEDOM else None), freedom
