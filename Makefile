@@ -29,7 +29,7 @@ audit: $(VENV)/.installed-test
 
 # More than ten thousand malformed inputs for every parser; the suite runs a few hundred.
 fuzz: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/fuzz --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/fuzz --hypothesis-profile=fuzz --timeout=0
 
 # Known vulnerabilities of the pinned packages, and secrets in tracked files.
 security: $(VENV)/.installed-test
