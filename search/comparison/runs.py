@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import optuna
+from optuna.distributions import CategoricalDistribution
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -220,10 +221,14 @@ def _check_params(record: TrialRecord, space: SearchSpace) -> None:
     for name, value in record.params.items():
         if name not in space.distributions:
             raise ValueError(f"params.{printable(name)}: is no parameter of it")
+        distribution = space.distributions[name]
+        is_switch = isinstance(distribution, CategoricalDistribution)
         try:
-            space.distributions[name].to_internal_repr(value)
-        except ValueError as error:
-            raise ValueError(f"params.{name}: {' '.join(str(error).split())[:200]}") from None
+            fits = isinstance(value, bool) == is_switch and distribution._contains(distribution.to_internal_repr(value))
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"params.{name}: must be in {distribution}, got {printable(value)}")
 
 
 def run_all(
