@@ -79,6 +79,7 @@ class Outlook:
         """Attributes of a trial about to be measured on the prompts at `steps`: what it is expected to show.
 
         noise_sigma: the clock's, of one ratio, until enough configs have met a prompt again to tell it.
+
         `predicted_ratios` are corrected by what earlier trials taught, `replayed_ratios` are not; `forecast_ratios` are
         those that configs are ranked by, and `forecast_speedup` is their mean over all texts, more than any trial
         decodes: so what a config owes to its own prompts, or to the tuning prompts, can be told apart from what it is

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from search.preflight import time_pair
-from search.reference import prompts_for
+from search.preflight import time_pair, time_study
 from search.rivals import STRATEGIES
 from search.spec import StudySpec
 from search.subject import Subject
@@ -68,7 +67,7 @@ class ComparisonPlan:
 def estimate(plan: ComparisonPlan, subject: Subject, spec: StudySpec) -> str:
     """How long the comparison will take at most, from one prompt decoded plainly. Cost: three decodings."""
     pair_s = time_pair(subject)
-    per_trial = min(spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s), len(subject.tuning))
+    per_trial = time_study(subject, spec, pair_s).num_per_trial
     num_trials = len(plan.runs) * plan.trials
     num_picks = len(plan.runs) * len(plan.checkpoints)
     num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)
