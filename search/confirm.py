@@ -1,5 +1,6 @@
 """Confirm: the best few against plain decoding on held-out prompts; one winner, or "do not speculate".
 
+The candidates: the leading configs by pooled lower bound, no more than half of them under one mask, see `shortlist`.
 First pass: plain and every candidate in lockstep on each prompt. It only chooses. Then fresh passes of the chosen one
 against plain, one after the other as a user runs them, give the number that is reported, so the luck that helped it win
 is not in it.
@@ -13,11 +14,13 @@ interval lies above 1.0.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from layerskip.config import Confirmed, DecodeConfig
+from layerskip.skip_mask import SkipMask
 from search.decoder import Decoder
 from search.held_out import HeldOut, held_out_of
 from search.leaderboard import Entry
@@ -75,6 +78,21 @@ class Confirmation:
         return [
             f"confirm: {one.excluded} under {describe(one.entry.config)}" for one in self.candidates if not one.lossless
         ]
+
+
+def shortlist(entries: Sequence[Entry], num: int) -> tuple[Entry, ...]:
+    """The first `num` of the standings, no more than half of them (rounded up) under one mask while there are others.
+
+    Configs of one mask do much the same on any text. Which mask suits text that was not searched on is what held-out
+    prompts can tell.
+    """
+    share = math.ceil(num / 2)
+    masks: Counter[SkipMask] = Counter()
+    within, beyond = [], []
+    for place, entry in enumerate(entries):
+        masks[entry.config.skip_mask] += 1
+        (within if masks[entry.config.skip_mask] <= share else beyond).append(place)
+    return tuple(entries[place] for place in sorted((within + beyond)[:num]))
 
 
 def confirm(

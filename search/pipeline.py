@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from layerskip.cli import CommandError
 from layerskip.config import DecodeConfig
-from search.confirm import Confirmation, ConfirmOptions, confirm
+from search.confirm import Confirmation, ConfirmOptions, confirm, shortlist
 from search.fingerprint import environment
 from search.held_out import HELD_OUT
 from search.leaderboard import counted
@@ -206,14 +206,14 @@ class SearchRun:
         phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools, self._crew)
         broken = phase.run([self._refresh])
         entries = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference).entries
-        leading = entries[: self._spec.num_confirm_candidates]
+        leading = shortlist(entries, self._spec.num_confirm_candidates)
         self._publisher.attempt("no surface to draw", lambda: store_surfaces(study, outlook.predictor, leading))
         return broken
 
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
         trials = study.get_trials(deepcopy=False)
-        entries = standings_of(trials, subject.space, reference).entries[: spec.num_confirm_candidates]
+        entries = shortlist(standings_of(trials, subject.space, reference).entries, spec.num_confirm_candidates)
         prompts = subject.held_out[: spec.num_confirm_prompts]
         self._say.phase(
             "confirm", f"{len(entries)} candidates and plain decoding on {len(prompts)} held-out prompts, interleaved"

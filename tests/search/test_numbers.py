@@ -10,7 +10,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
-from search.confirm import Candidate, choose, summarise
+from search.confirm import Candidate, choose, shortlist, summarise
 from search.leaderboard import Entry, Standings, counted, make_standings
 from search.measurement import Pair, Timed, add_up
 from search.reference import Reference, prompts_for
@@ -124,6 +124,19 @@ def test_ties_go_to_fewer_skips_then_smaller_gamma() -> None:
     # In a noisy room 4 % is a tie too.
     assert choose([slower, fastest], 0.2)[0] is slower
     assert choose([out], 0.01) == []
+
+
+def test_no_more_than_half_of_the_candidates_share_a_mask() -> None:
+    first, second, third, fourth = (entry("6:1-4", gamma) for gamma in (4, 5, 3, 6))
+    other, last = entry("6:1-3", 4), entry("6:2", 2)
+    standings = [first, second, third, other, fourth, last]
+    assert shortlist(standings, 4) == (first, second, other, last)
+    assert shortlist(standings, 3) == (first, second, other)
+    assert shortlist(standings, 1) == (first,)
+    # Nobody else to ask: the same mask fills the places.
+    assert shortlist([first, second, third, fourth], 3) == (first, second, third)
+    assert shortlist([first, second, third, other], 4) == (first, second, third, other)
+    assert shortlist([], 4) == ()
 
 
 def trial(
