@@ -88,7 +88,8 @@ def shortlist(entries: Sequence[Entry], num: int) -> tuple[Entry, ...]:
     """
     share = math.ceil(num / 2)
     masks: Counter[SkipMask] = Counter()
-    within, beyond = [], []
+    within: list[int] = []
+    beyond: list[int] = []
     for place, entry in enumerate(entries):
         masks[entry.config.skip_mask] += 1
         (within if masks[entry.config.skip_mask] <= share else beyond).append(place)
