@@ -45,10 +45,10 @@ _SENSITIVITY_SHARE, _POOL_SHARE, _MORE_SHARE, _REFINE_SHARE = 0.5, 0.4, 0.4, 0.1
 """Of that: each sublayer left out and left in, the pool, more texts, and the best of the pool on all of them."""
 _READINGS_A_BIT = 1.4
 """What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
-_WIDE_SHARE = 0.15
-"""Of a trial's time: a reading of all texts."""
-_PROPOSAL_SHARE = 0.05
-_MIN_PROPOSAL_S = 0.15
+_WIDE_SHARE = 0.06
+"""Of a trial's time: a reading of all texts, of which a proposal makes one at most."""
+_PROPOSAL_SHARE = 0.03
+_MIN_PROPOSAL_S = 0.06
 """Predicting neighbours for one proposal: this, or the share of a trial's time if that is more."""
 _MAX_READINGS = 8
 

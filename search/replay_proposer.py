@@ -21,8 +21,6 @@ _CALIBRATION = ("no-skip", "early-exit", "alternating", "middle-half", "later-at
 _CALIBRATE_EVERY = 2
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
-_MAX_REFINED = 4
-_MAX_REFINED_PARENTS = 2
 _BOLDNESS = 0.5
 """Standard deviations of the correction that are added to a prediction: where little is known, more is hoped for."""
 
@@ -35,7 +33,7 @@ class _Field:
         self._bonus: dict[int, float] = {}
         self.best_first: list[Candidate] = []
         self.refined: dict[SkipMask, Candidate] = {}
-        """Those predicted on all texts for this proposal."""
+        """What was predicted on all texts for this proposal."""
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Rank these among the others."""
@@ -46,16 +44,15 @@ class _Field:
         scores = self._refiner.expected(self.best_first) + np.array([self._bonus[id(one)] for one in self.best_first])
         self.best_first = [self.best_first[int(i)] for i in np.argsort(-scores, kind="stable")]
 
-    def settle(self, measured: Set[Key], most: int) -> None:
-        """Predict on all texts what leads of the unmeasured, until the leading one is so, or `most` masks `refined`."""
-        while len(self.refined) < most:
-            best = next((one for one in self.best_first if one.key not in measured), None)
-            if best is None or best.wide:
-                break
-            mask = self._refiner.mask(best)
-            self.refined[mask] = self._refiner.refine(best)
-            self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
-            self.add([self.refined[mask]])
+    def settle(self, measured: Set[Key]) -> None:
+        """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone."""
+        best = next((one for one in self.best_first if one.key not in measured), None)
+        if best is None or best.wide:
+            return
+        mask = self._refiner.mask(best)
+        self.refined[mask] = self._refiner.refine(best)
+        self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
+        self.add([self.refined[mask]])
 
 
 class ReplayProposer:
@@ -68,9 +65,10 @@ class ReplayProposer:
 
     Where configs can be predicted on more texts than the first ones (see `Predictor.with_more`), only one predicted on
     all of them is proposed: whatever leads on the first ones alone is predicted on all before it counts, because among
-    many configs the first are always some that happen to suit a few texts.
+    many configs the first are always some that happen to suit a few texts. One is, a proposal; if it does not lead any
+    more then, the best of those that were predicted on all is proposed.
 
-    Cost: `num_readings` readings a proposal, up to four wide ones, and some milliseconds.
+    Cost: `num_readings` readings a proposal, at most one wide one, and some milliseconds.
     """
 
     def __init__(
@@ -99,12 +97,11 @@ class ReplayProposer:
         known = self._all_known(trials)
         field = _Field(self._refiner, correction)
         field.add(known)
-        field.settle(set(), _MAX_REFINED_PARENTS)
         leading = field.best_first[:_NUM_PARENTS]
         fresh = self._neighbours(leading, known, rng)
         field.add(fresh)
         field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
-        field.settle(measured, _MAX_REFINED)
+        field.settle(measured)
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
