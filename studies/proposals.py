@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from layerskip.cli import CommandError, OneLineParser, run_command
+from search.outlook import RECHECK_EVERY
 from studies.engine.random_models import random_llama
 from studies.engine.results import say
 from studies.scaling.servers import ROOT, child_environment
@@ -95,17 +96,20 @@ def make_study(folder: Path, num_layers: int, hidden_size: int, max_new_tokens: 
 
 
 def table(trials: Sequence[dict[str, Any]]) -> list[str]:
-    """Seconds of a proposal by where it came from; the first trial of a run pays for the readings before it."""
-    groups: dict[str, list[float]] = {"preparation": [], "all others": []}
+    """Seconds of a proposal by where it came from. Apart: a run's first, which pays for all readings before it, and
+    those before which the steps' costs were measured again."""
+    groups: dict[str, list[float]] = {"first": [], "costs again": [], "all others": []}
     for trial in trials:
         seconds = trial["proposal_s"]
-        if trial["number"] == 0:
-            groups["preparation"].append(seconds)
+        if trial["number"] % RECHECK_EVERY == 0:
+            groups["costs again" if trial["number"] else "first"].append(seconds)
             continue
         groups["all others"].append(seconds)
         groups.setdefault(trial["user_attrs"].get("origin", "failed").split()[0], []).append(seconds)
     lines = [f"{'seconds of':14} {'trials':>6} {'mean':>8} {'median':>8} {'95th':>8} {'most':>8}"]
     for name, found in groups.items():
+        if not found:
+            continue
         numbers = (float(np.mean(found)), *(float(np.quantile(found, share)) for share in (0.5, 0.95, 1.0)))
         lines.append(f"{name:14} {len(found):6} " + " ".join(f"{number:8.3f}" for number in numbers))
     return lines

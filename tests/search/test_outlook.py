@@ -210,11 +210,11 @@ def test_more_drafts_than_any_text_has_room_for_are_refused(lengths: tuple[int, 
 @pytest.mark.parametrize(
     ("trial_seconds", "reading_s", "expected"),
     [
-        (20.0, 0.19, 5),  # 5 % of a trial is a second
+        (20.0, 0.19, 3),  # 3 % of a trial is 0.6 s
         (20.0, 1.1, 1),  # at least one
-        (20.0, 0.01, 8),  # at most eight
-        (1.0, 0.02, 7),  # short trials: 0.15 s
-        (1.0, 0.0, 8),
+        (20.0, 0.01, 4),  # at most four
+        (1.0, 0.025, 2),  # short trials: 0.06 s
+        (1.0, 0.0, 4),
     ],
 )
 def test_readings_of_a_proposal_fit_its_time(trial_seconds: float, reading_s: float, expected: int) -> None:
@@ -287,8 +287,9 @@ def test_texts_that_the_reference_has_are_not_made_again() -> None:
     ("reading_s", "num_first", "num_texts"),
     [
         (0.01, 6, 36),
-        (0.59, 6, 30),  # three seconds for a reading of all
-        (2.4, 6, 7),
+        (0.59, 6, 12),  # 1.2 seconds for a reading of all
+        (1.0, 6, 7),
+        (1.3, 6, 6),
         (5.0, 4, 4),  # not even the reference's
     ],
 )
