@@ -1,7 +1,8 @@
 """python -m studies.proposals: what proposing costs a trial, on a deep model of random weights.
 
 `search.compare --strategies ours` as its own process in a temporary folder, with the demo's prompts and tokenizer; the
-seconds are those that it charges a trial for its proposal.
+seconds are those that it charges a trial for its proposal. Full trials of two seconds, as the demo's: what a proposal may
+read is a share of them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def make_study(folder: Path, num_layers: int, hidden_size: int, max_new_tokens: 
         "dtype": "float32",
         "num_threads": 1,
         "max_new_tokens": max_new_tokens,
-        "prompts_per_trial": 4,
+        "trial_seconds": 2.0,
     }
     text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items())
     (folder / "study.toml").write_text(text, encoding="utf-8")
