@@ -1,8 +1,8 @@
 """python -m studies.proposals: what proposing costs a trial, on a deep model of random weights.
 
 `search.compare --strategies ours` as its own process in a temporary folder, with the demo's prompts and tokenizer; the
-seconds are those that it charges a trial for its proposal. Full trials of two seconds, as the demo's: what a proposal may
-read is a share of them.
+seconds are those that it charges a trial for its proposal. Full trials take two seconds, as the demo's do: what a
+proposal may read is a share of them.
 """
 
 from __future__ import annotations
