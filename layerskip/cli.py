@@ -54,6 +54,13 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         return 130
 
 
+def check_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Raises: ValueError naming the first of these flags whose value lies below its least."""
+    for name, bound in least.items():
+        if (value := getattr(arguments, name)) < bound:
+            raise ValueError(f"--{name.replace('_', '-')}: must be at least {bound}, got {value}")
+
+
 def print_error(name: str, error: object) -> None:
     """One line on stderr."""
     with suppress(OSError):  # of a terminal that was closed

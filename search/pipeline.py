@@ -15,7 +15,7 @@ from layerskip.config import DecodeConfig
 from search.confirm import Confirmation, ConfirmOptions, confirm, shortlist
 from search.fingerprint import environment
 from search.held_out import HELD_OUT
-from search.leaderboard import counted
+from search.leaderboard import Entry, counted
 from search.measurement import LosslessViolation
 from search.objective import standings_of, violations_in
 from search.outlook import POOL, Outlook, OutlookOptions, outlook_facts
@@ -205,15 +205,17 @@ class SearchRun:
         """Trials up to the total, or a handful where nothing can win. Returns why the run must end, else None."""
         phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools, self._crew)
         broken = phase.run([self._refresh])
-        entries = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference).entries
-        leading = shortlist(entries, self._spec.num_confirm_candidates)
+        leading = self._candidates(study, reference)
         self._publisher.attempt("no surface to draw", lambda: store_surfaces(study, outlook.predictor, leading))
         return broken
 
+    def _candidates(self, study: optuna.Study, reference: Reference) -> tuple[Entry, ...]:
+        standings = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference)
+        return shortlist(standings.entries, self._spec.num_confirm_candidates)
+
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
-        trials = study.get_trials(deepcopy=False)
-        entries = shortlist(standings_of(trials, subject.space, reference).entries, spec.num_confirm_candidates)
+        entries = self._candidates(study, reference)
         prompts = subject.held_out[: spec.num_confirm_prompts]
         self._say.phase(
             "confirm", f"{len(entries)} candidates and plain decoding on {len(prompts)} held-out prompts, interleaved"

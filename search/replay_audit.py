@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command
 from search.run import demo_folder
 from search.spec import StudySpec, load_spec
 
@@ -49,9 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
-    for name, least in (("settings", 1), ("prompts", 1), ("seed", 0)):
-        if getattr(arguments, name) < least:
-            raise ValueError(f"--{name}: must be at least {least}, got {getattr(arguments, name)}")
+    check_least(arguments, settings=1, prompts=1, seed=0)
     spec, paths = load_spec({}, arguments.study, demo=demo_folder())
     from search.preflight import open_subject
     from search.prompts import load_prompts

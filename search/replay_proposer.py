@@ -32,8 +32,6 @@ class _Field:
         self._refiner, self._correction = refiner, correction
         self._bonus: dict[int, float] = {}
         self.best_first: list[Candidate] = []
-        self.refined: dict[SkipMask, Candidate] = {}
-        """What was predicted on all texts for this proposal."""
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Rank these among the others."""
@@ -44,15 +42,15 @@ class _Field:
         scores = self._refiner.expected(self.best_first) + np.array([self._bonus[id(one)] for one in self.best_first])
         self.best_first = [self.best_first[int(i)] for i in np.argsort(-scores, kind="stable")]
 
-    def settle(self, measured: Set[Key]) -> None:
-        """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone."""
+    def settle(self, measured: Set[Key]) -> dict[SkipMask, Candidate]:
+        """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone. Returns it."""
         best = next((one for one in self.best_first if one.key not in measured), None)
         if best is None or best.wide:
-            return
-        mask = self._refiner.mask(best)
-        self.refined[mask] = self._refiner.refine(best)
+            return {}
+        mask, refined = self._refiner.mask(best), self._refiner.refine(best)
         self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
-        self.add([self.refined[mask]])
+        self.add([refined])
+        return {mask: refined}
 
 
 class ReplayProposer:
@@ -101,14 +99,14 @@ class ReplayProposer:
         fresh = self._neighbours(leading, known, rng)
         field.add(fresh)
         field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
-        field.settle(measured)
+        refined = field.settle(measured)
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
         chosen = next((one for one in left if one.wide), left[0])
         considered = {self._refiner.mask(one): one for one in fresh}
         origin = "replay" if self._refiner.mask(chosen) in considered else "pool"
-        rows = self._candidates.write((considered | field.refined).values())
+        rows = self._candidates.write((considered | refined).values())
         return Proposal(origin, chosen.params, considered=rows)
 
     def _shapes(self) -> list[Candidate]:

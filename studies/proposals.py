@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from transformers import AutoTokenizer
 
-from layerskip.cli import CommandError, OneLineParser, run_command
+from layerskip.cli import CommandError, OneLineParser, check_least, run_command
 from search.outlook import RECHECK_EVERY
 from studies.engine.random_models import random_llama
 from studies.engine.results import say
@@ -28,7 +27,6 @@ from studies.scaling.servers import ROOT, child_environment
 
 PROG = "studies.proposals"
 _DEMO = ROOT / "studies" / "demo"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def build_parser() -> OneLineParser:
@@ -49,9 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for name, least in (("layers", 2), ("trials", 2), ("seeds", 2), ("max_new_tokens", 10)):
-        if (value := getattr(arguments, name)) < least:
-            raise ValueError(f"--{name.replace('_', '-')}: must be at least {least}, got {value}")
+    check_least(arguments, layers=2, trials=2, seeds=2, max_new_tokens=10)
     if arguments.hidden_size < 64 or arguments.hidden_size % 64:
         raise ValueError(f"--hidden-size: must be a multiple of 64, got {arguments.hidden_size}")
     with tempfile.TemporaryDirectory() as folder:
@@ -77,11 +73,8 @@ def compare(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 def make_study(folder: Path, num_layers: int, hidden_size: int, max_new_tokens: int) -> None:
     """A model with the demo's tokenizer, and study.toml."""
-    model = random_llama(num_layers, hidden_size, dtype=torch.float32, engine="eager").model
-    model.save_pretrained(folder / "model")
-    for name in _TOKENIZER_FILES:
-        if (source := _DEMO / "model" / name).is_file():
-            shutil.copy(source, folder / "model" / name)
+    random_llama(num_layers, hidden_size, engine="eager").model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(_DEMO / "model").save_pretrained(folder / "model")
     lines = {
         "model": "./model",
         "prompts": str(_DEMO / "tuning.jsonl"),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layerskip.cli import CommandError, OneLineParser, run_command
+from layerskip.cli import CommandError, OneLineParser, check_least, run_command
 from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
 from studies.scaling.servers import ROOT, child_environment
@@ -114,10 +114,7 @@ def watch(command: Sequence[str], num_trials: int) -> tuple[Course, Counter[str]
 
 def _check(arguments: argparse.Namespace) -> None:
     check_proc()
-    for name, least in (("trials", 1), ("max_new_tokens", 2)):
-        value = getattr(arguments, name)
-        if value < least:
-            raise ValueError(f"--{name.replace('_', '-')}: must be at least {least}, got {value}")
+    check_least(arguments, trials=1, max_new_tokens=2)
     if not arguments.trial_seconds > 0:
         raise ValueError(f"--trial-seconds: must be above 0, got {arguments.trial_seconds}")
     for name in ("model", "out"):
