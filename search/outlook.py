@@ -24,9 +24,11 @@ from search.proposals import ProposeOptions, Proposer
 from search.reference import Reference
 from search.sensitivity import Sensitivity
 from search.space import SearchSpace
+from search.spec import StudySpec
 
 COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
 READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
+EFFECTS = "setting_effects"
 """Attributes of the study."""
 _RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
@@ -42,6 +44,21 @@ class OutlookOptions:
     seed: int
     trials: int
     trial_seconds: float
+    """That a full trial takes."""
+    timeout_s: float | None = None
+    """Time limit of all trials."""
+
+    @classmethod
+    def of(cls, spec: StudySpec, reference: Reference) -> OutlookOptions:
+        """A study's, by what its trials really take: their number of prompts has bounds, or is the spec's own, so they
+        may be far from `spec.trial_seconds`."""
+        return cls(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, reference.trial_s, spec.timeout_s)
+
+    @property
+    def search_s(self) -> float:
+        """Seconds that all trials may take."""
+        whole = self.trials * self.trial_seconds
+        return whole if self.timeout_s is None else min(whole, self.timeout_s)
 
 
 @dataclass

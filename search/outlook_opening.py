@@ -19,6 +19,7 @@ from search.forecast import Candidates, Pool, make_pool
 from search.more_texts import MAX_MORE, Beyond, MoreOptions, MoreText, make_more_texts
 from search.outlook import (
     COSTS,
+    EFFECTS,
     MORE,
     POOL,
     READINGS,
@@ -35,6 +36,7 @@ from search.reference import Reference
 from search.refinement import Refiner, refine_pool
 from search.replay import TextRows
 from search.sensitivity import Sensitivity, measure_sensitivity
+from search.setting_effects import SettingEffects
 from search.space import SearchSpace
 
 _MIN_TEXTS = 4
@@ -106,7 +108,7 @@ class _Opening:
 
     def outlook(self) -> Outlook:
         options, study, space = self.options, self.study, self.space
-        self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.trials * options.trial_seconds)
+        self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.search_s)
         start = self.clock()
         timer = self.decoder.timer(options.gamma_max)
         timed = texts_to_time(self.reference, options.gamma_max)
@@ -121,6 +123,8 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
+        if (effects := self.study.user_attrs.get(EFFECTS)) is not None:
+            predictor.set_effects(SettingEffects.from_json(effects))
         predictor.set_yardstick(self.space.to_config(pool.best.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
@@ -192,10 +196,24 @@ class _Opening:
         if predictor.has_more:
             seconds = _REFINE_SHARE * self.budget
             pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
+            pool = self._judge_by_many(pool, predictor, candidates)
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
         # As stored, rounded: what a resume will read must be what this run works with.
         return predictor, Pool.from_json(stored, candidates), num_cuts
+
+    def _judge_by_many(self, pool: Pool, predictor: Predictor, candidates: Candidates) -> Pool:
+        """The pool with its masks that were predicted on all texts judged by what settings are worth to all of these.
+
+        Cost: two replays each.
+        """
+        refiner = Refiner(candidates, self.space)
+        effects = predictor.effects_of([refiner.mask(one) for one in pool.candidates if one.wide])
+        self.study.set_user_attr(EFFECTS, effects.to_json())
+        predictor.set_effects(SettingEffects.from_json(effects.to_json()))  # as a resume will read them
+        judged = [refiner.refine(one) if one.wide else one for one in pool.candidates]
+        order = np.argsort(-refiner.expected(judged), kind="stable")
+        return Pool(tuple(judged[int(i)] for i in order))
 
     def _decide_readings(self, reading_s: float) -> None:
         if READINGS not in self.study.user_attrs:

@@ -187,7 +187,7 @@ class SearchRun:
         """What is predicted before the first trial; read from the study on a resume."""
         spec, subject = self._spec, self._subject
         self._say.phase("outlook", "costs of the steps, what each sublayer is worth, and a pool of predicted configs")
-        options = OutlookOptions(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, spec.trial_seconds)
+        options = OutlookOptions.of(spec, reference)
         outlook = open_outlook(
             study,
             subject.decoder,

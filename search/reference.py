@@ -53,6 +53,11 @@ class Reference:
     dropped: tuple[str, ...]
     """Prompts whose continuation ends before its second token: nothing to time."""
 
+    @property
+    def trial_s(self) -> float:
+        """Seconds of a full trial, at the cost of plain pairs."""
+        return self.num_per_trial * self.pair_s
+
     def to_json(self) -> str:
         """One line, for a study's attributes."""
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -74,6 +74,10 @@ class Settings:
         """One config's. Raises: ValueError if it does not speculate."""
         return cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold])
 
+    def select(self, places: Ints) -> Settings:
+        """The settings at these places."""
+        return Settings(self.gamma[places], self.draft_threshold[places], self.target_threshold[places])
+
     def __len__(self) -> int:
         return len(self.gamma)
 

@@ -39,7 +39,7 @@ class OurWay:
             subject.space,
             reference,
             subject.fingerprint,
-            OutlookOptions(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, spec.trial_seconds),
+            OutlookOptions.of(spec, reference),
             prompts=subject.tuning,
             clock=account.now,
         )

@@ -24,6 +24,7 @@ from search.fingerprint import Fingerprint
 from search.forecast import Candidate, Pool
 from search.leaderboard import key_of, make_standings, taste_of
 from search.measurement import PromptCase
+from search.more_texts import MAX_MORE
 from search.outlook import (
     COSTS,
     MORE,
@@ -227,6 +228,29 @@ def test_readings_of_a_proposal_fit_its_time(trial_seconds: float, reading_s: fl
     other = planted()
     other.reading_s = 5.0
     assert open_(study, other, options).num_readings == expected
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "expected_s"),
+    [
+        (None, 60.0),  # 30 trials of five prompts, 0.4 s each
+        (100.0, 60.0),
+        (7.0, 7.0),
+    ],
+)
+def test_budgets_follow_the_time_that_trials_really_take(timeout_s: float | None, expected_s: float) -> None:
+    spec = make_spec(trials=30, trial_seconds=20.0, prompts_per_trial=5, timeout_s=timeout_s)
+    options = OutlookOptions.of(spec, reference_of())
+    assert options.trial_seconds == pytest.approx(2.0)
+    assert options.search_s == pytest.approx(expected_s)
+
+
+def test_a_time_limit_bounds_what_is_predicted_before_the_first_trial() -> None:
+    """Five per cent of 300 s instead of 2,000, and of that 40 for making texts, at 0.17 s a decoding."""
+    tuning = tuple(dataclasses.replace(CUTTABLE[0], ids=tuple(range(50 * i, 50 * i + 40))) for i in range(60))
+    limited = dataclasses.replace(LONG, timeout_s=300.0)
+    free, bound = (open_(new_study(), quick(), one, tuning=tuning).predictor for one in (LONG, limited))
+    assert (free.num_texts, bound.num_texts) == (6 + MAX_MORE, 6 + math.ceil(6 / 0.17))
 
 
 @pytest.mark.parametrize(("reading_s", "num_first"), [(0.2, 12), (0.5, 7), (9.0, 4)])
