@@ -48,7 +48,9 @@ _SENSITIVITY_SHARE, _POOL_SHARE, _MORE_SHARE, _REFINE_SHARE = 0.5, 0.4, 0.4, 0.1
 _READINGS_A_BIT = 1.4
 """What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
 _WIDE_SHARE = 0.06
-"""Of a trial's time: a reading of all texts, of which a proposal makes one at most."""
+_MIN_WIDE_S = 0.15
+"""A reading of all texts, of which a proposal makes one at most: this, or the share of a trial's time if that is more.
+What too few texts cost in the end is worth more than the time."""
 _PROPOSAL_SHARE = 0.03
 _MIN_PROPOSAL_S = 0.06
 """Predicting neighbours for one proposal: this, or the share of a trial's time if that is more."""
@@ -226,7 +228,7 @@ class _Opening:
 
         text_s: seconds that a reading takes for each text, on the average of the pool's masks.
         """
-        allowed = _WIDE_SHARE * self.options.trial_seconds
+        allowed = max(_MIN_WIDE_S, _WIDE_SHARE * self.options.trial_seconds)
         most = int(allowed / text_s) if text_s > 0 else MAX_MORE + len(self.reference.cases)
         num_reference = max(0, min(most, len(self.reference.cases)) - num_first)
         made: Sequence[MoreText] = ()
