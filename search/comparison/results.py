@@ -76,6 +76,7 @@ def summarise(plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirme
         "num_held_out_prompts": num_prompts,
         "ci_level": CI_LEVEL,
         "strategies": strategies,
+        "ours_of_best": _ours_of_best(strategies, confirmed, num_prompts),
         "picks": {key: _pick_row(one) for key, one in confirmed.items()},
     }
 
@@ -102,6 +103,7 @@ def make_table(results: Mapping[str, Any]) -> str:
         "that trial, one-off preparation included.",
         "vs ours: ratio of the speedups, paired by seed. `<` and `>` mark a strategy that is slower or faster than "
         "ours beyond two intervals, over seeds and over prompts.",
+        *_of_best_lines(results["ours_of_best"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -159,6 +161,41 @@ def _versus(strategy: Any, ours: Any) -> dict[str, Any]:
         "prompts_high": prompts.high,
         "outside": seeds.excludes(1.0) and prompts.excludes(1.0),
     }
+
+
+def _ours_of_best(
+    strategies: Mapping[str, Any], confirmed: Mapping[str, Confirmed], num_prompts: int
+) -> dict[str, Any] | None:
+    """Ours at every checkpoint against the strategy that is best at the last one; None where ours takes no part."""
+    if OURS not in strategies:
+        return None
+    ends = {name: one["checkpoints"][-1] for name, one in strategies.items()}
+    best = max(ends, key=lambda name: float(ends[name]["speedup"]))
+    end = _logs(ends[best]["seeds"], confirmed, num_prompts)
+    rows = [
+        {"trials": row["trials"], **_versus(_logs(row["seeds"], confirmed, num_prompts), end)}
+        for row in strategies[OURS]["checkpoints"]
+    ]
+    return {"strategy": best, "trials": ends[best]["trials"], "speedup": ends[best]["speedup"], "checkpoints": rows}
+
+
+def _of_best_lines(of_best: Mapping[str, Any] | None) -> list[str]:
+    """What part of the best strategy's last speedup ours has after fewer trials."""
+    if of_best is None or len(of_best["checkpoints"]) < 2:
+        return []
+    told = [
+        f"{row['ratio']:.3f} (seeds {_span(row['low'], row['high'])}, prompts "
+        f"{_span(row['prompts_low'], row['prompts_high'])}) after {row['trials']}"
+        for row in of_best["checkpoints"]
+    ]
+    head = (
+        f"ours as a part of the best after {of_best['trials']} trials, {of_best['strategy']}'s {of_best['speedup']:.3f}"
+    )
+    return [f"{head}: {'; '.join(told)}."]
+
+
+def _span(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{low:.3f}..{high:.3f}"
 
 
 def _pick_row(one: Confirmed) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from search.comparison.confirm import Confirmed
 from search.comparison.journal import Journal
 from search.comparison.pipeline import ComparisonRun, as_before
 from search.comparison.plan import ComparisonPlan, estimate
-from search.comparison.results import _versus, make_table, t_mean
+from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
@@ -524,6 +524,7 @@ def test_the_table_marks_what_lies_outside() -> None:
             "ours": {"checkpoints": [row(1.5)]},
             "clasp": {"checkpoints": [row(1.4, num_picks=1, vs_ours=versus | {"outside": False})]},
         },
+        "ours_of_best": None,
     }
     lines = make_table(results).splitlines()
     assert [line.split("|")[2].strip() for line in lines[2:5]] == ["ours", "clasp", "swift"]
@@ -532,6 +533,33 @@ def test_the_table_marks_what_lies_outside() -> None:
     assert lines[4].endswith("| 0.900 (0.850..0.950) < |")
     assert "1.500 (1.100..1.900)" in lines[2]
     assert "| 1.400 (one pick) |" in lines[3]
+
+
+def test_ours_is_told_as_a_part_of_the_best_in_the_end() -> None:
+    """The rival ends at 1.5, ours at 1.2 and then 1.44."""
+    picks = {name: Confirmed((ratio, ratio)) for name, ratio in (("a", 1.2), ("b", 1.44), ("c", 1.5))}
+
+    def row(trials: int, pick: str) -> dict[str, Any]:
+        seeds = [{"pick": pick, "is_plain": False}] * 2
+        return {"trials": trials, "speedup": picks[pick].speedup, "seeds": seeds}
+
+    strategies = {
+        "ours": {"checkpoints": [row(5, "a"), row(25, "b")]},
+        "swift": {"checkpoints": [row(5, "a"), row(25, "c")]},
+        "clasp": {"checkpoints": [row(5, "c"), row(25, "a")]},
+    }
+    told = _ours_of_best(strategies, picks, 2)
+    assert told is not None
+    assert (told["strategy"], told["trials"], told["speedup"]) == ("swift", 25, pytest.approx(1.5))
+    assert [one["trials"] for one in told["checkpoints"]] == [5, 25]
+    assert [one["ratio"] for one in told["checkpoints"]] == pytest.approx([0.8, 0.96])
+    assert _ours_of_best({"swift": strategies["swift"]}, picks, 2) is None
+    (line,) = _of_best_lines(told)
+    assert line == (
+        "ours as a part of the best after 25 trials, swift's 1.500: 0.800 (seeds 0.800..0.800, prompts 0.800..0.800) "
+        "after 5; 0.960 (seeds 0.960..0.960, prompts 0.960..0.960) after 25."
+    )
+    assert _of_best_lines(None) == _of_best_lines(told | {"checkpoints": told["checkpoints"][-1:]}) == []
 
 
 def test_confirmed_without_ratios_has_no_speedup() -> None:
