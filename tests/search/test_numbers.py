@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -229,6 +230,26 @@ def test_one_trial_is_drawn_towards_its_forecast_and_many_stand_for_themselves()
     # A config without a forecast: all are compared as measured.
     blind = trial("6:2", [0, 1, 2, 3], [1.2] * 4, number=20)
     assert make_standings([*usual, lucky, blind], SPACE, 0.01, 4).leader.trials == (0,)  # type: ignore[union-attr]
+
+
+def test_how_far_off_forecasts_are_for_hopeless_configs_says_nothing_about_leaders() -> None:
+    """A lucky trial is drawn to its forecast as far with them as without."""
+
+    def of(number: int, mask: str, speedup: float, forecast: float, *, stopped: bool = False) -> FrozenTrial:
+        ratios = (speedup * np.random.default_rng(number).permutation([0.9, 1.11, 0.91, 1.1])).tolist()
+        told = ([forecast] * 4, forecast)
+        return trial(mask, [0, 1, 2, 3], ratios, number=number, stopped=stopped, forecasts=told)
+
+    near = [of(i, f"6:{i}", one / 1.05, one) for i, one in enumerate((1.2, 1.3, 1.4, 1.35, 1.28))]
+    lucky = of(5, "6:5", 1.40, 1.30)
+    hopeless = [of(6 + i, f"6:0,{i + 1}", 0.7, one, stopped=True) for i, one in enumerate((0.75, 1.1, 0.72, 1.2, 0.9))]
+
+    def drawn(trials: Sequence[FrozenTrial]) -> float:
+        entries = make_standings(trials, SPACE, 0.01, 4).entries
+        return next(entry.speedup for entry in entries if entry.trials == (5,))
+
+    assert 1.30 / 1.05 < drawn([*near, lucky]) < 1.35
+    assert drawn([*near, lucky, *hopeless]) == pytest.approx(drawn([*near, lucky]), rel=0.01)
 
 
 def test_forecasts_that_ratios_do_not_follow_lose_their_weight() -> None:
