@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,10 @@ from search.forecast import Candidates, Pool
 from search.learnt_costs import DRAFT_BY_TERMS, DRAFT_TIMED, learnt_costs_of
 from search.more_texts import Beyond
 from search.prediction_check import noise_of_repeats
-from search.predictor import Predictor
+from search.predictor import Forcing, Predictor
 from search.proposals import ProposeOptions, Proposer
 from search.reference import Reference
+from search.replay import TextRows
 from search.sensitivity import Sensitivity
 from search.space import SearchSpace
 from search.spec import StudySpec
@@ -75,6 +76,8 @@ class Outlook:
     timer: Timer
     texts: tuple[tuple[int, ...], ...]
     """Texts whose steps are timed."""
+    force: Callable[[Sequence[int]], tuple[Forcing, TextRows]]
+    """Of the reference's texts at these places."""
     costs: list[CostModel]
     """Every measurement of the costs, the first one made before the trials."""
     fingerprint: Fingerprint
@@ -101,11 +104,13 @@ class Outlook:
         those that configs are ranked by, and `forecast_speedup` is their mean over all texts, more than any trial
         decodes: so what a config owes to its own prompts, or to the tuning prompts, can be told apart from what it is
         worth, see `search.leaderboard.taste_of`. Cost: a wide reading, if the mask was not proposed for one, a few
-        readings and short drafts, see `Predictor.trial`.
+        readings and short drafts, see `Predictor.trial`; a target forward over each of the prompts' texts that were too
+        many to be read for every mask.
         """
         self.predictor.learn(earlier)
-        sharp = self.predictor.trial(config, steps, self.timer, self.texts[0])
-        forecast, mean = self.predictor.forecast(config, steps)
+        unread = self.predictor.unread(steps, self.force)
+        sharp = self.predictor.trial(config, steps, self.timer, self.texts[0], unread)
+        forecast, mean = self.predictor.forecast(config, steps, unread)
         pair_sigma = noise_of_repeats(earlier)[0] or noise_sigma
         correction = Correction(earlier, self.space, pair_sigma, "replayed_ratios")
         factor = math.exp(float(correction.of([trial_params])[0][0]))

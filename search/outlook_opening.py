@@ -137,6 +137,7 @@ class _Opening:
             num_readings=study.user_attrs.get(READINGS, _MAX_READINGS),
             timer=timer,
             texts=timed,
+            force=self._force,
             costs=costs,
             fingerprint=self.fingerprint,
             options=options,
@@ -253,6 +254,12 @@ class _Opening:
             return first, 0
         forcing = self.decoder.teacher_forcing(texts)
         return first.with_more(forcing, self._rows(forcing)), sum(one.is_cut(self.prompts) for one in beyond.made)
+
+    def _force(self, places: Sequence[int]) -> tuple[TextForcing, TextRows]:
+        """The reference's texts at these places, and what replay needs of them."""
+        texts = self._reference_texts()
+        forcing = self.decoder.teacher_forcing([texts[place] for place in places])
+        return forcing, self._rows(forcing)
 
     def _reference_texts(self) -> list[ForcedText]:
         return [ForcedText(case.prompt_ids, case.reference_ids) for case in self.reference.cases]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -82,6 +82,15 @@ class TrialPrediction:
     """The same in target steps, by the terms alone."""
     draft_timed: float
     """The same in target steps, timed just now in turns with the target's."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Texts of a trial beyond those that are read for every mask; read for this trial alone."""
+
+    steps: tuple[int, ...]
+    """Their places among the tuning texts, ascending."""
+    predictor: Predictor
 
 
 class Predictor:
@@ -209,12 +218,24 @@ class Predictor:
         order = np.argsort(-logs, kind="stable")[:count]
         return [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
-    def forecast(self, config: DecodeConfig, steps: Sequence[int]) -> tuple[list[float], float]:
+    def unread(self, steps: Sequence[int], force: Callable[[Sequence[int]], tuple[Forcing, TextRows]]) -> Unread | None:
+        """The texts at `steps` that are not read for every mask; None if all are. Cost: what `force` takes for them."""
+        beyond = tuple(sorted({step for step in steps if step >= self.num_texts}))
+        return Unread(beyond, Predictor(*force(beyond), self.cost)) if beyond else None
+
+    def forecast(
+        self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None
+    ) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, speedup on texts like all of them) as configs are ranked: one draft deep,
         costs by terms. The latter is the mean over all texts, drawn towards what its setting is worth to many masks
-        where that is known (see `set_effects`)."""
+        where that is known (see `set_effects`). `unread` holds those of `steps` that are not among all texts."""
         logs = self._config_logs(config, wide=True) - self._shift
-        return self._fill(np.exp(logs), steps), float(np.exp(logs.mean() + self._discount_of(config, wide=True)))
+        at = dict(enumerate(logs.tolist()))
+        if unread is not None:
+            others = unread.predictor._config_logs(config, wide=True) - self._shift
+            at |= dict(zip(unread.steps, others.tolist(), strict=True))
+        mean = float(np.exp(logs.mean() + self._discount_of(config, wide=True)))
+        return [math.exp(at[step]) for step in steps], mean
 
     def shared(self, one: Predicted, *, wide: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
@@ -233,29 +254,45 @@ class Predictor:
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
 
-    def trial(self, config: DecodeConfig, steps: Sequence[int], timer: Timer, text: Sequence[int]) -> TrialPrediction:
+    def trial(
+        self,
+        config: DecodeConfig,
+        steps: Sequence[int],
+        timer: Timer,
+        text: Sequence[int],
+        unread: Unread | None = None,
+    ) -> TrialPrediction:
         """A sharper prediction for a config about to be measured: read several drafts deep, its draft step timed.
 
-        `steps` are places of texts; where one lies beyond the texts that are read, all of those are read, it is
-        expected to be an average one, and there are no counts. Cost: up to SHARP_DEPTH + 1 readings of
-        these texts alone and a few short ones; four short drafts and target steps, or eight.
+        `steps` are places of texts; `unread` holds those that are not among all texts. Cost: up to SHARP_DEPTH + 1
+        readings of these texts alone and a few short ones; four short drafts and target steps, or eight.
         """
         draft_s, by_terms, timed = self._draft_s(config, timer, text)
-        known = max(steps) < self.num_texts
-        places = sorted(set(steps)) if known else list(range(self.num_texts))
-        counts = self.counts(config, sharp=True, texts=places)
-        ratios = np.exp(_logs_at(self.cost, counts, self._rows.select(places), np.array([draft_s]))[0])
-        if not known:
-            return TrialPrediction(tuple(self._fill(ratios, steps)), (), draft_s, by_terms, timed)
-        forwards = np.stack([counts.drafted[0], counts.rounds[0], counts.target_only[0]], axis=1).tolist()
-        at = [places.index(step) for step in steps]
+        places = sorted({step for step in steps if step < self.num_texts})
+        found = dict(zip(places, self._shown(config, places, draft_s), strict=True))
+        if unread is not None:
+            others = unread.predictor._shown(config, range(len(unread.steps)), draft_s)
+            found |= dict(zip(unread.steps, others, strict=True))
         return TrialPrediction(
-            ratios=tuple(float(ratios[i]) for i in at),
-            forwards=tuple(tuple(forwards[i]) for i in at),
+            ratios=tuple(found[step][0] for step in steps),
+            forwards=tuple(found[step][1] for step in steps),
             draft_s=draft_s,
             draft_by_terms=by_terms,
             draft_timed=timed,
         )
+
+    def _shown(
+        self, config: DecodeConfig, places: Sequence[int], draft_s: float
+    ) -> list[tuple[float, tuple[float, float, float]]]:
+        """(Ratio, (drafts, verifications, target-only steps)) on each of the texts at these places, ascending."""
+        if not places:
+            return []
+        counts = self.counts(config, sharp=True, texts=places)
+        ratios = np.exp(_logs_at(self.cost, counts, self._rows.select(places), np.array([draft_s]))[0])
+        forwards = zip(counts.drafted[0], counts.rounds[0], counts.target_only[0], strict=True)
+        return [
+            (float(ratio), (float(d), float(r), float(a))) for ratio, (d, r, a) in zip(ratios, forwards, strict=True)
+        ]
 
     def _draft_s(self, config: DecodeConfig, timer: Timer, text: Sequence[int]) -> tuple[float, float, float]:
         """One draft token of this mask, at the pace of the cost model: the sum of its terms, drawn towards a timing of
@@ -370,11 +407,6 @@ class Predictor:
         counts = replay(readings.accepted, readings.confidence, rows, grid, table)
         plain, watched = (cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
         return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
-
-    def _fill(self, ratios: Floats, steps: Sequence[int]) -> list[float]:
-        """The ratios of the texts at `steps`; a text that is not read is expected to be an average one."""
-        average = float(np.exp(np.log(ratios).mean()))
-        return [float(ratios[step]) if step < len(ratios) else average for step in steps]
 
     def _rows_of(self, *, wide: bool) -> TextRows:
         return self._rows if wide else self._first_rows

@@ -447,6 +447,19 @@ def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
     assert {**again, "predicted_ratios": None} == {**told, "predicted_ratios": None}
 
 
+def test_a_trial_on_prompts_that_are_not_read_for_every_mask_is_predicted_as_well() -> None:
+    """A slow model's texts are too many to be read for every mask."""
+    slow, quick_one = planted(), planted()
+    slow.reading_s = 9.0
+    few, every = (open_(new_study(), one, reference=TWELVE) for one in (slow, quick_one))
+    assert (few.predictor.num_texts, every.predictor.num_texts) == (4, 12)
+    config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
+    told = [one.describe_trial(SPACE.to_params(config), config, [3, 8, 11], [], 0.02) for one in (few, every)]
+    for name in ("replayed_forwards", "replayed_ratios", "predicted_ratios", "forecast_ratios"):
+        assert len(told[0][name]) == 3
+        assert told[0][name] == told[1][name]
+
+
 def test_people_are_told_in_three_lines() -> None:
     outlook = open_(new_study(), planted())
     costs, hardest, best = describe_outlook(outlook)

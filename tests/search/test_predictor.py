@@ -246,16 +246,31 @@ def test_a_trial_with_times_as_the_terms_say_is_ranked_the_same() -> None:
     assert told.ratios == pytest.approx(predictor.forecast(config, [3, 1])[0])
 
 
-def test_texts_that_are_not_read_are_expected_to_be_average_ones() -> None:
-    forcing = forcing_of([LENGTH] * 3)
-    predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[1], gamma=4)
-    known = predictor.forecast(config, range(3))[0]
-    average = math.prod(known) ** (1 / 3)
-    assert predictor.forecast(config, [7, 1, 3])[0] == pytest.approx([average, known[1], average])
-    told = predictor.trial(config, [7, 1, 3], PlantedTimer(), (1,))
-    assert told.ratios == pytest.approx([average, known[1], average])
-    assert told.forwards == ()
-    assert len(predictor.trial(config, [2, 1], PlantedTimer(), (1,)).forwards) == 2
+def test_texts_that_are_not_read_for_every_mask_are_read_for_their_trial() -> None:
+    whole, asked = forcing_of([LENGTH, 9, 15, LENGTH, 12]), []
+    few, every = predictor_of(FakeForcing(whole.texts[:3])), predictor_of(whole)
+    config = DecodeConfig(skip_mask=MASKS[1], gamma=4, draft_threshold=0.3)
+
+    def force(places: Sequence[int]) -> tuple[FakeForcing, TextRows]:
+        asked.append(tuple(places))
+        forcing = FakeForcing([whole.texts[place] for place in places])
+        return forcing, TextRows(forcing.lengths, forcing.target_probs, LENGTH)
+
+    dear = cost_of(PlantedTimer(verify_share=0.2))
+    for one in (few, every):
+        one.set_costs(dear)
+    steps = [4, 1, 3, 4]
+    unread = few.unread(steps, force)
+    assert unread is not None
+    assert unread.steps == (3, 4)
+    assert few.trial(config, steps, PlantedTimer(), (1,), unread) == every.trial(config, steps, PlantedTimer(), (1,))
+    ratios, mean = few.forecast(config, steps, unread)
+    assert ratios == pytest.approx(every.forecast(config, steps)[0])
+    assert mean == few.forecast(config, [])[1], "of the texts that are read for every mask"
+    only = few.unread([3], force)
+    assert few.trial(config, [3], PlantedTimer(), (1,), only) == every.trial(config, [3], PlantedTimer(), (1,))
+    assert few.unread([2, 1], force) is None
+    assert asked == [(3, 4), (3,)]
 
 
 def split(num_first: int, lengths: Sequence[int]) -> tuple[Predictor, FakeForcing, FakeForcing]:
