@@ -26,7 +26,7 @@ _MIN_FREEDOM = 8
 _SWEEPS = 30
 _TRUST_WEIGHT = 0.03
 """Of the belief that forecast tastes are true, as a sum of squared tastes: a handful of trials outweighs it."""
-_FORECAST_SIGMA = 0.04
+_FORECAST_SIGMA = 0.02
 """Spread assumed of measured speedups around forecast ones (log, a bias common to all apart), until trials tell."""
 _FORECAST_WEIGHT = 8
 """Of that assumption, in configs."""
@@ -197,14 +197,11 @@ def _towards_forecasts(
         return fit.configs, np.sqrt(variances)
     apart = fit.configs - np.array(known)
     telling, clock = (apart[may_lead], variances[may_lead]) if may_lead.any() else (apart, variances)
-    spread = _FORECAST_SIGMA**2
-    for _ in range(_SWEEPS):
-        weights = 1 / (spread + clock)
-        bias = float(weights @ telling / weights.sum())
-        # What is left of the squared distances when the clock's part is taken out, and the assumption weighed in.
-        excess = float(((telling - bias) ** 2 - clock).sum())
-        total = excess + _FORECAST_WEIGHT * _FORECAST_SIGMA**2
-        spread = max(total / (len(telling) + _FORECAST_WEIGHT), MIN_SIGMA**2)
+    bias = float(np.median(telling))  # not the mean: one config measured often and far off is no common bias
+    # What is left of the squared distances when the clock's part is taken out, and the assumption weighed in.
+    excess = float(((telling - bias) ** 2 - clock).sum())
+    total = excess + _FORECAST_WEIGHT * _FORECAST_SIGMA**2
+    spread = max(total / (len(telling) + _FORECAST_WEIGHT), MIN_SIGMA**2)
     share = spread / (spread + variances)
     return np.array(known) + bias + share * (apart - bias), np.sqrt(share * variances)
 

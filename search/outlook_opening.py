@@ -48,7 +48,7 @@ _SENSITIVITY_SHARE, _POOL_SHARE, _MORE_SHARE, _REFINE_SHARE = 0.5, 0.4, 0.4, 0.1
 _READINGS_A_BIT = 1.4
 """What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
 _WIDE_SHARE = 0.06
-_MIN_WIDE_S = 0.15
+_MIN_WIDE_S = 0.2
 """A reading of all texts, of which a proposal makes one at most: this, or the share of a trial's time if that is more.
 What too few texts cost in the end is worth more than the time."""
 _PROPOSAL_SHARE = 0.03
