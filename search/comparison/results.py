@@ -189,7 +189,7 @@ def _of_best_lines(of_best: Mapping[str, Any] | None) -> list[str]:
         for row in of_best["checkpoints"]
     ]
     head = (
-        f"ours as a part of the best after {of_best['trials']} trials, {of_best['strategy']}'s {of_best['speedup']:.3f}"
+        f"ours as a part of the best after {of_best['trials']} trials ({of_best['strategy']}, {of_best['speedup']:.3f})"
     )
     return [f"{head}: {'; '.join(told)}."]
 

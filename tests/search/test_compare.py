@@ -556,7 +556,7 @@ def test_ours_is_told_as_a_part_of_the_best_in_the_end() -> None:
     assert _ours_of_best({"swift": strategies["swift"]}, picks, 2) is None
     (line,) = _of_best_lines(told)
     assert line == (
-        "ours as a part of the best after 25 trials, swift's 1.500: 0.800 (seeds 0.800..0.800, prompts 0.800..0.800) "
+        "ours as a part of the best after 25 trials (swift, 1.500): 0.800 (seeds 0.800..0.800, prompts 0.800..0.800) "
         "after 5; 0.960 (seeds 0.960..0.960, prompts 0.960..0.960) after 25."
     )
     assert _of_best_lines(None) == _of_best_lines(told | {"checkpoints": told["checkpoints"][-1:]}) == []
