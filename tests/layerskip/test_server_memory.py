@@ -30,6 +30,7 @@ def in_use(server: Serving) -> tuple[int, Counter[str]]:
     """Blocks of Python's allocator, and objects by type, without garbage."""
     wait_for(lambda: server.service.worker.num_admitted == 0, "all have left")
     wait_for(lambda: server.num_connections == 0, "all connections are closed")
+    wait_for(lambda: not server.server.server_state.tasks, "the work on every request has ended")
     for _ in range(3):  # what a finaliser frees is freed by the next one
         gc.collect()
     return sys.getallocatedblocks(), Counter(type(one).__name__ for one in gc.get_objects())
