@@ -125,8 +125,6 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
-        if (effects := self.study.user_attrs.get(EFFECTS)) is not None:
-            predictor.set_effects(SettingEffects.from_json(effects))
         predictor.set_yardstick(self.space.to_config(pool.best.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
@@ -179,6 +177,8 @@ class _Opening:
         stored = attrs.get(POOL)
         if stored is not None:
             predictor, num_cuts = self._widen(first, attrs.get(MORE))
+            if EFFECTS in attrs:
+                predictor.set_effects(SettingEffects.from_json(attrs[EFFECTS]))
             return predictor, Pool.from_json(stored, Candidates(predictor, self.space)), num_cuts
         start = self.clock()
         pool = make_pool(
