@@ -47,13 +47,10 @@ _SENSITIVITY_SHARE, _POOL_SHARE, _MORE_SHARE, _REFINE_SHARE = 0.5, 0.4, 0.4, 0.1
 """Of that: each sublayer left out and left in, the pool, more texts, and the best of the pool on all of them."""
 _READINGS_A_BIT = 1.4
 """What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
-_WIDE_SHARE = 0.06
-_MIN_WIDE_S = 0.2
-"""A reading of all texts, of which a proposal makes one at most: this, or the share of a trial's time if that is more.
-What too few texts cost in the end is worth more than the time."""
-_PROPOSAL_SHARE = 0.03
-_MIN_PROPOSAL_S = 0.06
-"""Predicting neighbours for one proposal: this, or the share of a trial's time if that is more."""
+_PROPOSAL_SHARE = 0.06
+_MIN_PROPOSAL_S = 0.15
+"""What a proposal predicts, neighbours or a mask on all texts, may take so long, or a share of a trial's time if that
+is more. What too few texts cost in the end is worth more than the time."""
 _MAX_READINGS = 4
 """Of a deep model they are quicker on the pool's average than later, because many of its masks begin alike."""
 
@@ -218,10 +215,13 @@ class _Opening:
         order = np.argsort(-refiner.expected(judged), kind="stable")
         return Pool(tuple(judged[int(i)] for i in order))
 
+    @property
+    def _proposal_s(self) -> float:
+        return max(_MIN_PROPOSAL_S, _PROPOSAL_SHARE * self.options.trial_seconds)
+
     def _decide_readings(self, reading_s: float) -> None:
         if READINGS not in self.study.user_attrs:
-            allowed = max(_MIN_PROPOSAL_S, _PROPOSAL_SHARE * self.options.trial_seconds)
-            num_readings = int(np.clip(allowed / reading_s if reading_s > 0 else _MAX_READINGS, 1, _MAX_READINGS))
+            num_readings = int(np.clip(self._proposal_s / reading_s if reading_s > 0 else np.inf, 1, _MAX_READINGS))
             self.study.set_user_attr(READINGS, num_readings)
 
     def _go_beyond(self, text_s: float, num_first: int) -> Beyond:
@@ -229,8 +229,7 @@ class _Opening:
 
         text_s: seconds that a reading takes for each text, on the average of the pool's masks.
         """
-        allowed = max(_MIN_WIDE_S, _WIDE_SHARE * self.options.trial_seconds)
-        most = int(allowed / text_s) if text_s > 0 else MAX_MORE + len(self.reference.cases)
+        most = int(self._proposal_s / text_s) if text_s > 0 else MAX_MORE + len(self.reference.cases)
         num_reference = max(0, min(most, len(self.reference.cases)) - num_first)
         made: Sequence[MoreText] = ()
         if most > len(self.reference.cases):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from layerskip.skip_mask import SkipMask
 from search.correction import Correction
 from search.forecast import Candidate, Candidates, Pool
 from search.leaderboard import Key, make_standings, was_interrupted
@@ -42,15 +41,15 @@ class _Field:
         scores = self._refiner.expected(self.best_first) + np.array([self._bonus[id(one)] for one in self.best_first])
         self.best_first = [self.best_first[int(i)] for i in np.argsort(-scores, kind="stable")]
 
-    def settle(self, measured: Set[Key]) -> dict[SkipMask, Candidate]:
+    def settle(self, measured: Set[Key]) -> list[Candidate]:
         """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone. Returns it."""
         best = next((one for one in self.best_first if one.key not in measured), None)
         if best is None or best.wide:
-            return {}
+            return []
         mask, refined = self._refiner.mask(best), self._refiner.refine(best)
         self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
         self.add([refined])
-        return {mask: refined}
+        return [refined]
 
 
 class ReplayProposer:
@@ -59,14 +58,15 @@ class ReplayProposer:
     In turn: at the start every second trial a known shape at its best predicted setting, so that predictions are
     checked far from the top too; every `repeat_every`-th trial a leader again; otherwise new neighbours of the leading
     masks are predicted, and of all configs ever predicted and not measured the one with the best corrected
-    prediction is measured.
+    prediction is measured: `pool` if its mask was known before the first trial, else `replay`.
 
     Where configs can be predicted on more texts than the first ones (see `Predictor.with_more`), only one predicted on
     all of them is proposed: whatever leads on the first ones alone is predicted on all before it counts, because among
-    many configs the first are always some that happen to suit a few texts. One is, a proposal; if it does not lead any
-    more then, the best of those that were predicted on all is proposed.
+    many configs the first are always some that happen to suit a few texts. One is, a proposal, which has no time for
+    neighbours then, unless all else is measured; if it does not lead any more, the best of those that were predicted on
+    all is proposed.
 
-    Cost: `num_readings` readings a proposal, at most one wide one, and some milliseconds.
+    Cost: `num_readings` readings a proposal or a wide one, and some milliseconds.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class ReplayProposer:
         self._known: dict[int, list[Candidate]] = {}
         self._calibration: list[Candidate] | None = None
         self._refiner = Refiner(candidates, space)
+        self._pool_masks = {self._refiner.mask(one) for one in pool.candidates}
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """See `Proposer`."""
@@ -95,19 +96,18 @@ class ReplayProposer:
         known = self._all_known(trials)
         field = _Field(self._refiner, correction)
         field.add(known)
+        refined = field.settle(measured)
         leading = field.best_first[:_NUM_PARENTS]
-        fresh = self._neighbours(leading, known, rng)
+        is_used_up = all(one.key in measured for one in field.best_first)
+        fresh = self._neighbours(leading, known, rng) if is_used_up or not refined else []
         field.add(fresh)
         field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
-        refined = field.settle(measured)
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
         chosen = next((one for one in left if one.wide), left[0])
-        considered = {self._refiner.mask(one): one for one in fresh}
-        origin = "replay" if self._refiner.mask(chosen) in considered else "pool"
-        rows = self._candidates.write((considered | refined).values())
-        return Proposal(origin, chosen.params, considered=rows)
+        origin = "pool" if self._refiner.mask(chosen) in self._pool_masks else "replay"
+        return Proposal(origin, chosen.params, considered=self._candidates.write([*refined, *fresh]))
 
     def _shapes(self) -> list[Candidate]:
         """The known shapes that calibrate, each at the setting that was best for it before the first trial."""

@@ -212,10 +212,10 @@ def test_more_drafts_than_any_text_has_room_for_are_refused(lengths: tuple[int, 
 @pytest.mark.parametrize(
     ("trial_seconds", "reading_s", "expected"),
     [
-        (20.0, 0.19, 3),  # 3 % of a trial is 0.6 s
-        (20.0, 1.1, 1),  # at least one
+        (20.0, 0.35, 3),  # 6 % of a trial is 1.2 s
+        (20.0, 1.3, 1),  # at least one
         (20.0, 0.01, 4),  # at most four
-        (1.0, 0.025, 2),  # short trials: 0.06 s
+        (1.0, 0.07, 2),  # short trials: 0.15 s
         (1.0, 0.0, 4),
     ],
 )

@@ -230,7 +230,7 @@ def test_what_was_considered_and_not_chosen_is_chosen_later() -> None:
     for params in (third.params, plain(FAR[2])):
         record_failure(lab.study, SPACE, params, "out of memory")
     proposal = lab.propose(lab.resumed())
-    assert (proposal.params, proposal.origin) == (second.params, "pool")
+    assert (proposal.params, proposal.origin) == (second.params, "replay")
 
 
 def test_other_settings_of_the_leading_mask_are_tried_too() -> None:
@@ -254,12 +254,14 @@ def test_what_is_known_is_not_predicted_again() -> None:
     origins = [one.origin for one in lab.proposals]
     assert {"replay", "warm"} <= set(origins)
     earlier: set[Any] = {start.key}
+    masks: set[SkipMask] = set()
     for one in lab.proposals:
         fresh = {candidate.key for candidate in lab.candidates.read(one.considered or [])}
         assert not fresh & earlier, "what is known is not predicted again"
         assert len(fresh) <= lab.num_readings
+        masks |= {SPACE.to_mask(dict(key)) for key in fresh}
         if one.origin == "replay":
-            assert proposed(one) in fresh
+            assert SPACE.to_mask(dict(one.params or {})) in masks
         earlier |= fresh
     speedups = [
         lab.candidates.predictor.forecast(SPACE.to_config(dict(one.params or {})), [])[1]
@@ -364,12 +366,13 @@ def test_eighty_layers_cost_no_more_readings_than_agreed() -> None:
 
 def test_only_what_is_predicted_on_all_texts_is_proposed() -> None:
     """By its prediction there; one mask at most is read for it, and none that was read for an earlier one."""
-    lab = Lab(num_more=9, repeat_every=0)
+    lab, turns = Lab(num_more=9, repeat_every=0), set()
     for _ in range(24):
-        before = len(lab.more.masks)
+        before, before_near = len(lab.more.masks), lab.forcing.num_readings
         proposal = lab.propose()
         read = lab.more.masks[before:]
         assert len(read) <= 1
+        turns.add((len(read), lab.forcing.num_readings > before_near))
         assert not set(read) & set(lab.more.masks[:before])
         lab.add(proposal)
         lab.proposals.append(proposal)
@@ -383,6 +386,7 @@ def test_only_what_is_predicted_on_all_texts_is_proposed() -> None:
         assert any(one.wide for one in same), "its mask was predicted on all texts, and that is written down"
         for mask in read:
             assert any(one.wide and SPACE.to_mask(one.params) == mask for one in known)
+    assert {(1, False), (0, True)} <= turns <= {(1, False), (0, True), (0, False)}, "a mask on all texts, or neighbours"
 
 
 def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
@@ -402,6 +406,19 @@ def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
     later = lab.propose(lab.resumed())
     assert FAR[1] not in lab.more.masks[before:]
     assert later.origin == "warm"
+
+
+def test_neighbours_are_looked_for_once_all_that_is_known_is_measured() -> None:
+    """Though a mask was predicted on all texts for this proposal: its settings have all been measured."""
+    lab = Lab(num_more=9, repeat_every=0)
+    settings = lab.candidates.variants(NEAR[0], 6, wide=True)
+    lab.pool = Pool((Candidate(key_of(plain(NEAR[0], gamma=1)), 9.0, wide=False),))
+    for params in [*(one.params for one in settings), *(plain(FAR[0], gamma) for gamma in range(len(settings) % 2))]:
+        record_failure(lab.study, SPACE, params, "out of memory")
+    proposal = lab.propose(lab.resumed())
+    assert lab.more.masks == [NEAR[0]]
+    assert proposal.origin == "replay"
+    assert len(proposal.considered or []) == 1 + lab.num_readings
 
 
 def test_neighbours_lose_what_their_parents_lost() -> None:
