@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,9 +47,7 @@ class JoinedForcing:
             places = [place for place, one in enumerate(wrong) if start <= one.text < stop]
             if not places:
                 continue
-            own = [
-                WrongDraft(one.text - start, one.row, one.token, one.room) for one in (wrong[place] for place in places)
-            ]
+            own = [replace(wrong[place], text=wrong[place].text - start) for place in places]
             for place, count in zip(places, part.overrun(mask, own, threshold), strict=True):
                 added[place] = count
         return added

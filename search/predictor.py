@@ -21,8 +21,9 @@ from search.replay import Counts, Floats, Round, Settings, TextRows, replay, wal
 from search.setting_effects import SettingEffects
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
 
-SHARP_DEPTH = 5
-"""Drafts of a round, at most, that see the draft's own keys when a config about to be measured is read."""
+SHARP_DEPTH = 7
+"""Drafts of a round, at most, that see the draft's own keys when a config about to be measured is read: all of a gamma
+of 8."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _KEPT_BYTES = 1 << 23
@@ -358,7 +359,8 @@ class Predictor:
     def _wrong_draft(reading: DraftReadings, one: Round, places: Sequence[int]) -> WrongDraft:
         depth = min(one.accepted, len(reading.choices) - 1)
         row = one.row + one.accepted
-        return WrongDraft(places[one.text], row, int(reading.choices[depth, one.text, row]), one.room - one.drafted)
+        token = int(reading.choices[depth, one.text, row])
+        return WrongDraft(places[one.text], row, one.accepted, token, one.room - one.drafted)
 
     def _best(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Predicted:
         logs = self._log_speedups(mask, grid, wide=wide)

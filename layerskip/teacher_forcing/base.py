@@ -54,6 +54,8 @@ class WrongDraft:
     text: int
     row: int
     """Index of the continuation token that it was drafted after."""
+    drafted: int
+    """Tokens that its round had drafted before it, all of them right; at most `row`."""
     token: int
     room: int
     """Most tokens that may be drafted after it, at least 1."""
@@ -162,13 +164,15 @@ class TeacherForcing(ABC):
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """How many tokens greedy drafting adds after each wrong one before its confidence falls below `threshold`.
 
-        Each goes on from the target's own text and the wrong token, one token at a time, all of them side by side.
-        Cost: as many draft forwards over a few rows as the longest of them has tokens. With `keys="own"` all the room
-        is taken to be used.
+        Each goes on from its round, of which it sees the draft's own keys and values, one token at a time, all of them
+        side by side. Cost: as many draft forwards over these rounds' tokens as the longest of them has after the wrong
+        one. With `keys="own"` all the room is taken to be used.
         """
         if self.keys != "target":
             return [one.room for one in wrong]
-        tokens = [[one.token] for one in wrong]
+        rights = [self.texts[one.text].continuation_ids[one.row - one.drafted : one.row + 1] for one in wrong]
+        tokens = [[*right, one.token] for right, one in zip(rights, wrong, strict=True)]
+        most = [len(begun) + one.room for begun, one in zip(tokens, wrong, strict=True)]
         going = list(range(len(wrong)))
         while going:
             rows, places = self._chain_rows(wrong, tokens, going)
@@ -182,8 +186,8 @@ class TeacherForcing(ABC):
                         found[chain] = (token, sure)
             for chain, (token, _) in found.items():
                 tokens[chain].append(token)
-            going = [c for c in going if found[c][1] >= threshold and len(tokens[c]) <= wrong[c].room]
-        return [len(one) - 1 for one in tokens]
+            going = [c for c in going if found[c][1] >= threshold and len(tokens[c]) < most[c]]
+        return [len(all_tokens) - one.drafted - 2 for all_tokens, one in zip(tokens, wrong, strict=True)]
 
     def _chain_rows(
         self, wrong: Sequence[WrongDraft], tokens: Sequence[Sequence[int]], going: Sequence[int]
@@ -198,7 +202,7 @@ class TeacherForcing(ABC):
             place = []
             for chain in (c for c in going if wrong[c].text == i):
                 count = len(tokens[chain])
-                start = len(text.prompt_ids) + wrong[chain].row + 1
+                start = len(text.prompt_ids) + wrong[chain].row - wrong[chain].drafted
                 ids += tokens[chain]
                 positions += range(start, start + count)
                 depths += range(count)

@@ -171,29 +171,30 @@ def test_bad_texts_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "engine"), [("llama", "fused"), ("llama", "eager"), ("gemma2", "eager")])
 def test_overrun_is_what_a_live_draft_adds_after_a_wrong_token(name: str, engine: str) -> None:
-    """Where the round starts at the wrong token itself, the two are the same step by step."""
+    """Whatever its round has drafted before: the two are the same step by step."""
     model = LayerSkipModel(zoo.build(name), engine=engine)
     texts = texts_of(model)
     forcing = make_teacher_forcing(model, texts)
     mask = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
     sureness = np.sort(forcing.read(mask).confidence[0, 0])[2:-2]
-    wrong = [
-        WrongDraft(text, row, token, room) for text, row, token, room in [(1, 3, 7, 4), (0, 2, 9, 3), (1, 8, 5, 1)]
-    ]
+    wrong = [WrongDraft(1, 3, 0, 7, 4), WrongDraft(0, 2, 2, 9, 3), WrongDraft(1, 8, 0, 5, 1), WrongDraft(1, 8, 5, 5, 6)]
     for threshold in (0.0, float(np.median(sureness)), 1.0):
         expected = [live_overrun(model, texts[one.text], one, mask, threshold) for one in wrong]
         assert forcing.overrun(mask, wrong, threshold) == expected
-    assert forcing.overrun(mask, wrong, 0.0) == [4, 3, 1]
-    assert forcing.overrun(mask, wrong, 1.0) == [1, 1, 1]
+    assert forcing.overrun(mask, wrong, 0.0) == [4, 3, 1, 6]
+    assert forcing.overrun(mask, wrong, 1.0) == [1, 1, 1, 1]
     assert forcing.overrun(mask, [], 0.5) == []
 
 
 @torch.inference_mode()
 def live_overrun(model: LayerSkipModel, text: ForcedText, wrong: WrongDraft, mask: SkipMask, threshold: float) -> int:
-    ids = text.ids[: len(text.prompt_ids) + wrong.row + 1]
+    end = len(text.prompt_ids) + wrong.row + 1
+    start = end - 1 - wrong.drafted
     token, count = torch.tensor([wrong.token]), 0
-    with model.engine.session(len(ids) + wrong.room + 1):
-        model.engine.forward(torch.tensor(ids))
+    with model.engine.session(end + wrong.room + 1):
+        model.engine.forward(torch.tensor(text.ids[:start]))
+        for right in text.ids[start:end]:
+            model.engine.forward(torch.tensor([right]), mask)
         while count < wrong.room:
             best = model.engine.forward(token, mask)[0].softmax(-1).max(dim=-1)
             token, count = best.indices.view(1), count + 1

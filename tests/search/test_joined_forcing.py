@@ -72,7 +72,7 @@ def test_parts_are_asked_for_their_own_texts_alone() -> None:
 
 
 def test_overruns_come_in_the_order_they_were_asked_in() -> None:
-    wrong = [WrongDraft(text, row, 0, 3) for text, row in [(4, 1), (0, 2), (3, 3), (1, 4)]]
+    wrong = [WrongDraft(text, row, 1, 0, 3) for text, row in [(4, 1), (0, 2), (3, 3), (1, 4)]]
     assert joined()[0].overrun(MASK, wrong, 0.5) == [3001, 9002, 21003, 17004]
     assert joined()[0].overrun(MASK, [], 0.5) == []
 

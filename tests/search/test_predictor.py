@@ -437,7 +437,7 @@ def test_sharp_counts_hold_what_a_draft_adds_after_a_wrong_token() -> None:
     assert sharp.target_only.tolist() == [[0, 0]]
     assert sharp.verify_s.tolist() == [[16.5 + 4.5, 2.5 + 8.5]]
     token = int(forcing.choices[2, 0, 2])
-    assert forcing.overruns.asked == [(MASKS[1], [WrongDraft(text=0, row=2, token=token, room=2)], 0.5)]
+    assert forcing.overruns.asked == [(MASKS[1], [WrongDraft(text=0, row=2, drafted=2, token=token, room=2)], 0.5)]
 
 
 def test_ranked_counts_read_one_deep_and_look_no_further() -> None:
