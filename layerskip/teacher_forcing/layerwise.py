@@ -90,8 +90,9 @@ class LayerwiseForcing(TeacherForcing):
         for sublayer in _kept(mask):
             layer, is_mlp = divmod(sublayer, 2)
             hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
-        logits = self._engine.head(self._engine.norm(hidden))
-        yield from torch.split(logits, [len(one.ids) for one in rows])
+        # Text by text: the logits of all at once would be gigabytes under a large vocabulary.
+        for own in torch.split(self._engine.norm(hidden), [len(one.ids) for one in rows]):
+            yield self._engine.head(own)
 
     @torch.inference_mode()
     def draft_logits(
