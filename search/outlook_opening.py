@@ -212,8 +212,7 @@ class _Opening:
         self.study.set_user_attr(EFFECTS, effects.to_json())
         predictor.set_effects(SettingEffects.from_json(effects.to_json()))  # as a resume will read them
         judged = [refiner.refine(one) if one.wide else one for one in pool.candidates]
-        order = np.argsort(-refiner.expected(judged), kind="stable")
-        return Pool(tuple(judged[int(i)] for i in order))
+        return Pool(tuple(refiner.best_first(judged)))
 
     @property
     def _proposal_s(self) -> float:

@@ -60,6 +60,10 @@ class Refiner:
         logs[coarse] += total / (weights.sum(1) + _COMMON_WEIGHT)
         return logs
 
+    def best_first(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """By what is expected; those alike stay in order."""
+        return [found[int(i)] for i in np.argsort(-self.expected(found), kind="stable")]
+
     def _points(self, found: Sequence[Candidate]) -> Floats:
         """(N, bits): 0 or 1."""
         for one in found:
@@ -84,6 +88,5 @@ def refine_pool(
         if ahead is None or (count > 0 and clock() - start > seconds):
             break
         left[ahead] = refiner.refine(left[ahead])
-        order = np.argsort(-refiner.expected(left), kind="stable")
-        left = [left[int(i)] for i in order]
+        left = refiner.best_first(left)
     return Pool(tuple(left))

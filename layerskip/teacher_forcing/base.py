@@ -60,6 +60,12 @@ class WrongDraft:
     room: int
     """Most tokens that may be drafted after it, at least 1."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.drafted <= self.row:
+            raise ValueError(f"drafted: must be from 0 to the row, {self.row}, got {self.drafted}")
+        if self.room < 1:
+            raise ValueError(f"room: must be at least 1, got {self.room}")
+
 
 class TeacherForcing(ABC):
     """The draft under any mask at all positions of fixed texts at once.
@@ -170,9 +176,9 @@ class TeacherForcing(ABC):
         """
         if self.keys != "target":
             return [one.room for one in wrong]
-        rights = [self.texts[one.text].continuation_ids[one.row - one.drafted : one.row + 1] for one in wrong]
-        tokens = [[*right, one.token] for right, one in zip(rights, wrong, strict=True)]
-        most = [len(begun) + one.room for begun, one in zip(tokens, wrong, strict=True)]
+        rounds = [self.texts[one.text].continuation_ids[one.row - one.drafted : one.row + 1] for one in wrong]
+        tokens = [[*begun, one.token] for begun, one in zip(rounds, wrong, strict=True)]
+        added = [0] * len(wrong)
         going = list(range(len(wrong)))
         while going:
             rows, places = self._chain_rows(wrong, tokens, going)
@@ -186,8 +192,9 @@ class TeacherForcing(ABC):
                         found[chain] = (token, sure)
             for chain, (token, _) in found.items():
                 tokens[chain].append(token)
-            going = [c for c in going if found[c][1] >= threshold and len(tokens[c]) < most[c]]
-        return [len(all_tokens) - one.drafted - 2 for all_tokens, one in zip(tokens, wrong, strict=True)]
+                added[chain] += 1
+            going = [c for c in going if found[c][1] >= threshold and added[c] < wrong[c].room]
+        return added
 
     def _chain_rows(
         self, wrong: Sequence[WrongDraft], tokens: Sequence[Sequence[int]], going: Sequence[int]

@@ -186,6 +186,19 @@ def test_overrun_is_what_a_live_draft_adds_after_a_wrong_token(name: str, engine
     assert forcing.overrun(mask, [], 0.5) == []
 
 
+@pytest.mark.parametrize(
+    ("drafted", "room", "said"),
+    [
+        (4, 1, "drafted: must be from 0 to the row, 3, got 4"),
+        (-1, 1, "drafted: must be from 0 to the row, 3, got -1"),
+        (3, 0, "room: must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_draft_that_cannot_be_is_refused(drafted: int, room: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        WrongDraft(text=0, row=3, drafted=drafted, token=7, room=room)
+
+
 @torch.inference_mode()
 def live_overrun(model: LayerSkipModel, text: ForcedText, wrong: WrongDraft, mask: SkipMask, threshold: float) -> int:
     end = len(text.prompt_ids) + wrong.row + 1
