@@ -28,14 +28,17 @@ def model(tokenizer: Any) -> LayerSkipModel:
     return tiny_model(tokenizer)
 
 
-def in_use(server: Serving) -> tuple[int, Counter[str]]:
-    """Blocks of Python's allocator, and objects by type, without garbage."""
+def settle(server: Serving) -> None:
+    """Wait for all work to end, and collect garbage."""
     wait_for(lambda: server.service.worker.num_admitted == 0, "all have left")
     wait_for(lambda: server.num_connections == 0, "all connections are closed")
     wait_for(lambda: not server.server.server_state.tasks, "the work on every request has ended")
     for _ in range(3):  # what a finaliser frees is freed by the next one
         gc.collect()
-    return sys.getallocatedblocks(), Counter(type(one).__name__ for one in gc.get_objects())
+
+
+def objects_by_type() -> Counter[str]:
+    return Counter(type(one).__name__ for one in gc.get_objects())
 
 
 def assert_nothing_stays(server: Serving, ask_all: Callable[[], None], num_requests: int) -> None:
@@ -57,13 +60,18 @@ def assert_nothing_stays(server: Serving, ask_all: Callable[[], None], num_reque
 
 def _growth(server: Serving, ask_all: Callable[[], None], num_requests: int) -> tuple[int, Any] | None:
     """(Blocks, commonest objects) that asking twice leaves, if they are too many; else None."""
-    blocks, types = in_use(server)
+    settle(server)
+    types = objects_by_type()
+    blocks = sys.getallocatedblocks()  # after counting: large counts are blocks, hundreds after many tests
     for _ in range(2):
         ask_all()
     of_library = {"builtin_function_or_method", "ReferenceType"}  # a few, the first time that an operation is used
+    grown: Counter[str] = Counter()
     for _ in range(_NUM_LOOKS):
-        blocks_after, types_after = in_use(server)
-        grown = types_after - types
+        grown.clear()
+        settle(server)
+        blocks_after = sys.getallocatedblocks()
+        grown = objects_by_type() - types
         is_clean = blocks_after - blocks < _SPARE_BLOCKS + 2 * num_requests
         if is_clean and all(count < num_requests for name, count in grown.items() if name not in of_library):
             return None
