@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerskip.benchmark.names import ROW_NAMES
 from layerskip.cli import CommandError, OneLineParser, print_error, run_command
 from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 from layerskip.config import DecodeConfig, write_atomically
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 PROG = "layerskip.bench"
 HELD_OUT = "held_out.jsonl"
-# Repeated from benchmark.ways, which imports torch: --help and bad input are to be answered at once.
-_ROWS = ("hf_generate", "hf_generate_compiled", "hf_early_exit", "hf_prompt_lookup", "plain", "speculative")
 
 
 def build_parser() -> OneLineParser:
@@ -38,7 +37,9 @@ def build_parser() -> OneLineParser:
     what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     what.add_argument("--num-prompts", type=int, default=8, help="the first so many of the file")
     what.add_argument("--repeats", type=int, default=3, help="timed runs of every row and prompt")
-    what.add_argument("--only", action="append", metavar="NAME", choices=_ROWS, help=f"one of {', '.join(_ROWS)}")
+    what.add_argument(
+        "--only", action="append", metavar="NAME", choices=ROW_NAMES, help=f"one of {', '.join(ROW_NAMES)}"
+    )
     what.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -147,7 +148,7 @@ def _measure(
     from layerskip.benchmark.run import Plan, run_benchmark
     from layerskip.benchmark.ways import CannotRun
 
-    plan = Plan(new_tokens, arguments.repeats, arguments.only or _ROWS, arguments.compile)
+    plan = Plan(new_tokens, arguments.repeats, arguments.only or ROW_NAMES, arguments.compile)
     try:
         with Progress(console=_console(), transient=True) as progress:
             task = progress.add_task("measuring", total=len(prompts) * arguments.repeats)

@@ -1,4 +1,4 @@
-"""Hugging Face's own ways to decode, timed from their first tokens on."""
+"""Hugging Face's own ways to decode."""
 
 from __future__ import annotations
 
@@ -8,34 +8,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip.benchmark.ways import (
-    GREEDY,
-    HF_COMPILED,
-    HF_EARLY_EXIT,
-    HF_GENERATE,
-    HF_PROMPT_LOOKUP,
-    CannotRun,
-    Refused,
-    Sample,
-)
+from layerskip.benchmark.names import HF_COMPILED, HF_EARLY_EXIT, HF_GENERATE, HF_PROMPT_LOOKUP
+from layerskip.benchmark.ways import CannotRun, Refused, Sample, Stopwatch
 from layerskip.config import DecodeConfig
 from layerskip.model import LayerSkipModel
 
 LOOKUP_TOKENS = 10
 """Draft tokens of a prompt lookup: the number that Hugging Face's own documentation uses."""
 _MAX_REASON = 200
+_GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
+_NO_STOP_STRINGS = {"stop_strings": None}
+"""As our own rows decode: what a generation config says of sampling, penalties and stop strings is left out."""
 
 
 class HuggingFaceWay:
-    """`model.generate` with some arguments, greedy, batch 1, with the model's own cache.
+    """`model.generate` with some arguments, greedy, batch 1.
 
-    Timed by a streamer, which `generate` calls once for the prompt and then once a step (once a round when assisted)
-    with tokens that it has copied to the host anyway: the first tokens' arrival ends the prompt's part. The streamer
-    reads the clock there and does nothing later on, so it costs a copy of one token a step. Assisted generation drafts
-    before its first target forward; that round and all its tokens count as the prompt's part.
+    Timed by a streamer, which `generate` calls once for the prompt and then once a step (once a round when assisted),
+    with tokens that it has copied to the host: as our own loop hands over the tokens of each step. Assisted generation
+    drafts before its first target forward; that round and all its tokens count as the prompt's part.
     """
 
     def __init__(
@@ -44,6 +38,7 @@ class HuggingFaceWay:
         model: LayerSkipModel,
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """settings: what `generate` takes from `model.generation_config` alone, set for the time of a run."""
         self.name = name
@@ -53,51 +48,71 @@ class HuggingFaceWay:
         }
         self._model = model
         self._arguments = dict(arguments or {})
-        self._generation_settings = dict(settings or {})
+        self._generation_settings = _NO_STOP_STRINGS | dict(settings or {})
+        self._clock = clock
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
         model: Any = self._model.model
-        synchronize = self._model.engine.synchronize
-        ids = torch.tensor([list(prompt_ids)], device=self._model.device)
-        watch = FirstTokens(synchronize)
-        synchronize()
-        start = time.perf_counter()
+        watch = Stopwatch(self._model.engine.synchronize, self._clock)
         try:
+            ids = torch.tensor([list(prompt_ids)], device=self._model.device)
             with _settings(model, self._generation_settings):
                 output = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=max_new_tokens,
                     num_beams=1,
-                    streamer=watch,
+                    streamer=_Arrivals(watch),
                     tokenizer=self._model.tokenizer,
-                    **GREEDY,
+                    **_GREEDY,
                     **self._arguments,
+                    **self._cache(len(prompt_ids) + max_new_tokens),
                 )
-            synchronize()
+            emitted = output[0, len(prompt_ids) :].tolist()
+            return watch.stop(emitted)
         except Exception as error:  # whatever it is, it is a fact about this row
             raise CannotRun(_one_line(error)) from error
-        end = time.perf_counter()
-        emitted = output[0, len(prompt_ids) :].tolist()
-        return Sample(tuple(emitted), len(emitted) - watch.num_first, end - watch.arrived_s, end - start)
+
+    def _cache(self, _capacity: int) -> dict[str, Any]:
+        """Arguments that hand `generate` a cache for so many tokens; none leaves that to `generate`."""
+        return {}
 
 
-class FirstTokens(BaseStreamer):  # type: ignore[misc]
-    """When the first tokens after the prompt came out, and how many they were."""
+class CompiledWay(HuggingFaceWay):
+    """`generate` with its compiled forward and one static cache for all runs.
 
-    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
-        self.num_first = 0
-        self.arrived_s = 0.0
-        self._num_puts = 0
-        self._synchronize = synchronize
-        self._clock = clock
+    Given the name of a cache instead, `generate` makes a new one on every call, which on a GPU compiles or records
+    anew: its graphs know the cache's buffers by address. Only a text that does not fit makes a larger one.
+    """
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        compile_config = CompileConfig()
+        # Without it, `generate` compiles on accelerators alone.
+        compile_config._compile_all_devices = True
+        super().__init__(HF_COMPILED, model, {"compile_config": compile_config})
+        self.settings["past_key_values"] = "one StaticCache, reset before every run"
+        self._static: StaticCache | None = None
+        self._capacity = 0
+
+    def _cache(self, capacity: int) -> dict[str, Any]:
+        if self._static is None or self._capacity < capacity:
+            model: Any = self._model.model
+            self._static, self._capacity = StaticCache(config=model.config, max_cache_len=capacity), capacity
+        self._static.reset()
+        return {"past_key_values": self._static}
+
+
+class _Arrivals(BaseStreamer):  # type: ignore[misc]
+    """Tells a stopwatch of the tokens that come after the prompt."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        self._num_puts += 1
-        if self._num_puts == 2:  # the first is the prompt
-            self._synchronize()
-            self.arrived_s = self._clock()
-            self.num_first = value.numel()
+        if self._has_prompt:
+            self._watch.tokens_came(value.numel())
+        self._has_prompt = True
 
     def end(self) -> None:
         pass
@@ -110,12 +125,13 @@ def huggingface_ways(
 
     compiled: whether to run `generate` compiled; None is yes on a GPU, no on a CPU.
     """
-    ways, refused = [], []
+    ways: list[HuggingFaceWay] = []
+    refused: list[Refused] = []
     if HF_GENERATE in names:
         ways.append(HuggingFaceWay(HF_GENERATE, model))
     if HF_COMPILED in names:
         if compiled or (compiled is None and model.device.type == "cuda"):
-            ways.append(_compiled(model))
+            ways.append(CompiledWay(model))
         else:
             reason = "off: give --compile; on a CPU it compiles for half a minute and more"
             refused.append(Refused(HF_COMPILED, reason if compiled is None else "off: --no-compile"))
@@ -128,13 +144,6 @@ def huggingface_ways(
     if HF_PROMPT_LOOKUP in names:
         ways.append(HuggingFaceWay(HF_PROMPT_LOOKUP, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}))
     return ways, refused
-
-
-def _compiled(model: LayerSkipModel) -> HuggingFaceWay:
-    compile_config = CompileConfig()
-    # Without it, `generate` compiles on accelerators alone.
-    compile_config._compile_all_devices = True
-    return HuggingFaceWay(HF_COMPILED, model, {"cache_implementation": "static", "compile_config": compile_config})
 
 
 def _exit_layer(config: DecodeConfig | None) -> int | None:

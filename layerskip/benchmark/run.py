@@ -13,10 +13,11 @@ import torch
 from layerskip.benchmark.alternation import Case, Row, Turn, alternate, make_cases
 from layerskip.benchmark.hf_ways import HuggingFaceWay, huggingface_ways
 from layerskip.benchmark.memory import read_bandwidth, step_bytes
+from layerskip.benchmark.names import HF_GENERATE, OWN_ROWS, PLAIN, ROW_NAMES, SPECULATIVE
 from layerskip.benchmark.step_records import Machine, step_records
 from layerskip.benchmark.steps import StepTurn, forward_share
 from layerskip.benchmark.summary import row_records
-from layerskip.benchmark.ways import HF_GENERATE, PLAIN, ROW_NAMES, SPECULATIVE, Refused, Way, own_ways
+from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport, check_greedy
 from layerskip.machine import cpu_name, device_name, git_commit, package_version
@@ -50,7 +51,7 @@ class Benchmark:
     @property
     def broken(self) -> list[str]:
         """Our own rows with outputs that are neither the reference nor a tie: bugs."""
-        return [row["name"] for row in self.rows if row["name"] in (PLAIN, SPECULATIVE) and row.get("differing")]
+        return [row["name"] for row in self.rows if row["name"] in OWN_ROWS and row.get("differing")]
 
 
 def run_benchmark(
@@ -67,33 +68,39 @@ def run_benchmark(
     Raises: CannotRun if Hugging Face's own `generate` fails, as there is nothing to compare with then.
     """
     cases = make_cases(HuggingFaceWay(HF_GENERATE, model), prompts, plan.max_new_tokens)
-    rows, refused = _rows(model, config, plan, len(cases))
-    settings = _settings(model, config, rows)
-    steps = StepTurn(model, settings[-1], len(cases), plan.max_new_tokens) if settings else None
+    settings = own_settings(model.num_layers, config)
+    rows, refused = _rows(model, config, settings, plan, len(cases))
+    stepped = {name: settings[name] for name in (PLAIN, SPECULATIVE) if name in settings and name in plan.names}
+    config_of_steps = next(reversed(stepped.values()), None)
+    steps = None if config_of_steps is None else StepTurn(model, config_of_steps, len(cases), plan.max_new_tokens)
     turns: list[Turn] = [*rows, *([steps] if steps is not None else [])]
     failed = alternate(turns, cases, plan.repeats, progress=progress)
     refused += [Refused(name, reason) for name, reason in failed.items()]
     found = {row.name: row for row in rows if row.name not in failed}
-    own = {name: found[name] for name in (PLAIN, SPECULATIVE) if name in found}
     records: dict[str, Any] | None = None
     shares: dict[str, Any] | None = None
-    if steps is not None:
+    if steps is not None and config_of_steps is not None:
         machine = Machine(step_bytes(model), read_bandwidth(model.device))
-        records = step_records(steps, settings[-1], cases, machine, own)
+        own = {name: found[name] for name in stepped if name in found}
+        records = step_records(steps, config_of_steps, cases, machine, own)
         shares = {
             name: None if share is None else share.to_dict("share")
-            for name, setting in zip(own, settings, strict=True)
-            for share in [forward_share(model, setting, cases, plan.max_new_tokens)]
+            for name in own
+            for share in [forward_share(model, settings[name], cases, plan.max_new_tokens)]
         }
     order = [name for name in ROW_NAMES if name in plan.names]
     return Benchmark(row_records(found, refused, order), records, shares, _facts(model, plan, cases), cases)
 
 
 def _rows(
-    model: LayerSkipModel, config: DecodeConfig | None, plan: Plan, num_cases: int
+    model: LayerSkipModel,
+    config: DecodeConfig | None,
+    settings: Mapping[str, DecodeConfig],
+    plan: Plan,
+    num_cases: int,
 ) -> tuple[list[Row], list[Refused]]:
     theirs, refused = huggingface_ways(model, config, plan.names, compiled=plan.compiled)
-    ours, also_refused = own_ways(model, config, plan.names)
+    ours, also_refused = own_ways(model, settings, plan.names, has_config=config is not None)
 
     def check(prompt: Sequence[int], ids: Sequence[int], reference: Sequence[int]) -> IdentityReport:
         return check_greedy(model, prompt, ids, reference)
@@ -101,12 +108,6 @@ def _rows(
     ways: list[Way] = [*theirs, *ours]
     rows = [Row(way, num_cases, plan.max_new_tokens, check) for way in ways]
     return rows, refused + also_refused
-
-
-def _settings(model: LayerSkipModel, config: DecodeConfig | None, rows: Sequence[Row]) -> list[DecodeConfig]:
-    """The configs of our own rows, in their order."""
-    configs: Mapping[str, DecodeConfig | None] = {PLAIN: DecodeConfig.plain(model.num_layers), SPECULATIVE: config}
-    return [found for row in rows if (found := configs.get(row.name)) is not None]
 
 
 def _facts(model: LayerSkipModel, plan: Plan, cases: Sequence[Case]) -> dict[str, Any]:

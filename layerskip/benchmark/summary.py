@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerskip.benchmark.alternation import Row
-from layerskip.benchmark.ways import HF_GENERATE, PLAIN, Refused, Sample
+from layerskip.benchmark.names import HF_GENERATE, PLAIN
+from layerskip.benchmark.ways import Refused, Sample
 from layerskip.intervals import geometric_mean, ratio_interval
 
 SEED = 0

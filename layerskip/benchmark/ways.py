@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from layerskip.benchmark.names import OWN_ROWS, PLAIN, SPECULATIVE
 from layerskip.config import DecodeConfig
+from layerskip.decode import DecodeLoop, DecodeRequest
 from layerskip.model import LayerSkipModel
+from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
-
-PLAIN, SPECULATIVE = "plain", "speculative"
-HF_GENERATE, HF_COMPILED = "hf_generate", "hf_generate_compiled"
-HF_EARLY_EXIT, HF_PROMPT_LOOKUP = "hf_early_exit", "hf_prompt_lookup"
-ROW_NAMES = (HF_GENERATE, HF_COMPILED, HF_EARLY_EXIT, HF_PROMPT_LOOKUP, PLAIN, SPECULATIVE)
-
-GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
-"""For both sides: what a generation config says of sampling and penalties is left out."""
 
 
 class CannotRun(Exception):  # noqa: N818 (reads as the fact it states)
@@ -33,8 +28,9 @@ class Sample:
     num_timed: int
     """Tokens emitted within `decode_s`: all but those that came out first, which are the prompt's."""
     decode_s: float
+    """From the first tokens' arrival to the end."""
     total_s: float
-    """From the call to the last token, the prompt's own forward included."""
+    """From the call to the end, the prompt's own forward included."""
     stats: DecodeStats | None = None
     """The counters of our own loop."""
 
@@ -45,7 +41,37 @@ class Sample:
 
     @property
     def end_to_end_tokens_per_s(self) -> float | None:
+        """Prompt included."""
         return len(self.ids) / self.total_s if self.total_s > 0 else None
+
+
+class Stopwatch:
+    """Times one output, ours and Hugging Face's by the same three readings of the wall clock.
+
+    At the call, when the first tokens are on the host, and at the end; the device is waited for before each. Whatever
+    lies between is in the span: making a cache, the loop's own work, handing every step's tokens to the host. Text is
+    made of them in no row.
+    """
+
+    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._synchronize = synchronize
+        self._clock = clock
+        self._num_first = 0
+        self._start = self._first = self._read()
+
+    def tokens_came(self, count: int) -> None:
+        """So many tokens are on the host. Looks at the clock the first time alone."""
+        if not self._num_first:
+            self._num_first, self._first = count, self._read()
+
+    def stop(self, ids: Sequence[int], stats: DecodeStats | None = None) -> Sample:
+        """The output is complete."""
+        end = self._read()
+        return Sample(tuple(ids), len(ids) - self._num_first, end - self._first, end - self._start, stats)
+
+    def _read(self) -> float:
+        self._synchronize()
+        return self._clock()
 
 
 class Way(Protocol):
@@ -60,16 +86,12 @@ class Way(Protocol):
         ...
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
-        """Decode one prompt greedily, the device synchronised around it. Raises: CannotRun."""
+        """Decode one prompt greedily, timed by a `Stopwatch`. Raises: CannotRun."""
         ...
 
 
 class OwnWay:
-    """Our own loop under a config; gamma = 0 is plain decoding.
-
-    The decode seconds are the loop's own (`DecodeStats.decode_s`): every step, the device synchronised around it.
-    Making text of the tokens, between the steps, is outside of them; Hugging Face's `generate` makes none.
-    """
+    """Our own loop under a config; gamma = 0 is plain decoding."""
 
     def __init__(
         self, name: str, model: LayerSkipModel, config: DecodeConfig, clock: Callable[[], float] = time.perf_counter
@@ -87,11 +109,13 @@ class OwnWay:
         self._clock = clock
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
-        start = self._clock()
-        output = self._model.generate(list(prompt_ids), config=self._config, max_new_tokens=max_new_tokens, **GREEDY)
-        total_s = self._clock() - start  # the loop has synchronised after its last step
-        stats = output.stats
-        return Sample(tuple(output.ids), stats.num_emitted - 1, stats.decode_s, total_s, stats)
+        engine, stats, ids = self._model.engine, DecodeStats(), list[int]()
+        watch = Stopwatch(engine.synchronize, self._clock)
+        request = DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids)
+        for emitted in DecodeLoop(engine, self._config, Sampler(SamplingParams())).run(request, stats):
+            watch.tokens_came(len(emitted.ids))
+            ids += emitted.ids
+        return watch.stop(ids, stats)
 
 
 @dataclass(frozen=True)
@@ -102,17 +126,22 @@ class Refused:
     reason: str
 
 
+def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, DecodeConfig]:
+    """What our own rows decode under, by name; a row that is not here needs a config that speculates.
+
+    A further way to draft is a line here and a name in `OWN_ROWS`.
+    """
+    settings = {PLAIN: DecodeConfig.plain(num_layers)}
+    if config is not None and config.speculates:
+        settings[SPECULATIVE] = config
+    return settings
+
+
 def own_ways(
-    model: LayerSkipModel, config: DecodeConfig | None, names: Sequence[str]
+    model: LayerSkipModel, settings: Mapping[str, DecodeConfig], names: Sequence[str], *, has_config: bool
 ) -> tuple[list[OwnWay], list[Refused]]:
-    """Plain and speculative decoding, as far as asked for and possible."""
-    ways, refused = [], []
-    if PLAIN in names:
-        ways.append(OwnWay(PLAIN, model, DecodeConfig.plain(model.num_layers)))
-    if SPECULATIVE in names:
-        if config is not None and config.speculates:
-            ways.append(OwnWay(SPECULATIVE, model, config))
-        else:
-            reason = "needs --config, or --mask with --gamma" if config is None else "the config says gamma 0"
-            refused.append(Refused(SPECULATIVE, reason))
-    return ways, refused
+    """Our own rows, as far as asked for and possible; has_config: whether there is a config, if only a plain one."""
+    reason = "the config says gamma 0" if has_config else "needs --config, or --mask with --gamma"
+    wanted = [name for name in OWN_ROWS if name in names]
+    ways = [OwnWay(name, model, settings[name]) for name in wanted if name in settings]
+    return ways, [Refused(name, reason) for name in wanted if name not in settings]

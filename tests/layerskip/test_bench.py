@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, bench
 from layerskip.benchmark import memory, profiling, run, steps
 from layerskip.benchmark.alternation import Case, Row, alternate, make_cases, order_of
-from layerskip.benchmark.hf_ways import FirstTokens, HuggingFaceWay, huggingface_ways
+from layerskip.benchmark.hf_ways import CompiledWay, HuggingFaceWay, huggingface_ways
 from layerskip.benchmark.memory import LayerBytes, StepBytes, step_bytes
+from layerskip.benchmark.names import ROW_NAMES
 from layerskip.benchmark.plot import write_plot
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.steps import StepSeconds, StepTurn, allowed_s, attained, forward_share, rounds_by_length
 from layerskip.benchmark.summary import estimate, ratio, row_records
-from layerskip.benchmark.ways import ROW_NAMES, CannotRun, Refused, Sample
+from layerskip.benchmark.ways import CannotRun, OwnWay, Refused, Sample, Stopwatch
 from layerskip.identity import IdentityReport
 from layerskip.intervals import ratio_interval
 from layerskip.stats import DecodeStats
@@ -127,10 +128,6 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         "share_prefix": False,
     }
     assert (speculative["identical"], speculative["num_outputs"]) == (1, 1)
-
-
-def test_help_and_bad_input_know_the_rows() -> None:
-    assert bench._ROWS == ROW_NAMES
 
 
 @pytest.mark.parametrize(
@@ -389,15 +386,85 @@ def test_an_output_that_ends_with_its_first_tokens_has_no_rate() -> None:
     assert "too short to time" in record["reason"]
 
 
-def test_the_clock_starts_when_the_first_tokens_are_there() -> None:
-    ticks = itertools.count(10.0)
+# --- one clock for all rows
+
+
+def ticking(step: float = 1.0) -> Callable[[], float]:
+    ticks = itertools.count()
+    return lambda: step * next(ticks)
+
+
+def test_the_clock_is_read_at_the_call_at_the_first_tokens_and_at_the_end() -> None:
     waits: list[int] = []
-    watch = FirstTokens(lambda: waits.append(1), lambda: next(ticks))
-    for tokens in ([[7, 8, 9]], [4, 5], [6]):  # the prompt, a first round of two tokens, another round
-        watch.put(torch.tensor(tokens))
-    watch.end()
-    assert (watch.arrived_s, watch.num_first, len(waits)) == (10.0, 2, 1)
-    assert next(ticks) == 11.0
+    ticks = iter([10.0, 13.0, 20.0])
+    watch = Stopwatch(lambda: waits.append(1), lambda: next(ticks))
+    for count in (2, 1, 3):
+        watch.tokens_came(count)
+    sample = watch.stop([7, 8, 9, 10, 11, 12])
+    assert (sample.num_timed, sample.decode_s, sample.total_s, len(waits)) == (4, 7.0, 10.0, 3)
+
+
+class Speechless:
+    """A tokenizer that must not be asked for text while something is timed."""
+
+    def decode(self, *_args: Any, **_kwargs: Any) -> str:
+        raise AssertionError("text was made inside a timed span")
+
+
+def test_our_rows_and_hugging_faces_read_the_same_clock_as_often_and_make_no_text(monkeypatch) -> None:
+    """Ours added up the seconds of its steps and made text between them; theirs read the clock twice and made none."""
+    model, prompt = zoo.layerskip_of("llama"), zoo.prompt_of(6)
+    monkeypatch.setattr(model, "tokenizer", Speechless())
+    plain = DecodeConfig.plain(zoo.NUM_LAYERS)
+    ways = [
+        HuggingFaceWay("hf", model, clock=ticking()),
+        OwnWay("plain", model, plain, ticking()),
+        OwnWay("speculative", model, EARLY_EXIT, ticking()),
+    ]
+    for way in ways:
+        sample = way.run(prompt, 9)
+        assert sample.ids == zoo.greedy_reference("llama", prompt, 9)
+        assert (sample.num_timed, sample.decode_s, sample.total_s) == (8, 1.0, 2.0), way.name
+
+
+def test_stop_strings_of_a_generation_config_end_no_row(monkeypatch) -> None:
+    model, prompt = zoo.layerskip_of("llama"), zoo.prompt_of(6)
+    monkeypatch.setattr(model.model.generation_config, "stop_strings", ["a"])
+    assert len(HuggingFaceWay("hf", model).run(prompt, 9).ids) == 9
+    assert model.model.generation_config.stop_strings == ["a"]
+
+
+def test_the_compiled_row_keeps_one_static_cache(monkeypatch) -> None:
+    """A cache for each call had `generate` allocate, and on a GPU compile or record, within every timed run."""
+    model = zoo.layerskip_of("llama")
+    caches: list[Any] = []
+    calls: list[int] = []
+
+    def compiled(**inputs: Any) -> Any:
+        calls.append(inputs["input_ids"].shape[1])
+        return model.model(**inputs)
+
+    generate = model.model.generate
+
+    def watched(*args: Any, **arguments: Any) -> Any:
+        if "past_key_values" in arguments:  # not so when the reference is made
+            caches.append(arguments["past_key_values"])
+        return generate(*args, **arguments)
+
+    monkeypatch.setattr(model.model, "get_compiled_call", lambda _config: compiled)
+    monkeypatch.setattr(model.model, "generate", watched)
+    way = CompiledWay(model)
+    for length in (9, 3, 7):
+        prompt = zoo.prompt_of(length)
+        assert way.run(prompt, 6).ids == zoo.greedy_reference("llama", prompt, 6)
+    assert len({id(cache) for cache in caches}) == 1
+    assert calls == [1] * 15, "every step but the prompts' ran the compiled forward"
+    buffers = [layer.keys.data_ptr() for layer in caches[0].layers]
+    way.run(zoo.prompt_of(2), 6)
+    assert [layer.keys.data_ptr() for layer in caches[0].layers] == buffers
+    longer = zoo.prompt_of(12)
+    assert way.run(longer, 6).ids == zoo.greedy_reference("llama", longer, 6)
+    assert caches[-1] is not caches[0], "a text that does not fit"
 
 
 @pytest.mark.parametrize("arguments", [{}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
