@@ -167,7 +167,7 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], prompts_file: Pat
 
     facts = benchmark.facts | {"prompts_file": None if prompts_file is None else prompts_file.name}
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "rows": benchmark.rows,
         "steps": benchmark.steps,
         "forward_share": benchmark.forward_share,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from layerskip.benchmark.ways import CannotRun, Sample, Way
 from layerskip.identity import IdentityReport
+from layerskip.repetition import repeated_ngram_share
 
 Check = Callable[[Sequence[int], Sequence[int], Sequence[int]], IdentityReport]
 """(prompt, output, reference) -> verdict."""
@@ -42,21 +43,28 @@ class Turn(Protocol):
 class Row:
     """The turn of one way to decode: its samples, and how its outputs compare with the reference."""
 
-    def __init__(self, way: Way, num_cases: int, max_new_tokens: int, check: Check) -> None:
+    def __init__(self, way: Way, cases: Sequence[Case], max_new_tokens: int, check: Check) -> None:
         self.name = way.name
         self.settings = dict(way.settings)
-        self.samples: list[list[Sample]] = [[] for _ in range(num_cases)]
+        self.samples: list[list[Sample]] = [[] for _ in cases]
         """Per prompt, one a repeat."""
         self.num_identical = self.num_ties = 0
         self.differing: list[str] = []
         """Prompts of outputs that are neither the reference nor a tie in rounding; once an output."""
         self._way = way
+        self._cases = cases
         self._max_new_tokens = max_new_tokens
         self._check = check
 
     @property
     def num_outputs(self) -> int:
         return sum(map(len, self.samples))
+
+    @property
+    def repeated_ngram_share(self) -> float | None:
+        """See `layerskip.repetition`."""
+        pairs = zip(self._cases, self.samples, strict=True)
+        return repeated_ngram_share((case.prompt_ids, one.ids) for case, samples in pairs for one in samples)
 
     def warm_up(self, case: Case) -> None:
         self._way.run(case.prompt_ids, self._max_new_tokens)

@@ -9,27 +9,41 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from layerskip.benchmark.names import HF_GENERATE, PLAIN
 from layerskip.benchmark.profiling import StepProfile
+from layerskip.repetition import NGRAM
 
 
 def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Speed, ratios and losslessness of every row; rows that did not run with their reason."""
-    table = _table(
-        "tokens/s, prompt apart: geometric mean over prompts (95 % interval)",
-        ("row", "tokens/s", "× hf_generate", "× plain", "identical"),
-    )
+    """Speed, ratios and losslessness of every row, prompt apart and included; why a row did not run."""
+    title = "geometric mean over prompts (95 % interval)"
+    decode = _table(f"tokens/s, prompt apart: {title}", ("row", "tokens/s", *_AGAINST, "identical"))
+    end_to_end = _table(f"tokens/s, prompt included: {title}", ("row", "tokens/s", *_AGAINST, "repeats"))
     for row in rows:
         if row["tokens_per_s"] is None:
-            table.add_row(row["name"], "-", "", "", "")
+            decode.add_row(row["name"], "-", "", "", "")
             continue
-        rate = _interval(row, "tokens_per_s", ".1f")
-        ratios = (_interval(row.get(f"vs_{base}"), "ratio", ".2f") for base in ("hf_generate", "plain"))
         ties = f" +{row['ties']} ties" if row["ties"] else ""
-        table.add_row(row["name"], rate, *ratios, f"{row['identical']}/{row['num_outputs']}{ties}")
-    console.print(table)
+        identical = f"{row['identical']}/{row['num_outputs']}{ties}"
+        decode.add_row(row["name"], _interval(row, "tokens_per_s", ".1f"), *_ratios(row, "vs_"), identical)
+        share = row["repeated_ngram_share"]
+        repeats = "" if share is None else f"{share:.0%}"
+        rate = _interval(row["end_to_end"], "tokens_per_s", ".1f")
+        end_to_end.add_row(row["name"], rate, *_ratios(row, "end_to_end_vs_"), repeats)
+    console.print(decode)
+    console.print(end_to_end)
+    if end_to_end.row_count:
+        console.print(f"repeats: {NGRAM}-grams of the outputs that occurred before in prompt or output", soft_wrap=True)
     for row in rows:
         if row.get("reason"):
             console.print(f"{row['name']}: not run: {row['reason']}", soft_wrap=True)
+
+
+_AGAINST = tuple(f"× {name}" for name in (HF_GENERATE, PLAIN))
+
+
+def _ratios(row: Mapping[str, Any], prefix: str) -> list[str]:
+    return [_interval(row.get(f"{prefix}{name}"), "ratio", ".2f") for name in (HF_GENERATE, PLAIN)]
 
 
 def print_steps(console: Console, steps: Mapping[str, Any], forward_shares: Mapping[str, Any]) -> None:

@@ -69,7 +69,7 @@ def run_benchmark(
     """
     cases = make_cases(HuggingFaceWay(HF_GENERATE, model), prompts, plan.max_new_tokens)
     settings = own_settings(model.num_layers, config)
-    rows, refused = _rows(model, config, settings, plan, len(cases))
+    rows, refused = _rows(model, config, settings, plan, cases)
     stepped = {name: settings[name] for name in (PLAIN, SPECULATIVE) if name in settings and name in plan.names}
     config_of_steps = next(reversed(stepped.values()), None)
     steps = None if config_of_steps is None else StepTurn(model, config_of_steps, len(cases), plan.max_new_tokens)
@@ -97,7 +97,7 @@ def _rows(
     config: DecodeConfig | None,
     settings: Mapping[str, DecodeConfig],
     plan: Plan,
-    num_cases: int,
+    cases: Sequence[Case],
 ) -> tuple[list[Row], list[Refused]]:
     theirs, refused = huggingface_ways(model, config, plan.names, compiled=plan.compiled)
     ours, also_refused = own_ways(model, settings, plan.names, has_config=config is not None)
@@ -106,7 +106,7 @@ def _rows(
         return check_greedy(model, prompt, ids, reference)
 
     ways: list[Way] = [*theirs, *ours]
-    rows = [Row(way, num_cases, plan.max_new_tokens, check) for way in ways]
+    rows = [Row(way, cases, plan.max_new_tokens, check) for way in ways]
     return rows, refused + also_refused
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerskip.benchmark.alternation import Row
@@ -41,23 +41,31 @@ def estimate(by_prompt: Sequence[Sequence[float]]) -> Estimate | None:
     return Estimate(value, None, None) if interval is None else Estimate(value, interval.low, interval.high)
 
 
-def rate(row: Row) -> Estimate | None:
+Rate = Callable[[Sample], float | None]
+
+
+def decode_rate(sample: Sample) -> float | None:
     """Tokens/s, prompt apart."""
-    return estimate([[r for one in samples if (r := one.tokens_per_s)] for samples in row.samples])
+    return sample.tokens_per_s
 
 
-def end_to_end_rate(row: Row) -> Estimate | None:
+def end_to_end_rate(sample: Sample) -> float | None:
     """Tokens/s, prompt and all."""
-    return estimate([[r for one in samples if (r := one.end_to_end_tokens_per_s)] for samples in row.samples])
+    return sample.end_to_end_tokens_per_s
 
 
-def ratio(row: Row, baseline: Row) -> Estimate | None:
+def mean_rate(row: Row, rate: Rate) -> Estimate | None:
+    """Of a row, over its prompts."""
+    return estimate([[r for one in samples if (r := rate(one))] for samples in row.samples])
+
+
+def ratio(row: Row, baseline: Row, rate: Rate = decode_rate) -> Estimate | None:
     """Tokens/s of a row over those of another, paired: same prompt, same repeat."""
-    return estimate([_ratios(a, b) for a, b in zip(row.samples, baseline.samples, strict=True)])
+    return estimate([_ratios(a, b, rate) for a, b in zip(row.samples, baseline.samples, strict=True)])
 
 
-def _ratios(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[float]:
-    pairs = ((a.tokens_per_s, b.tokens_per_s) for a, b in zip(samples, baseline, strict=True))
+def _ratios(samples: Sequence[Sample], baseline: Sequence[Sample], rate: Rate) -> list[float]:
+    pairs = ((rate(a), rate(b)) for a, b in zip(samples, baseline, strict=True))
     return [a / b for a, b in pairs if a and b]
 
 
@@ -74,8 +82,8 @@ def row_records(rows: Mapping[str, Row], refused: Sequence[Refused], order: Sequ
 
 
 def _record(row: Row, baselines: Mapping[str, Row]) -> dict[str, object]:
-    speed, end_to_end = rate(row), end_to_end_rate(row)
-    if speed is None:
+    speed, end_to_end = mean_rate(row, decode_rate), mean_rate(row, end_to_end_rate)
+    if speed is None or end_to_end is None:
         return _without_numbers(row.name, "no output was longer than its first tokens: too short to time")
     record: dict[str, object] = {"name": row.name, **speed.to_dict("tokens_per_s")}
     record |= {
@@ -83,12 +91,14 @@ def _record(row: Row, baselines: Mapping[str, Row]) -> dict[str, object]:
         "ties": row.num_ties,
         "num_outputs": row.num_outputs,
         "differing": sorted(set(row.differing)),
-        "end_to_end_tokens_per_s": None if end_to_end is None else end_to_end.value,
+        "repeated_ngram_share": row.repeated_ngram_share,
+        "end_to_end": end_to_end.to_dict("tokens_per_s"),
         "settings": row.settings,
     }
     for name, baseline in baselines.items():
-        found = None if baseline is row else ratio(row, baseline)
-        record[f"vs_{name}"] = None if found is None else found.to_dict("ratio")
+        for prefix, per_s in (("", decode_rate), ("end_to_end_", end_to_end_rate)):
+            found = None if baseline is row else ratio(row, baseline, per_s)
+            record[f"{prefix}vs_{name}"] = None if found is None else found.to_dict("ratio")
     record |= _acceptance(row)
     record["samples"] = [
         [[len(one.ids), one.num_timed, one.decode_s, one.total_s] for one in samples] for samples in row.samples

@@ -85,6 +85,8 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
         assert all(emitted == 7 for repeats in row["samples"] for emitted, *_ in repeats)
     assert rows["hf_generate"]["vs_hf_generate"] is None
     assert rows["speculative"]["vs_plain"]["ratio"] > 0
+    assert rows["speculative"]["end_to_end_vs_plain"]["ratio"] > 0
+    assert rows["speculative"]["repeated_ngram_share"] == rows["hf_generate"]["repeated_ngram_share"] is not None
     assert rows["speculative"]["settings"]["skip_mask"] == "4:2-3"
     assert rows["hf_early_exit"]["settings"]["assistant_early_exit"] == 2
     assert [step["num_tokens"] for step in record["steps"]["target"]] == [1, 2, 3, 4]
@@ -96,6 +98,8 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert [one["step"] for one in record["profile"]] == ["plain step", "draft step", "verify of 4 tokens"]
     printed = capsys.readouterr().out
     assert "hf_generate_compiled: not run: off" in printed
+    assert "tokens/s, prompt included" in printed
+    assert "repeats: 4-grams of the outputs" in printed
     assert "of the speed that its own steps allow" in printed
     assert "<html>" in (tmp_path / "bench.html").read_text()
 
@@ -288,7 +292,7 @@ def cases_of(count: int) -> list[Case]:
 def test_every_way_runs_on_every_prompt_in_turns_after_a_warm_up() -> None:
     log: list[str] = []
     cases = cases_of(2)
-    rows = [Row(FakeWay(name, lambda _: 1.0, log), 2, 5, same) for name in "abc"]
+    rows = [Row(FakeWay(name, lambda _: 1.0, log), cases_of(2), 5, same) for name in "abc"]
     progress: list[int] = []
     assert alternate(rows, cases, 3, progress=lambda: progress.append(len(log))) == {}
     assert log[:3] == ["a", "b", "c"]
@@ -303,8 +307,8 @@ def test_every_way_runs_on_every_prompt_in_turns_after_a_warm_up() -> None:
 @pytest.mark.parametrize("fails_at", [0, 2])
 def test_who_fails_stops_nobody_else(fails_at: int) -> None:
     log: list[str] = []
-    good = Row(FakeWay("good", lambda _: 1.0, log), 2, 5, same)
-    bad = Row(FakeWay("bad", lambda _: 1.0, log, fails_at), 2, 5, same)
+    good = Row(FakeWay("good", lambda _: 1.0, log), cases_of(2), 5, same)
+    bad = Row(FakeWay("bad", lambda _: 1.0, log, fails_at), cases_of(2), 5, same)
     assert alternate([bad, good], cases_of(2), 2) == {"bad": "out of luck"}
     assert log.count("bad") == fails_at + 1
     assert good.num_outputs == 4
@@ -328,7 +332,7 @@ def test_differing_outputs_and_ties_are_counted_once_each() -> None:
         identical, is_tie = next(answers)
         return IdentityReport(identical=identical, is_tie=is_tie)
 
-    row = Row(FakeWay("a", lambda _: 1.0, []), 2, 5, check)
+    row = Row(FakeWay("a", lambda _: 1.0, []), cases_of(2), 5, check)
     alternate([row], cases_of(2), 2)
     (record,) = row_records({"a": row}, [], ["a"])
     assert (record["identical"], record["ties"], record["num_outputs"], record["differing"]) == (2, 1, 4, ["p0"])
@@ -337,17 +341,18 @@ def test_differing_outputs_and_ties_are_counted_once_each() -> None:
 # --- numbers
 
 
-def sampled(by_prompt: Sequence[Sequence[float]], name: str = "plain") -> Row:
-    row = Row(FakeWay(name, lambda _: 1.0, []), len(by_prompt), 5, same)
+def sampled(by_prompt: Sequence[Sequence[float]], name: str = "plain", prompt_share: float = 1.0) -> Row:
+    """Outputs of five tokens in these seconds; the prompt takes a share of each on top."""
+    row = Row(FakeWay(name, lambda _: 1.0, []), cases_of(len(by_prompt)), 5, same)
     for samples, seconds in zip(row.samples, by_prompt, strict=True):
-        samples += [Sample((0,) * 5, 4, one, 2 * one) for one in seconds]
+        samples += [Sample((0,) * 5, 4, one, (1 + prompt_share) * one) for one in seconds]
     return row
 
 
 def test_a_rate_is_the_geometric_mean_of_medians() -> None:
     (record,) = row_records({"plain": sampled([[1.0, 4.0, 2.0], [0.5, 0.5, 9.0]])}, [], ["plain"])
     assert record["tokens_per_s"] == pytest.approx(math.sqrt((4 / 2.0) * (4 / 0.5)))
-    assert record["end_to_end_tokens_per_s"] == pytest.approx(math.sqrt((5 / 4.0) * (5 / 1.0)))
+    assert record["end_to_end"]["tokens_per_s"] == pytest.approx(math.sqrt((5 / 4.0) * (5 / 1.0)))
 
 
 def test_ratios_are_paired_by_prompt_and_repeat() -> None:
@@ -357,6 +362,20 @@ def test_ratios_are_paired_by_prompt_and_repeat() -> None:
     found = ratio(faster, plain)
     assert found is not None
     assert (found.value, found.ci_low, found.ci_high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_a_prompt_that_takes_as_long_either_way_takes_from_the_end_to_end_ratio() -> None:
+    """Only the ratio prompt apart was told, which nobody who waits for an answer sees."""
+    rows = {"plain": sampled([[1.0, 10.0]], prompt_share=0.5), "speculative": sampled([[0.5, 5.0]], prompt_share=1.0)}
+    plain, speculative = row_records(rows, [], ["plain", "speculative"])
+    assert speculative["vs_plain"] == {"ratio": pytest.approx(2.0), "ci_low": None, "ci_high": None}
+    assert speculative["end_to_end_vs_plain"] == {"ratio": pytest.approx(1.5), "ci_low": None, "ci_high": None}
+    assert plain["vs_plain"] is plain["end_to_end_vs_plain"] is None
+
+
+def test_a_row_tells_how_much_of_its_outputs_repeats() -> None:
+    (record,) = row_records({"plain": sampled([[1.0], [1.0]])}, [], ["plain"])
+    assert record["repeated_ngram_share"] == 3 / 4, "the first prompt ends with that very token"
 
 
 def test_the_interval_is_a_bootstrap_over_prompts_from_eight_on() -> None:
@@ -379,7 +398,7 @@ def test_prompts_without_a_number_are_left_out() -> None:
 
 
 def test_an_output_that_ends_with_its_first_tokens_has_no_rate() -> None:
-    row = Row(FakeWay("plain", lambda _: 1.0, []), 1, 5, same)
+    row = Row(FakeWay("plain", lambda _: 1.0, []), cases_of(1), 5, same)
     row.samples[0].append(Sample((1,), 0, 0.0, 1.0))
     (record,) = row_records({"plain": row}, [], ["plain"])
     assert record["tokens_per_s"] is None
@@ -499,7 +518,7 @@ def test_what_the_steps_allow_by_hand() -> None:
 def test_attained_is_what_the_steps_explain_of_the_seconds() -> None:
     model = zoo.layerskip_of("llama")
     turn = StepTurn(model, EARLY_EXIT, 2, 5)
-    row = Row(FakeWay("speculative", lambda _: 1.0, []), 2, 5, same)
+    row = Row(FakeWay("speculative", lambda _: 1.0, []), cases_of(2), 5, same)
     for index, overhead in enumerate((1.25, 1.0)):
         for _ in range(2):
             stats = a_run([7, 5, 5], 4, 21.0 * overhead)
