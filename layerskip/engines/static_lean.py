@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
 from layerskip.engines.static_step import additive_mask
@@ -22,20 +23,20 @@ class LeanExecutor:
     Attention folds the query heads that share a key head into more queries: the keys and values of a head are read
     once, by one kernel. Left to `enable_gqa`, a mask sends it down a path that copies the keys for every query head.
 
-    compile_layers: run attention and MLP through torch.compile. What is compiled for one layer serves all others of the
-    same window, and all masks; a new number of tokens or visible positions compiles anew, up to torch's own limit of
-    variants, beyond which layers run as they are. Not measured on a GPU yet, hence off.
+    compiled: run what lies before attention, what follows it, and the MLP through torch.compile. Attention itself is
+    left to a kernel of the library, so what is compiled depends on the number of tokens and the size of the cache's
+    buffers alone: it serves every layer, every mask and every number of visible positions. None runs all as it is.
     """
 
-    def __init__(self, fused: FusedEngine, *, compile_layers: bool = False) -> None:
+    def __init__(self, fused: FusedEngine, *, compiled: CompiledFunctions | None = None) -> None:
         self.fused = fused
+        self.compiled = compiled
         self.vocab_size = fused.head.weight.shape[1]
         self.logits_dtype = fused.head.weight.dtype
-        self._run_attention: Callable[..., torch.Tensor] = _attend
-        self._run_mlp: Callable[[Mlp, torch.Tensor], torch.Tensor] = _add_mlp
-        if compile_layers:
-            self._run_attention = torch.compile(_attend, dynamic=False)
-            self._run_mlp = torch.compile(_add_mlp, dynamic=False)
+
+    @property
+    def num_compilations(self) -> int:
+        return 0 if self.compiled is None else self.compiled.num_compilations
 
     def use(self, cache: StaticCache) -> None:
         self._cache = cache
@@ -57,53 +58,83 @@ class LeanExecutor:
     def step(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
     ) -> torch.Tensor:
-        fused = self.fused
+        fused, num_tokens = self.fused, ids.shape[0]
+        project = self._function(_project_and_store, num_tokens, self._cache.num_positions)
+        finish_both = self._function(_finish_and_add_mlp, num_tokens)
+        add_mlp = self._function(_add_mlp, num_tokens)
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
-        shared = _Shared(positions, cos, sin, num_visible)
+        masks = _Masks(positions, num_visible)
         x = F.embedding(ids, fused.embedding)
         for (attention, mlp), buffers, skip_attention, skip_mlp in zip(
             fused.layers, self._cache.layers, mask.attention, mask.mlp, strict=True
         ):
-            if not skip_attention:
-                look = shared.mask_for(attention, x.dtype)
-                x = self._run_attention(attention, x, buffers.keys, buffers.values, look, shared)
-            if not skip_mlp:
-                x = self._run_mlp(mlp, x)
+            if skip_attention:
+                x = x if skip_mlp else add_mlp(mlp, x)
+                continue
+            queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
+            attended = _attend(attention, queries, buffers, masks.of(attention, x.dtype))
+            x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
         return fused.head(fused.norm(x[-num_logits:]))
 
+    def _function(self, function: Callable[..., torch.Tensor], *sizes: int) -> Callable[..., torch.Tensor]:
+        return function if self.compiled is None else self.compiled.variant(function, *sizes)
 
-class _Shared:
-    """What all layers of one step share."""
 
-    def __init__(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_visible: int) -> None:
-        self.positions, self.cos, self.sin, self.num_visible = positions, cos, sin, num_visible
-        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
+class _Masks:
+    """Of one step, made once for all layers alike."""
 
-    def mask_for(self, layer: Attention, dtype: torch.dtype) -> torch.Tensor:
+    def __init__(self, positions: torch.Tensor, num_visible: int) -> None:
+        self._positions, self._num_visible = positions, num_visible
+        self._made: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def of(self, layer: Attention, dtype: torch.dtype) -> torch.Tensor:
         key = (layer.window, layer.num_queries // layer.num_keys)
-        if key not in self._masks:
-            self._masks[key] = additive_mask(self.positions, self.num_visible, key[0], dtype, repeats=key[1])
-        return self._masks[key]
+        if key not in self._made:
+            self._made[key] = additive_mask(self._positions, self._num_visible, key[0], dtype, repeats=key[1])
+        return self._made[key]
 
 
-def _attend(
-    layer: Attention, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, look: torch.Tensor, shared: Any
+def _project_and_store(
+    layer: Attention,
+    x: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """x plus attention; keys and values of the new positions go into the buffers (1, heads, positions, head_dim)."""
+    """Queries (1, key heads, group * T, head_dim); keys and values of the new positions go into the buffers.
+
+    Shapes: buffers (1, key heads, positions, head_dim); rotary: cosines and signed sines (T, 1, head_dim).
+    """
     num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
-    queries, new_keys, new_values = layer.project(x, shared.cos, shared.sin)
-    keys.index_copy_(2, shared.positions, new_keys.transpose(0, 1).unsqueeze(0))
-    values.index_copy_(2, shared.positions, new_values.transpose(0, 1).unsqueeze(0))
+    queries, *new = layer.project(x, *rotary)
+    for buffer, states in zip(buffers, new, strict=True):
+        buffer.index_copy_(2, positions, states.transpose(0, 1).unsqueeze(0))
     folded = queries.reshape(num_tokens, layer.num_keys, group, layer.head_dim).permute(1, 2, 0, 3)
-    out = F.scaled_dot_product_attention(
-        folded.reshape(1, layer.num_keys, group * num_tokens, layer.head_dim),
-        keys[:, :, : shared.num_visible],
-        values[:, :, : shared.num_visible],
+    return folded.reshape(1, layer.num_keys, group * num_tokens, layer.head_dim)
+
+
+def _attend(layer: Attention, queries: torch.Tensor, buffers: Any, look: torch.Tensor) -> torch.Tensor:
+    """Attention (1, key heads, group * T, head_dim) over the positions that the mask `look` has columns for."""
+    num_visible = look.shape[1]
+    return F.scaled_dot_product_attention(
+        queries,
+        buffers.keys[:, :, :num_visible],
+        buffers.values[:, :, :num_visible],
         attn_mask=look,
         scale=layer.scaling,
     )
-    unfolded = out.view(layer.num_keys, group, num_tokens, layer.head_dim).permute(2, 0, 1, 3)
+
+
+def _finish(layer: Attention, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """x plus the output product of what `_attend` gave."""
+    num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
+    unfolded = attended.view(layer.num_keys, group, num_tokens, layer.head_dim).permute(2, 0, 1, 3)
     return layer.out.add_to(x, unfolded.reshape(num_tokens, -1))
+
+
+def _finish_and_add_mlp(layer: Attention, mlp: Mlp, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """`_finish` and the MLP in one, so that a compiler can join the sum between them with the norm after it."""
+    return mlp.add_to(_finish(layer, x, attended))
 
 
 def _add_mlp(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,10 @@ class ModuleExecutor:
                 raise UnsupportedModelError(f"engine cuda_graph: {name}: {error}") from None
         self.vocab_size, self.logits_dtype = logits.shape[-1], logits.dtype
 
+    @property
+    def num_compilations(self) -> int:
+        return 0
+
     def use(self, cache: StaticCache) -> None:
         self._cache = cache
         device = self._adapter.device

@@ -20,6 +20,11 @@ class StaticExecutor(Protocol):
     vocab_size: int
     logits_dtype: torch.dtype
 
+    @property
+    def num_compilations(self) -> int:
+        """Functions compiled so far. Each takes seconds, so a timed region must not raise it."""
+        ...
+
     def use(self, cache: StaticCache) -> None:
         """Make the buffers that belong to this cache. Whatever was recorded on an earlier one is void."""
         ...

@@ -10,9 +10,8 @@ import torch
 
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.engines import EagerEngine, check_agreement, choice, make_engine
-from layerskip.engines.cuda_graph import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.graph_pool import Replay, RerunRecorder
+from layerskip.engines.graph_pool import Replay
 from layerskip.engines.static_lean import LeanExecutor
 from layerskip.teacher_forcing.choice import make_teacher_forcing
 from layerskip.teacher_forcing.rows import ForcedText
@@ -114,23 +113,3 @@ def test_teacher_forcing_takes_the_lean_layers() -> None:
     forcing = make_teacher_forcing(model, texts)
     assert type(forcing).__name__ == "LayerwiseForcing"
     assert isinstance(engine_of(model).lean, FusedEngine)
-
-
-def test_compiled_layers_serve_all_layers_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    backend, compile_function = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_function(function, backend=backend, **how))
-    adapter = ModelAdapter(zoo.build("llama"))
-    executor = LeanExecutor(FusedEngine(adapter), compile_layers=True)
-    engine = CudaGraphEngine(adapter, executor, RerunRecorder())
-    check_agreement(engine, EagerEngine(adapter), adapter)
-    compiled = backend.frame_count
-    assert compiled == 4  # attention and MLP, of one token and of three
-    ids = torch.tensor(zoo.prompt_of(5))
-    with engine.session(12):
-        engine.forward(ids)
-        for mask in zoo.masks_of("llama").values():
-            engine.forward(ids[:1], mask)
-            engine.cache.rollback_to(5)
-    assert backend.frame_count == compiled
