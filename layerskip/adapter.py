@@ -299,13 +299,21 @@ def _layer_windows(config: Any, text_config: Any) -> tuple[int | None, ...]:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type}: encoder-decoder models are not supported")
     layer_types, layer_arguments = get_layer_types_and_kwargs(text_config)
+    # Transformers 5.17 leaves out the layers that use others' keys and values; 5.23 calls them 'dummy'.
+    if len(layer_types) < text_config.num_hidden_layers:
+        raise UnsupportedModelError(f"{config.model_type}: layers that share keys and values are not supported")
     for i, layer_type in enumerate(layer_types):
         if layer_type not in _SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"{config.model_type}: layer {i} is of type {layer_type!r}, whose state cannot be rolled back after a "
                 f"rejected draft (supported: {', '.join(_SUPPORTED_LAYER_TYPES)})"
             )
-    return tuple(arguments.get("sliding_window") for arguments in layer_arguments)
+    # Transformers 5.17 has one dictionary for all layers; whether the window is its own, the layer's type tells.
+    of_layer = [layer_arguments] * len(layer_types) if isinstance(layer_arguments, dict) else layer_arguments
+    return tuple(
+        arguments["sliding_window"] if layer_type == "sliding_attention" else None
+        for layer_type, arguments in zip(layer_types, of_layer, strict=True)
+    )
 
 
 def _find_stack(model: nn.Module, num_layers: int) -> tuple[str, list[nn.Module]]:

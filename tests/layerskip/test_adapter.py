@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip import adapter as adapter_module
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
@@ -78,6 +79,20 @@ def test_what_may_be_skipped(name: str) -> None:
     assert adapter.sublayers_skippable == (zoo.SPECS[name].sublayers,) * zoo.NUM_LAYERS
     sliding = zoo.SPECS[name].arguments.get("sliding_window")
     assert {window for window in adapter.windows if window is not None} == ({sliding} if sliding else set())
+
+
+@pytest.mark.parametrize("a_layer", [True, False])
+def test_windows_in_the_form_of_either_release_of_transformers(a_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Transformers 5.17 answers with one dictionary for all layers, 5.23 with one a layer: with 5.17 every model was
+    # refused, for want of a list of as many layers as the dictionary has keys.
+    shared = {"sliding_window": zoo.WINDOW}
+    arguments = [shared, {}, shared, {}] if a_layer else shared
+    types = zoo.model_of("gemma3").config.layer_types
+    monkeypatch.setattr(adapter_module, "get_layer_types_and_kwargs", lambda _config: (types, arguments))
+    assert ModelAdapter(zoo.model_of("gemma3")).windows == (zoo.WINDOW, None, zoo.WINDOW, None)
+    plain = ["full_attention"] * zoo.NUM_LAYERS, [{}] * zoo.NUM_LAYERS if a_layer else {}
+    monkeypatch.setattr(adapter_module, "get_layer_types_and_kwargs", lambda _config: plain)
+    assert ModelAdapter(zoo.model_of("llama")).windows == (None,) * zoo.NUM_LAYERS
 
 
 def test_sublayers_of_a_post_norm_model_are_refused_apart() -> None:
@@ -241,6 +256,13 @@ UNSUPPORTED = {
         "Qwen3NextConfig",
         {**TINY, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
         "linear_attention",
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {**TINY, "num_key_value_heads": 2, "head_dim": 8, "num_kv_shared_layers": 2, "laurel_rank": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+        | {"intermediate_size": 48, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
+        "layers that share keys and values|layer 2 is of type 'dummy'",  # as Transformers tells it
     ),
 }
 
