@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from layerskip.growing_keys import over_growing_keys
 from layerskip.kv_cache import SharedLengthCache
 from layerskip.placement import Placement
 from layerskip.placement import UnsupportedModelError as UnsupportedModelError
@@ -211,7 +212,8 @@ class ModelAdapter:
             arguments[self._keep_argument] = num_logits
         if forced is not None:
             arguments["attention_mask"] = forced.attention_mask
-        logits: torch.Tensor = self.model(**arguments).logits
+        with over_growing_keys(self.placement.devices):
+            logits: torch.Tensor = self.model(**arguments).logits
         cache.advance(num_tokens)
         return logits[0, -num_logits:]
 

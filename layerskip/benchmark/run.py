@@ -121,6 +121,7 @@ def _facts(model: LayerSkipModel, plan: Plan, cases: Sequence[Case]) -> dict[str
         "num_threads": torch.get_num_threads(),
         "engine": model.engine_name,
         "engine_reason": model.engine_reason,
+        "attention_backend": model.engine.attention_backend,
         "batch_size": 1,
         "versions": {name: package_version(name) for name in ("layerskip", "torch", "transformers")},
         "commit": git_commit(Path(__file__).parent),

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from layerskip.adapter import ModelAdapter
+from layerskip.growing_keys import growing_keys_backend
 from layerskip.kv_cache import SharedLengthCache
 from layerskip.skip_mask import SkipMask
 
@@ -19,6 +20,11 @@ class Engine(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def attention_backend(self) -> str:
+        """What computes attention in the steps of decoding; to be recorded with every number."""
+        ...
 
     @property
     def cache(self) -> SharedLengthCache:
@@ -48,6 +54,10 @@ class SessionEngine:
     @property
     def device(self) -> torch.device:
         return self._adapter.device
+
+    @property
+    def attention_backend(self) -> str:
+        return growing_keys_backend(self._adapter.placement.devices)
 
     @property
     def cache(self) -> SharedLengthCache:

@@ -74,6 +74,10 @@ class CudaGraphEngine(SessionEngine):
         return self._static
 
     @property
+    def attention_backend(self) -> str:
+        return self.executor.attention_backend
+
+    @property
     def lean(self) -> FusedEngine | None:
         """The engine whose layers are recorded; None where it is the model's own modules."""
         return self.executor.fused if isinstance(self.executor, LeanExecutor) else None

@@ -22,6 +22,7 @@ from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.prefix import PrefixStates
+from layerskip.growing_keys import over_growing_keys
 from layerskip.kv_cache import SharedLengthCache
 from layerskip.skip_mask import SkipMask
 
@@ -111,12 +112,13 @@ class FusedEngine(SessionEngine):
     def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
         """These layers under the mask; keys and values of the new positions go into the cache."""
         buffers = self.cache.layers
-        for i in layers:
-            attention, mlp = self.layers[i]
-            if not mask.attention[i]:
-                x = _attend(attention, x, buffers[i], step)
-            if not mask.mlp[i]:
-                x = mlp.add_to(x)
+        with over_growing_keys(self._adapter.placement.devices):
+            for i in layers:
+                attention, mlp = self.layers[i]
+                if not mask.attention[i]:
+                    x = _attend(attention, x, buffers[i], step)
+                if not mask.mlp[i]:
+                    x = mlp.add_to(x)
         return x
 
     def _make_position_table(self, capacity: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layerskip.engines.attention import AttentionChoice, AttentionShape
+from layerskip.engines.attention_kernels import Kernel
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
@@ -26,11 +28,19 @@ class LeanExecutor:
     compiled: run what lies before attention, what follows it, and the MLP through torch.compile. Attention itself is
     left to a kernel of the library, so what is compiled depends on the number of tokens and the size of the cache's
     buffers alone: it serves every layer, every mask and every number of visible positions. None runs all as it is.
+    attention: None is what may be tried on the device.
     """
 
-    def __init__(self, fused: FusedEngine, *, compiled: CompiledFunctions | None = None) -> None:
+    def __init__(
+        self,
+        fused: FusedEngine,
+        *,
+        compiled: CompiledFunctions | None = None,
+        attention: AttentionChoice | None = None,
+    ) -> None:
         self.fused = fused
         self.compiled = compiled
+        self.attention = attention or AttentionChoice.on(fused.device)
         self.vocab_size = fused.head.weight.shape[1]
         self.logits_dtype = fused.head.weight.dtype
 
@@ -38,9 +48,14 @@ class LeanExecutor:
     def num_compilations(self) -> int:
         return 0 if self.compiled is None else self.compiled.num_compilations
 
+    @property
+    def attention_backend(self) -> str:
+        return self.attention.description
+
     def use(self, cache: StaticCache) -> None:
         self._cache = cache
         fused = self.fused
+        self.attention.measure(self._attention_shape(), cache.num_positions)
         # A table of its own: the fused engine's is replaced when a longer text comes, and recordings hold its address.
         self._cos, self._sin = rotary_table(fused.rotary, fused.embedding[:1], cache.num_positions)
         for (attention, _), layer in zip(fused.layers, cache.layers, strict=True):
@@ -63,7 +78,7 @@ class LeanExecutor:
         finish_both = self._function(_finish_and_add_mlp, num_tokens)
         add_mlp = self._function(_add_mlp, num_tokens)
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
-        masks = _Masks(positions, num_visible)
+        masks, attend = _Masks(positions, num_visible), self.attention.kernel(num_visible)
         x = F.embedding(ids, fused.embedding)
         for (attention, mlp), buffers, skip_attention, skip_mlp in zip(
             fused.layers, self._cache.layers, mask.attention, mask.mlp, strict=True
@@ -72,9 +87,14 @@ class LeanExecutor:
                 x = x if skip_mlp else add_mlp(mlp, x)
                 continue
             queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
-            attended = _attend(attention, queries, buffers, masks.of(attention, x.dtype))
+            attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
             x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
         return fused.head(fused.norm(x[-num_logits:]))
+
+    def _attention_shape(self) -> AttentionShape:
+        layers, like = [attention for attention, _ in self.fused.layers], self.fused.embedding
+        first, windows = layers[0], frozenset(layer.window for layer in layers)
+        return AttentionShape(first.num_queries, first.num_keys, first.head_dim, windows, like.dtype, like.device)
 
     def _function(self, function: Callable[..., torch.Tensor], *sizes: int) -> Callable[..., torch.Tensor]:
         return function if self.compiled is None else self.compiled.variant(function, *sizes)
@@ -113,16 +133,11 @@ def _project_and_store(
     return folded.reshape(1, layer.num_keys, group * num_tokens, layer.head_dim)
 
 
-def _attend(layer: Attention, queries: torch.Tensor, buffers: Any, look: torch.Tensor) -> torch.Tensor:
+def _attend(kernel: Kernel, layer: Attention, queries: torch.Tensor, buffers: Any, look: torch.Tensor) -> torch.Tensor:
     """Attention (1, key heads, group * T, head_dim) over the positions that the mask `look` has columns for."""
     num_visible = look.shape[1]
-    return F.scaled_dot_product_attention(
-        queries,
-        buffers.keys[:, :, :num_visible],
-        buffers.values[:, :, :num_visible],
-        attn_mask=look,
-        scale=layer.scaling,
-    )
+    keys, values = buffers.keys[:, :, :num_visible], buffers.values[:, :, :num_visible]
+    return kernel(queries, keys, values, look, layer.scaling)
 
 
 def _finish(layer: Attention, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from layerskip.adapter import ForcedPositions, ModelAdapter, UnsupportedModelError
 from layerskip.engines.static_step import additive_mask
 from layerskip.engines.sync_watch import SyncError, SyncWatch
+from layerskip.growing_keys import growing_keys_backend
 from layerskip.kv_cache import LengthReadError, StaticCache
 from layerskip.skip_mask import SkipMask
 
@@ -18,7 +19,9 @@ class ModuleExecutor:
     """See `StaticExecutor`. No second copy of the weights.
 
     Positions and mask are handed to the model, so that nothing in it has to ask the cache for its length: the cache
-    refuses to tell inside a static step, because a recording would freeze the answer.
+    refuses to tell inside a static step, because a recording would freeze the answer. Attention is torch's choice
+    without cuDNN's kernel, as in the adapter's other forwards: recorded, that would plan once a shape, but it raises
+    where it finds no plan, which torch does not make good by another kernel.
     Raises: UnsupportedModelError for models that ask all the same, take no positions (alibi), or read numbers back
     from the device.
     """
@@ -39,6 +42,10 @@ class ModuleExecutor:
     @property
     def num_compilations(self) -> int:
         return 0
+
+    @property
+    def attention_backend(self) -> str:
+        return growing_keys_backend(self._adapter.placement.devices)
 
     def use(self, cache: StaticCache) -> None:
         self._cache = cache

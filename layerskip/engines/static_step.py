@@ -25,6 +25,11 @@ class StaticExecutor(Protocol):
         """Functions compiled so far. Each takes seconds, so a timed region must not raise it."""
         ...
 
+    @property
+    def attention_backend(self) -> str:
+        """What computes attention in `step`."""
+        ...
+
     def use(self, cache: StaticCache) -> None:
         """Make the buffers that belong to this cache. Whatever was recorded on an earlier one is void."""
         ...

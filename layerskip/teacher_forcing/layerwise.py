@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import rotary_table
+from layerskip.growing_keys import over_growing_keys
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.base import TeacherForcing
 from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
@@ -69,12 +70,13 @@ class LayerwiseForcing(TeacherForcing):
         for group in layout.groups(part.num_queries):
             rows, real, texts = layout.rows[group], layout.is_row[group], layout.places(group)
             padded = [one[rows].transpose(1, 2) for one in (queries, keys, values)]
-            attended = part.attend(
-                padded[0],
-                torch.cat([self._keys[layer][texts], padded[1]], dim=2),
-                torch.cat([self._values[layer][texts], padded[2]], dim=2),
-                layout.visible(part.window, group),
-            )
+            with over_growing_keys((hidden.device,)):
+                attended = part.attend(
+                    padded[0],
+                    torch.cat([self._keys[layer][texts], padded[1]], dim=2),
+                    torch.cat([self._values[layer][texts], padded[2]], dim=2),
+                    layout.visible(part.window, group),
+                )
             out[rows[real]] = attended.transpose(1, 2)[real]
         return part.out.add_to(hidden, out.reshape(hidden.shape[0], -1))
 
