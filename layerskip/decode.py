@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -14,8 +13,10 @@ from layerskip.device_round import DeviceRound, OffersRounds, RoundPlan
 from layerskip.drafters import Drafter, LayerSkipDrafter
 from layerskip.engines import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
+from layerskip.preparation import Starts, plan_forwards
 from layerskip.sampling import Sampler
 from layerskip.stats import DecodeStats
+from layerskip.step_clock import StepClock
 from layerskip.verifier import Verdict, verify_greedy, verify_sampled
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
@@ -83,6 +84,7 @@ class DecodeLoop:
         Raises: whatever a forward raises; the model is whole again afterwards.
         """
         with self._engine.session(run.capacity):
+            self.prepare(run)
             while not run.finished:
                 yield self.step(run)
 
@@ -95,12 +97,26 @@ class DecodeLoop:
         capacity = len(request.prompt_ids) + request.max_new_tokens + self._config.gamma
         return Run(request, stats, list(request.prompt_ids), capacity)
 
+    def prepare(self, run: Run) -> None:
+        """Have the engine record or compile all that this run may need, before its first step and so before any clock.
+
+        In a session, whose cache is still empty. Cost: nothing where the engine does neither, or has done it for an
+        earlier run of such a length; else up to a tenth of a second for each recording.
+        """
+        starts = Starts.of(self._config, len(run.request.prompt_ids), run.request.max_new_tokens)
+        if self._device_target is None:
+            self._engine.prepare(plan_forwards(self._config, starts))
+            return
+        self._device_target.prepare(starts.alone)
+        if self._device_round is not None:
+            self._device_round.prepare(starts.rounds, apart=run.request.profile)
+
     def step(self, run: Run) -> Emitted:
         """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.
 
-        Must find `run.cached` tokens in the session's cache.
+        Must find `run.cached` tokens in the session's cache, and everything prepared (see `prepare`).
         """
-        clock = _Clock(self._engine)
+        clock = StepClock(self._engine)
         if run.verdict is None:
             run.verdict = self._target_step(run.context, run.context)
             run.stats.prefill_s = clock.lap()
@@ -147,7 +163,7 @@ class DecodeLoop:
         The cache ends up holding all of the context but the last emitted token.
         """
         engine, stats, context = self._engine, run.stats, run.context
-        clock = _Clock(engine, enabled=run.request.profile)
+        clock = StepClock(engine, waits=run.request.profile)
         start = engine.cache.length
         prefix = self._new_prefix()
         draft = self._drafter.propose(context, min(self._config.gamma, run.remaining - 1), prefix)
@@ -166,7 +182,7 @@ class DecodeLoop:
 
     def _round_on_device(self, device_round: DeviceRound, run: Run) -> tuple[Verdict, list[int]]:
         """`_round` as one piece of device work; under `profile` as two, to time them apart."""
-        clock = _Clock(self._engine, enabled=run.request.profile)
+        clock = StepClock(self._engine, waits=run.request.profile)
 
         def after_draft() -> None:
             run.stats.draft_s += clock.lap()
@@ -249,26 +265,6 @@ class Run:
         if token in self.request.eos_token_ids or self.remaining <= 0:
             return True
         return self.request.should_stop is not None and self.request.should_stop(self.context)
-
-
-class _Clock:
-    """Seconds between laps, the device synchronised before every read."""
-
-    def __init__(self, engine: Engine, *, enabled: bool = True) -> None:
-        self._engine = engine
-        self._sync = enabled
-        self.skip()
-
-    def lap(self) -> float:
-        before = self._start
-        self.skip()
-        return self._start - before
-
-    def skip(self) -> None:
-        """Start anew: time spent by whoever consumes the tokens is not decoding time."""
-        if self._sync:
-            self._engine.synchronize()
-        self._start = time.perf_counter()
 
 
 def _settle(run: Run, draft_ids: list[int], verdict: Verdict) -> Emitted:

@@ -57,7 +57,15 @@ class RoundHost(Protocol):
         """See `GraphPool.play`."""
         ...
 
+    def prepare_piece(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor]) -> None:
+        """See `GraphPool.prepare`."""
+        ...
+
     def num_visible_for(self, num_positions: int) -> int: ...
+
+    def visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
+        """All that `num_visible_for` may say of so many tokens after any of these numbers of cached ones."""
+        ...
 
     def round_buffers(self, gamma: int, *, sampled: bool) -> RoundBuffers:
         """Always the same ones for the same arguments."""
@@ -139,12 +147,33 @@ class DeviceRound:
         cache.position_on_device()
         if (noise := work.buffers.noise) is not None:
             self._sampler.fill_noise(noise.uniform, noise.draft, noise.final)
-        if plan.gamma and (plan.draft_threshold > 0.0 or after_draft is not None):
+        if self._is_apart(after_draft is not None):
             num_drafts = self._draft(work, max_drafts)
             if after_draft is not None:
                 after_draft()
             return self._conclude(work, "verify", work.verify_kept, num_drafts)
         return self._conclude(work, "round", work.whole, max_drafts)
+
+    @torch.inference_mode()
+    def prepare(self, starts: range, *, apart: bool = False) -> None:
+        """Record what rounds may need that begin with so many tokens in the cache, so that `run` only replays.
+
+        apart: with `after_draft`. Before the prompt's forward: what it leaves in the cache is overwritten by that.
+        """
+        host, plan = self._host, self._plan
+        host.cache.position_on_device()
+        for num_visible in host.visible_sizes(starts, plan.gamma + 1):
+            work = self._work(num_visible)
+            state = (host.token.tensor, host.cache.position.tensor)
+            if self._is_apart(apart):
+                work.buffers.index.zero_()
+                host.prepare_piece(work.key("draft"), work.draft_next, (work.buffers.current, work.buffers.index))
+                host.prepare_piece(work.key("verify"), work.verify_kept, state)
+            else:
+                host.prepare_piece(work.key("round"), work.whole, state)
+
+    def _is_apart(self, asked_for: bool) -> bool:
+        return self._plan.gamma > 0 and (asked_for or self._plan.draft_threshold > 0.0)
 
     def _work(self, num_visible: int) -> _RoundWork:
         """Made once for each size, as long as the host's buffers stay."""

@@ -28,6 +28,8 @@ def decode_in_lockstep(engine: Engine, loops: Sequence[DecodeLoop], request: Dec
     runs = [loop.begin(request, DecodeStats()) for loop in loops]
     order = list(range(len(runs)))
     with engine.session(max(run.capacity for run in runs)):
+        for loop, run in zip(loops, runs, strict=True):
+            loop.prepare(run)
         first = max(order, key=lambda place: loops[place].config.target_threshold)
         loops[first].step(runs[first])
         for place in order:

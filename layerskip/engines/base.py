@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from layerskip.adapter import ModelAdapter
 from layerskip.growing_keys import growing_keys_backend
 from layerskip.kv_cache import SharedLengthCache
+from layerskip.preparation import ForwardPlan
 from layerskip.skip_mask import SkipMask
 
 
@@ -39,13 +41,30 @@ class Engine(Protocol):
         """Logits (num_logits, V) of the last positions; the cache advances by len(input_ids)."""
         ...
 
+    @property
+    def num_preparations(self) -> int:
+        """How often it has recorded, compiled or planned something so far. See `StepClock`, which watches it."""
+        ...
+
+    def prepare(self, plans: Iterable[ForwardPlan]) -> None:
+        """Record, compile and plan all that these forwards need, so that they only run.
+
+        In a session, before the prompt's forward. Nothing where an engine does none of that.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait for the device; before every clock read."""
         ...
 
 
 class SessionEngine:
-    """What the engines share: the adapter, the running session's cache, and waiting for the device."""
+    """What the engines share: the adapter, the running session's cache, nothing to prepare, waiting for the device.
+
+    Not prepared either: on a CPU the library generates code for a matrix and a number of rows when it first meets them,
+    which takes a millisecond a matrix once in a process. Running every size beforehand would cost a user of a large
+    model more than that.
+    """
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
@@ -64,6 +83,13 @@ class SessionEngine:
         if self._cache is None:
             raise RuntimeError("no cache: use the engine inside `with engine.session(capacity)`")
         return self._cache
+
+    @property
+    def num_preparations(self) -> int:
+        return 0
+
+    def prepare(self, plans: Iterable[ForwardPlan]) -> None:
+        """Nothing: what these forwards need is made with the session."""
 
     def synchronize(self) -> None:
         for device in self._adapter.placement.devices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from layerskip.engines.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recor
 from layerskip.engines.static_lean import LeanExecutor
 from layerskip.engines.static_step import MIN_VISIBLE, StaticExecutor, num_visible_for
 from layerskip.kv_cache import StaticCache
+from layerskip.preparation import ForwardPlan
 from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 
@@ -38,9 +39,9 @@ class GraphOptions:
 class CudaGraphEngine(SessionEngine):
     """See `Engine`. A forward, or a whole round, is one launch instead of a thousand.
 
-    Recorded lazily, per (mask, number of tokens, visible positions), and kept between texts as long as the cache's
-    buffers last: those are kept too and grow only when a longer text comes. The logits that `forward` returns are the
-    caller's own; inside, recordings write to buffers that the next one overwrites.
+    Recorded per (mask, number of tokens, visible positions), by `prepare` or else at the first use, and kept between
+    texts as long as the cache's buffers last: those are kept too and grow only when a longer text comes. The logits
+    that `forward` returns are the caller's own; inside, recordings write to buffers that the next one overwrites.
 
     Cost: the executor's weights; a cache of the longest text so far; recordings within the bounds of `options`.
     `close` frees the latter two.
@@ -87,13 +88,14 @@ class CudaGraphEngine(SessionEngine):
         if self._running:
             raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
         with torch.inference_mode():
-            self._prepare(capacity)
+            self._open_cache(capacity)
         with self.executor.session():
             self._running = True
             try:
                 yield
             finally:
                 self._running = False
+                self.pool.let_go()
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
@@ -104,17 +106,39 @@ class CudaGraphEngine(SessionEngine):
             raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {stop}")
         if cache.length == 0 or num_tokens > self.options.max_tokens:
             return self.executor.forward(input_ids, mask, num_logits)
-        num_visible = self.num_visible_for(stop)
-        ids, logits = self._ids[:num_tokens], self._logits[:num_logits]
-        position, offsets = cache.position_on_device(), self._offsets[:num_tokens]
+        self._ids[:num_tokens].copy_(input_ids)
+        cache.position_on_device()
+        self.play(*self._recorded_forward(mask, num_tokens, self.num_visible_for(stop), num_logits))
+        cache.advance(num_tokens)
+        return self._logits[:num_logits].clone()
+
+    @property
+    def num_preparations(self) -> int:
+        """Recordings so far, and what the executor compiled, which it does while one of them is warmed up."""
+        return self.pool.stats.num_captures + self.executor.num_compilations
+
+    @torch.inference_mode()
+    def prepare(self, plans: Iterable[ForwardPlan]) -> None:
+        """See `Engine`. What is prepared stays recorded until the session ends, whatever the bounds say."""
+        self.cache.position_on_device()
+        for plan in plans:
+            if plan.num_tokens <= self.options.max_tokens:
+                mask = self._no_skip if plan.mask is None else plan.mask
+                for num_visible in self.visible_sizes(plan.starts, plan.num_tokens):
+                    key, work = self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_tokens)
+                    self.pool.prepare(key, work)
+
+    def _recorded_forward(
+        self, mask: SkipMask, num_tokens: int, num_visible: int, num_logits: int
+    ) -> tuple[Hashable, Callable[[], None]]:
+        """(key, work): from the ids' buffer to that of the logits, at the cache's position."""
+        ids, logits, offsets = self._ids[:num_tokens], self._logits[:num_logits], self._offsets[:num_tokens]
+        position = self.cache.position.tensor
 
         def work() -> None:
             logits.copy_(self.step(ids, position + offsets, mask, num_visible, num_logits))
 
-        ids.copy_(input_ids)
-        self.play(("forward", mask, num_tokens, num_visible, num_logits), work)
-        cache.advance(num_tokens)
-        return logits.clone()
+        return ("forward", mask, num_tokens, num_visible, num_logits), work
 
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
         """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
@@ -143,6 +167,18 @@ class CudaGraphEngine(SessionEngine):
         """Positions a recorded step attends to when it must see `num_positions`."""
         return num_visible_for(num_positions, self.cache.num_positions, self.options.min_visible)
 
+    def prepare_piece(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor] = ()) -> None:
+        """See `GraphPool.prepare`."""
+        self.pool.prepare(key, work, preserve)
+
+    def visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
+        """All that `num_visible_for` may say of so many tokens after any of these numbers of cached ones."""
+        sizes: list[int] = []
+        while starts:
+            sizes.append(self.num_visible_for(starts[0] + num_tokens))
+            starts = starts[max(0, sizes[-1] - num_tokens - starts[0]) + 1 :]
+        return sizes
+
     def round_buffers(self, gamma: int, *, sampled: bool) -> RoundBuffers:
         """Always the same ones for the same arguments."""
         key = (gamma, sampled)
@@ -150,7 +186,7 @@ class CudaGraphEngine(SessionEngine):
             self._buffers[key] = RoundBuffers(gamma, self.executor.vocab_size, self.device, sampled=sampled)
         return self._buffers[key]
 
-    def _prepare(self, capacity: int) -> None:
+    def _open_cache(self, capacity: int) -> None:
         """The static cache, empty, with room for `capacity` tokens; a new one if the present one is too small."""
         if capacity < 1:
             raise ValueError(f"capacity: must be at least 1, got {capacity}")

@@ -92,8 +92,9 @@ class PoolStats:
 class GraphPool:
     """Replays by key, least recently used dropped first.
 
-    At most `max_graphs` of them and `max_bytes` of device memory, but always room for the one in use. All of them
-    work on their owner's buffers: whoever replaces a buffer calls `invalidate` first.
+    At most `max_graphs` of them and `max_bytes` of device memory, but always room for the one in use and for all that
+    were prepared and not yet let go: what a text needs is never dropped for the bounds, only for another text's sake.
+    All of them work on their owner's buffers: whoever replaces a buffer calls `invalidate` first.
     """
 
     def __init__(self, recorder: Recorder, *, max_graphs: int = MAX_GRAPHS, max_bytes: int = MAX_BYTES) -> None:
@@ -105,6 +106,7 @@ class GraphPool:
         self._max_graphs = max_graphs
         self._max_bytes = max_bytes
         self._replays: OrderedDict[Hashable, Replay] = OrderedDict()
+        self._prepared: set[Hashable] = set()
         self.stats = PoolStats()
 
     def __len__(self) -> int:
@@ -123,38 +125,51 @@ class GraphPool:
 
         preserve: what `work` changes and must find unchanged at its real run.
         """
-        replay = self._replays.get(key)
-        if replay is None:
-            replay = self._record(key, work, preserve)
-        else:
-            self._replays.move_to_end(key)
+        replay = self._get(key, work, preserve)
         self.stats.num_replays += 1
         replay()
+
+    def prepare(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor] = ()) -> None:
+        """Record `work` where the pool does not have `key`, without running it; it stays until `let_go`."""
+        self._get(key, work, preserve)
+        self._prepared.add(key)
+
+    def let_go(self) -> None:
+        """What was prepared may be dropped again, as anything else."""
+        self._prepared.clear()
 
     def invalidate(self) -> None:
         """Drop all: the buffers they were recorded on are about to go."""
         self.stats.num_invalidations += len(self._replays)
-        while self._replays:
-            self._drop_oldest()
+        for key in list(self._replays):
+            self._drop(key)
+        self.let_go()
 
-    def _record(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor]) -> Replay:
-        while len(self._replays) >= self._max_graphs:
-            self._evict()
+    def _get(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor]) -> Replay:
+        if key in self._replays:
+            self._replays.move_to_end(key)
+        else:
+            self._record(key, work, preserve)
+        return self._replays[key]
+
+    def _record(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor]) -> None:
+        self._evict(lambda: len(self._replays) >= self._max_graphs)
         start = time.perf_counter()
         replay = self._recorder.record(work, preserve)
         seconds = time.perf_counter() - start
+        self._evict(lambda: self.num_bytes + replay.num_bytes > self._max_bytes)
         self._replays[key] = replay
-        while len(self._replays) > 1 and self.num_bytes > self._max_bytes:
-            self._evict()
         self.stats.num_captures += 1
         self.stats.capture_s += seconds
         self.stats.longest_capture_s = max(self.stats.longest_capture_s, seconds)
-        return replay
 
-    def _evict(self) -> None:
-        self._drop_oldest()
-        self.stats.num_evictions += 1
+    def _evict(self, too_many: Callable[[], bool]) -> None:
+        """Drop the oldest of those that may go, one by one, while there are too many."""
+        for key in [one for one in self._replays if one not in self._prepared]:
+            if not too_many():
+                return
+            self._drop(key)
+            self.stats.num_evictions += 1
 
-    def _drop_oldest(self) -> None:
-        _, replay = self._replays.popitem(last=False)
-        replay.release()
+    def _drop(self, key: Hashable) -> None:
+        self._replays.pop(key).release()

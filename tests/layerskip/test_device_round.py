@@ -42,7 +42,7 @@ MASK = SkipMask.from_layers(4, [2])
 class TableExecutor:
     """A `StaticExecutor` that looks up the last two tokens of a text it keeps on the device."""
 
-    vocab_size, logits_dtype = VOCAB, torch.float32
+    vocab_size, logits_dtype, num_compilations = VOCAB, torch.float32, 0
 
     def __init__(self) -> None:
         tables = TableEngine()

@@ -38,6 +38,7 @@ class TableEngine:
 
     name = "table"
     device = torch.device("cpu")
+    num_preparations = 0
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -57,6 +58,9 @@ class TableEngine:
         rows = [self._tokens[:i] for i in range(len(self._tokens) - num_logits + 1, len(self._tokens) + 1)]
         pairs = torch.tensor([([0, *row])[-2:] for row in rows])
         return (self.draft if mask else self.target)[pairs[:, 0], pairs[:, 1]]
+
+    def prepare(self, _plans: Any) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
