@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ _OPERATIONS = (
     "multinomial",
 )
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+_HIDDEN = "called a synchronizing CUDA operation"
+"""What torch's own watch says."""
+_REASONS = {
+    "_grouped_mm": ": in any dtype but bfloat16, and before Hopper in that too, torch copies the sizes of a mixture's "
+    "experts to the host (load the model in bfloat16)"
+}
 _METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -36,15 +43,32 @@ class SyncWatch:
     Works where there is no device to wait for, so that device code is checked on a CPU too; only copies between host
     and device go unseen there. Two layers, because neither sees all: operations as they are dispatched, those within
     other operations included; and calls from Python, for in inference mode some, `item` among them, are not dispatched.
+    On a CUDA device torch watches too, in all threads: it alone sees what the code of an operator does in itself.
     """
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
+        self._stack.enter_context(_watched_by_torch())
         self._stack.enter_context(_Calls())
         self._stack.enter_context(_Operations())  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stack.close()
+        if isinstance(error, RuntimeError) and str(error) == _HIDDEN:
+            raise SyncError("what is not dispatched as an operation waits for the device") from error
+
+
+@contextmanager
+def _watched_by_torch() -> Iterator[None]:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class _Calls(TorchFunctionMode):
@@ -66,7 +90,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise SyncError("indexing with a boolean mask waits for the device to count it")
         if name in ("_to_copy", "copy_") and _leaves_the_device(name, args, kwargs or {}):
             raise SyncError("a copy to the host waits for the device")
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if _HIDDEN not in str(error):
+                raise
+            raise SyncError(f"{name} waits for the device{_REASONS.get(name, '')}") from error
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.engines import EagerEngine, check_agreement, choice, make_engine
+from layerskip.engines import EagerEngine, check_agreement, choice, make_engine, sync_watch
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.graph_pool import Replay
 from layerskip.engines.static_lean import LeanExecutor
+from layerskip.engines.static_modules import ModuleExecutor
 from layerskip.teacher_forcing.choice import make_teacher_forcing
 from layerskip.teacher_forcing.rows import ForcedText
 from tests.layerskip import zoo
@@ -75,6 +77,29 @@ def test_work_that_cannot_be_recorded_is_a_reason_not_a_crash(monkeypatch: pytes
     taken = make_engine("auto", adapter)
     assert taken.engine.name in ("fused", "eager")
     assert "recording failed" in taken.reason
+
+
+class GroupedProductsWait(TorchDispatchMode):
+    """As torch's own watch on a Hopper GPU: all but bfloat16's grouped products copy the groups' sizes to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return func(*args, **(kwargs or {}))
+
+
+@zoo.each(("mixtral", "qwen3-moe", "gpt-oss"))
+def test_a_mixture_of_experts_that_waits_is_refused_before_anything_is_recorded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its capture used to be tried, and failed inside one operator with an error about the stream.
+    model = zoo.build(name)
+    monkeypatch.setattr(sync_watch, "_watched_by_torch", GroupedProductsWait)
+    with pytest.raises(UnsupportedModelError) as told:
+        ModuleExecutor(ModelAdapter(model))
+    assert str(told.value).startswith(f"engine cuda_graph: {type(model).__name__}: _grouped_mm waits for the device: ")
+    assert str(told.value).endswith("(load the model in bfloat16)")
+    ModuleExecutor(ModelAdapter(model.to(torch.bfloat16)))
 
 
 @pytest.mark.usefixtures("has_graphs")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.device_number import DeviceNumber
+from layerskip.engines import sync_watch
 from layerskip.engines.graph_pool import GraphPool, Recorder, Replay, RerunRecorder
 from layerskip.engines.sync_watch import SyncError, SyncWatch
 from tests.layerskip.tape import TapeRecorder
@@ -180,3 +183,22 @@ def test_waiting_is_seen_and_nothing_else(inference: bool) -> None:
         for function in DOES_NOT_WAIT.values():
             with SyncWatch():
                 function(values)
+
+
+class SeesSums(TorchDispatchMode):
+    """Stands in for torch's own watch, which sees copies within an operator's code."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "cumsum":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return func(*args, **(kwargs or {}))
+
+
+def test_waiting_that_torch_alone_sees_names_the_operator_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_watch, "_watched_by_torch", SeesSums)
+    with pytest.raises(SyncError, match=r"^cumsum waits for the device$"), SyncWatch():
+        torch.rand(4).cumsum(0)
+    with pytest.raises(SyncError, match="not dispatched"), SyncWatch():
+        raise RuntimeError("called a synchronizing CUDA operation")
+    with pytest.raises(RuntimeError, match="of another kind"), SyncWatch():
+        raise RuntimeError("of another kind")
