@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.adapter import ModelAdapter
+from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.device_round import RoundPlan
 from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
 from layerskip.engines.cuda_recorder import CudaRecorder
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.static_lean import LeanExecutor
+from layerskip.identity import check_greedy
 from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 
@@ -23,11 +24,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, there is none"),
 ]
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
-LEAN_AND_MODULES = ("llama", "mistral-sliding", "qwen3", "gemma3", "gpt2", "mixtral", "gpt-oss")
+MIXTURES = ("mixtral", "gpt-oss")
+LEAN_AND_MODULES = ("llama", "mistral-sliding", "qwen3", "gemma3", "gpt2", *MIXTURES)
 
 
 def on_gpu(name: str, **overrides: Any) -> LayerSkipModel:
-    return LayerSkipModel(zoo.build(name, **overrides).cuda(), engine="cuda_graph")
+    """In float32; mixtures of experts in bfloat16, in which alone their products can be recorded."""
+    dtype = torch.bfloat16 if name in MIXTURES else torch.float32
+    return LayerSkipModel(zoo.build(name, **overrides).to("cuda", dtype), engine="cuda_graph")
 
 
 def engine_of(model: LayerSkipModel) -> CudaGraphEngine:
@@ -48,7 +52,17 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
         )
         ids = torch.tensor([prompt], device="cuda")
         expected = model.model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(prompt) :].tolist()
-        assert model.generate(prompt, config=config, max_new_tokens=24).ids == expected, config
+        ids_out = model.generate(prompt, config=config, max_new_tokens=24).ids
+        assert check_greedy(model, prompt, ids_out, expected).lossless, config  # float32: the same ids
+
+
+@zoo.each(MIXTURES)
+def test_a_mixture_in_float32_is_refused_and_the_device_stays_sound(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="_grouped_mm waits for the device"):
+        LayerSkipModel(zoo.build(name).cuda(), engine="cuda_graph")
+    assert torch.cuda.get_sync_debug_mode() == 0
+    prompt = zoo.prompt_of(5)
+    assert on_gpu("llama").generate(prompt, max_new_tokens=8).ids == list(zoo.greedy_reference("llama", prompt, 8))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
