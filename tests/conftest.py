@@ -17,10 +17,6 @@ from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.lost_device import pytest_runtest_teardown
-
-__all__ = ["pytest_runtest_teardown"]
-
 # Tests end children by signals, which those would inherit as ignored: under nohup, or in a shell's background.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:

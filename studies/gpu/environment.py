@@ -22,9 +22,8 @@ from packaging.utils import canonicalize_name
 
 PROG = "studies.gpu.environment"
 ROOT = Path(__file__).resolve().parents[2]
-TEST_PACKAGES = ("pytest", "hypothesis", "pytest-timeout", "pytest-xdist")
-"""Of the test extra, what `pytest -n 1 -m gpu` needs: without pytest-timeout pyproject.toml's settings are refused,
-and a worker of pytest-xdist takes a broken device's context with it."""
+TEST_PACKAGES = ("pytest", "hypothesis", "pytest-timeout")
+"""Of the test extra, what `pytest -m gpu` needs: without pytest-timeout, pyproject.toml's settings are refused."""
 TRUSTED = ("torch", "transformers", "numpy", "scipy")  # an image's own builds: looked at themselves, not what they need
 GIB = 2**30
 
