@@ -2,9 +2,9 @@
 
 Hugging Face's modules spend most of a small model's step between the matrix products. Here a layer is a dozen tensor
 operations: one product for queries, keys and values, one for gate and up, residual additions inside the products,
-cosines from a table, keys and values written straight into the shared cache. The matrices are stored transposed, which
-on a CPU reads them at the machine's bandwidth for one row and for several alike: with the usual layout a product of
-four rows costs 1.3 to 2 times that of one, and verification with it.
+cosines from a table, keys and values written straight into the shared cache. Each matrix lies in memory as products of
+one row and of a few read it faster here: on a CPU in float32 stored by outputs, as models have them, four rows cost 1.3
+to 2 times as much as one, and verification with them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.prefix import PrefixStates
+from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.growing_keys import over_growing_keys
 from layerskip.kv_cache import SharedLengthCache
 from layerskip.skip_mask import SkipMask
@@ -32,7 +33,8 @@ _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 class FusedEngine(SessionEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
-    Cost: a second copy of the linear layers' weights; the model itself is not touched.
+    Cost: a second copy of the linear layers' weights, or of most (a single matrix stored by outputs is the model's
+    own), and some tenths of a second to choose layouts; the model itself is not touched.
     Raises: UnsupportedModelError for anything but plain Llama, Mistral, Qwen2 and Qwen3 models, for one on several
     devices or offloaded, and where the copy would take more than half of the free memory.
     """
@@ -43,12 +45,14 @@ class FusedEngine(SessionEngine):
         super().__init__(adapter)
         model: Any = adapter.model
         _check_supported(model, adapter)
+        self.layouts = WeightLayouts(adapter.device)
         self.rotary = model.model.rotary_emb
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():
             pairs = zip(adapter.layers, adapter.windows, strict=True)
-            self.layers = [(attention_of(layer, window), mlp_of(layer)) for layer, window in pairs]
-            self.head = Linear.fuse(model.lm_head)
+            arrange = self.layouts.arrange
+            self.layers = [(attention_of(layer, window, arrange), mlp_of(layer, arrange)) for layer, window in pairs]
+            self.head = Linear.fuse(arrange, model.lm_head)
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._cos = self._sin = torch.empty(0)

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+Arrange = Callable[[torch.Tensor], torch.Tensor]
+"""Gives a weight (outputs, inputs) as (inputs, outputs); see `WeightLayouts`."""
+
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with a matrix stored as (inputs, outputs)."""
+    """A product with a matrix (inputs, outputs), however it lies in memory."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -27,11 +30,13 @@ class Linear:
         return out if self.bias is None else out.add_(self.bias)
 
     @classmethod
-    def fuse(cls, *modules: nn.Linear) -> Linear:
-        """One matrix for several products of the same input; a copy."""
-        weight = torch.cat([module.weight.detach() for module in modules]).t().contiguous()
+    def fuse(cls, arrange: Arrange, *modules: nn.Linear) -> Linear:
+        """One matrix for several products of the same input. It may share the memory of a single module's."""
+        weights = [module.weight.detach() for module in modules]
         biases = [module.bias.detach() for module in modules if module.bias is not None]
-        return cls(weight, torch.cat(biases) if biases else None)
+        return cls(
+            arrange(weights[0] if len(weights) == 1 else torch.cat(weights)), torch.cat(biases) if biases else None
+        )
 
 
 class Norm:
@@ -135,7 +140,7 @@ def rotary_table(rotary: Any, like: torch.Tensor, num_positions: int) -> tuple[t
     return cos[0].unsqueeze(1), signed.unsqueeze(1)
 
 
-def attention_of(layer: Any, window: int | None) -> Attention:
+def attention_of(layer: Any, window: int | None, arrange: Arrange) -> Attention:
     attention = layer.self_attn
     head_dim: int = attention.head_dim
     query_norm = getattr(attention, "q_norm", None)
@@ -144,8 +149,8 @@ def attention_of(layer: Any, window: int | None) -> Attention:
         norm=Norm(layer.input_layernorm),
         num_queries=attention.q_proj.out_features // head_dim,
         num_keys=attention.k_proj.out_features // head_dim,
-        qkv=Linear.fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=Linear.fuse(attention.o_proj),
+        qkv=Linear.fuse(arrange, attention.q_proj, attention.k_proj, attention.v_proj),
+        out=Linear.fuse(arrange, attention.o_proj),
         query_norm=Norm(query_norm) if query_norm is not None else None,
         key_norm=Norm(key_norm) if key_norm is not None else None,
         head_dim=head_dim,
@@ -154,11 +159,11 @@ def attention_of(layer: Any, window: int | None) -> Attention:
     )
 
 
-def mlp_of(layer: Any) -> Mlp:
+def mlp_of(layer: Any, arrange: Arrange) -> Mlp:
     mlp = layer.mlp
     return Mlp(
         norm=Norm(layer.post_attention_layernorm),
-        gate_up=Linear.fuse(mlp.gate_proj, mlp.up_proj),
-        down=Linear.fuse(mlp.down_proj),
+        gate_up=Linear.fuse(arrange, mlp.gate_proj, mlp.up_proj),
+        down=Linear.fuse(arrange, mlp.down_proj),
         activation=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
     )
