@@ -6,27 +6,19 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
 from layerskip.hub import HubArguments, PushArguments, check_file_name, locate_config, upload_config
+from layerskip.lookup_settings import LookupSettings
 from layerskip.skip_mask import SkipMask
-from layerskip.strict_json import parse_json, printable
+from layerskip.strict_json import parse_json
+from layerskip.validated import MAX_GAMMA, Count, Frozen, Probability, Rate, describe_validation_error
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
-MAX_GAMMA = 64
 MAX_NEW_TOKENS = 100_000
 MAX_THREADS = 1024
 """Bounds on what a config file can make us allocate."""
@@ -67,17 +59,11 @@ def _read_mask(value: object) -> SkipMask:
 
 
 MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str, return_type=str)]
-Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 GroupName = Annotated[str, AfterValidator(_check_group_name)]
+DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Provenance(_Frozen):
+class Provenance(Frozen):
     """Where a config comes from and what it was measured on."""
 
     model: str
@@ -86,7 +72,7 @@ class Provenance(_Frozen):
     device: str
     dtype: str
     num_layers: Annotated[int, Field(ge=1)]
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
     study: str | None = None
     trial: Count | None = None
     seed: int | None = None
@@ -104,7 +90,7 @@ class Provenance(_Frozen):
     """The pooled value the search saw, on tuning prompts; `confirmed` is the number to quote."""
 
 
-class Confirmed(_Frozen):
+class Confirmed(Frozen):
     """The winner against plain decoding on held-out prompts, interleaved, in the same engine."""
 
     tokens_per_s: Rate
@@ -127,17 +113,21 @@ class Confirmed(_Frozen):
     mean_accepted_length: Annotated[float, Field(ge=1.0)] | None = None
 
 
-class _Versioned(_Frozen):
+class _Versioned(Frozen):
     """A base of its own, so that the version is the first field of the file."""
 
     schema_version: Literal[1] = 1
 
 
-class _Setting(_Frozen):
+class _Setting(Frozen):
     """What a run of the decoder follows, and what speaks for it."""
 
+    drafter: DrafterName = "layer_skip"
+    """Who proposes tokens: the target under `skip_mask`, a lookup in the text, or where that finds nothing the mask."""
     skip_mask: MaskField
+    """Without a skip where the drafter is a lookup alone."""
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
+    """Most draft tokens a round; of a hybrid, those of layer skipping. 0 = plain decoding."""
     draft_threshold: Probability = 0.0
     """Drafting stops after the first token whose draft top probability is below this; 0 = off."""
     target_threshold: Probability = 0.0
@@ -145,9 +135,66 @@ class _Setting(_Frozen):
     share_prefix: bool = False
     """Verification starts behind the layers that the mask keeps whole from layer 0 on, with the hidden states that
     drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
+    lookup: LookupSettings | None = None
+    """How tokens are looked up, for every drafter but `layer_skip`."""
+    continue_lookup: bool = False
+    """Of a hybrid: a lookup shorter than gamma is drafted on by layer skipping."""
     reason: str | None = None
     """Why the search decided so, where it says not to speculate or gives a group the default's setting."""
     confirmed: Confirmed | None = None
+
+    @model_validator(mode="after")
+    def _check_drafter(self) -> Self:
+        looks_up = self.drafter != "layer_skip"
+        if looks_up != (self.lookup is not None):
+            rule = "is required" if looks_up else "must be left out"
+            raise ValueError(f"lookup: {rule} where the drafter is {self.drafter}")
+        if self.lookup is not None and self.drafter not in ("hybrid", self.lookup.method):
+            raise ValueError(f"lookup.method: must be the drafter, {self.drafter}, got {self.lookup.method}")
+        if looks_up and self.gamma == 0:
+            raise ValueError(f"gamma: must be at least 1 where the drafter is {self.drafter}, got 0")
+        if looks_up and self.drafter != "hybrid":
+            self._check_lookup_alone()
+        if self.continue_lookup and self.drafter != "hybrid":
+            raise ValueError(f"continue_lookup: needs the drafter hybrid, got {self.drafter}")
+        return self
+
+    def _check_lookup_alone(self) -> None:
+        """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
+        own = self.lookup
+        given = {
+            "skip_mask": self.skip_mask.num_skipped > 0,
+            "draft_threshold": self.draft_threshold > 0,
+            "share_prefix": self.share_prefix,
+            "lookup.gamma": own is not None and own.gamma is not None,
+            "lookup.target_threshold": own is not None and own.target_threshold is not None,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(f"{name}: must be left out where the drafter is {self.drafter}, which drafts alone")
+
+    @property
+    def lookup_gamma(self) -> int:
+        """Most tokens that a lookup proposes; 0 without one."""
+        if self.lookup is None:
+            return 0
+        return self.gamma if self.lookup.gamma is None else self.lookup.gamma
+
+    @property
+    def lookup_target_threshold(self) -> float:
+        """The `target_threshold` of lookups."""
+        own = None if self.lookup is None else self.lookup.target_threshold
+        return self.target_threshold if own is None else own
+
+    @property
+    def max_gamma(self) -> int:
+        """Most draft tokens of any round."""
+        return max(self.gamma, self.lookup_gamma)
+
+    @property
+    def drafts_by_mask(self) -> bool:
+        """Whether any token is drafted under the skip mask."""
+        return self.gamma > 0 and self.drafter in ("layer_skip", "hybrid")
 
 
 class GroupSetting(_Setting):
@@ -311,26 +358,3 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
-
-
-def describe_validation_error(error: ValidationError) -> str:
-    """One line: every field that broke a rule, the rule and the value got."""
-    lines = []
-    for item in error.errors(include_url=False):
-        field = ".".join(printable(part) for part in item["loc"] if part != "[key]")
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            message = "unknown field"
-        elif item["type"] == "missing":
-            message = "is required"
-        elif item["type"] != "value_error":
-            message = f"{message[0].lower()}{message[1:]}, got {_short(item['input'])!r}"
-        lines.append(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
-    return "; ".join(lines)
-
-
-def _short(value: object) -> str:
-    try:
-        return str(value)[:80]
-    except ValueError:  # a whole number of more digits than Python writes
-        return "a number of thousands of digits"

@@ -10,17 +10,20 @@ import torch
 
 from layerskip.config import DecodeConfig
 from layerskip.device_round import DeviceRound, OffersRounds, RoundPlan
-from layerskip.drafters import Drafter, LayerSkipDrafter
+from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
-from layerskip.engines.prefix import PrefixEngine, PrefixStates
+from layerskip.engines.prefix import PrefixEngine
 from layerskip.preparation import Starts, plan_forwards
 from layerskip.sampling import Sampler
+from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 from layerskip.step_clock import StepClock
 from layerskip.verifier import Verdict, verify_greedy, verify_sampled
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
-"""Where an emitted token came from; the prompt's own forward counts as target-only."""
+LOOKED_UP = "looked-up"
+"""Where an emitted token came from; the prompt's own forward counts as target-only. Accepted draft tokens are
+`accepted` if they were computed and `looked-up` if they were found in text."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +53,28 @@ class DecodeLoop:
     """Decodes one request under a config.
 
     Greedy output is token-identical to the target alone; sampled output follows the target's distribution.
-    Cost a round: up to gamma masked forwards and one full forward over the drafted tokens and one more. Memory: one
-    cache of prompt + max_new_tokens + gamma positions.
+    Cost a round: the draft's, and one full forward over the drafted tokens and one more. Memory: one cache of
+    prompt + max_new_tokens + gamma positions.
     """
 
-    def __init__(self, engine: Engine, config: DecodeConfig, sampler: Sampler) -> None:
+    def __init__(
+        self, engine: Engine, config: DecodeConfig, sampler: Sampler, *, store: TextStore | None = None
+    ) -> None:
+        """store: earlier texts that a suffix drafter may look into."""
         self._engine = engine
         self._config = config
         self._sampler = sampler
-        self._drafter: Drafter = LayerSkipDrafter(engine, sampler, config.skip_mask, config.draft_threshold)
-        self._device_round = self._on_device(config.gamma) if config.gamma else None
+        self._drafter: Drafter | None = make_drafter(config, engine, sampler, store)
+        self._gamma = 0 if self._drafter is None else self._drafter.gamma
+        self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
         self._device_target = self._on_device(0)
+        self._device_verify = self._on_device(config.lookup_gamma) if config.lookup_gamma else None
 
     def _on_device(self, gamma: int) -> DeviceRound | None:
-        """Rounds of up to gamma drafts that run on the device in one piece, if the engine offers that."""
+        """Verification of up to gamma drafts of the host's as one piece of device work, if the engine offers that."""
         if not isinstance(self._engine, OffersRounds):
             return None
-        config = self._config
-        plan = RoundPlan(config.skip_mask, gamma, config.draft_threshold, with_prob=config.target_threshold > 0.0)
+        plan = RoundPlan(SkipMask.none(self._config.skip_mask.num_layers), gamma, with_prob=self._with_prob)
         return self._engine.make_round(plan, self._sampler)
 
     @property
@@ -91,11 +98,10 @@ class DecodeLoop:
     def begin(self, request: DecodeRequest, stats: DecodeStats) -> Run:
         """The request before its first step. Computes nothing."""
         stats.num_prompt_tokens = len(request.prompt_ids)
-        stats.drafted_by_position = [0] * self._config.gamma
-        stats.accepted_by_position = [0] * self._config.gamma
-        stats.round_s_by_drafted = [0.0] * self._config.gamma
-        capacity = len(request.prompt_ids) + request.max_new_tokens + self._config.gamma
-        return Run(request, stats, list(request.prompt_ids), capacity)
+        stats.make_room(self._gamma)
+        capacity = len(request.prompt_ids) + request.max_new_tokens + self._gamma
+        drafting = None if self._drafter is None else self._drafter.begin()
+        return Run(request, stats, list(request.prompt_ids), capacity, drafting)
 
     def prepare(self, run: Run) -> None:
         """Have the engine record or compile all that this run may need, before its first step and so before any clock.
@@ -103,13 +109,16 @@ class DecodeLoop:
         In a session, whose cache is still empty. Cost: nothing where the engine does neither, or has done it for an
         earlier run of such a length; else up to a tenth of a second for each recording.
         """
-        starts = Starts.of(self._config, len(run.request.prompt_ids), run.request.max_new_tokens)
-        if self._device_target is None:
-            self._engine.prepare(plan_forwards(self._config, starts))
-            return
-        self._device_target.prepare(starts.alone)
-        if self._device_round is not None:
-            self._device_round.prepare(starts.rounds, apart=run.request.profile)
+        config = self._config
+        starts = Starts.of(config, len(run.request.prompt_ids), run.request.max_new_tokens)
+        if self._device_target is None or config.continue_lookup:
+            self._engine.prepare(plan_forwards(config, starts))
+        if self._device_target is not None:
+            self._device_target.prepare(starts.alone)
+        if self._device_verify is not None:
+            self._device_verify.prepare_verify(starts.rounds)
+        if self._drafter is not None:
+            self._drafter.prepare(starts, profile=run.request.profile)
 
     def step(self, run: Run) -> Emitted:
         """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.
@@ -121,31 +130,20 @@ class DecodeLoop:
             run.verdict = self._target_step(run.context, run.context)
             run.stats.prefill_s = clock.lap()
             return run.take([run.verdict.next_token], [TARGET_ONLY])
-        draft_ids: list[int] = []
-        if alone := self._wants_target_alone(run, run.verdict):
-            if self._device_target is not None:
-                run.verdict = self._device_target.run(run.context[-1], 0).verdict
-            else:
-                run.verdict = self._target_step(run.context, run.context[-1:])
+        settled = self._round(run, run.verdict)
+        if settled is None:
+            run.verdict = self._target_alone(run)
             run.stats.num_target_only += 1
             emitted = run.take([run.verdict.next_token], [TARGET_ONLY])
-        else:
-            device = self._device_round
-            run.verdict, draft_ids = self._round(run) if device is None else self._round_on_device(device, run)
-            emitted = _settle(run, draft_ids, run.verdict)
-        seconds = clock.lap()
-        run.stats.decode_s += seconds
-        if alone:
+            seconds = clock.lap()
             run.stats.target_only_s += seconds
-        elif draft_ids:
-            run.stats.round_s_by_drafted[len(draft_ids) - 1] += seconds
+        else:
+            run.verdict = settled.verdict
+            emitted = _settle(run, settled)
+            seconds = clock.lap()
+            run.stats.count_seconds(settled.num_looked_up, len(settled.draft_ids), seconds)
+        run.stats.decode_s += seconds
         return emitted
-
-    def _wants_target_alone(self, run: Run, verdict: Verdict) -> bool:
-        # With one token left there is nothing to gain from a draft: the target's own token ends the text.
-        if self._config.gamma == 0 or run.remaining <= 1:
-            return True
-        return verdict.next_token_prob is not None and verdict.next_token_prob < self._config.target_threshold
 
     # Inference mode per step, not per session: it belongs to the thread, and a session stays open while the consumer of
     # the pieces runs its own code between them.
@@ -156,55 +154,72 @@ class DecodeLoop:
         logits = self._sampler.shape(self._engine.forward(ids), context)
         return self._verify(torch.empty(0, dtype=torch.long, device=logits.device), None, logits)
 
+    def _target_alone(self, run: Run) -> Verdict:
+        if self._device_target is not None:
+            return self._device_target.run(run.context[-1], 0).verdict
+        return self._target_step(run.context, run.context[-1:])
+
     @torch.inference_mode()
-    def _round(self, run: Run) -> tuple[Verdict, list[int]]:
-        """Draft, verify, commit: the verdict on these draft tokens.
+    def _round(self, run: Run, latest: Verdict) -> _Round | None:
+        """Draft, verify, commit; None if nothing is drafted.
 
         The cache ends up holding all of the context but the last emitted token.
         """
-        engine, stats, context = self._engine, run.stats, run.context
-        clock = StepClock(engine, waits=run.request.profile)
-        start = engine.cache.length
-        prefix = self._new_prefix()
-        draft = self._drafter.propose(context, min(self._config.gamma, run.remaining - 1), prefix)
-        stats.draft_s += clock.lap()
-        num_drafted = draft.ids.shape[0]
-        last = torch.tensor(context[-1:], device=engine.device)
-        ids = torch.cat([last, draft.ids])
-        if prefix is None:
-            logits = engine.forward(ids, num_logits=num_drafted + 1)
-        else:
-            logits = cast(PrefixEngine, engine).verify_shared(ids, prefix)
-        verdict = self._verify(draft.ids, draft.probs, self._sampler.shape(logits, context, draft.ids))
-        engine.cache.rollback_to(start + 1 + verdict.num_accepted)
-        stats.verify_s += clock.lap()
-        return verdict, draft.ids.tolist()
-
-    def _round_on_device(self, device_round: DeviceRound, run: Run) -> tuple[Verdict, list[int]]:
-        """`_round` as one piece of device work; under `profile` as two, to time them apart."""
+        # With one token left there is nothing to gain from a draft: the target's own token ends the text.
+        if run.drafting is None or run.remaining <= 1:
+            return None
         clock = StepClock(self._engine, waits=run.request.profile)
+        draft = run.drafting.propose(run.context, run.remaining - 1, latest.next_token_prob)
+        if draft is None:
+            return None
+        if isinstance(draft, DraftOnDevice):
+            return self._round_on_device(draft, run, clock)
+        run.stats.draft_s += clock.lap()
+        verdict = self._verify_draft(draft, run.context)
+        run.stats.verify_s += clock.lap()
+        return _Round(draft.ids.tolist(), draft.num_looked_up, verdict)
+
+    def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
+        """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
+        engine = self._engine
+        if self._device_verify is not None and draft.probs is None and draft.num_looked_up == len(draft.ids):
+            return self._device_verify.verify(context[-1], draft.ids)
+        start = engine.cache.length
+        draft_ids = draft.ids.to(engine.device)
+        ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
+        if draft.prefix is None:
+            logits = engine.forward(ids, num_logits=len(ids))
+        else:
+            logits = cast(PrefixEngine, engine).verify_shared(ids, draft.prefix)
+        verdict = self._verify(draft_ids, draft.probs, self._sampler.shape(logits, context, draft_ids))
+        engine.cache.rollback_to(start + 1 + verdict.num_accepted)
+        return verdict
+
+    def _round_on_device(self, draft: DraftOnDevice, run: Run, clock: StepClock) -> _Round:
+        """Drafting and verification as one piece of device work; under `profile` as two, to time them apart."""
 
         def after_draft() -> None:
             run.stats.draft_s += clock.lap()
 
         apart = after_draft if run.request.profile else None
-        max_drafts = min(self._config.gamma, run.remaining - 1)
-        result = device_round.run(run.context[-1], max_drafts, after_draft=apart)
+        result = draft.round.run(run.context[-1], draft.max_drafts, after_draft=apart)
         run.stats.verify_s += clock.lap() if run.request.profile else 0.0
-        return result.verdict, result.draft_ids
-
-    def _new_prefix(self) -> PrefixStates | None:
-        """None where the config does not share, and where the engine cannot: the output is the same."""
-        if not self._config.share_prefix or not isinstance(self._engine, PrefixEngine):
-            return None
-        return PrefixStates.of(self._config.skip_mask)
+        return _Round(result.draft_ids, 0, result.verdict)
 
     def _verify(self, ids: torch.Tensor, probs: torch.Tensor | None, logits: torch.Tensor) -> Verdict:
         if self._sampler.greedy:
-            return verify_greedy(ids, logits, with_prob=self._config.target_threshold > 0.0)
-        target_probs = logits.softmax(dim=-1)
-        draft_probs = target_probs[:0] if probs is None else probs
-        return verify_sampled(ids, draft_probs, target_probs, self._sampler)
+            return verify_greedy(ids, logits, with_prob=self._with_prob)
+        return verify_sampled(ids, probs, logits.softmax(dim=-1), self._sampler)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What was drafted, and the verdict on it."""
+
+    draft_ids: list[int]
+    num_looked_up: int
+    """Of the draft tokens, the first so many."""
+    verdict: Verdict
 
 
 @dataclass
@@ -217,6 +232,8 @@ class Run:
     """Prompt and emitted tokens."""
     capacity: int
     """Tokens that the cache must hold."""
+    drafting: DraftSession | None
+    """None for plain decoding."""
     origins: list[str] = field(default_factory=list)
     """Of the emitted tokens."""
     rejected: dict[int, list[int]] = field(default_factory=dict)
@@ -267,17 +284,11 @@ class Run:
         return self.request.should_stop is not None and self.request.should_stop(self.context)
 
 
-def _settle(run: Run, draft_ids: list[int], verdict: Verdict) -> Emitted:
+def _settle(run: Run, settled: _Round) -> Emitted:
     """Count a round and emit what it gave."""
-    stats, num_drafted, num_accepted = run.stats, len(draft_ids), verdict.num_accepted
-    stats.num_rounds += 1
-    stats.num_drafted += num_drafted
-    stats.num_accepted += num_accepted
-    stats.num_bonus += num_accepted == num_drafted
-    stats.num_recovered += num_accepted < num_drafted
-    for i in range(num_drafted):
-        stats.drafted_by_position[i] += 1
-        stats.accepted_by_position[i] += i < num_accepted
-    last_origin = BONUS if num_accepted == num_drafted else RECOVERED
-    ids, origins = [*draft_ids[:num_accepted], verdict.next_token], [ACCEPTED] * num_accepted + [last_origin]
-    return run.take(ids, origins, draft_ids[num_accepted:])
+    draft_ids, num_accepted = settled.draft_ids, settled.verdict.num_accepted
+    run.stats.count_round(settled.num_looked_up, len(draft_ids), num_accepted)
+    num_found = min(settled.num_looked_up, num_accepted)
+    last_origin = BONUS if num_accepted == len(draft_ids) else RECOVERED
+    origins = [LOOKED_UP] * num_found + [ACCEPTED] * (num_accepted - num_found) + [last_origin]
+    return run.take([*draft_ids[:num_accepted], settled.verdict.next_token], origins, draft_ids[num_accepted:])

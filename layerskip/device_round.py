@@ -138,8 +138,18 @@ class DeviceRound:
         max_drafts: 0..gamma. after_draft: called between drafting and verifying, which are apart then.
         Raises: ValueError if the cache is too small.
         """
-        host, plan, cache = self._host, self._plan, self._host.cache
-        needed = cache.length + plan.gamma + 1
+        work = self._begin(last_token)
+        if self._is_apart(after_draft is not None):
+            num_drafts = self._draft(work, max_drafts)
+            if after_draft is not None:
+                after_draft()
+            return self._conclude(work, "verify", work.verify_kept, num_drafts)
+        return self._conclude(work, "round", work.whole, max_drafts)
+
+    def _begin(self, last_token: int) -> _RoundWork:
+        """The work of a round after `last_token`, its inputs in place."""
+        host, cache = self._host, self._host.cache
+        needed = cache.length + self._plan.gamma + 1
         if needed > cache.capacity:
             raise ValueError(f"cache: capacity is {cache.capacity} tokens, a round needs {needed}")
         work = self._work(host.num_visible_for(needed))
@@ -147,12 +157,23 @@ class DeviceRound:
         cache.position_on_device()
         if (noise := work.buffers.noise) is not None:
             self._sampler.fill_noise(noise.uniform, noise.draft, noise.final)
-        if self._is_apart(after_draft is not None):
-            num_drafts = self._draft(work, max_drafts)
-            if after_draft is not None:
-                after_draft()
-            return self._conclude(work, "verify", work.verify_kept, num_drafts)
-        return self._conclude(work, "round", work.whole, max_drafts)
+        return work
+
+    @torch.inference_mode()
+    def verify(self, last_token: int, draft_ids: torch.Tensor) -> Verdict:
+        """The verdict on up to gamma draft tokens (G,) of the host's, each certain to be proposed; else as `run`."""
+        work = self._begin(last_token)
+        work.buffers.drafts[: len(draft_ids)].copy_(draft_ids)
+        return self._conclude(work, "verify_certain", work.verify_certain, len(draft_ids)).verdict
+
+    @torch.inference_mode()
+    def prepare_verify(self, starts: range) -> None:
+        """As `prepare`, for `verify`."""
+        self._host.cache.position_on_device()
+        for num_visible in self._host.visible_sizes(starts, self._plan.gamma + 1):
+            work = self._work(num_visible)
+            state = (self._host.token.tensor, self._host.cache.position.tensor)
+            self._host.prepare_piece(work.key("verify_certain"), work.verify_certain, state)
 
     @torch.inference_mode()
     def prepare(self, starts: range, *, apart: bool = False) -> None:
@@ -233,7 +254,7 @@ class _RoundWork:
     def key(self, name: str) -> Hashable:
         """Names what is recorded; verification alone is the same for every mask."""
         plan = self._plan
-        mask = None if name == "verify" else plan.skip_mask
+        mask = plan.skip_mask if name in ("round", "draft") else None
         return (name, mask, plan.gamma, self._num_visible, plan.with_prob, self._sampling)
 
     def whole(self) -> None:
@@ -264,6 +285,14 @@ class _RoundWork:
     def verify_kept(self) -> None:
         """Verification of what `draft_next` left; drafts beyond `limit` are those of an earlier round, and ignored."""
         self._verify(self.buffers.drafts, self.buffers.draft_probs)
+
+    def verify_certain(self) -> None:
+        """Verification of drafts that the host has put into the buffer, each certain to be proposed."""
+        buffers = self.buffers
+        rows = None
+        if buffers.draft_probs is not None:
+            rows = torch.zeros_like(buffers.draft_probs).scatter(1, buffers.drafts.unsqueeze(-1), 1.0)
+        self._verify(buffers.drafts, rows)
 
     def _draft(
         self, token: torch.Tensor, position: torch.Tensor, noise: torch.Tensor | None, rows: list[torch.Tensor]

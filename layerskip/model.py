@@ -17,6 +17,7 @@ from layerskip.adapter import ModelAdapter
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest, Emitted, Run
 from layerskip.device_map import DeviceMap
+from layerskip.drafters import TextStore
 from layerskip.engines import Engine, make_engine
 from layerskip.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.loading import load_pretrained, weights_fingerprint
@@ -86,6 +87,8 @@ class GenerateArguments:
     """Overrides the model's decode config for this run."""
     group: str | None = None
     """Decode with the config's setting for this prompt group; None is the default setting."""
+    text_store: TextStore | None = None
+    """Earlier texts that the drafter `suffix` looks into besides this one. Nothing is added to it here."""
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -308,7 +311,7 @@ class LayerSkipModel:
             config = config.for_group(given.group)
         sampler = Sampler(self._sampling(given), self._generator(given))
         return GenerationStream(
-            DecodeLoop(self._engine, config, sampler),
+            DecodeLoop(self._engine, config, sampler, store=given.text_store),
             self._request(prompt, given),
             self.tokenizer,
             sampled=not sampler.greedy,
@@ -336,7 +339,7 @@ class LayerSkipModel:
         if not configs:
             raise ValueError("configs: must hold at least one, got none")
         request = self._request(prompt, given)
-        loops = [DecodeLoop(self._engine, config, sampler) for config in configs]
+        loops = [DecodeLoop(self._engine, config, sampler, store=given.text_store) for config in configs]
         return [self._output(run, request) for run in decode_in_lockstep(self._engine, loops, request)]
 
     def _output(self, run: Run, request: DecodeRequest) -> GenerateOutput:

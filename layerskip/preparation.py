@@ -10,12 +10,17 @@ from layerskip.skip_mask import SkipMask
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Forwards that a text may run, with logits for each of their tokens."""
+    """Forwards that a text may run."""
 
     mask: SkipMask | None
     num_tokens: int
     starts: range
     """Tokens in the cache before one of them."""
+
+    @property
+    def num_logits(self) -> int:
+        """Of each token where the target verifies; of the last one where a draft goes on."""
+        return self.num_tokens if self.mask is None else 1
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,22 @@ class Starts:
         # The prompt's forward gives the first token. The last one, where it is left to a step of its own, is always
         # the target's alone.
         steps = range(num_prompt_tokens, num_prompt_tokens + max_new_tokens - 1)
-        always_alone = config.gamma == 0 or config.target_threshold > 0.0
+        always_alone = not config.drafts_by_mask or config.target_threshold > 0.0
         return cls(rounds=steps[:-1] if config.gamma else steps[:0], alone=steps if always_alone else steps[-1:])
 
 
 def plan_forwards(config: DecodeConfig, starts: Starts) -> list[ForwardPlan]:
-    """The forwards of decoding step by step under this config, drafting with the model itself."""
-    plans = [ForwardPlan(None, 1, starts.alone), ForwardPlan(config.skip_mask, 1, starts.rounds)]
-    for num_drafts in range(1, config.gamma + 1):
+    """The forwards of decoding step by step under this config."""
+    plans = [ForwardPlan(None, 1, starts.alone)]
+    if config.drafts_by_mask:
+        plans.append(ForwardPlan(config.skip_mask, 1, starts.rounds))
+    if config.continue_lookup:
+        most = min(config.gamma - 1, config.lookup_gamma)
+        plans += [ForwardPlan(config.skip_mask, num_found + 1, starts.rounds) for num_found in range(1, most + 1)]
+    for num_drafts in range(1, config.max_gamma + 1):
         # There must be room for the drafts and, after them, for the target's own token.
         room = starts.rounds[: max(0, len(starts.rounds) - num_drafts + 1)]
-        if num_drafts < config.gamma and config.draft_threshold == 0.0:
+        if config.lookup is None and num_drafts < config.gamma and config.draft_threshold == 0.0:
             room = room[-1:]  # a draft that nothing cuts short fills what room there is
         plans.append(ForwardPlan(None, num_drafts + 1, room))
     return [plan for plan in plans if plan.starts]

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from layerskip.config import describe_validation_error
 from layerskip.strict_json import parse_json, printable
+from layerskip.validated import describe_validation_error
 
 MAX_LINE_CHARS = 4_000_000
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-_TIMES = ("prefill_s", "decode_s", "draft_s", "verify_s", "target_only_s", "round_s_by_drafted")
+_TIMES = (
+    "prefill_s",
+    "decode_s",
+    "draft_s",
+    "verify_s",
+    "target_only_s",
+    "round_s_by_drafted",
+    "lookup_round_s_by_drafted",
+)
 
 
 @dataclass
@@ -26,9 +34,18 @@ class DecodeStats:
     num_recovered: int = 0
     num_bonus: int = 0
     num_target_only: int = 0
+    num_lookup_rounds: int = 0
+    """Of the rounds, those whose first draft tokens were looked up."""
+    num_looked_up: int = 0
+    """Of the drafted tokens, those that were looked up."""
+    num_looked_up_accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     """How often a round drafted a token at position 0..gamma-1."""
     accepted_by_position: list[int] = field(default_factory=list)
+    rounds_by_drafted: list[int] = field(default_factory=list)
+    """How many rounds drafted 1..gamma tokens, all of them computed."""
+    lookup_rounds_by_drafted: list[int] = field(default_factory=list)
+    """How many rounds drafted 1..gamma tokens, all of them looked up."""
     prefill_s: float = 0.0
     """Prompt forward, up to and including the first token."""
     decode_s: float = 0.0
@@ -39,7 +56,37 @@ class DecodeStats:
     verify_s: float = 0.0
     target_only_s: float = 0.0
     round_s_by_drafted: list[float] = field(default_factory=list)
-    """Share of decode_s of the rounds that drafted 1..gamma tokens: drafting, verification and what lies between."""
+    """Share of decode_s of the rounds in `rounds_by_drafted`: drafting, verification and what lies between."""
+    lookup_round_s_by_drafted: list[float] = field(default_factory=list)
+    """The same of `lookup_rounds_by_drafted`."""
+
+    def make_room(self, gamma: int) -> None:
+        """For rounds of up to `gamma` draft tokens."""
+        for name in ("drafted_by_position", "accepted_by_position", "rounds_by_drafted", "lookup_rounds_by_drafted"):
+            setattr(self, name, [0] * gamma)
+        self.round_s_by_drafted, self.lookup_round_s_by_drafted = [0.0] * gamma, [0.0] * gamma
+
+    def count_round(self, num_looked_up: int, num_drafted: int, num_accepted: int) -> None:
+        """A round that drafted so many tokens, the first of them looked up."""
+        self.num_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_bonus += num_accepted == num_drafted
+        self.num_recovered += num_accepted < num_drafted
+        self.num_lookup_rounds += num_looked_up > 0
+        self.num_looked_up += num_looked_up
+        self.num_looked_up_accepted += min(num_looked_up, num_accepted)
+        for i in range(num_drafted):
+            self.drafted_by_position[i] += 1
+            self.accepted_by_position[i] += i < num_accepted
+        if num_looked_up in (0, num_drafted):
+            (self.lookup_rounds_by_drafted if num_looked_up else self.rounds_by_drafted)[num_drafted - 1] += 1
+
+    def count_seconds(self, num_looked_up: int, num_drafted: int, seconds: float) -> None:
+        """The time that a round took; of one that was partly looked up, nowhere told apart."""
+        if num_looked_up in (0, num_drafted):
+            by_drafted = self.lookup_round_s_by_drafted if num_looked_up else self.round_s_by_drafted
+            by_drafted[num_drafted - 1] += seconds
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layerskip.drafters import LayerSkipDrafter
+from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.skip_mask import SkipMask
@@ -86,9 +86,10 @@ class StepTimer:
 
     def _draft(self, text_ids: Sequence[int], mask: SkipMask, gamma: int, *, threshold: bool) -> float:
         """One token of a round of `gamma`; the drafter rolls back."""
-        drafter = LayerSkipDrafter(self._engine, self._sampler, mask, _NEVER if threshold else 0.0)
+        settings = LayerSkipSettings(mask, gamma, _NEVER if threshold else 0.0)
+        drafter = LayerSkipDrafter(self._engine, self._sampler, settings)
         start = self._now()
-        drafter.propose(text_ids, gamma)
+        drafter.draft(text_ids, gamma)
         return (self._now() - start) / gamma
 
     def _greedy(self, logits: torch.Tensor) -> torch.Tensor:

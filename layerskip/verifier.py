@@ -41,30 +41,41 @@ def verify_greedy(draft_ids: torch.Tensor, target_logits: torch.Tensor, *, with_
 
 
 def verify_sampled(
-    draft_ids: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor, sampler: Sampler
+    draft_ids: torch.Tensor, draft_probs: torch.Tensor | None, target_probs: torch.Tensor, sampler: Sampler
 ) -> Verdict:
     """Speculative rejection sampling: emitted tokens follow `target_probs` whatever the draft proposed.
 
     Draft token i is kept with probability min(1, target / draft). The first rejected one is replaced by a draw from
     normalised max(target - draft, 0); after a full house the bonus token is drawn from the target's last row.
 
-    Shapes: draft_ids (G,) int64, G may be 0; draft_probs (G, V); target_probs (G+1, V); rows sum to 1.
+    Shapes: draft_ids (G,) int64, G may be 0; draft_probs (D, V), D at most G, the distributions that the last D tokens
+    were drawn from; target_probs (G+1, V); rows sum to 1. A draft token without a distribution was certain to be
+    proposed, so its draft probability is 1.
     Cost: two device syncs.
     Raises: ValueError if the shapes do not fit.
     Ref: Leviathan et al. 2023 (2211.17192) and Chen et al. 2023 (2302.01318), theorem 1 of each.
     """
     _check_shapes(draft_ids, target_probs)
     gamma = draft_ids.shape[0]
-    if draft_probs.shape != (gamma, target_probs.shape[-1]):
-        raise ValueError(f"draft_probs: must have shape {(gamma, target_probs.shape[-1])}, got {draft_probs.shape}")
+    vocabulary = target_probs.shape[-1]
+    probs = target_probs[:0] if draft_probs is None else draft_probs
+    num_certain = gamma - probs.shape[0]
+    if num_certain < 0 or probs.shape[1:] != (vocabulary,):
+        raise ValueError(f"draft_probs: must have at most {gamma} rows of {vocabulary}, got {tuple(probs.shape)}")
     index = draft_ids.unsqueeze(-1)
-    draft_p = draft_probs.gather(-1, index).squeeze(-1)
+    draft_p = target_probs.new_ones(gamma)
+    draft_p[num_certain:] = probs.gather(-1, index[num_certain:]).squeeze(-1)
     target_p = target_probs[:-1].gather(-1, index).squeeze(-1)
     # u * q < p, not u < p / q: no division by a draft probability that underflowed; u < 1 accepts p = q always.
     kept = sampler.uniform(gamma, target_probs.device) * draft_p < target_p
     num_accepted = int(kept.long().cumprod(0).sum())
     row = target_probs[num_accepted]
-    weights = row if num_accepted == gamma else recovery_weights(row, draft_probs[num_accepted])
+    if num_accepted == gamma:
+        weights = row
+    elif num_accepted >= num_certain:
+        weights = recovery_weights(row, probs[num_accepted - num_certain])
+    else:
+        weights = recovery_weights(row, torch.zeros_like(row).scatter(0, draft_ids[num_accepted : num_accepted + 1], 1))
     token = int(sampler.draw(weights.unsqueeze(0)))
     return Verdict(num_accepted, token, float(row[token]))
 

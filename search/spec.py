@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from layerskip.config import MAX_GAMMA, MAX_NEW_TOKENS, MAX_THREADS, describe_validation_error
+from layerskip.config import MAX_NEW_TOKENS, MAX_THREADS
 from layerskip.device_map import check_device_map
+from layerskip.validated import MAX_GAMMA, describe_validation_error
 from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
 
 STUDY_FILE = "study.toml"

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.steps import middle_of
 from layerskip.config import DecodeConfig
-from layerskip.drafters import LayerSkipDrafter
+from layerskip.drafters import make_drafter
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.verifier import verify_greedy
@@ -49,8 +49,8 @@ def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, to
     """
     engine, sampler = model.engine, Sampler(SamplingParams(), None)
     text = middle_of(case)
-    gamma = config.gamma
-    drafter = LayerSkipDrafter(engine, sampler, config.skip_mask, config.draft_threshold)
+    gamma = config.max_gamma
+    drafter = make_drafter(config.model_copy(update={"target_threshold": 0.0}), engine, sampler)
     ids = torch.tensor(text[:1] * (gamma + 1), device=engine.device)
 
     def verify(count: int) -> None:
@@ -59,7 +59,8 @@ def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, to
         engine.cache.rollback_to(len(text))
 
     def draft() -> None:
-        drafter.propose(text, 1)
+        if drafter is not None:
+            drafter.begin().propose(text, 1, None)
         engine.synchronize()
 
     steps: list[tuple[str, Callable[[], None]]] = [("plain step", lambda: verify(1))]

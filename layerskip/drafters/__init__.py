@@ -1,6 +1,18 @@
 """Ways to propose tokens; one file each."""
 
-from layerskip.drafters.base import Draft, Drafter
-from layerskip.drafters.layer_skip import LayerSkipDrafter
+from layerskip.drafters.base import Draft, Drafter, DraftOnDevice, DraftSession, Proposal
+from layerskip.drafters.choice import make_drafter
+from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
+from layerskip.drafters.text_store import TextStore
 
-__all__ = ["Draft", "Drafter", "LayerSkipDrafter"]
+__all__ = [
+    "Draft",
+    "DraftOnDevice",
+    "DraftSession",
+    "Drafter",
+    "LayerSkipDrafter",
+    "LayerSkipSettings",
+    "Proposal",
+    "TextStore",
+    "make_drafter",
+]

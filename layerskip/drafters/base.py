@@ -8,24 +8,73 @@ from typing import Protocol
 
 import torch
 
+from layerskip.device_round import DeviceRound
 from layerskip.engines.prefix import PrefixStates
+from layerskip.preparation import Starts
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens. Shapes: ids (G,) int64; probs (G, V) float32, or None when greedy. G may be below gamma."""
+    """Tokens to verify.
+
+    Shapes: ids (G,) int64, G at least 1; probs (D, V) float32, the distributions that the last D tokens were drawn
+    from, D at most G. A token without one was certain to be proposed (a point mass): every token of a greedy draft,
+    and every token that was looked up.
+    """
 
     ids: torch.Tensor
-    probs: torch.Tensor | None
+    probs: torch.Tensor | None = None
+    num_looked_up: int = 0
+    """How many of the tokens, the first ones, were found in text and not computed."""
+    prefix: PrefixStates | None = None
+    """Hidden states that the verification may start from."""
+
+
+@dataclass(frozen=True)
+class DraftOnDevice:
+    """A draft that the device makes and verifies in one piece."""
+
+    round: DeviceRound
+    max_drafts: int
+
+
+Proposal = Draft | DraftOnDevice | None
+"""None: nothing to propose, the target decodes this token alone."""
+
+
+class DraftSession(Protocol):
+    """One text's drafting."""
+
+    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Proposal:
+        """Up to `limit` tokens after `context`, or none.
+
+        context: prompt and emitted tokens; it only grows from call to call, and what it grew by is what was accepted
+        and what the target added. Its last token is not in the cache yet. Must leave the cache length as it was.
+        target_prob: the target's probability of the last token, where the drafter asked for it.
+        """
+        ...
 
 
 class Drafter(Protocol):
-    """Proposes the tokens after a context. Must leave the cache length where it found it."""
+    """A way to propose tokens, made for one config and engine; serves any number of texts."""
 
-    def propose(self, context: Sequence[int], gamma: int, prefix: PrefixStates | None = None) -> Draft:
-        """Between 1 and `gamma` tokens after `context`, whose last token is not in the cache yet.
+    @property
+    def gamma(self) -> int:
+        """Most tokens that a proposal may hold."""
+        ...
 
-        Into `prefix` goes what the verification may reuse of the forwards over `context[-1]` and all drafts but the
-        last.
+    @property
+    def needs_target_prob(self) -> bool:
+        """Whether a session looks at the target's probability of the token it just emitted."""
+        ...
+
+    def prepare(self, starts: Starts, *, profile: bool) -> None:
+        """Have the engine record what rounds on the device may need; see `DecodeLoop.prepare`.
+
+        profile: drafting and verification are timed apart.
         """
+        ...
+
+    def begin(self) -> DraftSession:
+        """Begin a text. Computes nothing: what a session needs of the prompt it takes from its first context."""
         ...

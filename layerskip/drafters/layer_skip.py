@@ -3,42 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 
-from layerskip.drafters.base import Draft
+from layerskip.device_round import DeviceRound, OffersRounds, RoundPlan
+from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
 from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
+from layerskip.preparation import Starts
 from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 
 
+@dataclass(frozen=True)
+class LayerSkipSettings:
+    """What a layer-skip draft follows; fields as in `DecodeConfig`."""
+
+    skip_mask: SkipMask
+    gamma: int
+    draft_threshold: float = 0.0
+    target_threshold: float = 0.0
+    share_prefix: bool = False
+
+
 class LayerSkipDrafter:
-    """Autoregressive drafting under `skip_mask`.
+    """Autoregressive drafting under `skip_mask`. Has no state of its own, so it is its own session.
 
     `draft_threshold`: drafting stops *after* the first token whose distribution has a top probability below it. The
     low-confidence token stays in the draft: dropping a token that was sampled, for a reason that depends on it, would
     shift the output distribution; and its forward is paid for already.
 
-    Cost: one masked forward a token; one device sync a token with a threshold or a penalty, else none.
+    Cost: one masked forward a token; one device sync a token with a threshold or a penalty, else none. On an engine
+    that offers rounds, a part of the round's one piece of device work.
     """
 
-    def __init__(self, engine: Engine, sampler: Sampler, skip_mask: SkipMask, draft_threshold: float = 0.0) -> None:
+    def __init__(
+        self, engine: Engine, sampler: Sampler, settings: LayerSkipSettings, *, with_prob: bool | None = None
+    ) -> None:
+        """with_prob: whether rounds on the device tell the target's probability; by default where it is looked at."""
         self._engine = engine
         self._sampler = sampler
-        self._mask = skip_mask
-        self._threshold = draft_threshold
+        self._settings = settings
+        self._device_round = self._on_device(self.needs_target_prob if with_prob is None else with_prob)
 
-    def propose(self, context: Sequence[int], gamma: int, prefix: PrefixStates | None = None) -> Draft:
+    def _on_device(self, with_prob: bool) -> DeviceRound | None:
+        if not isinstance(self._engine, OffersRounds):
+            return None
+        one = self._settings
+        plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
+        return self._engine.make_round(plan, self._sampler)
+
+    @property
+    def gamma(self) -> int:
+        return self._settings.gamma
+
+    @property
+    def needs_target_prob(self) -> bool:
+        return self._settings.target_threshold > 0.0
+
+    def prepare(self, starts: Starts, *, profile: bool) -> None:
+        if self._device_round is not None:
+            self._device_round.prepare(starts.rounds, apart=profile)
+
+    def begin(self) -> LayerSkipDrafter:
+        return self
+
+    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Proposal:
+        """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
+        if limit < 1 or not self.is_sure(target_prob):
+            return None
+        num_tokens = min(self.gamma, limit)
+        if self._device_round is not None:
+            return DraftOnDevice(self._device_round, num_tokens)
+        return self.draft(context, num_tokens)
+
+    def is_sure(self, target_prob: float | None) -> bool:
+        """Whether the target is sure enough of its last token to draft on it."""
+        return target_prob is None or target_prob >= self._settings.target_threshold
+
+    def draft(self, context: Sequence[int], limit: int, looked_up: Sequence[int] = ()) -> Draft:
+        """Draft on the host: up to `limit` tokens in all, the first of which are `looked_up` already."""
         engine, sampler = self._engine, self._sampler
         start = engine.cache.length
-        token = torch.tensor([context[-1]], device=engine.device)
-        tokens: list[torch.Tensor] = []
+        prefix = self._new_prefix() if not looked_up else None
+        token = torch.tensor([context[-1], *looked_up], device=engine.device)
+        tokens = [token[1:]] if looked_up else []
         rows: list[torch.Tensor] = []
-        seen = list(context)
+        seen = [*context, *looked_up]
         needs_ids = sampler.params.repetition_penalty != 1.0
-        for _ in range(gamma):
+        for _ in range(limit - len(looked_up)):
             logits = sampler.shape(self._forward(token, prefix), seen)
             if sampler.greedy:
                 token = logits.max(dim=-1).indices
@@ -48,15 +103,22 @@ class LayerSkipDrafter:
             tokens.append(token)
             if needs_ids:
                 seen.append(int(token))
-            if self._threshold > 0.0 and float(_top_probability(logits)) < self._threshold:
+            threshold = self._settings.draft_threshold
+            if threshold > 0.0 and float(_top_probability(logits)) < threshold:
                 break
         engine.cache.rollback_to(start)
-        return Draft(torch.cat(tokens), torch.cat(rows) if rows else None)
+        return Draft(torch.cat(tokens), torch.cat(rows) if rows else None, len(looked_up), prefix)
 
-    def _forward(self, token: torch.Tensor, prefix: PrefixStates | None) -> torch.Tensor:
+    def _new_prefix(self) -> PrefixStates | None:
+        """None where the config does not share, and where the engine cannot: the output is the same."""
+        if not self._settings.share_prefix or not isinstance(self._engine, PrefixEngine):
+            return None
+        return PrefixStates.of(self._settings.skip_mask)
+
+    def _forward(self, ids: torch.Tensor, prefix: PrefixStates | None) -> torch.Tensor:
         if prefix is None:
-            return self._engine.forward(token, self._mask)
-        return cast(PrefixEngine, self._engine).draft_shared(token, self._mask, prefix)
+            return self._engine.forward(ids, self._settings.skip_mask)
+        return cast(PrefixEngine, self._engine).draft_shared(ids, self._settings.skip_mask, prefix)
 
 
 def _top_probability(logits: torch.Tensor) -> torch.Tensor:

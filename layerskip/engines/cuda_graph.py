@@ -125,7 +125,7 @@ class CudaGraphEngine(SessionEngine):
             if plan.num_tokens <= self.options.max_tokens:
                 mask = self._no_skip if plan.mask is None else plan.mask
                 for num_visible in self.visible_sizes(plan.starts, plan.num_tokens):
-                    key, work = self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_tokens)
+                    key, work = self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_logits)
                     self.pool.prepare(key, work)
 
     def _recorded_forward(

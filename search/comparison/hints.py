@@ -9,9 +9,10 @@ from typing import Annotated, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from layerskip.config import MaskField, Probability, describe_validation_error
+from layerskip.config import MaskField
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import ForcedText
+from layerskip.validated import Probability, describe_validation_error
 from search.comparison.accounting import Account, SharedForcing
 from search.comparison.journal import Journal
 from search.cost_model import CostModel, CostOptions, measure_costs

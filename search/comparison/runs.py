@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.cli import CommandError
-from layerskip.config import describe_validation_error
 from layerskip.strict_json import printable
+from layerskip.validated import describe_validation_error
 from search.comparison.accounting import Account, Ledger, TimedProposer
 from search.comparison.hints import ModelHints
 from search.comparison.journal import Journal

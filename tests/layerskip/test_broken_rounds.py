@@ -87,7 +87,7 @@ _STEPS: dict[str, Owner] = {
 }
 """Called for the prompt, every draft and the verification."""
 _ONCE_A_ROUND: dict[str, Owner] = {
-    "draft": lambda _: (drafter_module.LayerSkipDrafter, "propose"),
+    "draft": lambda _: (drafter_module.LayerSkipDrafter, "draft"),
     "verdict": lambda _: (decode_module, "verify_greedy"),
     "rollback": lambda _: (SharedLengthCache, "rollback_to"),
     "settling": lambda _: (decode_module, "_settle"),

@@ -15,6 +15,7 @@ from scipy.stats import chi2
 from transformers import GenerationConfig
 
 import layerskip.decode
+import layerskip.drafters.choice
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.decode import DecodeLoop, DecodeRequest
 from layerskip.drafters import Draft, LayerSkipDrafter
@@ -235,15 +236,15 @@ def test_a_broken_verifier_fails_the_same_test(verifier: Any, monkeypatch: pytes
 class DropsUnsureTokens(LayerSkipDrafter):
     """The trap: a sampled token is dropped because its own probability is low, and its place drawn anew."""
 
-    def propose(self, context: Sequence[int], gamma: int, prefix: Any = None) -> Draft:
-        draft = super().propose(context, gamma)
+    def draft(self, context: Sequence[int], limit: int, looked_up: Sequence[int] = ()) -> Draft:
+        draft = super().draft(context, limit, looked_up)
         sampled = draft.probs.gather(-1, draft.ids.unsqueeze(-1)).squeeze(-1)
         keep = int((sampled >= 0.3).long().cumprod(0).sum())
         return Draft(draft.ids[:keep], draft.probs[:keep])
 
 
 def test_dropping_unsure_sampled_tokens_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layerskip.decode, "LayerSkipDrafter", DropsUnsureTokens)
+    monkeypatch.setattr(layerskip.drafters.choice, "LayerSkipDrafter", DropsUnsureTokens)
     values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
     assert min(values.values()) < FAILS, values
 

@@ -1,0 +1,59 @@
+"""TextStore: earlier texts that a suffix drafter may look into, bounded, first in first out."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from layerskip.drafters.token_index import Match, TokenIndex
+from layerskip.lookup_settings import MAX_MATCH
+
+
+class TextStore:
+    """Keeps the latest texts up to `max_tokens` tokens in all. May be shared by threads.
+
+    What is in a store is drafted from in other texts: give every user, or API key, a store of its own.
+
+    Cost: `add` a hash a token, and as much for every token dropped; memory some hundred bytes a token.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f"max_tokens: must be a whole number of at least 1, got {max_tokens!r}")
+        self.max_tokens = max_tokens
+        self._texts: deque[list[int]] = deque()
+        self._num_tokens = 0
+        self._indices: dict[int, TokenIndex] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts kept."""
+        return self._num_tokens
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Keep a text, its last `max_tokens` tokens at most, and drop the oldest ones that there is no room for."""
+        kept = list(ids)[-self.max_tokens :]
+        with self._lock:
+            while self._texts and self._num_tokens + len(kept) > self.max_tokens:
+                oldest = self._texts.popleft()
+                self._num_tokens -= len(oldest)
+                for index in self._indices.values():
+                    index.drop(oldest)
+            self._texts.append(kept)
+            self._num_tokens += len(kept)
+            for index in self._indices.values():
+                index.add(kept)
+
+    def match(self, text: Sequence[int], min_match: int, longest: int = MAX_MATCH) -> Match | None:
+        """See `TokenIndex.match`. The first call with a `min_match` indexes all texts for it."""
+        with self._lock:
+            if min_match not in self._indices:
+                index = self._indices[min_match] = TokenIndex(min_match)
+                for one in self._texts:
+                    index.add(one)
+            return self._indices[min_match].match(text, longest)
