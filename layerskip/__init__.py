@@ -3,10 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from layerskip.config import Confirmed, DecodeConfig, GroupSetting, Provenance
+from layerskip.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 
 if TYPE_CHECKING:
+    from layerskip.drafters import TextStore
     from layerskip.hugging_face import CustomGenerate, custom_generate
     from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
 
@@ -18,9 +20,12 @@ __all__ = [
     "GenerateOutput",
     "GroupSetting",
     "LayerSkipModel",
+    "PromptLookup",
     "Provenance",
     "SkipMask",
     "StreamPiece",
+    "SuffixLookup",
+    "TextStore",
     "custom_generate",
 ]
 
@@ -31,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from layerskip import model
 
         return getattr(model, name)
+    if name == "TextStore":
+        from layerskip.drafters import TextStore
+
+        return TextStore
     if name in ("CustomGenerate", "custom_generate"):
         from layerskip import hugging_face
 

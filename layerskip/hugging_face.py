@@ -24,6 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
@@ -59,9 +60,10 @@ class CustomGenerate:
     stats: DecodeStats | None = None
     """Counters and seconds of the latest run."""
 
-    def __init__(self, config: DecodeConfig, engine: str) -> None:
+    def __init__(self, config: DecodeConfig, engine: str, text_store: TextStore | None = None) -> None:
         self.config = config
         self.engine = engine
+        self.text_store = text_store
         self._wrapped: LayerSkipModel | None = None
 
     # The parameters are those by which `generate` calls; `model` comes first and by position.
@@ -82,10 +84,11 @@ class CustomGenerate:
         _check_inputs(input_ids, model_kwargs)
         params = sampling_params(logits_processor, do_sample=bool(settings.do_sample))
         wrapped = self._wrap(model)
+        wrapped.check_text_store(self.text_store)
         request = _request(input_ids, stopping_criteria, wrapped)
         stats = self.stats = DecodeStats()
         emitted: list[int] = []
-        loop = DecodeLoop(wrapped.engine, self.config, Sampler(params))
+        loop = DecodeLoop(wrapped.engine, self.config, Sampler(params), store=self.text_store)
         with closing(loop.run(request, stats)) as rounds:  # type: ignore[type-var]
             for one in rounds:
                 emitted += one.ids
@@ -107,17 +110,22 @@ class CustomGenerate:
 
 
 def custom_generate(
-    config: DecodeConfig | str | os.PathLike[str], *, group: str | None = None, engine: str | None = None
+    config: DecodeConfig | str | os.PathLike[str],
+    *,
+    group: str | None = None,
+    engine: str | None = None,
+    text_store: TextStore | None = None,
 ) -> CustomGenerate:
     """A callable for `model.generate(..., custom_generate=...)`; see `CustomGenerate`.
 
     config: a decode config or the file of one, made for the model it will be used with. group: its setting for this
-    prompt group. engine: `eager`, `fused` or `auto`; None is the one that the config was tuned with.
+    prompt group. engine: `eager`, `fused` or `auto`; None is the one that the config was tuned with. text_store:
+    earlier texts that the drafter `suffix` looks into; nothing is added to it here.
     Raises: ValueError for a config that cannot be read, FileNotFoundError if there is no such file.
     """
     loaded = config if isinstance(config, DecodeConfig) else DecodeConfig.load(config)
     tuned = loaded.provenance.engine if loaded.provenance is not None else None
-    return CustomGenerate(loaded.for_group(group), engine or tuned or "auto")
+    return CustomGenerate(loaded.for_group(group), engine or tuned or "auto", text_store)
 
 
 def sampling_params(processors: Iterable[LogitsProcessor], *, do_sample: bool) -> SamplingParams:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from layerskip.validated import MAX_GAMMA, Frozen, Probability
+from layerskip.validated import MAX_GAMMA, Frozen, Probability, describe_validation_error
 
 MAX_MATCH = 64
 """Longest match that is told apart from a longer one."""
@@ -23,6 +23,12 @@ class _Lookup(Frozen):
     """Most tokens of a proposal; None is the config's own."""
     target_threshold: Probability | None = None
     """As the config's, for lookups; None is the config's own."""
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ValueError(describe_validation_error(error)) from None
 
 
 class PromptLookup(_Lookup):

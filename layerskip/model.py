@@ -41,7 +41,7 @@ class GenerateOutput:
     text: str
     """Their text without special tokens; empty without a tokenizer."""
     origins: list[str]
-    """Per token: accepted, recovered, bonus or target-only."""
+    """Per token: accepted, looked-up, recovered, bonus or target-only."""
     finish_reason: str
     """`length`, `eos` or `stop`."""
     stats: DecodeStats
@@ -101,6 +101,7 @@ class GenerateArguments:
 class LayerSkipModel:
     """Wraps a causal LM; decodes it under a `DecodeConfig`, losslessly.
 
+    The config's `drafter` says who proposes tokens: the model with layers skipped, a lookup in the text, or both.
     The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
     Without a config it decodes plainly (gamma = 0), in the same loop. engine: `eager` runs the model's own modules and
     serves every supported architecture; `fused` runs lean layers for Llama-like models at the cost of a second copy of
@@ -221,6 +222,14 @@ class LayerSkipModel:
                 f"({made_for.weights_fingerprint}), this model is {self.weights_fingerprint()}"
             )
 
+    def check_text_store(self, store: TextStore | None) -> None:
+        """Raises ValueError if it holds token ids that this model does not have, which no forward could take."""
+        if store is not None and store.largest_id >= self._vocabulary_size:
+            raise ValueError(
+                f"text_store: token ids must be in 0..{self._vocabulary_size - 1}, got {store.largest_id}; "
+                "were they another tokenizer's?"
+            )
+
     @property
     def num_layers(self) -> int:
         return self._adapter.num_layers
@@ -279,6 +288,10 @@ class LayerSkipModel:
             self._fingerprint = weights_fingerprint(self.model)
         return self._fingerprint
 
+    @property
+    def _vocabulary_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
     def encode(self, text: str) -> list[int]:
         """Token ids as the tokenizer makes them by default, special tokens included."""
         if self.tokenizer is None:
@@ -304,6 +317,7 @@ class LayerSkipModel:
         Leaving the iteration early (break, an exception, `.close()`) frees the cache and the model.
         """
         given = GenerateArguments(**arguments)
+        self.check_text_store(given.text_store)
         config = self._config if given.config is None else given.config
         if given.config is not None:
             self.check_config(given.config)
@@ -336,6 +350,7 @@ class LayerSkipModel:
             raise ValueError("do_sample: must be off to decode in lockstep, drawn tokens would differ; got True")
         for config in configs:
             self.check_config(config)
+        self.check_text_store(given.text_store)
         if not configs:
             raise ValueError("configs: must hold at least one, got none")
         request = self._request(prompt, given)
@@ -396,7 +411,7 @@ class LayerSkipModel:
             ids = [int(i) for i in tensor.tolist()]
         if not ids:
             raise ValueError("prompt: must hold at least one token, got none")
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        vocabulary = self._vocabulary_size
         outside = next((i for i in ids if not 0 <= i < vocabulary), None)
         if outside is not None:
             raise ValueError(f"prompt: token ids must be in 0..{vocabulary - 1}, got {outside}")

@@ -24,6 +24,7 @@ class TextStore:
         self.max_tokens = max_tokens
         self._texts: deque[list[int]] = deque()
         self._num_tokens = 0
+        self._largest_id = 0
         self._indices: dict[int, TokenIndex] = {}
         self._lock = threading.Lock()
 
@@ -32,18 +33,32 @@ class TextStore:
         """Of all texts kept."""
         return self._num_tokens
 
+    @property
+    def largest_id(self) -> int:
+        """Of all token ids ever added: a model with a smaller vocabulary cannot use this store."""
+        return self._largest_id
+
     def __len__(self) -> int:
         return len(self._texts)
 
     def add(self, ids: Sequence[int]) -> None:
-        """Keep a text, its last `max_tokens` tokens at most, and drop the oldest ones that there is no room for."""
+        """Keep a text, its last `max_tokens` tokens at most, and drop the oldest ones that there is no room for.
+
+        Raises: ValueError if it is not made of token ids.
+        """
         kept = list(ids)[-self.max_tokens :]
+        wrong = next((one for one in kept if type(one) is not int or one < 0), None)
+        if wrong is not None:
+            raise ValueError(f"ids: must be whole numbers of at least 0, got {wrong!r:.80}")
+        if not kept:
+            return
         with self._lock:
+            self._largest_id = max(self._largest_id, max(kept))
             while self._texts and self._num_tokens + len(kept) > self.max_tokens:
                 oldest = self._texts.popleft()
                 self._num_tokens -= len(oldest)
                 for index in self._indices.values():
-                    index.drop(oldest)
+                    index.drop_oldest(oldest)
             self._texts.append(kept)
             self._num_tokens += len(kept)
             for index in self._indices.values():

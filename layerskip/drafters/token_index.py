@@ -55,15 +55,14 @@ class TokenIndex:
             key = tuple(text[position - size : position])
             self._places.setdefault(key, []).append(Place(text, position))
 
-    def drop(self, text: list[int]) -> None:
-        """Forget a text. Cost: a pass over its tokens."""
+    def drop_oldest(self, text: list[int]) -> None:
+        """Forget the text that was added before all others. Cost: a pass over its tokens."""
         size = self._num_tokens
-        for key in {tuple(text[i - size : i]) for i in range(size, len(text))}:
-            left = [place for place in self._places.get(key, ()) if place.text is not text]
-            if left:
-                self._places[key] = left
-            else:
-                self._places.pop(key, None)
+        for key, count in Counter(tuple(text[i - size : i]) for i in range(size, len(text))).items():
+            places = self._places[key]
+            del places[:count]
+            if not places:
+                del self._places[key]
 
     def match(self, text: Sequence[int], longest: int = MAX_MATCH) -> Match | None:
         """The places before which most of the tokens that end `text` stand; None if fewer than `num_tokens` do.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerskip.decode
-from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
+from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask, custom_generate
 from layerskip.decode import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY, DecodeLoop, DecodeRequest
 from layerskip.drafters import TextStore
 from layerskip.drafters.lookup import LookupSession
@@ -289,6 +289,25 @@ def test_earlier_texts_are_drafted_from_where_they_are_given() -> None:
     assert store.num_tokens == len(prompt) + zoo.LONGEST  # nothing is added by itself
 
 
+def test_texts_of_another_vocabulary_are_refused() -> None:
+    """Their ids would reach the embedding, which on a GPU breaks the whole process."""
+    model, store = zoo.layerskip_of("llama"), TextStore(9)
+    store.add([zoo.VOCAB - 1])
+    assert len(model.generate(PROMPT, max_new_tokens=2, text_store=store).ids) == 2
+    store.add([1, zoo.VOCAB])
+    message = f"text_store: token ids must be in 0..{zoo.VOCAB - 1}, got {zoo.VOCAB}"
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, max_new_tokens=2, text_store=store)
+    with pytest.raises(ValueError, match=message):
+        model.generate_in_lockstep(PROMPT, [DecodeConfig.plain(4)], max_new_tokens=2, text_store=store)
+    with pytest.raises(ValueError, match=message):
+        zoo.model_of("llama").generate(
+            torch.tensor([PROMPT]),
+            max_new_tokens=2,
+            custom_generate=custom_generate(DecodeConfig.plain(4), engine="eager", text_store=store),
+        )
+
+
 # Configs.
 
 
@@ -332,6 +351,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "hybrid", "lookup": {"min_match": 2}}, "lookup: unable to extract tag using discriminator 'method'"),
     ({"continue_lookup": True}, "continue_lookup: needs the drafter hybrid, got layer_skip"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            PromptLookup,
+            {"min_match": 0, "max_match": 2},
+            "min_match: input should be greater than or equal to 1, got '0'",
+        ),
+        (PromptLookup, {"min_match": 3, "max_match": 2}, "max_match: must be at least min_match, 3, got 2"),
+        (SuffixLookup, {}, "min_match: is required"),
+    ],
+)
+def test_bad_lookups_made_by_hand_are_one_line(kind: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        kind(**fields)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)

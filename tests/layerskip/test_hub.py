@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, SuffixLookup
 from layerskip.loading import weights_fingerprint
 from tests.layerskip import zoo
 
@@ -50,6 +50,18 @@ def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     CONFIG.save_pretrained(folder, "fast.json")
     assert DecodeConfig.from_pretrained(str(folder), config_file_name="fast.json") == CONFIG
     assert DecodeConfig.from_pretrained(tmp_path, subfolder="deep/model") == CONFIG
+
+
+def test_a_drafter_is_saved_and_picked_up_with_its_model(model_folder: Path) -> None:
+    lookup = SuffixLookup(min_match=2, gamma=8, factor=2.0, target_threshold=0.1)
+    config = DecodeConfig(drafter="hybrid", skip_mask=CONFIG.skip_mask, gamma=3, lookup=lookup, continue_lookup=True)
+    config.save_pretrained(model_folder)
+    assert DecodeConfig.from_pretrained(model_folder) == config
+    model = LayerSkipModel.from_pretrained(model_folder, device="cpu", engine="eager")
+    assert model.config == config
+    prompt = zoo.prompt_of(3)
+    output = model.generate([*prompt, *zoo.greedy_reference("llama", prompt, 8), *prompt], max_new_tokens=12)
+    assert output.stats.num_looked_up > 0
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import layerskip
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.drafters import TextStore
 from layerskip.hugging_face import CustomGenerate, sampling_params
 from layerskip.sampling import SamplingParams
 from tests.layerskip import zoo
+from tests.layerskip.test_drafters import again, drafters
 
 NAMES = ("llama", "qwen2-sliding", "gemma3", "gpt2", "opt", "bloom", "falcon-alibi", "mixtral", "gpt-oss")
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
@@ -326,6 +328,30 @@ def test_the_setting_of_a_group_and_the_engine_it_was_tuned_with() -> None:
     assert layerskip.custom_generate(CONFIG).engine == "auto"
     with pytest.raises(ValueError, match="group: must be one of code"):
         layerskip.custom_generate(grouped, group="prose")
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid continued"])
+def test_lookups_draft_here_too(drafter: str) -> None:
+    model, config = zoo.model_of("llama"), drafters(MASK)[drafter]
+    ours = callable_for(config)
+    prompt = again("llama")
+    out = model.generate(ids(prompt), max_new_tokens=16, custom_generate=ours)
+    assert out[0, len(prompt) :].tolist() == list(zoo.greedy_reference("llama", prompt, 16))
+    assert ours.stats is not None
+    assert ours.stats.num_looked_up_accepted > 0
+
+
+def test_earlier_texts_can_be_given() -> None:
+    store, config = TextStore(100), drafters(MASK, gamma=8)["suffix"]
+    ours = layerskip.custom_generate(config, engine="eager", text_store=store)
+    counts = []
+    for _ in range(2):
+        out = zoo.model_of("llama").generate(ids(), max_new_tokens=16, custom_generate=ours)
+        assert out[0, len(PROMPT) :].tolist() == list(zoo.greedy_reference("llama", PROMPT, 16))
+        assert ours.stats is not None
+        counts.append(ours.stats.num_accepted)
+        store.add(out[0].tolist())
+    assert counts[1] > counts[0]
 
 
 def test_it_can_be_called_without_generate() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip.drafters import TextStore
 from layerskip.text_stream import TextStream
 from tests.layerskip import zoo
 
@@ -314,6 +315,7 @@ def test_public_names() -> None:
 
     assert all(getattr(layerskip, name) for name in layerskip.__all__)
     assert layerskip.Confirmed is Confirmed
+    assert layerskip.TextStore is TextStore
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = layerskip.nothing
 

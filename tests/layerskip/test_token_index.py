@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -155,6 +156,24 @@ def test_a_store_holds_the_latest_texts_that_fit(texts: list[list[int]], room: i
 def test_the_size_of_a_store_is_checked(size: object) -> None:
     with pytest.raises(ValueError, match="max_tokens: must be a whole number of at least 1"):
         TextStore(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [[1, -1], [1.0], ["a"], [True]])
+def test_what_is_added_to_a_store_is_checked(ids: list[Any]) -> None:
+    store = TextStore(9)
+    with pytest.raises(ValueError, match="ids: must be whole numbers of at least 0, got"):
+        store.add(ids)
+    assert (len(store), store.largest_id) == (0, 0)
+
+
+def test_a_store_of_nothing_but_empty_texts_does_not_grow() -> None:
+    """They take no tokens, so no number of them was ever too many."""
+    store = TextStore(9)
+    for _ in range(3):
+        store.add([])
+    assert len(store) == 0
+    store.add([4, 7, 2])
+    assert (len(store), store.largest_id) == (1, 7)
 
 
 # Cost.
