@@ -12,6 +12,7 @@ import torch
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.config import ENGINE_NAMES
 from layerskip.engines.base import Engine
+from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph import CudaGraphEngine
 from layerskip.engines.cuda_recorder import CudaRecorder
 from layerskip.engines.eager import EagerEngine
@@ -24,6 +25,13 @@ from layerskip.skip_mask import SkipMask
 
 _CONTEXT = 8
 _NUM_TIMED = 5
+_VERIFIED = 4
+"""Tokens of the verification that engines are compared by."""
+_COMPILED_GAIN = 0.97
+"""Compiled layers must take less than this part of the others' time, to be worth their compilation."""
+_MOST_COMPILE_S = 5.0
+"""For one function and number of tokens: a search of gamma up to 8 needs some 25 of them, in every new process but
+faster, as torch keeps what it compiled on disk."""
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
@@ -39,7 +47,9 @@ class EngineChoice:
 def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
     """The engine of this name; `auto` takes the fastest of those that serve this model here.
 
-    Cost of `auto`: about three dozen forwards over a few tokens.
+    Cost of `auto`: about three dozen forwards over a few tokens. Of `cuda_graph`, and of `auto` on a CUDA device, with
+    lean layers: besides, the timing of attention kernels and six compilations, of a few seconds each when they are made
+    for the first time on a machine (TORCHDYNAMO_DISABLE=1 leaves those out).
     Raises: ValueError for an unknown name, UnsupportedModelError if the engine asked for cannot serve the model.
     """
     if name not in ENGINE_NAMES:
@@ -48,10 +58,11 @@ def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
     if name == "eager":
         return EngineChoice(eager, "asked for")
     if name == "fused":
-        return EngineChoice(_checked(FusedEngine(adapter), eager, adapter), "asked for")
+        fused = _checked(FusedEngine(adapter), eager, adapter)
+        return EngineChoice(fused, "; ".join(["asked for", *_layouts(fused)]))
     if name == "cuda_graph":
-        engine, layers = _cuda_graph(adapter, None)
-        return EngineChoice(_checked(engine, eager, adapter), f"asked for; {layers}")
+        engine, layers = _cuda_graph(adapter, None, eager)
+        return EngineChoice(engine, "; ".join(["asked for", layers, *_layouts(engine.lean)]))
     return _fastest(eager, adapter)
 
 
@@ -61,6 +72,7 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
         return EngineChoice(eager, f"the only one for a model that is not whole on one device: {adapter.placement}")
     candidates: list[Engine] = []
     refusals: list[str] = []
+    layers = ""
     fused: FusedEngine | None = None
     try:
         fused = FusedEngine(adapter)
@@ -70,7 +82,8 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
         fused = None
     if _has_graphs(adapter.device):
         try:
-            candidates.append(_checked(_cuda_graph(adapter, fused)[0], eager, adapter))
+            recorded, layers = _cuda_graph(adapter, fused, eager)
+            candidates.append(recorded)
         except UnsupportedModelError as error:
             refusals.append(str(error))
     if not candidates:
@@ -89,11 +102,20 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
         if isinstance(engine, CudaGraphEngine) and engine is not fastest:
             engine.close()
     times = ", ".join(f"{ms:.2f} ms {engine.name}" for ms, engine in timed)
-    return EngineChoice(fastest, "; ".join([f"one token and then four take {times}", *refusals]))
+    reasons = [f"one token and then four take {times}", *refusals]
+    if isinstance(fastest, CudaGraphEngine):
+        reasons.append(layers)
+    return EngineChoice(fastest, "; ".join(reasons + _layouts(None if fastest is eager else fused)))
 
 
-def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None) -> tuple[CudaGraphEngine, str]:
-    """The engine, and what it records: lean layers where they serve the model (`fused`, if made already), else its own.
+def _layouts(fused: FusedEngine | None) -> list[str]:
+    """What is worth telling of how its weights lie."""
+    return [fused.layouts.description] if fused is not None and fused.layouts.any_by_outputs else []
+
+
+def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None, eager: EagerEngine) -> tuple[CudaGraphEngine, str]:
+    """The engine, once it has given the model's own logits, and what it records: lean layers where they serve the model
+    (`fused`, if made already), else its own.
 
     Raises: UnsupportedModelError without a CUDA device, for a model on several devices or offloaded, or if neither can
     be recorded.
@@ -110,10 +132,42 @@ def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None) -> tuple[CudaG
     except UnsupportedModelError as error:
         executor = ModuleExecutor(adapter)
         layers = f"the model's own modules ({error})"
-    return CudaGraphEngine(adapter, executor, CudaRecorder(adapter.device)), layers
+    engine = _checked(CudaGraphEngine(adapter, executor, CudaRecorder(adapter.device)), eager, adapter)
+    if isinstance(executor, LeanExecutor) and _compiles(adapter.device):
+        return _compiled_if_faster(engine, executor, eager, adapter)
+    return engine, layers
+
+
+def _compiled_if_faster(
+    plain: CudaGraphEngine, executor: LeanExecutor, eager: EagerEngine, adapter: ModelAdapter
+) -> tuple[CudaGraphEngine, str]:
+    """`plain`, or the same with compiled layers, by measurement, and why; the other one is closed."""
+    functions = CompiledFunctions()
+    layers = LeanExecutor(executor.fused, compiled=functions, attention=executor.attention)
+    compiled = CudaGraphEngine(adapter, layers, CudaRecorder(adapter.device))
+    try:
+        check_agreement(compiled, eager, adapter)
+        plain_ms, compiled_ms = _decode_and_verify_ms(plain), _decode_and_verify_ms(compiled)
+    except Exception as error:  # noqa: BLE001 (a compiler may fail in any way it likes)
+        compiled.close()
+        return plain, f"lean layers, as compiling them failed: {type(error).__name__}: {_first_line(error)}"
+    if not functions.seconds:
+        compiled.close()
+        return plain, "lean layers; torch.compile is switched off"
+    seconds = statistics.median(functions.seconds)
+    times = f"{compiled_ms:.2f} ms compiled, {plain_ms:.2f} ms as they are, {seconds:.1f} s a compilation"
+    if compiled_ms < _COMPILED_GAIN * plain_ms and seconds <= _MOST_COMPILE_S:
+        plain.close()
+        return compiled, f"lean layers, compiled: {times}"
+    compiled.close()
+    return plain, f"lean layers, not compiled: {times}"
 
 
 def _has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
@@ -132,7 +186,11 @@ def _checked(engine: EngineT, eager: EagerEngine, adapter: ModelAdapter) -> Engi
 
 
 def _recording_failed(error: RuntimeError) -> str:
-    return f"engine cuda_graph: recording failed: {(str(error).strip().splitlines() or ['?'])[0]}"
+    return f"engine cuda_graph: recording failed: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["?"])[0]
 
 
 def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) -> None:
@@ -144,7 +202,7 @@ def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) ->
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(adapter.text_config.vocab_size)
-    ids = torch.randint(vocabulary, (_CONTEXT + 5,), generator=generator).to(adapter.device)
+    ids = torch.randint(vocabulary, (_CONTEXT + 2 + _VERIFIED,), generator=generator).to(adapter.device)
     num_layers = adapter.num_layers
     mask = SkipMask.from_sublayers(num_layers, attention=range(0, num_layers, 2), mlp=range(1, num_layers, 3))
     for skip in (None, mask):
@@ -153,7 +211,7 @@ def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) ->
             with each.session(len(ids)):
                 start = each.forward(ids[:_CONTEXT], skip, num_logits=_CONTEXT)
                 steps = [each.forward(ids[i : i + 1], skip) for i in (_CONTEXT, _CONTEXT + 1)]
-                rows.append(torch.cat([start, *steps, each.forward(ids[_CONTEXT + 2 :], skip, num_logits=3)]))
+                rows.append(torch.cat([start, *steps, each.forward(ids[_CONTEXT + 2 :], skip, num_logits=_VERIFIED)]))
         difference, tolerance = logit_difference(rows[0], rows[1])
         if not difference <= tolerance:
             raise UnsupportedModelError(
@@ -168,7 +226,7 @@ def _decode_and_verify_ms(engine: Engine) -> float:
     with engine.session(_CONTEXT + 8):
         ids = torch.ones(_CONTEXT, dtype=torch.long, device=engine.device)
         engine.forward(ids)
-        for num_tokens in (1, 4):
+        for num_tokens in (1, _VERIFIED):
             seconds = []
             for _ in range(_NUM_TIMED + 2):
                 engine.synchronize()

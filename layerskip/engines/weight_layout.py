@@ -42,6 +42,10 @@ class WeightLayouts:
         return weight.t() if self._by_outputs[shape] else weight.t().contiguous()
 
     @property
+    def any_by_outputs(self) -> bool:
+        return any(self._by_outputs.values())
+
+    @property
     def description(self) -> str:
         """In a few words, with the shapes (outputs × inputs) where they are not all alike."""
         named = [f"{outputs}×{inputs}" for (outputs, inputs), chosen in self._by_outputs.items() if chosen]

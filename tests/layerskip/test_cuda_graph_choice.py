@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.engines import EagerEngine, check_agreement, choice, make_engine, sync_watch
+from layerskip.engines import EagerEngine, check_agreement, choice, make_engine, sync_watch, weight_layout
+from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.graph_pool import Replay
+from layerskip.engines.graph_pool import Replay, RerunRecorder
 from layerskip.engines.static_lean import LeanExecutor
 from layerskip.engines.static_modules import ModuleExecutor
 from layerskip.teacher_forcing.choice import make_teacher_forcing
@@ -47,7 +48,8 @@ def test_auto_takes_the_fastest_and_says_why(monkeypatch: pytest.MonkeyPatch) ->
         taken = make_engine("auto", adapter)
         assert taken.engine.name == min(times, key=lambda name: times[name])
         expected = ", ".join(f"{ms:.2f} ms {name}" for name, ms in times.items())
-        assert taken.reason == f"one token and then four take {expected}"
+        recorded = "; lean layers" if taken.engine.name == "cuda_graph" else ""
+        assert taken.reason == f"one token and then four take {expected}{recorded}"
         fused, graph, _ = engines[-3:]
         assert graph.lean is fused  # one copy of the weights
     assert len(engines[1].pool) > 0  # the one in use keeps what it has recorded
@@ -113,6 +115,69 @@ def test_a_recording_that_fails_while_it_is_timed_is_a_reason_too(monkeypatch: p
     taken = make_engine("auto", ModelAdapter(zoo.build("llama")))
     assert taken.engine.name == "fused"
     assert taken.reason.endswith("1.00 ms eager; engine cuda_graph: recording failed: CUDA error: out of memory")
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_has_graphs", lambda _device: True)
+    monkeypatch.setattr(choice, "CudaRecorder", lambda _device: RerunRecorder())
+    monkeypatch.setattr(choice, "_compiles", lambda _device: True)
+    monkeypatch.setattr(choice, "CompiledFunctions", lambda: CompiledFunctions("eager"))
+
+
+def is_compiled(engine: Any) -> bool:
+    return engine.executor.compiled is not None
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize(
+    ("compiled_ms", "most_s", "expected"),
+    [(1.5, 60.0, "lean layers, compiled"), (1.96, 60.0, "lean layers, not compiled"), (1.5, 0.0, "lean layers, not c")],
+    ids=["faster", "hardly faster", "takes too long to compile"],
+)
+def test_layers_are_compiled_where_that_is_faster_and_affordable(
+    monkeypatch: pytest.MonkeyPatch, compiled_ms: float, most_s: float, expected: str
+) -> None:
+    monkeypatch.setattr(choice, "_MOST_COMPILE_S", most_s)
+    monkeypatch.setattr(choice, "_decode_and_verify_ms", lambda engine: compiled_ms if is_compiled(engine) else 2.0)
+    taken = make_engine("cuda_graph", ModelAdapter(zoo.build("llama")))
+    assert taken.reason.startswith(f"asked for; {expected}")
+    assert f"{compiled_ms:.2f} ms compiled, 2.00 ms as they are" in taken.reason
+    assert is_compiled(taken.engine) == (expected == "lean layers, compiled")
+
+
+@pytest.mark.usefixtures("compiles")
+def test_auto_times_the_better_of_compiled_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_MOST_COMPILE_S", 60.0)
+    times = {"fused": 3.0, "eager": 4.0}
+    monkeypatch.setattr(
+        choice, "_decode_and_verify_ms", lambda one: times.get(one.name) or (1.0 if is_compiled(one) else 2.0)
+    )
+    taken = make_engine("auto", ModelAdapter(zoo.build("llama")))
+    assert taken.reason.startswith("one token and then four take 3.00 ms fused, 1.00 ms cuda_graph, 4.00 ms eager; ")
+    assert "lean layers, compiled: 1.00 ms compiled, 2.00 ms as they are" in taken.reason
+    assert taken.engine.num_preparations > 0
+
+
+@pytest.mark.usefixtures("compiles")
+def test_layers_that_cannot_be_compiled_or_may_not_be_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_decode_and_verify_ms", lambda engine: 0.1 if is_compiled(engine) else 2.0)
+    adapter = ModelAdapter(zoo.build("llama"))
+    monkeypatch.setattr(choice, "CompiledFunctions", lambda: CompiledFunctions("no such backend"))
+    taken = make_engine("cuda_graph", adapter)
+    assert taken.reason.startswith("asked for; lean layers, as compiling them failed: ")
+    assert not is_compiled(taken.engine)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # as TORCHDYNAMO_DISABLE=1 has it
+    taken = make_engine("cuda_graph", adapter)
+    assert taken.reason == "asked for; lean layers; torch.compile is switched off"
+    assert not is_compiled(taken.engine)
+
+
+def test_weights_by_outputs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_layout, "_SMALLEST_BYTES", 0)
+    for seconds, told in (([1.0, 1.0, 0.1, 0.1], "; weights by outputs"), ([1.0] * 4, "")):
+        monkeypatch.setattr(weight_layout, "Stopwatch", lambda _device, seconds=seconds: lambda _works: seconds)
+        assert make_engine("fused", ModelAdapter(zoo.build("llama"))).reason == f"asked for{told}"
 
 
 def test_a_length_frozen_into_a_recording_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
