@@ -82,6 +82,8 @@ class Provenance(Frozen):
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = None
     engine: str | None = None
+    attention_backend: str | None = None
+    """What computed attention; see `Engine.attention_backend`."""
     commit: str | None = None
     command: str | None = None
     created_at: str | None = None

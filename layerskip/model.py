@@ -106,8 +106,8 @@ class LayerSkipModel:
     Without a config it decodes plainly (gamma = 0), in the same loop. engine: `eager` runs the model's own modules and
     serves every supported architecture; `fused` runs lean layers for Llama-like models at the cost of a second copy of
     their weights, made here: change the model (merge an adapter, move it) before wrapping it; `cuda_graph` records
-    steps and whole rounds of either on a CUDA device; `auto` takes the fastest (`engine_name` and `engine_reason` say
-    which and why).
+    steps and whole rounds of either on a CUDA device, lean layers compiled where that is faster; `auto` takes the
+    fastest (`engine_name` and `engine_reason` say which and why).
 
     Raises: ValueError (UnsupportedModelError) if the architecture cannot be decoded so, if the model is in training
     mode, or if the config was made for another model.

@@ -155,7 +155,7 @@ class SearchRun:
     def _open(self, storage: optuna.storages.BaseStorage) -> optuna.Study:
         spec = self._spec
         facts = {
-            "environment": environment(),
+            "environment": environment() | {"attention_backend": self._subject.origin.attention_backend},
             "command": self._tools.command,
             "spec": spec.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
         }

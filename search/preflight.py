@@ -53,6 +53,7 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         versions={name: package_version(name) for name in ("layerskip", "torch", "transformers", "optuna")},
         prompts_fingerprint=fingerprint.tuning_prompts,
         held_out_fingerprint=fingerprint.held_out_prompts,
+        attention_backend=model.engine.attention_backend,
     )
     space = SearchSpace.for_model(
         model, gamma_max=spec.gamma_max, granularity=spec.granularity, share_prefix=spec.share_prefix

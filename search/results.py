@@ -29,6 +29,7 @@ class Origin:
     versions: Mapping[str, str]
     prompts_fingerprint: str
     held_out_fingerprint: str
+    attention_backend: str
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def with_provenance(confirmation: Confirmation, origin: Origin, facts: SearchFac
         max_new_tokens=facts.max_new_tokens,
         num_threads=origin.num_threads,
         engine=origin.engine,
+        attention_backend=origin.attention_backend,
         commit=facts.commit,
         command=facts.command,
         created_at=facts.created_at,

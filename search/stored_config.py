@@ -60,6 +60,7 @@ def _provenance(study: optuna.Study, spec: dict[str, Any], num_layers: int, fold
         max_new_tokens=known["max_new_tokens"],
         num_threads=known["num_threads"],
         engine=known["engine"],
+        attention_backend=attrs.get("environment", {}).get("attention_backend"),
         command=attrs.get("command"),
         created_at=now_utc(),
     )

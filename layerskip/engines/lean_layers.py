@@ -16,7 +16,13 @@ Arrange = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with a matrix (inputs, outputs), however it lies in memory."""
+    """A product with a matrix (inputs, outputs), however it lies in memory.
+
+    In bfloat16 and float16 torch lets a GPU's products add up parts in reduced precision
+    (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`), so that one row and several differ a little
+    more. It is left as it is: it is the process's setting, the model's own `generate` is compared under the same one,
+    and what it costs in speed or gains in ties has not been measured.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None

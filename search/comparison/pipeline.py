@@ -69,6 +69,9 @@ class ComparisonRun:
             return 1
         return self._finish(shared, runs, confirmed, dropped)
 
+    def _environment(self) -> dict[str, str]:
+        return environment() | {"attention_backend": self._subject.origin.attention_backend}
+
     def _share(self) -> Shared:
         """The reference, stored or new, and what else all runs share."""
         subject, spec = self._subject, self._spec
@@ -77,7 +80,8 @@ class ComparisonRun:
             self._say.phase("reference", "plain decoding of tuning prompts")
             options = ReferenceOptions(subject.space.num_layers, spec.seed, spec.trial_seconds, spec.prompts_per_trial)
             reference = make_reference(subject.decoder, subject.tuning, options)
-            facts = {"created_at": now_utc(), "environment": environment(), "fingerprint": asdict(subject.fingerprint)}
+            fingerprint = asdict(subject.fingerprint)
+            facts = {"created_at": now_utc(), "environment": self._environment(), "fingerprint": fingerprint}
             setup = facts | {"reference": reference.to_json()}
             write_atomically(self._out / _SETUP, json.dumps(setup, indent=2) + "\n")
         else:
@@ -143,7 +147,7 @@ class ComparisonRun:
             "commit": environment().get("commit"),
             "created_at": now_utc(),
             "fingerprint": asdict(self._subject.fingerprint),
-            "environment": environment(),
+            "environment": self._environment(),
             "plan": asdict(self._plan),
             "reference": {
                 "plain_tokens_per_s": shared.reference.plain_tokens_per_s,

@@ -266,6 +266,8 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     rows = [("study", record.name), ("model", f"{model_of(attrs)} ({print_.get('model_class', '?')})")]
     rows.append(("weights", str(print_.get("weights", "?"))))
     rows.append(("device", device_of(attrs)))
+    if backend := environment.get("attention_backend"):
+        rows.append(("attention", str(backend)))
     prompts = [Path(str(spec[name])).name for name in ("prompts", "held_out") if spec.get(name)]
     hashes = f"{print_.get('tuning_prompts', '?')} and {print_.get('held_out_prompts', '?')}"
     rows.append(("prompts", f"{' and '.join(prompts) or '?'}, hashes {hashes}"))

@@ -173,6 +173,7 @@ ORIGIN = Origin(
     versions={"torch": "2"},
     prompts_fingerprint="t",
     held_out_fingerprint="h",
+    attention_backend="torch's choice",
 )
 
 

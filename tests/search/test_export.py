@@ -17,7 +17,7 @@ from layerskip.loading import weights_fingerprint
 from search import export
 from search.draft_model import nearest_whole_layers
 from tests.layerskip import zoo
-from tests.search.fakes import Bench
+from tests.search.fakes import ORIGIN, Bench
 
 DEMO = Path(__file__).parents[2] / "studies" / "demo"
 ASSISTANT: dict[str, Any] = {
@@ -296,6 +296,7 @@ def test_a_studys_config_is_written_again(bench: Bench, capsys: pytest.CaptureFi
     assert again.model_copy(update={"provenance": best.provenance}) == best
     # The fakes' origin and fingerprint are made up apart from each other, so versions and model differ.
     unlike = {"trial", "searched_tokens_per_s", "commit", "created_at", "versions", "model"}
+    assert best.provenance.attention_backend == ORIGIN.attention_backend
     kept = best.provenance.model_dump(exclude=unlike)
     assert again.provenance.model_dump(exclude=unlike) == kept
     assert again.provenance.model == "fake"
