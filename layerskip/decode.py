@@ -81,6 +81,10 @@ class DecodeLoop:
     def config(self) -> DecodeConfig:
         return self._config
 
+    @property
+    def sampler(self) -> Sampler:
+        return self._sampler
+
     def run(self, request: DecodeRequest, stats: DecodeStats) -> Iterator[Emitted]:
         """`begin`, then `complete`."""
         return self.complete(self.begin(request, stats))
@@ -142,7 +146,7 @@ class DecodeLoop:
             emitted = _settle(run, settled)
             seconds = clock.lap()
             run.stats.count_seconds(settled.num_looked_up, len(settled.draft_ids), seconds)
-        run.stats.decode_s += seconds
+        run.stats.add_step(seconds, len(emitted.ids))
         return emitted
 
     # Inference mode per step, not per session: it belongs to the thread, and a session stays open while the consumer of
@@ -256,7 +260,7 @@ class Run:
         return self.request.max_new_tokens - self.stats.num_emitted
 
     def begin_as(self, other: Run) -> None:
-        """Take over the prompt's own forward from a run of the same request that has made this one step."""
+        """Take over the prompt's own forward, and the token after it, from a run that has made this one step."""
         self.verdict = other.verdict
         self.stats.prefill_s = other.stats.prefill_s
         self.take(other.emitted_ids, [TARGET_ONLY])

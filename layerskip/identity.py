@@ -34,6 +34,13 @@ class IdentityReport:
         return self.identical or self.is_tie
 
 
+def first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
+    """Place of the first token in which two texts differ, the end of the shorter one included; None if none does."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    at_end = None if len(ids) == len(others) else min(len(ids), len(others))
+    return next((i for i, (one, other) in pairs if one != other), at_end)
+
+
 def check_greedy(
     model: LayerSkipModel, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]
 ) -> IdentityReport:
@@ -45,11 +52,9 @@ def check_greedy(
 
     Cost: nothing if identical; else one forward over prompt and output. Applies to greedy decoding without a penalty.
     """
-    ids, reference_ids = list(ids), list(reference_ids)
-    if ids == reference_ids:
+    first = first_difference(ids, reference_ids)
+    if first is None:
         return IdentityReport(identical=True, is_tie=False)
-    pairs = enumerate(zip(ids, reference_ids, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(reference_ids)))
     if not ids:
         return IdentityReport(identical=False, is_tie=False, first_difference=first)
     logits = model.target_logits([*prompt_ids, *ids[:-1]], num_logits=len(ids)).float()

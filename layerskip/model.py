@@ -334,33 +334,48 @@ class LayerSkipModel:
     def generate_in_lockstep(
         self, prompt: Prompt, configs: Sequence[DecodeConfig], **arguments: Any
     ) -> list[GenerateOutput]:
-        """One greedy continuation under each config, decoded in turns token by token: for comparing their speeds.
+        """One continuation under each config, decoded in turns token by token: for comparing their speeds.
 
         Each output is what `generate` gives under its config, and its `stats` hold the seconds of its own steps alone.
+        Drawn tokens come from the same random numbers for every config, those of `seed` or `generator`. Outputs may
+        part, when sampling or by a logit tie: `first_difference` tells where, `DecodeStats.tokens_per_s_of_first`
+        compares speeds over equal numbers of tokens.
         Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see
         `layerskip.lockstep` for why not one by one.
-        Raises: ValueError as `generate`, or if the output would be sampled; Diverged if a logit tie parts the outputs.
+        Raises: ValueError as `generate`.
         """
         given = GenerateArguments(**arguments)
         if given.config is not None or given.group is not None:
             raise ValueError("config, group: must not be given here, the settings to compare are `configs`")
-        sampling = self._sampling(given)
-        sampler = Sampler(sampling, None)
-        if not sampler.greedy:
-            raise ValueError("do_sample: must be off to decode in lockstep, drawn tokens would differ; got True")
+        if not configs:
+            raise ValueError("configs: must hold at least one, got none")
         for config in configs:
             self.check_config(config)
         self.check_text_store(given.text_store)
-        if not configs:
-            raise ValueError("configs: must hold at least one, got none")
-        request = self._request(prompt, given)
-        loops = [DecodeLoop(self._engine, config, sampler, store=given.text_store) for config in configs]
-        return [self._output(run, request) for run in decode_in_lockstep(self._engine, loops, request)]
+        sampling, request = self._sampling(given), self._request(prompt, given)
+        generators = self._equal_generators(given, len(configs)) if sampling.do_sample else [None] * len(configs)
+        loops = [
+            DecodeLoop(self._engine, config, Sampler(sampling, generator), store=given.text_store)
+            for config, generator in zip(configs, generators, strict=True)
+        ]
+        runs = decode_in_lockstep(self._engine, loops, request)
+        return [self._output(run, request, sampled=sampling.do_sample) for run in runs]
 
-    def _output(self, run: Run, request: DecodeRequest) -> GenerateOutput:
+    def _equal_generators(self, given: GenerateArguments, num: int) -> list[torch.Generator]:
+        """So many that all draw what `generate` would draw; one that was given stays as it is."""
+        source = self._generator(given)
+        if source is None:
+            source = torch.Generator(device=self.device).manual_seed(int(torch.randint(1 << 62, ())))
+        generators = [torch.Generator(device=self.device) for _ in range(num)]
+        for generator in generators:
+            generator.set_state(source.get_state())
+        return generators
+
+    def _output(self, run: Run, request: DecodeRequest, *, sampled: bool) -> GenerateOutput:
         ids = run.emitted_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return GenerateOutput(ids, text, run.origins, finish_reason(ids, request), run.stats, rejected=run.rejected)
+        reason = finish_reason(ids, request)
+        return GenerateOutput(ids, text, run.origins, reason, run.stats, sampled=sampled, rejected=run.rejected)
 
     def _request(self, prompt: Prompt, given: GenerateArguments) -> DecodeRequest:
         return DecodeRequest(

@@ -135,6 +135,11 @@ class Sampler:
         rows = [[*context, *drafted[:i], *([context[-1]] * (len(drafted) - i))] for i in range(scores.shape[0])]
         return torch.tensor(rows, device=scores.device)
 
+    def go_on_from(self, other: Sampler) -> None:
+        """Draw from now on what `other` would draw. Nothing to do for two that draw from one generator, or greedily."""
+        if self._generator is not None and other._generator is not None:
+            self._generator.set_state(other._generator.get_state())
+
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
         """One token per row of `probs` (T, V) -> (T,) int64."""
         return torch.multinomial(probs, 1, generator=self._generator).squeeze(-1)

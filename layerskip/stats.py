@@ -12,6 +12,7 @@ _TIMES = (
     "target_only_s",
     "round_s_by_drafted",
     "lookup_round_s_by_drafted",
+    "token_s",
 )
 
 
@@ -59,6 +60,8 @@ class DecodeStats:
     """Share of decode_s of the rounds in `rounds_by_drafted`: drafting, verification and what lies between."""
     lookup_round_s_by_drafted: list[float] = field(default_factory=list)
     """The same of `lookup_rounds_by_drafted`."""
+    token_s: list[float] = field(default_factory=list)
+    """Share of decode_s of each token after the first; tokens of one round share its seconds evenly."""
 
     def make_room(self, gamma: int) -> None:
         """For rounds of up to `gamma` draft tokens."""
@@ -88,6 +91,11 @@ class DecodeStats:
             by_drafted = self.lookup_round_s_by_drafted if num_looked_up else self.round_s_by_drafted
             by_drafted[num_drafted - 1] += seconds
 
+    def add_step(self, seconds: float, num_tokens: int) -> None:
+        """Count the seconds of a step after the prompt's own, which emitted so many tokens."""
+        self.decode_s += seconds
+        self.token_s += [seconds / num_tokens] * num_tokens
+
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted / drafted; None if nothing was drafted."""
@@ -108,6 +116,18 @@ class DecodeStats:
         """(emitted - 1) / decode seconds, prefill apart; cut tokens are not counted. None below two tokens."""
         return (self.num_emitted - 1) / self.decode_s if self.num_emitted > 1 and self.decode_s > 0 else None
 
+    def tokens_per_s_of_first(self, num_tokens: int) -> float | None:
+        """`tokens_per_s` of the first tokens alone, to compare texts of different lengths; None below two tokens.
+
+        Raises: ValueError if fewer were emitted.
+        """
+        if not num_tokens <= self.num_emitted:
+            raise ValueError(f"num_tokens: must be at most the {self.num_emitted} emitted, got {num_tokens}")
+        if num_tokens == self.num_emitted:
+            return self.tokens_per_s
+        seconds = sum(self.token_s[: max(num_tokens - 1, 0)])
+        return (num_tokens - 1) / seconds if seconds > 0 else None
+
     @property
     def end_to_end_tokens_per_s(self) -> float | None:
         """Emitted / (prefill + decode) seconds."""
@@ -125,6 +145,8 @@ class DecodeStats:
         return {name: value for name, value in asdict(self).items() if name not in _TIMES}
 
     def to_dict(self) -> dict[str, object]:
-        """Counters and derived ratios as plain JSON values."""
+        """Counters and derived ratios as plain JSON values; without `token_s`, which is as long as the text."""
         derived = ("acceptance_rate", "mean_accepted_length", "ttft_s", "tpot_ms", "end_to_end_tokens_per_s")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        values = asdict(self) | {name: getattr(self, name) for name in derived}
+        del values["token_s"]
+        return values

@@ -40,7 +40,7 @@ class Decoder(Protocol):
         """Continue one prompt greedily under `config`."""
 
     def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-        """Continue one prompt greedily under each config, in turns of a step. Raises: Diverged if outputs part."""
+        """Continue one prompt greedily under each config, in turns of a few steps. Outputs may part by a logit tie."""
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
@@ -75,7 +75,7 @@ class ModelDecoder:
         return Decoded(tuple(out.ids), out.stats)
 
     def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-        """Continue one prompt greedily under each config, in turns of a step. Raises: Diverged if outputs part."""
+        """Continue one prompt greedily under each config, in turns of a few steps. Outputs may part by a logit tie."""
         outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments)
         return [Decoded(tuple(out.ids), out.stats) for out in outs]
 

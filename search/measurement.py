@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layerskip.benchmark.alternation import no_garbage_collection
 from layerskip.config import DecodeConfig
-from layerskip.lockstep import Diverged
+from layerskip.identity import IdentityReport
 from layerskip.stats import DecodeStats
 from search.decoder import Decoded, Decoder
 from search.statistics import geometric_mean
@@ -38,6 +38,7 @@ class Timed:
     """One checked decoding of one prompt."""
 
     tokens_per_s: float
+    """In lockstep over as many tokens as the shortest of the outputs has."""
     is_tie: bool
     stats: DecodeStats
 
@@ -52,7 +53,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Speculative tokens/s over plain tokens/s; the tokens are the same, so it is a ratio of seconds too."""
+        """Speculative tokens/s over plain tokens/s, over equal numbers of tokens: a ratio of seconds too."""
         return self.speculative.tokens_per_s / self.plain.tokens_per_s
 
 
@@ -83,13 +84,13 @@ def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
     """
     with no_garbage_collection():
         out = decoder.decode(case.prompt_ids, config)
-    return _checked(decoder, case, config, out)
+    return _timed(case, out, _lossless(decoder, case, config, out), out.stats.num_emitted)
 
 
 def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
     """Both ways to decode one prompt, in lockstep; who takes the first step is the caller's to flip.
 
-    Where a logit tie parts the two, they are measured one after the other. Raises as `time_one`.
+    Raises as `time_one`.
     """
     plain = DecodeConfig.plain(config.skip_mask.num_layers)
     timed = time_all(decoder, case, [plain, config] if plain_first else [config, plain])
@@ -112,14 +113,13 @@ def pair_seconds(stats: DecodeStats) -> float:
 def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed]:
     """Several ways to decode one prompt, in lockstep, with garbage collection off, each output checked.
 
-    Where a logit tie parts them, they are measured one after the other. Raises as `time_one`.
+    Where a logit tie parts the outputs, speeds are compared over equal numbers of tokens. Raises as `time_one`.
     """
-    try:
-        with no_garbage_collection():
-            outs = decoder.decode_in_lockstep(case.prompt_ids, configs)
-    except Diverged:
-        return [time_one(decoder, case, config) for config in configs]
-    return [_checked(decoder, case, config, out) for config, out in zip(configs, outs, strict=True)]
+    with no_garbage_collection():
+        outs = decoder.decode_in_lockstep(case.prompt_ids, configs)
+    reports = [_lossless(decoder, case, config, out) for config, out in zip(configs, outs, strict=True)]
+    shortest = min(out.stats.num_emitted for out in outs)
+    return [_timed(case, out, report, shortest) for out, report in zip(outs, reports, strict=True)]
 
 
 def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:
@@ -172,16 +172,20 @@ def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> 
     return fault
 
 
-def _checked(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> Timed:
+def _lossless(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> IdentityReport:
+    """How the output compares with the reference. Raises: LosslessViolation."""
     identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids)
-    if not identity.identical and not identity.is_tie:
+    if not identity.lossless:
         raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
-    rate = out.stats.tokens_per_s
+    return identity
+
+
+def _timed(case: PromptCase, out: Decoded, identity: IdentityReport, num_tokens: int) -> Timed:
+    """The output with its speed over the first `num_tokens`."""
+    rate = out.stats.tokens_per_s_of_first(num_tokens)
     if rate is None:
-        raise ValueError(
-            f"prompt {case.prompt_id!r}: {out.stats.num_emitted} tokens in {out.stats.decode_s} s: no rate"
-        )
-    return Timed(rate, not identity.identical, out.stats)
+        raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {out.stats.decode_s} s decoding: no rate")
+    return Timed(rate, identity.is_tie, out.stats)
 
 
 def _sum_lists(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:

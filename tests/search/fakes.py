@@ -11,7 +11,6 @@ from typing import Any
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
-from layerskip.lockstep import Diverged
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
 from search.fingerprint import Fingerprint
@@ -83,10 +82,7 @@ class FakeDecoder:
         return Decoded(ids, stats)
 
     def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-        outs = [self.decode(prompt_ids, config) for config in configs]
-        if len({out.ids for out in outs}) > 1:
-            raise Diverged("the fake's outputs differ")
-        return outs
+        return [self.decode(prompt_ids, config) for config in configs]
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         if tuple(ids) == tuple(reference_ids):

@@ -1,4 +1,4 @@
-"""Pairs in lockstep and apart: each output checked, and a tie that parts two outputs costs nothing but time."""
+"""Pairs in lockstep and apart: each output checked, speeds over equal numbers of tokens, a tie or none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerskip import DecodeConfig, SkipMask
+from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.decoder import Decoded
 from search.measurement import (
     LosslessViolation,
@@ -61,12 +61,27 @@ def test_a_pair_apart_is_decoded_one_after_the_other(plain_first: bool) -> None:
     assert pair.speculative.stats.num_rounds > pair.plain.stats.num_rounds == 0
 
 
-def test_a_tie_that_parts_the_outputs_is_measured_one_by_one() -> None:
+def test_a_tie_that_parts_the_outputs_keeps_the_lockstep() -> None:
     decoder = WatchedDecoder(noise=0.0, tie_on=lambda _config: True)
     pair = measure_pair(decoder, case_of(decoder), DRAFT, plain_first=True)
-    assert [kind for kind, _ in decoder.calls[-2:]] == ["alone", "alone"]
+    assert decoder.calls == [("lockstep", (False, True))]
     assert (pair.plain.is_tie, pair.speculative.is_tie) == (False, True)
     assert pair.ratio == pytest.approx(true_speedup(DRAFT))
+
+
+def test_texts_of_different_lengths_compare_over_equal_numbers_of_tokens() -> None:
+    """A tie may end one text early; the later tokens of the other, at another price, are no part of the ratio."""
+
+    class Uneven(WatchedDecoder):
+        def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+            long = DecodeStats(num_emitted=5, decode_s=8.0, token_s=[1.0, 1.0, 3.0, 3.0])
+            short = DecodeStats(num_emitted=3, decode_s=1.0, token_s=[0.5, 0.5])
+            return [Decoded((1, 2, 3, 4, 5), long), Decoded((1, 2, 9), short)]
+
+    decoder = Uneven(tie_on=lambda _config: True)
+    pair = measure_pair(decoder, PromptCase("p", (7,), (1, 2, 3, 4, 5)), DRAFT, plain_first=True)
+    assert pair.plain.tokens_per_s == pytest.approx(1.0)
+    assert pair.ratio == pytest.approx(2.0)
 
 
 def test_a_wrong_output_is_a_violation_of_the_config_that_made_it() -> None:
@@ -76,3 +91,13 @@ def test_a_wrong_output_is_a_violation_of_the_config_that_made_it() -> None:
     with pytest.raises(LosslessViolation) as violation:
         time_all(decoder, case_of(decoder), [PLAIN, DRAFT, wrong])
     assert violation.value.config == wrong
+
+
+def test_a_wrong_output_too_short_to_time_is_a_violation_too() -> None:
+    class Cut(WatchedDecoder):
+        def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+            plain, draft = super().decode_in_lockstep(prompt_ids, configs)
+            return [plain, Decoded(draft.ids[:1], DecodeStats(num_emitted=1))]
+
+    with pytest.raises(LosslessViolation):
+        measure_pair(Cut(), case_of(Cut()), DRAFT, plain_first=True)
