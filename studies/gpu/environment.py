@@ -113,22 +113,17 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Look whether a machine can run the GPU study, and write down what it is. Exit codes: 0 it can, 1 "
-        "it lacks what is printed.",
+        description="Look whether a machine can run the GPU study, and print what it is. Exit codes: 0 it can, 1 it "
+        "lacks what is printed.",
     )
     parser.add_argument("--device", default="cuda", help="torch device")
     parser.add_argument("--min-gpu-gib", type=float, default=0.0, help="GPU memory that must be free")
     parser.add_argument("--min-disk-gib", type=float, default=0.0, help="disk that must be free")
     parser.add_argument("--work", type=Path, default=Path(), help="folder in which the disk must be free")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for the facts; not written if it lacks any")
     given = parser.parse_args(argv)
     facts, lacks = check(given.device, min_gpu_gib=given.min_gpu_gib, min_disk_gib=given.min_disk_gib, work=given.work)
-    text = json.dumps(facts, indent=1) + "\n"
-    sys.stdout.write(text + "".join(f"lacking: {line}\n" for line in lacks))
-    if lacks:
-        return 1
-    given.out.write_text(text, encoding="utf-8")
-    return 0
+    sys.stdout.write(json.dumps(facts, indent=1) + "\n" + "".join(f"lacking: {line}\n" for line in lacks))
+    return 1 if lacks else 0
 
 
 if __name__ == "__main__":

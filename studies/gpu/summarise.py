@@ -1,56 +1,109 @@
-"""The GPU study's results in one page: `python -m studies.gpu.summarise FOLDER --out results.md`."""
+"""One Markdown page of what the parts of the GPU study left in a folder."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerskip.cli import OneLineParser, run_command
-from layerskip.config import write_atomically
+from studies.gpu import tables
+from studies.gpu.book import DONE, read
+from studies.gpu.tables import Rows, percent
 
-PROG = "studies.gpu.summarise"
-NOT_RUN = "Not run."
-MODELS = ("layerskip", "stock")
+TITLES = {
+    "plain": "Plain decoding",
+    "rounds": "Rounds",
+    "speedup": "Speedup over acceptance",
+    "generate": "Beside Hugging Face's generate",
+    "compiled": "Beside Hugging Face's compiled generate",
+    "contexts": "Long texts",
+    "identity": "Identity in float32",
+    "ties": "Ties in bfloat16",
+    "lockstep": "Lockstep",
+    "recordings": "Recordings",
+    "profile": "Profile",
+    "auto": "The engine taken by measurement",
+    "train": "Training",
+    "search": "Search and confirm",
+    "bench": "Bench",
+}
 
 
 def page(folder: Path) -> str:
-    """Markdown of all results in `folder`; a part whose file is missing says that it was not run.
+    """All parts in the folder, by name.
 
-    Raises: ValueError naming the file that is not what its step writes.
+    Raises: ValueError where there is none, or naming the file and the step whose rows are not what the step writes.
     """
-    parts: list[tuple[str, str, Callable[[Any], str]]] = [
-        ("Machine", "environment.json", machine),
-        *((f"Training: {name}", f"{name}-training.json", training) for name in MODELS),
-        *((f"Search: {name}", f"{name}-summary.json", search) for name in MODELS),
-        ("Comparison of strategies", "compare.json", comparison),
-        ("Bench", "bench.json", bench),
-        ("Replay audit", "audit.json", audit),
+    files = sorted(folder.glob("[abc]-*.json"))
+    if not files:
+        raise ValueError(f"folder: holds no result of a part, got {folder}")
+    parts = [_part(file) for file in files]
+    return (
+        "\n\n".join(
+            ["# GPU study", "Written by `python -m studies.gpu summarise` from the files of its parts.", *parts]
+        )
+        + "\n"
+    )
+
+
+def _part(file: Path) -> str:
+    record = read(file)
+    lines = [f"## Part {record['part'].upper()}, {record['size']}", _machine(record)]
+    if record["part"] == "b":
+        return "\n\n".join([*lines, tests(record["steps"])])
+    for name, step in record["steps"].items():
+        lines.append(f"### {TITLES.get(name, name)}")
+        if step["state"] != DONE:
+            lines.append(f"**{step['state']}**: {_last_line(step['error'])}")
+        if step["rows"]:
+            try:
+                lines.append(_body(name, step["rows"], record["workers"][-1]))
+            except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+                raise ValueError(
+                    f"{file}: {name}: not what its step writes ({type(error).__name__}: {error})"
+                ) from None
+    return "\n\n".join(lines)
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    if not record["workers"]:
+        return "Not run: no process got as far as its first step."
+    facts = record["workers"][-1]
+    versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
+    copy = f"; a large copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s" if "copy_bytes_per_s" in facts else ""
+    return f"{facts['device']}; {versions}; commit {facts['commit']}; {facts['started_at']}{copy}."
+
+
+def _body(name: str, rows: Rows, facts: Mapping[str, Any]) -> str:
+    if name in tables.TABLES:
+        return tables.TABLES[name](rows, facts)
+    found: dict[str, Any] = {key: value for row in rows for key, value in row.items()}
+    if name == "train":
+        return training(found["training"])
+    return search(found["summary"]) if name == "search" else bench(found["bench"])
+
+
+def tests(steps: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many passed, and every other one by name."""
+    outcomes = {name: _outcome(step) for name, step in steps.items()}
+    lines = [
+        ", ".join(f"{count} {word}" for word, count in Counter(word for word, _ in outcomes.values()).items()) + "."
     ]
-    lines = ["# GPU study", "", "Written by `studies/gpu/run_all.sh` from the JSON files beside this page.", ""]
-    for title, name, write in parts:
-        lines += [f"## {title}", "", _part(folder / name, write), ""]
-    tests = folder / "gpu-tests.txt"
-    lines += ["## Tests marked gpu", "", _last_line(tests) if tests.is_file() else NOT_RUN, ""]
-    lines += ["## Steps", "", steps(folder / "steps.tsv"), ""]
+    lines += [
+        f"- {word}: `{name.split('::')[-1]}`: {why}" for name, (word, why) in outcomes.items() if word != "passed"
+    ]
+    for name, step in steps.items():
+        measured = {key: value for row in step["rows"] for key, value in row["properties"].items()}
+        lines += [f"- `{name.split('::')[-1]}`: {key} {value:.4g}" for key, value in measured.items()]
     return "\n".join(lines)
 
 
-def _part(file: Path, write: Callable[[Any], str]) -> str:
-    if not file.is_file():
-        return NOT_RUN
-    try:
-        return write(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{file}: not what its step writes ({type(error).__name__}: {error})") from None
-
-
-def machine(facts: Mapping[str, Any]) -> str:
-    """Device and versions."""
-    memory = f", {facts['memory_gib']} GiB" if "memory_gib" in facts else ""
-    packages = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
-    return f"{facts['device']}{memory}; {facts['num_cpus']} CPUs; Python {facts['python']}; {packages}."
+def _outcome(step: Mapping[str, Any]) -> tuple[str, str]:
+    if step["rows"]:
+        row = step["rows"][-1]
+        return row["outcome"], _last_line(row["reason"])
+    return "not finished", _last_line(step["error"])
 
 
 def training(facts: Mapping[str, Any]) -> str:
@@ -70,7 +123,7 @@ def search(facts: Mapping[str, Any]) -> str:
     lines += [confirmed(facts["confirmed"], facts["config"])] if facts["confirmed"] else []
     lines += [
         f"- Tuning prompts: plain {facts['reference']['plain_tokens_per_s']:.1f} tok/s, "
-        f"A/A noise {_percent(noise)} a pair.",
+        f"A/A noise {percent(noise)} a pair.",
         f"- {facts['trials']['counted']} trials; {facts['seconds']['total']:.0f} s in all "
         f"({', '.join(f'{name} {value:.0f}' for name, value in facts['seconds'].items() if name != 'total')}).",
     ]
@@ -79,11 +132,11 @@ def search(facts: Mapping[str, Any]) -> str:
         rank = prediction["spearman"]
         lines.append(
             f"- Predictions of {prediction['num_trials']} trials: median error "
-            f"{_percent(prediction['median_abs_error'])}, rank correlation {'-' if rank is None else f'{rank:.2f}'}."
+            f"{percent(prediction['median_abs_error'])}, rank correlation {'-' if rank is None else f'{rank:.2f}'}."
         )
     if replay:
         lines.append(
-            f"- Replayed counts exact in {_percent(replay['exact_share'])} of {replay['num_settings']} settings."
+            f"- Replayed counts exact in {percent(replay['exact_share'])} of {replay['num_settings']} settings."
         )
     lines += [f"- NOT LOSSLESS: {one}" for one in facts["not_lossless"]]
     return "\n".join(lines)
@@ -104,82 +157,18 @@ def confirmed(numbers: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     )
 
 
-def comparison(facts: Mapping[str, Any]) -> str:
-    """Strategies at their last checkpoint, fastest first."""
-    rows = [(name, one["checkpoints"][-1]) for name, one in facts["strategies"].items()]
-    rows.sort(key=lambda row: -row[1]["speedup"])
-    lines = ["| strategy | trials | confirmed speedup (95 % over seeds) |", "|---|---:|---|"]
-    for name, row in rows:
-        low, high = row["speedup_ci_low"], row["speedup_ci_high"]
-        interval = "-" if low is None else f"{low:.3f}..{high:.3f}"
-        lines.append(f"| {name} | {row['trials']} | {row['speedup']:.3f} ({interval}) |")
+def bench(record: Mapping[str, Any]) -> str:
+    """Ways to decode, with intervals and identical outputs, and the step beside them."""
+    facts, steps = record["facts"], record["steps"]
+    lines = [tables.benchmark(record["rows"], {}), ""]
+    target = steps["target"][0]
+    lines.append(
+        f"One target token: {1000 * target['seconds']:.3f} ms, {percent(target['bandwidth_share'])} of the measured "
+        f"{steps['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s. Engine {facts['engine']} ({facts['engine_reason']})."
+    )
     return "\n".join(lines)
 
 
-def bench(facts: Mapping[str, Any]) -> str:
-    """Ways to decode, with intervals and identical outputs."""
-    lines = ["| way to decode | tokens/s (95 %) | identical outputs |", "|---|---|---|"]
-    for row in facts["rows"]:
-        speed = f"not run: {row['reason']}" if row.get("reason") else "-"
-        if row["tokens_per_s"] is not None:
-            low, high = row.get("ci_low"), row.get("ci_high")
-            speed = f"{row['tokens_per_s']:.1f}" + ("" if low is None or high is None else f" ({low:.1f}..{high:.1f})")
-        lines.append(f"| {row['name']} | {speed} | {row['identical']} of {row['num_outputs']} |")
-    of_steps, target = facts["steps"], facts["steps"]["target"][0]
-    overhead = ", ".join(f"{name} {_percent(share)}" for name, share in of_steps["loop_overhead"].items())
-    lines += [
-        "",
-        f"One target token: {1000 * target['seconds']:.2f} ms, {_percent(target['bandwidth_share'])} of the measured "
-        f"copy bandwidth of {of_steps['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s. Loop overhead: {overhead}. Engine "
-        f"{facts['facts']['engine']} ({facts['facts']['engine_reason']}).",
-    ]
-    return "\n".join(lines)
-
-
-def audit(facts: Mapping[str, Any]) -> str:
-    """Replayed counts against those of really decoding."""
-    lines = [
-        f"- {name}: exact in {_percent(one['exact_share'])} of {one['num_settings']} random settings, median error "
-        f"{_percent(one['median_error'])}, 95th percentile {_percent(one['p95_error'])}."
-        for name, one in facts["checks"].items()
-        if one
-    ]
-    return "\n".join([*lines, *(f"- NOT LOSSLESS: {one}" for one in facts["violations"])]) or "Nothing to compare."
-
-
-def steps(file: Path) -> str:
-    """Seconds of every attempt at a step."""
-    if not file.is_file():
-        return NOT_RUN
-    lines = ["| step | seconds | limit | exit code |", "|---|---:|---:|---:|"]
-    lines += [f"| {' | '.join(row.split(chr(9)))} |" for row in file.read_text(encoding="utf-8").splitlines()]
-    return "\n".join(lines)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _last_line(file: Path) -> str:
-    lines = file.read_text(encoding="utf-8").strip().splitlines()
-    return f"`{lines[-1]}`" if lines else NOT_RUN
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = OneLineParser(prog=f"python -m {PROG}", description="Write the results of the GPU study as one page.")
-    parser.add_argument("folder", type=Path, help="where the steps left their files")
-    parser.add_argument("--out", type=Path, required=True, help="the page, markdown")
-    given = parser.parse_args(argv)
-
-    def write() -> int:
-        if not given.folder.is_dir():
-            raise ValueError(f"folder: no such folder: {given.folder}")
-        write_atomically(given.out, page(given.folder))
-        return 0
-
-    return run_command(PROG, write)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _last_line(text: str | None) -> str:
+    lines = (text or "").strip().splitlines()
+    return lines[-1] if lines else ""

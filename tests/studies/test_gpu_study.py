@@ -1,17 +1,11 @@
-"""The GPU study: its script's order, limits, resumption and failures, its small helpers, and a rehearsal on the CPU."""
+"""The GPU study: its time limits, random models, small helpers and tables, and a rehearsal of all parts on the CPU."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import signal
 import subprocess
 import sys
-import tarfile
-import time
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -20,134 +14,93 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from layerskip.config import DecodeConfig
-from search.spec import StudySpec
+from layerskip import DecodeConfig, SkipMask
 from studies.demo import corpus
-from studies.gpu import candidate, environment, summarise, trials
+from studies.gpu import __main__ as command
+from studies.gpu import candidate, environment, main_job, models, summarise, tables
+from studies.gpu.book import read
+from studies.gpu.engine_part import EnginePart
+from studies.gpu.gpu_tests import GpuTests
+from tests.studies.gpu_fakes import Mishaps, run
 
 ROOT = Path(environment.__file__).resolve().parents[2]
-SCRIPT = ROOT / "studies" / "gpu" / "run_all.sh"
-MINUTES_IN_ALL, MINUTES_A_STEP = 28, 10
-
-# Stands in for the interpreter: notes how it was called, and does what FAKE says.
-FAKE_PYTHON = """#!/usr/bin/env bash
-echo "$*" >>"$CALLS"
-case "$FAKE" in
-fail) seq 1 40; echo "the reason" >&2; exit 7 ;;
-nothing) exit 0 ;;
-wait) trap 'echo tidied up; exit 0' TERM; sleep 30 & wait $! ;;
-facts) while [[ $# -gt 1 ]]; do if [[ $1 == --out ]]; then echo '{}' >"$2"; fi; shift; done ;;
-esac
-"""
+SECONDS_A_COMMAND, SECONDS_IN_ALL = 570, 28 * 60
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> dict[str, str]:
-    """The script's environment: folders of its own, and an interpreter that does what FAKE says."""
-    python = tmp_path / "python"
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
-    names = {"WORK": "work", "OUT": "out", "CALLS": "calls"}
-    mine = {name: str(tmp_path / folder) for name, folder in names.items()}
-    return {**os.environ, **mine, "PYTHON": str(python), "FAKE": "nothing"}
+# --- the command
 
 
-def script(env: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", str(SCRIPT), *arguments], env=env, capture_output=True, text=True, check=False)
-
-
-def table() -> dict[str, int]:
-    lines = script(os.environ, "--list").stdout.splitlines()
-    return {name: int(limit) for name, limit in (line.split() for line in lines)}
-
-
-def test_the_steps_fit_into_the_time() -> None:
-    limits = table()
-    assert list(limits)[:4] == ["environment", "gpu-tests", "train", "train-stock"]
-    assert sum(limits.values()) <= 60 * MINUTES_IN_ALL
-    assert max(limits.values()) <= 60 * MINUTES_A_STEP
+def test_the_parts_fit_into_the_time() -> None:
+    assert max(command.SECONDS.values()) <= SECONDS_A_COMMAND
+    assert command.SECONDS["a", "1b"] + command.SECONDS["a", "3b"] <= SECONDS_A_COMMAND
+    assert sum(command.SECONDS.values()) <= SECONDS_IN_ALL
+    for size in ("demo", "1b"):
+        bounds = main_job.SIZES[size].bounds_s.values()
+        assert max(bounds) < command.SECONDS["c", size] <= sum(bounds)
+    for size in ("1b", "3b", "8b"):
+        assert max(step.bound_s for step in EnginePart(size).steps()) < command.SECONDS["a", size]
+    names = [step.name for step in EnginePart("3b").steps()]
+    assert names[:5] == ["plain", "rounds", "speedup", "generate", "compiled"]
+    assert set(names) == set(tables.TABLES)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "STEP: name steps, or all; --list prints them"),
-        (["sing"], "STEP: must be all or one of those that --list prints, got 'sing'"),
-        (["--size", "70b", "all"], "--size: must be 1b or tiny, got '70b'"),
-        (["--size"], "--size: needs a value"),
-        (["--within", "soon", "all"], "--within: must be a whole number of seconds, got 'soon'"),
+        (["a"], "required: --out"),
+        (["a", "--size", "70b", "--out", "x"], "invalid choice: '70b'"),
+        (["a", "--seconds", "0", "--out", "x"], "--seconds: must be above 0, got 0.0"),
+        (["summarise", "nowhere"], "folder: holds no result of a part, got nowhere"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(place: dict[str, str], arguments: list[str], message: str) -> None:
-    done = script(place, *arguments)
-    assert done.returncode == 2
-    assert done.stderr == f"run_all.sh: error: {message}\n"
-    assert not Path(place["WORK"]).exists()
+def test_bad_arguments_are_refused_in_one_line(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(command.main(arguments))
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
 
 
-def test_a_failing_step_ends_the_run_with_its_name_and_last_lines(place: dict[str, str]) -> None:
-    done = script(place | {"FAKE": "fail"}, "--size", "tiny", "all")
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    assert lines[1].split(" ", 1)[1].startswith("environment failed with exit code 7; the last lines of ")
-    assert [line.strip() for line in lines[2:]] == [*map(str, range(27, 41)), "the reason"]
-    assert len(Path(place["CALLS"]).read_text().splitlines()) == 1
-    assert (Path(place["OUT"]) / "environment.log").read_text().endswith("40\nthe reason\n")
-    assert (Path(place["OUT"]) / "steps.tsv").read_text().split("\t")[3] == "7\n"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_cuda_device_only_the_rehearsal_starts() -> None:
+    with pytest.raises(RuntimeError, match="part a at size 3b needs a CUDA device"):
+        EnginePart("3b").facts()
 
 
-def test_a_step_that_leaves_no_result_has_failed(place: dict[str, str]) -> None:
-    done = script(place, "--size", "tiny", "environment", "train")
-    assert done.returncode == 1
-    assert "environment failed: it left no " in done.stdout
-    assert "train" not in done.stdout.replace("environment", "")
+# --- random models
 
 
-def test_finished_steps_are_skipped_and_the_rest_is_done(place: dict[str, str]) -> None:
-    results = Path(place["WORK"]) / "results"
-    results.mkdir(parents=True)
-    (results / "layerskip-training.json").write_text("{}")
-    done = script(place | {"FAKE": "facts", "PACK": "1"}, "--size", "tiny", "environment", "gpu-tests", "train")
-    assert done.returncode == 0, done.stdout
-    assert "train: done before" in done.stdout
-    calls = Path(place["CALLS"]).read_text().splitlines()
-    assert len(calls) == 1
-    assert calls[0].startswith("-m studies.gpu.environment --device cpu ")
-    again = script(place | {"FAKE": "fail"}, "--size", "tiny", "environment", "gpu-tests", "train")
-    assert again.returncode == 0
-    assert again.stdout.count("done before") == 3
-    with tarfile.open(Path(place["OUT"]) / "results.tar.gz") as packed:
-        assert {"./environment.json", "./gpu-tests.txt", "./steps.tsv"} <= set(packed.getnames())
+def test_drafts_of_a_random_model_agree_the_more_the_less_its_late_layers_add() -> None:
+    shape, rates = models.SHAPES["tiny"], []
+    for damping in (1.0, 0.4, 0.1):
+        model = models.on_engine(
+            models.random_llama(shape, torch.device("cpu"), torch.float32, damping=damping), "cuda_graph"
+        )
+        prompt = models.random_prompt(shape, 20)
+        config = DecodeConfig(skip_mask=SkipMask.early_exit(shape.layers, 2), gamma=3)
+        out = model.generate(prompt, config=config, max_new_tokens=64)
+        assert out.ids == model.generate(prompt, config=DecodeConfig.plain(shape.layers), max_new_tokens=64).ids
+        assert len(out.ids) == 64, "no text ends early"
+        assert len(set(out.ids)) > 24, "the text is no loop"
+        rates.append(out.stats.acceptance_rate)
+    assert rates == sorted(rates)
+    assert rates[0] < 0.75
+    assert rates[-1] > 0.9
 
 
-def test_wheels_are_installed_for_this_run_alone(place: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "one-1.0-py3-none-any.whl").touch()
-    script(place | {"FAKE": "facts", "WHEELS": str(tmp_path / "wheels")}, "--size", "1b", "environment")
-    call = Path(place["CALLS"]).read_text().splitlines()[0]
-    assert call.startswith("-m pip install --quiet --no-index --no-deps --upgrade --target ")
-    assert call.endswith(f"/work/site {tmp_path}/wheels/one-1.0-py3-none-any.whl")
+def test_random_models_are_the_same_every_time_and_in_the_number_format_asked_for() -> None:
+    shape, made = models.SHAPES["tiny"], []
+    for _ in range(2):
+        made.append(models.random_llama(shape, torch.device("cpu"), torch.bfloat16))
+        assert torch.get_default_dtype() == torch.float32
+    assert {parameter.dtype for parameter in made[0].parameters()} == {torch.bfloat16}
+    assert made[0].model.rotary_emb.inv_freq.dtype == torch.float32
+    for one, other in zip(*(model.parameters() for model in made), strict=True):
+        assert torch.equal(one, other)
 
 
-def test_no_step_starts_that_could_end_too_late(place: dict[str, str]) -> None:
-    done = script(place | {"FAKE": "facts"}, "--within", "65", "environment", "train")
-    assert done.returncode == 3
-    assert re.search(r"train: may take \d+ s, more than is left of 65", done.stdout)
-    assert (Path(place["OUT"]) / "environment.json").exists()
-
-
-def test_a_stopped_run_waits_for_its_step_and_says_so(place: dict[str, str]) -> None:
-    command = ["bash", str(SCRIPT), "--size", "tiny", "environment"]
-    with subprocess.Popen(command, env=place | {"FAKE": "wait"}, stdout=subprocess.PIPE, text=True) as running:
-        calls, patience = Path(place["CALLS"]), 600
-        while not calls.exists() and patience:
-            time.sleep(0.05)
-            patience -= 1
-        running.send_signal(signal.SIGTERM)
-        out, _ = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert out.rstrip().endswith("stopped; the same command goes on")
-    assert (Path(place["OUT"]) / "environment.log").read_text() == "tidied up\n"
+# --- what a machine needs
 
 
 def test_missing_packages_are_found_through_what_is_there() -> None:
@@ -172,12 +125,11 @@ def test_this_machine_has_all_packages_and_lacks_what_is_asked_too_much(
 ) -> None:
     needed = environment.project_requirements()
     assert {"torch", "optuna", "pytest", "hypothesis", "pytest-timeout"} <= {one.name for one in needed}
-    flags = ["--device", "cpu", "--work", str(tmp_path), "--out", str(tmp_path / "facts.json")]
+    flags = ["--device", "cpu", "--work", str(tmp_path)]
     assert environment.main([*flags, "--min-disk-gib", "1e9"]) == 1
     assert "lacking: 1e+09 GiB of disk" in capsys.readouterr().out
-    assert not (tmp_path / "facts.json").exists()
     assert environment.main(flags) == 0
-    assert json.loads((tmp_path / "facts.json").read_text())["packages"]["torch"] == torch.__version__
+    assert json.loads(capsys.readouterr().out)["packages"]["torch"] == torch.__version__
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -194,18 +146,6 @@ def test_the_check_of_a_machine_needs_none_of_the_packages_it_looks_for() -> Non
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_trials_fill_the_time_and_no_more() -> None:
-    spec = StudySpec(
-        model="m", prompts="p", max_new_tokens=32, prompts_per_trial=4, num_confirm_prompts=12, trial_seconds=1.0
-    )
-    # A pair takes 1.25 * 2 * 32 / 400 = 0.2 s; 14 runs: 11.2 s a trial of each, 33.6 s of confirming.
-    assert trials.trials_that_fit(400.0, 240.0, 14, spec, 25) == int((240 - 45 - 33.6) / 11.2) == 14
-    assert trials.trials_that_fit(400.0, 240.0, 14, spec, 5) == 5
-    assert trials.trials_that_fit(1.0, 240.0, 14, spec, 25) == 1
-    with pytest.raises(ValueError, match="plain_tokens_per_s: must be above 0, got 0"):
-        trials.trials_that_fit(0.0, 240.0, 14, spec, 25)
-
-
 def test_the_bench_measures_the_best_candidate_where_nothing_won() -> None:
     winner = DecodeConfig.model_validate({"skip_mask": "4:2-3", "gamma": 3})
     plain = DecodeConfig.model_validate({"skip_mask": "4:none", "gamma": 0, "reason": "nothing wins"})
@@ -219,15 +159,70 @@ def test_the_bench_measures_the_best_candidate_where_nothing_won() -> None:
     assert candidate.bench_config(plain, {"candidates": [broken]}) == plain
 
 
-def test_a_page_says_what_was_not_run_and_which_file_is_broken(tmp_path: Path) -> None:
-    text = summarise.page(tmp_path)
-    assert text.count("Not run.") == 10
-    (tmp_path / "audit.json").write_text('{"checks": {"sharp": {}}, "violations": ["prompt \'a\'"]}')
-    assert "- NOT LOSSLESS: prompt 'a'" in summarise.page(tmp_path)
-    (tmp_path / "bench.json").write_text('{"rows": [{"name": "plain"}]}')
-    with pytest.raises(ValueError, match=r"bench\.json: not what its step writes \(KeyError: 'tokens_per_s'\)"):
+# --- tables
+
+
+def test_the_rounds_table_by_hand() -> None:
+    rows = [
+        {"kept": 1.0, "gamma": 0, "ms": 2.0},
+        {"kept": 0.25, "gamma": 1, "ms": 3.0},
+        {"kept": 0.25, "gamma": 4, "ms": 4.0},
+        {"kept": 0.5, "gamma": 1, "ms": None},
+    ]
+    text = tables.rounds(rows, {})
+    assert "A plain token takes 2.000 ms" in text
+    assert "| 25.0 % | 3.000 | 4.000 |" in text
+    # At .6: 1.6 tokens in 3 ms, or 2.3056 in 4; at .9: 1.9, or 4.0951.
+    assert "| 25.0 % | 1.15x (gamma 4) |" in text
+    assert "2.05x (gamma 4)" in text
+    assert tables.expected_tokens(0.5, 2) == pytest.approx(1.75)
+
+
+def test_bandwidth_is_held_against_a_large_copy() -> None:
+    row = {"engine": "fused", "reason": "asked for", "attention_backend": "flash", "ms_per_token": 4.0}
+    row |= {"step_bytes": 6_000_000_000, "end_to_end_tokens_per_s": 200.0, "memory_bytes": 3 << 30}
+    text = tables.plain([row], {"copy_bytes_per_s": 3e12})
+    assert "| fused | 4.000 | 250.0 | 200.0 | 6.000 | 50.0 % | 3.0 |" in text
+
+
+def test_a_page_tells_what_failed_and_which_file_is_broken(tmp_path: Path) -> None:
+    run(Mishaps(("raises",)), tmp_path / "a-tiny.json")
+    record = read(tmp_path / "a-tiny.json")
+    record["workers"][0] |= {"device": "d", "versions": {"torch": "2"}, "commit": "c", "started_at": "now"}
+    record["steps"] = {"contexts": {**record["steps"]["raises"], "rows": [{"context": 8, "ms_per_token": 1.5}]}}
+    (tmp_path / "a-tiny.json").write_text(json.dumps(record))
+    page = summarise.page(tmp_path)
+    assert "### Long texts\n\n**failed**: ValueError: the reason\n\n| tokens before | ms a token |" in page
+    record["steps"]["contexts"]["rows"] = [{"context": 8}]
+    (tmp_path / "a-tiny.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"a-tiny\.json: contexts: not what its step writes \(KeyError"):
         summarise.page(tmp_path)
-    assert summarise.main([str(tmp_path / "nowhere"), "--out", str(tmp_path / "page.md")]) == 2
+
+
+def test_outcomes_of_tests_are_counted_and_what_did_not_pass_is_named() -> None:
+    def of(outcome: str, reason: str = "", **properties: float) -> dict[str, Any]:
+        row = {"outcome": outcome, "reason": reason, "properties": properties}
+        return {"state": "done", "error": None, "rows": [row]}
+
+    crashed = {"state": "failed", "error": "its process ended with exit code -11", "rows": []}
+    text = summarise.tests(
+        {
+            "t.py::one": of("passed", capture_s=0.25),
+            "t.py::two": of("failed", "line\nassert 1 == 2"),
+            "t.py::three": of("skipped", "no device"),
+            "t.py::four": crashed,
+        }
+    )
+    assert text.splitlines() == [
+        "1 passed, 1 failed, 1 skipped, 1 not finished.",
+        "- failed: `two`: assert 1 == 2",
+        "- skipped: `three`: no device",
+        "- not finished: `four`: its process ended with exit code -11",
+        "- `one`: capture_s 0.25",
+    ]
+
+
+# --- the rehearsal
 
 
 @pytest.fixture(scope="module")
@@ -242,46 +237,77 @@ def small_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def rehearse(part: str, out: Path, *flags: str) -> dict[str, Any]:
+    """Every step is done; the part's record."""
+    code = command.main([part, "--size", "tiny", "--out", str(out), *flags])
+    record = read(out / f"{part}-tiny.json")
+    broken = {name: step["error"] for name, step in record["steps"].items() if step["state"] != "done"}
+    assert not broken
+    assert code == 0
+    return record
+
+
+def rows_of(record: dict[str, Any], step: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = record["steps"][step]["rows"]
+    return rows
+
+
 @pytest.mark.slow
-def test_all_steps_run_on_a_cpu(tmp_path: Path, small_library: Path) -> None:
-    """Real models, searches and timings, tiny: every file has what its step is run for, and nothing is done twice."""
-    out = tmp_path / "out"
-    env = {
-        **os.environ,
-        "WORK": str(tmp_path / "work"),
-        "OUT": str(out),
-        "CORPUS": str(small_library),
-        "PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-    }
-    done = script(env, "--size", "tiny", "all")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": done in ") == len(table())
+def test_part_a_runs_on_a_cpu(tmp_path: Path) -> None:
+    record = rehearse("a", tmp_path)
+    assert list(record["steps"]) == list(tables.TABLES)
+    plain = {row["engine"]: row for row in rows_of(record, "plain")}
+    assert list(plain) == ["cuda_graph", "fused", "eager"]
+    assert all(row["ms_per_token"] > 0 for row in plain.values())
+    assert rows_of(record, "rounds")[1]["ms"] > 0
+    assert 0 < rows_of(record, "speedup")[0]["acceptance_rate"] <= 1
+    assert [row["name"] for row in rows_of(record, "generate")] == ["hf_generate", "plain", "facts"]
+    assert "left out of a rehearsal" in rows_of(record, "compiled")[0]["reason"]
+    assert all(row["identical"] == row["outputs"] > 0 for row in rows_of(record, "identity"))
+    assert all(tables._is_lossless(row) for row in rows_of(record, "ties") if "is_tie" in row)
+    assert rows_of(record, "recordings")[-1]["captures"] >= 4
+    assert {row["way"] for row in rows_of(record, "lockstep")} == {"in lockstep", "one after the other"}
+    assert record["workers"][0]["copy_bytes_per_s"] > 0
+    page = summarise.page(tmp_path)
+    assert all(summarise.TITLES[name] in page for name in tables.TABLES)
+    assert (tmp_path / "a-tiny.json").stat().st_size < 200_000
 
-    def result(name: str) -> Any:
-        return json.loads((out / name).read_text(encoding="utf-8"))
 
-    for recipe in ("layerskip", "stock"):
-        facts = result(f"{recipe}-training.json")
-        assert (facts["size"], facts["recipe"], facts["steps"], facts["vocab"]) == ("tiny", recipe, 10, 4352)
-        assert facts["held_out_loss"] < 8.35 < math.log(facts["vocab"])  # better than knowing nothing
-        assert DecodeConfig.load(out / f"{recipe}-best.json").skip_mask.num_layers == 4
-        summary = result(f"{recipe}-summary.json")
-        assert summary["trials"]["counted"] == 3
-        assert summary["not_lossless"] == []
-    assert set(result("compare.json")["strategies"]) == {"ours", "random"}
-    assert "| ours |" in (out / "compare-table.md").read_text(encoding="utf-8")
-    rows = {row["name"]: row for row in result("bench.json")["rows"]}
+@pytest.mark.slow
+def test_part_b_runs_on_a_cpu(tmp_path: Path) -> None:
+    record = rehearse("b", tmp_path)
+    assert len(record["steps"]) >= 4
+    assert summarise.page(tmp_path).rstrip().endswith(f"{len(record['steps'])} passed.")
+
+
+def test_part_b_finds_the_tests_that_need_a_gpu() -> None:
+    names = [step.name for step in GpuTests("all").steps()]
+    assert len(names) == len(set(names)) > 20
+    assert all("cpu" not in name.partition("[")[2] for name in names)
+    assert {name.partition("::")[0] for name in names} >= {"tests/layerskip/test_cuda_graph_gpu.py"}
+
+
+@pytest.mark.slow
+def test_part_c_runs_on_a_cpu(tmp_path: Path, small_library: Path) -> None:
+    """Trains, searches, confirms and benches a tiny model, and leaves nothing but its records."""
+    record = rehearse("c", tmp_path, "--work", str(tmp_path / "work"), "--corpus", str(small_library))
+    facts = rows_of(record, "train")[0]["training"]
+    assert (facts["size"], facts["recipe"], facts["steps"], facts["vocab"]) == ("tiny", "layerskip", 10, 4352)
+    assert facts["held_out_loss"] < 8.35 < math.log(facts["vocab"])  # better than knowing nothing
+    summary, best = (row[name] for name, row in zip(("summary", "best"), rows_of(record, "search"), strict=True))
+    assert summary["trials"]["counted"] == 3
+    assert summary["not_lossless"] == []
+    assert DecodeConfig.model_validate_json(json.dumps(best)).skip_mask.num_layers == 4
+    rows = {row["name"]: row for row in rows_of(record, "bench")[0]["bench"]["rows"]}
     for name in ("hf_generate", "plain"):
         assert rows[name]["tokens_per_s"] > 0
         assert rows[name]["identical"] == rows[name]["num_outputs"] == 2
-    assert result("audit.json")["checks"]["sharp"]["num_settings"] == 3
-    page = (out / "results.md").read_text(encoding="utf-8")
-    assert "Not run." not in page
-    assert page.count("| 0 |") >= len(table()) - 1  # the exit codes of the steps before the summary
-    assert not [path for path in out.rglob("*") if path.suffix in (".safetensors", ".pt", ".db")]
-    assert sum(path.stat().st_size for path in out.rglob("*")) < 1_000_000
+    page = summarise.page(tmp_path)
+    assert all(f"### {summarise.TITLES[name]}" in page for name in ("train", "search", "bench"))
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["c-tiny.json"]
+    assert (tmp_path / "c-tiny.json").stat().st_size < 500_000
 
-    again = script(env, "--size", "tiny", "all")
-    assert again.returncode == 0
-    assert again.stdout.count("done before") == len(table()) - 1
+
+def test_a_command_that_fails_says_why_in_the_book(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"exit code 2: studies\.gpu\.candidate: error: .*No such file"):
+        main_job._command(candidate.main, [str(tmp_path), "--out", str(tmp_path / "x.json")])

@@ -1,0 +1,181 @@
+"""Markdown of what part A found, a function a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+ACCEPTANCES = (0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """The first column on the left, the others on the right."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (header, rule, *lines))
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}x"
+
+
+def plain(rows: Rows, facts: Mapping[str, Any]) -> str:
+    """Plain decoding on each engine, held against a large copy."""
+    lines = []
+    for row in rows:
+        per_s = 1000 * row["step_bytes"] / row["ms_per_token"]
+        memory = "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}"
+        line = [row["engine"], f"{row['ms_per_token']:.3f}", f"{1000 / row['ms_per_token']:.1f}"]
+        line += [f"{row['end_to_end_tokens_per_s']:.1f}", f"{row['step_bytes'] / 1e9:.3f}"]
+        lines.append([*line, percent(per_s / facts["copy_bytes_per_s"]), memory])
+    header = ["engine", "ms a token", "tokens/s", "prompt included", "GB a step", "of a copy's bandwidth", "GiB"]
+    reasons = [f"- {row['engine']}: {row['reason']}; attention: {row['attention_backend']}." for row in rows]
+    return "\n".join([markdown(header, lines), "", *reasons])
+
+
+def benchmark(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    """Rows of `layerskip.bench`."""
+    lines = []
+    for row in rows:
+        if row["name"] == "facts":
+            continue
+        if row.get("tokens_per_s") is None:
+            lines.append([row["name"], f"not run: {row['reason']}", "", "", ""])
+            continue
+        ties = f", {row['ties']} ties" if row.get("ties") else ""
+        line = [row["name"], _interval(row, "tokens_per_s", ".1f"), _interval(row["end_to_end"], "tokens_per_s", ".1f")]
+        line += [_interval(row.get("vs_hf_generate"), "ratio", ".2f")]
+        lines.append([*line, f"{row['identical']} of {row['num_outputs']}{ties}"])
+    return markdown(["way to decode", "tokens/s (95 %)", "prompt included", "x hf_generate", "identical"], lines)
+
+
+def rounds(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    """Milliseconds of a round, and the speedup that they allow where drafts are accepted independently."""
+    plain_ms, cells = rows[0]["ms"], {(row["kept"], row["gamma"]): row["ms"] for row in rows[1:] if row["ms"]}
+    gammas = sorted({gamma for _, gamma in cells})
+    shares = sorted({kept for kept, _ in cells})
+    lines = [
+        [percent(kept), *(f"{cells[kept, gamma]:.3f}" if (kept, gamma) in cells else "-" for gamma in gammas)]
+        for kept in shares
+    ]
+    best = []
+    for kept in shares:
+        line = [percent(kept)]
+        for acceptance in ACCEPTANCES:
+            found = [
+                (plain_ms * expected_tokens(acceptance, gamma) / cells[kept, gamma], gamma)
+                for gamma in gammas
+                if (kept, gamma) in cells
+            ]
+            line.append("{:.2f}x (gamma {})".format(*max(found)))
+        best.append(line)
+    return "\n\n".join(
+        [
+            f"A plain token takes {plain_ms:.3f} ms. Milliseconds of a round, by layers kept and gamma:",
+            markdown(["kept", *(f"gamma {gamma}" for gamma in gammas)], lines),
+            "Speedup that these rounds allow, by the chance that a draft token is accepted (arithmetic, not measured):",
+            markdown(["kept", *map(str, ACCEPTANCES)], best),
+        ]
+    )
+
+
+def expected_tokens(acceptance: float, gamma: int) -> float:
+    """Tokens that a round emits where each draft token is accepted with the same chance, below 1."""
+    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+
+
+def speedup(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    lines = []
+    for row in rows:
+        line = [row["damping"], percent(row["kept"]), row["gamma"], percent(row["acceptance_rate"])]
+        line += [f"{row['mean_accepted_length'] or 1:.2f}", times(row["speedup"]), times(row["end_to_end_speedup"])]
+        lines.append(line)
+    header = ["damping", "kept", "gamma", "accepted", "tokens a round", "speedup", "prompt included"]
+    return markdown(header, lines)
+
+
+def contexts(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    return markdown(["tokens before", "ms a token"], [[row["context"], f"{row['ms_per_token']:.3f}"] for row in rows])
+
+
+def identity(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    lines = [[row["engine"], row["dtype"], f"{row['identical']} of {row['outputs']}"] for row in rows]
+    differing = [f"- DIFFERING on {row['engine']}: {one}" for row in rows for one in row["differing"]]
+    return "\n".join([markdown(["engine", "dtype", "identical to generate"], lines), *differing])
+
+
+def ties(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    several = [row for row in rows if "num_rows" in row]
+    outputs = [row for row in rows if "is_tie" in row]
+    lines = [
+        [row["num_rows"], f"{row['other_token']} of {row['positions']}"]
+        + [f"{row['logit_spread'][name]:.3f}" for name in ("median", "p99", "largest")]
+        + [f"{row['largest_logit']:.1f}"]
+        for row in several
+    ]
+    header = ["rows a forward", "other token than one row", "spread: median", "p99", "largest", "largest logit"]
+    count = sum(row["identical"] for row in outputs), sum(row["is_tie"] for row in outputs)
+    wrong = [f"- DIFFERING: {row['skip_mask']} gamma {row['gamma']}" for row in outputs if not _is_lossless(row)]
+    said = f"{len(outputs)} speculative outputs: {count[0]} identical to plain decoding, {count[1]} part at a tie."
+    return "\n".join([markdown(header, lines), "", said, *wrong])
+
+
+def lockstep(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    lines = [
+        [row["pair"], row["way"], row["repeats"], f"{row['ratio']:.3f}", percent(row["log_spread"], 2)] for row in rows
+    ]
+    return markdown(["pair", "way", "repeats", "mean ratio", "spread of a ratio"], lines)
+
+
+def recordings(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    lines = []
+    for row in rows:
+        line = [row["masks"], row["captures"], f"{1000 * row['capture_s'] / max(row['captures'], 1):.1f}"]
+        line += [f"{row['longest_capture_ms']:.1f}", row["kept"], row["evictions"]]
+        lines.append([*line, f"{row['kept_bytes'] / 2**20:.0f}", f"{row['device_bytes_taken'] / 2**20:.0f}"])
+    header = ["masks", "recordings", "ms each", "longest ms", "kept", "evicted", "MiB kept", "MiB taken of the device"]
+    return markdown(header, lines)
+
+
+def profile(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    parts = []
+    for row in rows:
+        lines = [[f"`{one['name'][:70]}`", percent(one["share"]), f"{one['calls']:.1f}"] for one in row["operations"]]
+        title = f"{row['engine']}, {row['step']}, {row['ms']:.3f} ms in operations on the {row['clock']}"
+        parts += [f"**{title}**", markdown(["operation", "share", "calls"], lines)]
+    return "\n\n".join(parts)
+
+
+def auto(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    return "\n".join(f"`{row['engine']}`: {row['reason']}." for row in rows)
+
+
+TABLES: dict[str, Callable[[Rows, Mapping[str, Any]], str]] = {
+    "plain": plain,
+    "rounds": rounds,
+    "speedup": speedup,
+    "generate": benchmark,
+    "compiled": benchmark,
+    "profile": profile,
+    "identity": identity,
+    "ties": ties,
+    "recordings": recordings,
+    "lockstep": lockstep,
+    "contexts": contexts,
+    "auto": auto,
+}
+
+
+def _is_lossless(row: Mapping[str, Any]) -> bool:
+    return bool(row["identical"] or row["is_tie"])
+
+
+def _interval(row: Mapping[str, Any] | None, name: str, form: str) -> str:
+    if row is None or row[name] is None:
+        return "-"
+    low, high = row.get("ci_low"), row.get("ci_high")
+    return f"{row[name]:{form}}" + ("" if low is None or high is None else f" ({low:{form}}..{high:{form}})")
