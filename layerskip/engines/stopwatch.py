@@ -15,7 +15,7 @@ SecondsOf = Callable[[Sequence[Work]], list[float]]
 """Seconds of each piece of work."""
 
 _MOST_REPEATS = 7
-_ENOUGH_S = 0.05
+_ENOUGH_S = 0.1
 """Of each piece; no repeat begins after it, but for the second one."""
 
 
