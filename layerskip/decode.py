@@ -9,11 +9,12 @@ from typing import cast
 import torch
 
 from layerskip.config import DecodeConfig
-from layerskip.device_round import DeviceRound, OffersRounds, RoundPlan
+from layerskip.device_round import DeviceRound, OffersRounds
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
 from layerskip.engines.prefix import PrefixEngine
 from layerskip.preparation import Starts, plan_forwards
+from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
@@ -58,13 +59,20 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, engine: Engine, config: DecodeConfig, sampler: Sampler, *, store: TextStore | None = None
+        self,
+        engine: Engine,
+        config: DecodeConfig,
+        sampler: Sampler,
+        *,
+        store: TextStore | None = None,
+        whole_rounds: bool = True,
     ) -> None:
-        """store: earlier texts that a suffix drafter may look into."""
+        """store: earlier texts that a suffix drafter may look into. whole_rounds: see `RoundPlan.whole`; False where
+        many configs are tried, each on a few texts."""
         self._engine = engine
         self._config = config
         self._sampler = sampler
-        self._drafter: Drafter | None = make_drafter(config, engine, sampler, store)
+        self._drafter: Drafter | None = make_drafter(config, engine, sampler, store, whole_rounds=whole_rounds)
         self._gamma = 0 if self._drafter is None else self._drafter.gamma
         self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
         self._device_target = self._on_device(0)

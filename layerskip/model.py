@@ -340,6 +340,8 @@ class LayerSkipModel:
         Drawn tokens come from the same random numbers for every config, those of `seed` or `generator`. Outputs may
         part, when sampling or by a logit tie: `first_difference` tells where, `DecodeStats.tokens_per_s_of_first`
         compares speeds over equal numbers of tokens.
+        An engine that records rounds records them in pieces here (see `RoundPlan.whole`), so that a new config costs
+        little; `generate` records them whole, which makes a round somewhat shorter.
         Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see
         `layerskip.lockstep` for why not one by one.
         Raises: ValueError as `generate`.
@@ -355,7 +357,7 @@ class LayerSkipModel:
         sampling, request = self._sampling(given), self._request(prompt, given)
         generators = self._equal_generators(given, len(configs)) if sampling.do_sample else [None] * len(configs)
         loops = [
-            DecodeLoop(self._engine, config, Sampler(sampling, generator), store=given.text_store)
+            DecodeLoop(self._engine, config, Sampler(sampling, generator), store=given.text_store, whole_rounds=False)
             for config, generator in zip(configs, generators, strict=True)
         ]
         runs = decode_in_lockstep(self._engine, loops, request)

@@ -49,10 +49,22 @@ def plan_forwards(config: DecodeConfig, starts: Starts) -> list[ForwardPlan]:
     if config.continue_lookup:
         most = min(config.gamma - 1, config.lookup_gamma)
         plans += [ForwardPlan(config.skip_mask, num_found + 1, starts.rounds) for num_found in range(1, most + 1)]
-    for num_drafts in range(1, config.max_gamma + 1):
-        # There must be room for the drafts and, after them, for the target's own token.
-        room = starts.rounds[: max(0, len(starts.rounds) - num_drafts + 1)]
-        if config.lookup is None and num_drafts < config.gamma and config.draft_threshold == 0.0:
-            room = room[-1:]  # a draft that nothing cuts short fills what room there is
-        plans.append(ForwardPlan(None, num_drafts + 1, room))
+    may_stop = config.lookup is not None or config.draft_threshold > 0.0
+    verified = verifications(starts.rounds, config.max_gamma, may_stop=may_stop)
+    plans += [ForwardPlan(None, num_drafts + 1, where) for num_drafts, where in verified.items()]
     return [plan for plan in plans if plan.starts]
+
+
+def verifications(rounds: range, gamma: int, *, may_stop: bool) -> dict[int, range]:
+    """Tokens in the cache before a round that verifies so many drafts, by their number.
+
+    may_stop: whether a round may make fewer drafts than it could.
+    """
+    found = {}
+    for num_drafts in range(1, gamma + 1):
+        # There must be room for the drafts and, after them, for the target's own token.
+        room = rounds[: max(0, len(rounds) - num_drafts + 1)]
+        found[num_drafts] = (
+            room if may_stop or num_drafts == gamma else room[-1:]
+        )  # else a round fills what room it has
+    return found

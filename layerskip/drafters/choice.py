@@ -13,9 +13,17 @@ from layerskip.sampling import Sampler
 
 
 def make_drafter(
-    config: DecodeConfig, engine: Engine, sampler: Sampler, store: TextStore | None = None
+    config: DecodeConfig,
+    engine: Engine,
+    sampler: Sampler,
+    store: TextStore | None = None,
+    *,
+    whole_rounds: bool = True,
 ) -> Drafter | None:
-    """None for plain decoding. store: earlier texts that a suffix drafter may look into."""
+    """None for plain decoding.
+
+    store: earlier texts that a suffix drafter may look into. whole_rounds: see `RoundPlan.whole`.
+    """
     if not config.speculates:
         return None
     lookup = None
@@ -24,7 +32,12 @@ def make_drafter(
     if lookup is not None and config.drafter != "hybrid":
         return lookup
     settings = LayerSkipSettings(
-        config.skip_mask, config.gamma, config.draft_threshold, config.target_threshold, config.share_prefix
+        config.skip_mask,
+        config.gamma,
+        config.draft_threshold,
+        config.target_threshold,
+        config.share_prefix,
+        whole_rounds=whole_rounds,
     )
     asks = lookup is not None and lookup.needs_target_prob
     layer_skip = LayerSkipDrafter(engine, sampler, settings, with_prob=True if asks else None)

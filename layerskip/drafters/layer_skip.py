@@ -8,24 +8,27 @@ from typing import cast
 
 import torch
 
-from layerskip.device_round import DeviceRound, OffersRounds, RoundPlan
+from layerskip.device_round import DeviceRound, OffersRounds
 from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
 from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.preparation import Starts
+from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 
 
 @dataclass(frozen=True)
 class LayerSkipSettings:
-    """What a layer-skip draft follows; fields as in `DecodeConfig`."""
+    """What a layer-skip draft follows; fields as in `DecodeConfig`, but for the last."""
 
     skip_mask: SkipMask
     gamma: int
     draft_threshold: float = 0.0
     target_threshold: float = 0.0
     share_prefix: bool = False
+    whole_rounds: bool = True
+    """See `RoundPlan.whole`."""
 
 
 class LayerSkipDrafter:
@@ -52,7 +55,7 @@ class LayerSkipDrafter:
         if not isinstance(self._engine, OffersRounds):
             return None
         one = self._settings
-        plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
+        plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob, whole=one.whole_rounds)
         return self._engine.make_round(plan, self._sampler)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +10,8 @@ import torch
 
 from layerskip.adapter import ModelAdapter
 from layerskip.device_number import DeviceNumber
-from layerskip.device_round import DeviceRound, RoundBuffers, RoundPlan
+from layerskip.device_round import DeviceRound
+from layerskip.draft_stopping import Stopping
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
@@ -18,6 +19,7 @@ from layerskip.engines.static_lean import LeanExecutor
 from layerskip.engines.static_step import MIN_VISIBLE, StaticExecutor, num_visible_for
 from layerskip.kv_cache import StaticCache
 from layerskip.preparation import ForwardPlan
+from layerskip.round_work import Piece, RoundBuffers, RoundPlan
 from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 
@@ -60,6 +62,7 @@ class CudaGraphEngine(SessionEngine):
         self._static: StaticCache | None = None
         self._running = False
         self._buffers: dict[tuple[int, bool], RoundBuffers] = {}
+        self.stoppings: dict[Hashable, Stopping] = {}
         with torch.inference_mode():
             self.token, self.limit = DeviceNumber(self.device), DeviceNumber(self.device)
             self._ids = torch.zeros(self.options.max_tokens, dtype=torch.long, device=self.device)
@@ -108,7 +111,7 @@ class CudaGraphEngine(SessionEngine):
             return self.executor.forward(input_ids, mask, num_logits)
         self._ids[:num_tokens].copy_(input_ids)
         cache.position_on_device()
-        self.play(*self._recorded_forward(mask, num_tokens, self.num_visible_for(stop), num_logits))
+        self.play(self._recorded_forward(mask, num_tokens, self.num_visible_for(stop), num_logits))
         cache.advance(num_tokens)
         return self._logits[:num_logits].clone()
 
@@ -125,20 +128,17 @@ class CudaGraphEngine(SessionEngine):
             if plan.num_tokens <= self.options.max_tokens:
                 mask = self._no_skip if plan.mask is None else plan.mask
                 for num_visible in self.visible_sizes(plan.starts, plan.num_tokens):
-                    key, work = self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_logits)
-                    self.pool.prepare(key, work)
+                    self.prepare_piece(self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_logits))
 
-    def _recorded_forward(
-        self, mask: SkipMask, num_tokens: int, num_visible: int, num_logits: int
-    ) -> tuple[Hashable, Callable[[], None]]:
-        """(key, work): from the ids' buffer to that of the logits, at the cache's position."""
+    def _recorded_forward(self, mask: SkipMask, num_tokens: int, num_visible: int, num_logits: int) -> Piece:
+        """From the ids' buffer to that of the logits, at the cache's position."""
         ids, logits, offsets = self._ids[:num_tokens], self._logits[:num_logits], self._offsets[:num_tokens]
         position = self.cache.position.tensor
 
         def work() -> None:
             logits.copy_(self.step(ids, position + offsets, mask, num_visible, num_logits))
 
-        return ("forward", mask, num_tokens, num_visible, num_logits), work
+        return Piece(("forward", mask, num_tokens, num_visible, num_logits), work, ())
 
     @torch.inference_mode()
     def extend(self, input_ids: torch.Tensor) -> None:
@@ -164,17 +164,17 @@ class CudaGraphEngine(SessionEngine):
         with self.cache.static_step(positions, num_visible):
             return self.executor.step(ids, positions, mask, num_visible, num_logits)
 
-    def play(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor] = ()) -> None:
-        """See `GraphPool.play`."""
-        self.pool.play(key, work, preserve)
+    def play(self, piece: Piece) -> None:
+        """See `RoundHost`."""
+        self.pool.play(piece.key, piece.work, piece.preserve)
+
+    def prepare_piece(self, piece: Piece) -> None:
+        """See `RoundHost`."""
+        self.pool.prepare(piece.key, piece.work, piece.preserve)
 
     def num_visible_for(self, num_positions: int) -> int:
         """Positions a recorded step attends to when it must see `num_positions`."""
         return num_visible_for(num_positions, self.cache.num_positions, self.options.min_visible)
-
-    def prepare_piece(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor] = ()) -> None:
-        """See `GraphPool.prepare`."""
-        self.pool.prepare(key, work, preserve)
 
     def visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
         """All that `num_visible_for` may say of so many tokens after any of these numbers of cached ones."""
@@ -184,11 +184,11 @@ class CudaGraphEngine(SessionEngine):
             starts = starts[max(0, sizes[-1] - num_tokens - starts[0]) + 1 :]
         return sizes
 
-    def round_buffers(self, gamma: int, *, sampled: bool) -> RoundBuffers:
+    def round_buffers(self, room: int, *, sampled: bool) -> RoundBuffers:
         """Always the same ones for the same arguments."""
-        key = (gamma, sampled)
+        key = (room, sampled)
         if key not in self._buffers:
-            self._buffers[key] = RoundBuffers(gamma, self.executor.vocab_size, self.device, sampled=sampled)
+            self._buffers[key] = RoundBuffers(room, self.executor.vocab_size, self.device, sampled=sampled)
         return self._buffers[key]
 
     def _open_cache(self, capacity: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.adapter import UnsupportedModelError
-from layerskip.device_round import RoundPlan
+from layerskip.draft_stopping import Stopping
 from layerskip.engines import EagerEngine
 from layerskip.engines.graph_pool import Replay, RerunRecorder
 from layerskip.engines.static_modules import ModuleExecutor
 from layerskip.engines.static_step import num_visible_for
+from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, engine_of, graph_model
@@ -67,8 +69,16 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
     assert 0 < accepted < drafted
 
 
-def test_counters_are_those_of_the_host_loop() -> None:
+def stop_by(monkeypatch: pytest.MonkeyPatch, *, cuts: bool) -> None:
+    """Decide without a clock how whole rounds go about a threshold."""
+    known = Stopping(gamma=1, break_even=0.0 if cuts else float("inf"))
+    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_counters_are_those_of_the_host_loop(cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same lean layers: what was drafted, accepted, cut and why each token is there."""
+    stop_by(monkeypatch, cuts=cuts)
     graph, host = graph_model("qwen3", RerunRecorder()), zoo.layerskip_of("qwen3 fused")
     draw = random.Random(3)
     early, alone = 0, 0
@@ -83,8 +93,10 @@ def test_counters_are_those_of_the_host_loop() -> None:
         arguments: dict[str, Any] = {"max_new_tokens": draw.choice([1, 2, 7, 24]), "config": config}
         arguments["eos_token_id"] = draw.sample(range(zoo.VOCAB), 3)
         got, expected = (one.generate(prompt, **arguments) for one in (graph, host))
-        assert (got.ids, got.origins, got.finish_reason) == (expected.ids, expected.origins, expected.finish_reason)
-        assert got.stats.counters() == expected.stats.counters()
+        (in_pieces,) = graph.generate_in_lockstep(prompt, [arguments.pop("config")], **arguments)
+        for one in (got, in_pieces):
+            assert (one.ids, one.origins, one.finish_reason) == (expected.ids, expected.origins, expected.finish_reason)
+            assert one.stats.counters() == expected.stats.counters()
         early += config.draft_threshold > 0 and got.stats.num_drafted < got.stats.num_rounds * config.gamma
         alone += got.stats.num_target_only > 1 and config.gamma > 0
     assert early > 3
@@ -126,12 +138,45 @@ def test_one_recording_a_mask_and_size_kept_from_text_to_text() -> None:
     assert pool.stats.num_captures <= 4
     model.generate(prompt, config=DecodeConfig(skip_mask=SkipMask.from_layers(4, [1]), gamma=3), max_new_tokens=24)
     assert first < pool.stats.num_captures <= 6
-    # With a threshold one draft token is recorded for each mask, and the verification once for all of them.
-    for layer in (0, 1, 2):
-        mask = SkipMask.from_layers(4, [layer])
-        model.generate(prompt, config=DecodeConfig(skip_mask=mask, gamma=3, draft_threshold=0.3), max_new_tokens=6)
-    kinds = [key[0] for key in pool._replays]  # type: ignore[index]
-    assert (kinds.count("draft"), kinds.count("verify")) == (3, 1)
+
+
+def test_in_lockstep_one_draft_step_is_recorded_a_mask_and_verifications_are_shared() -> None:
+    """Whatever gamma and thresholds: a search tries many of them on one mask, and many masks."""
+    model, prompt = graph_model("llama", granule=64, min_visible=64), zoo.prompt_of(5)
+    masks = [SkipMask.from_layers(4, [layer]) for layer in (0, 1, 2)]
+    configs = [DecodeConfig(skip_mask=mask, gamma=gamma) for mask in masks for gamma in (1, 2, 5)]
+    outs = model.generate_in_lockstep(prompt, configs, max_new_tokens=20, do_sample=False)
+    assert {tuple(out.ids) for out in outs} == {zoo.greedy_reference("llama", prompt)[:20]}
+    kinds = Counter(key[0] for key in engine_of(model).pool._replays)  # type: ignore[index]
+    assert kinds == {"draft": 3, "verify": 5, "round": 1}  # the target alone is a round without drafts
+    model.generate_in_lockstep(prompt, [DecodeConfig(skip_mask=masks[0], gamma=4)], max_new_tokens=20, do_sample=False)
+    watched = [DecodeConfig(skip_mask=masks[0], gamma=4, draft_threshold=at) for at in (0.2, 0.5)]
+    model.generate_in_lockstep(prompt, watched, max_new_tokens=20, do_sample=False)
+    kinds = Counter(key[0] for key in engine_of(model).pool._replays)  # type: ignore[index]
+    assert kinds == {"draft": 4, "verify": 5, "round": 1}  # one more that also tells its confidence
+
+
+@pytest.mark.parametrize(("cuts", "expected"), [(True, "round"), (False, "verify")])
+def test_a_threshold_is_looked_at_or_cut_at_whichever_is_faster(
+    cuts: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_by(monkeypatch, cuts=cuts)
+    model, prompt = graph_model("llama", granule=64, min_visible=64), zoo.prompt_of(5)
+    config = DecodeConfig(skip_mask=MASK, gamma=3, draft_threshold=0.4)
+    played: list[Any] = []
+    play = engine_of(model).pool.play
+
+    def noted(key: Any, *rest: Any) -> None:
+        played.append(key[0])
+        play(key, *rest)
+
+    monkeypatch.setattr(engine_of(model).pool, "play", noted)
+    model.generate(prompt, config=config, max_new_tokens=3)  # measured here, both ways
+    played.clear()
+    stats = model.generate(prompt, config=config, max_new_tokens=20).stats
+    alone = stats.num_target_only * cuts
+    assert played.count(expected) == stats.num_rounds + alone
+    assert played.count("draft") == (0 if cuts else stats.num_drafted)
 
 
 def test_a_longer_text_voids_all_recordings_and_a_shorter_one_none() -> None:
@@ -224,7 +269,7 @@ def test_nothing_is_computed_or_allocated_outside_the_recording() -> None:
         rounds.run(1, 3)
         with Operations() as seen:
             rounds.run(5, 3)
-        assert set(seen.names) <= {"fill_", "resolve_conj", "resolve_neg"}  # the last two are `tolist` asking
+        assert set(seen.names) <= {"fill_", "slice", "resolve_conj", "resolve_neg"}  # the last two are `tolist` asking
 
 
 def test_nothing_of_an_earlier_text_shows() -> None:

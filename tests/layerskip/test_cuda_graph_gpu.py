@@ -13,7 +13,6 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.device_round import RoundPlan
 from layerskip.engines import EagerEngine
 from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
 from layerskip.engines.cuda_recorder import CudaRecorder
@@ -21,6 +20,7 @@ from layerskip.engines.fused import FusedEngine
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.engines.static_lean import LeanExecutor
 from layerskip.identity import check_greedy, logit_difference
+from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import on_graphs

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from layerskip import DecodeConfig, SkipMask, device_round
+from layerskip import DecodeConfig, SkipMask, round_work
+from layerskip.draft_stopping import Stopping
 from layerskip.engines.graph_pool import Replay, RerunRecorder, warm_up
 from layerskip.engines.sync_watch import SyncError, SyncWatch
 from tests.layerskip import zoo
@@ -51,7 +52,7 @@ def test_no_piece_of_any_kind_of_round_waits_for_the_device() -> None:
 def test_a_round_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch itself works in here."""
     model = graph_model("llama", Watched())
-    monkeypatch.setattr(device_round, "_prefix_length", lambda kept: torch.tensor([int(kept.long().cumprod(0).sum())]))
+    monkeypatch.setattr(round_work, "_prefix_length", lambda kept: torch.tensor([int(kept.long().cumprod(0).sum())]))
     with pytest.raises(SyncError, match="__int__ waits"):
         model.generate(zoo.prompt_of(3), config=DecodeConfig(skip_mask=MASK, gamma=2), max_new_tokens=4)
 
@@ -69,8 +70,13 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_one_read_a_round_and_one_more_a_draft_token_under_a_threshold(sampled: bool) -> None:
+def test_one_read_a_round_and_one_more_a_draft_token_that_is_looked_at(
+    sampled: bool, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Stopping(gamma=4, break_even=0.0 if cuts else float("inf"))
+    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
     model = graph_model("llama")
     for draft_threshold, target_threshold in ((0.0, 0.0), (0.0, 0.35), (0.45, 0.0)):
         config = DecodeConfig(
@@ -79,6 +85,7 @@ def test_one_read_a_round_and_one_more_a_draft_token_under_a_threshold(sampled: 
         stream = model.stream(zoo.prompt_of(5), config=config, max_new_tokens=24, do_sample=sampled, seed=0)
         next(stream)  # the prompt's own forward
         rounds = alone = 0
+        looks = draft_threshold > 0.0 and not cuts
         while True:
             before = stream.stats.num_drafted
             with Reads() as reads:
@@ -87,7 +94,7 @@ def test_one_read_a_round_and_one_more_a_draft_token_under_a_threshold(sampled: 
                 break
             drafted = stream.stats.num_drafted - before
             # The confidence of the last wanted draft is not looked at.
-            assert reads.count in ((drafted, 1 + drafted) if draft_threshold and drafted else (1,))
+            assert reads.count in ((drafted, 1 + drafted) if looks and drafted else (1,))
             rounds, alone = rounds + (drafted > 0), alone + (drafted == 0)
         assert rounds > 2
         assert alone > 2 or not target_threshold

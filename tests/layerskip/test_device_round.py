@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import DecodeConfig, DecodeStats, SkipMask, device_round
+from layerskip import DecodeConfig, DecodeStats, SkipMask, round_work
 from layerskip.decode import DecodeLoop, DecodeRequest
-from layerskip.device_round import RoundPlan
+from layerskip.draft_stopping import Stopping
 from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.kv_cache import StaticCache
 from layerskip.placement import Placement
+from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, graph_model
@@ -86,13 +87,20 @@ def draw_many(params: SamplingParams, config: DecodeConfig, recorder: Any) -> tu
         draws[tuple(ids)] += 1
         for name in ("num_rounds", "num_drafted", "num_accepted", "num_bonus", "num_recovered", "num_target_only"):
             setattr(total, name, getattr(total, name) + getattr(stats, name))
-    assert engine.pool.stats.num_captures <= 3
+    assert engine.pool.stats.num_captures <= 4 + config.gamma
     return draws, total
 
 
 # Recorded from a tape where that is cheap: what is drawn must come from the noise, not from the recording.
-@pytest.mark.parametrize(("setting", "taped"), [("gamma 3", True), ("thresholds", False), ("top-p", False)])
-def test_output_follows_the_targets_distribution(setting: str, taped: bool) -> None:
+@pytest.mark.parametrize(
+    ("setting", "taped", "cuts"),
+    [("gamma 3", True, False), ("thresholds", False, False), ("thresholds", False, True), ("top-p", False, False)],
+)
+def test_output_follows_the_targets_distribution(
+    setting: str, taped: bool, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Stopping(gamma=3, break_even=0.0 if cuts else float("inf"))
+    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
     params, config = SETTINGS[setting]
     draws, stats = draw_many(params, config, TapeRecorder() if taped else RerunRecorder())
     values = p_values(draws, exactly(params))
@@ -106,7 +114,7 @@ def test_output_follows_the_targets_distribution(setting: str, taped: bool) -> N
 
 
 def test_recovering_from_the_target_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_round, "recovery_weights", lambda target, _draft: target)
+    monkeypatch.setattr(round_work, "recovery_weights", lambda target, _draft: target)
     params, config = SETTINGS["gamma 3"]
     values = p_values(draw_many(params, config, RerunRecorder())[0], exactly(params))
     assert min(values.values()) < FAILS, values
@@ -131,8 +139,11 @@ def test_a_round_with_a_repetition_penalty_stays_on_the_host() -> None:
     assert {key[0] for key in engine.pool._replays} == {"forward"}
 
 
-def test_seed_and_generator_reproduce() -> None:
-    model, config = graph_model("llama"), DecodeConfig(skip_mask=MASK, gamma=3)
+@pytest.mark.parametrize("draft_threshold", [0.0, 0.4])
+def test_seed_and_generator_reproduce(draft_threshold: float) -> None:
+    """Also where the first run measures how to stop: that must not draw from the run's generator."""
+    model = graph_model("llama")
+    config = DecodeConfig(skip_mask=MASK, gamma=3, draft_threshold=draft_threshold)
 
     def ids(**arguments: Any) -> list[int]:
         return model.generate([1, 2], max_new_tokens=12, do_sample=True, config=config, **arguments).ids

@@ -158,8 +158,7 @@ def test_nothing_is_recorded_to_hand_over_the_cache(monkeypatch: pytest.MonkeyPa
     """What parted runs need again is a forward over a few tokens, of a number that varies: recordings would pile up."""
     model, prompt = graph_model("llama"), zoo.prompt_of(5)
     configs = [DecodeConfig.plain(zoo.NUM_LAYERS), DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS), gamma=6)]
-    for config in configs:
-        model.generate(prompt, config=config, max_new_tokens=40)
+    model.generate_in_lockstep(prompt, configs, max_new_tokens=40)
     extended: list[int] = []
     extend = CudaGraphEngine.extend
 
