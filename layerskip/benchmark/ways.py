@@ -141,7 +141,7 @@ def own_ways(
     model: LayerSkipModel, settings: Mapping[str, DecodeConfig], names: Sequence[str], *, has_config: bool
 ) -> tuple[list[OwnWay], list[Refused]]:
     """Our own rows, as far as asked for and possible; has_config: whether there is a config, if only a plain one."""
-    reason = "the config says gamma 0" if has_config else "needs --config, or --mask with --gamma"
+    reason = "the config says gamma 0" if has_config else "needs --config, or --drafter or --mask"
     wanted = [name for name in OWN_ROWS if name in names]
     ways = [OwnWay(name, model, settings[name]) for name in wanted if name in settings]
     return ways, [Refused(name, reason) for name in wanted if name not in settings]

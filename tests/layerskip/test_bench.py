@@ -121,7 +121,7 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
     assert command(*arguments) == 0
     plain, speculative = json.loads(out.read_text())["rows"]
     assert plain["identical"] == 1
-    assert speculative["reason"] == "needs --config, or --mask with --gamma"
+    assert speculative["reason"] == "needs --config, or --drafter or --mask"
     assert command(*arguments, "--mask", "4:1,a2", "--gamma", 2) == 0
     _, speculative = json.loads(out.read_text())["rows"]
     assert speculative["settings"] == {
@@ -149,7 +149,7 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         (["--config", "BEST", "--mask", "4:1", "--gamma", "2"], "--mask: give it with --model alone"),
         (["--model", "MODEL"], "--prompts: is required, or --prompt"),
         (["--model", "MODEL", "--mask", "4:1"], "--mask: needs --gamma"),
-        (["--model", "MODEL", "--gamma", "2"], "--gamma: needs --mask"),
+        (["--model", "MODEL", "--gamma", "2"], "--gamma: needs --mask or --drafter"),
         (["--model", "MODEL", "--mask", "4:7", "--gamma", "2"], "item must name layers in 0..3, got '7'"),
         (
             ["--model", "MODEL", "--prompt", "a", "--mask", "5:1", "--gamma", "2"],
