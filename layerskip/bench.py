@@ -13,6 +13,7 @@ from layerskip.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.cli import CommandError, OneLineParser, print_error, run_command
 from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 from layerskip.config import DecodeConfig, write_atomically
+from layerskip.usual_lookups import NUM_TOKENS
 
 if TYPE_CHECKING:
     from layerskip.benchmark.profiling import StepProfile
@@ -63,7 +64,8 @@ def _run(arguments: argparse.Namespace) -> int:
     has_setting = config is not None or by_hand is not None
     config = model.config if model.config.speculates or has_setting else None
     new_tokens = max_new_tokens(arguments, config)
-    prompts = _prompts(model, arguments, prompts_file, new_tokens + (0 if config is None else config.gamma))
+    longest_draft = NUM_TOKENS if config is None else max(NUM_TOKENS, config.max_gamma)
+    prompts = _prompts(model, arguments, prompts_file, new_tokens + longest_draft)
     benchmark, profiles = _measure(model, config, prompts, new_tokens, arguments)
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, prompts_file), indent=1) + "\n")
