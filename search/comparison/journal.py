@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from search.compact import parse_lines
+from layerskip.strict_json import parse_json
 
 
 class Journal:
@@ -27,7 +27,16 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             os.truncate(self.path, len(whole))
-        return parse_lines(whole, self.path)
+        records = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                record = parse_json(line.decode())
+            except ValueError:
+                record = None
+            if not isinstance(record, dict):
+                raise ValueError(f"{self.path}: line {number} is not a JSON object")
+            records.append(record)
+        return records
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line and wait until it is on disk."""

@@ -17,8 +17,7 @@ Stage = Literal["search", "done", "confirm", "left"]
 """Measuring trials; through with them; measuring the held-out prompts; gone."""
 PROCESS, WORKER = "process", "worker"
 """Attributes of a trial: who measures it."""
-KEY = "worker."
-"""Attributes of a study begin so that hold an entry."""
+_KEY = "worker."
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Roster:
         number = next(i for i in range(len(taken) + 1) if i not in taken)
         self._own, self.is_lost = Worker(number, process_token(), facts=dict(facts)), False
         self._write(self._own)
-        self._beats.keep(KEY, self._beat)
+        self._beats.keep(_KEY, self._beat)
 
     def enter(self, stage: Stage) -> None:
         """Tell the others what this worker does now."""
@@ -76,7 +75,7 @@ class Roster:
 
     def leave(self) -> None:
         """Give the number back."""
-        self._beats.drop(KEY)
+        self._beats.drop(_KEY)
         self.enter("left")
         self._own = None
 
@@ -138,8 +137,8 @@ class Roster:
 
     def _entries(self) -> list[Worker]:
         attrs = self._storage.get_study_user_attrs(self._study_id)
-        return [Worker(**attrs[name]) for name in sorted(attrs) if name.startswith(KEY)]
+        return [Worker(**attrs[name]) for name in sorted(attrs) if name.startswith(_KEY)]
 
 
 def _key(number: int) -> str:
-    return f"{KEY}{number:02}"
+    return f"{_KEY}{number:02}"

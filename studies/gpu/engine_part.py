@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,16 +74,15 @@ class Subject:
             self._graph = on_engine(weights, "cuda_graph")
         return self._graph
 
-    @contextmanager
-    def on(self, engine: str) -> Iterator[LayerSkipModel]:
-        """On an engine that is freed afterwards, but for the graph engine."""
+    def on(self, engine: str) -> LayerSkipModel:
+        """On any engine; what the last one of another kind has left is freed before."""
+        from studies.gpu.machine import free_memory
         from studies.gpu.models import on_engine
 
         if engine == "cuda_graph":
-            yield self.graph()
-            return
-        yield on_engine(self.weights(), engine)
+            return self.graph()
         free_memory()
+        return on_engine(self.weights(), engine)
 
     def prompt(self, num_tokens: int = 96, seed: int = 0) -> tuple[int, ...]:
         from studies.gpu.models import SHAPES, random_prompt
@@ -94,18 +91,11 @@ class Subject:
 
     def forget(self) -> None:
         """Free all models."""
+        from studies.gpu.machine import free_memory
+
         self._models.clear()
         self._graph = None
         free_memory()
-
-
-def free_memory() -> None:
-    """Give back what is not referred to: an engine that needs a second copy of the weights asks what is free."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class EnginePart:
@@ -124,7 +114,7 @@ class EnginePart:
         import torch
 
         from layerskip.cli import quiet_libraries
-        from studies.gpu.machine import copy_bandwidth, machine_facts, study_device
+        from studies.gpu.machine import copy_bandwidth, free_memory, machine_facts, study_device
 
         quiet_libraries()
         device = study_device()

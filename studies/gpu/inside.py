@@ -15,30 +15,39 @@ from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of
 
-_MASKS = 300
+_MASKS, _WHOLE = 300, 30
 _RESERVE_S = 3.0
 
 
 def recordings(subject: Subject, job: Job) -> None:
-    """Seconds and memory of recording one mask after another, as a search asks for them."""
-    model, draw = subject.graph(), random.Random(0)
+    """Seconds and memory of recording one mask after another: in pieces, as a search does, then a few rounds whole."""
+    for way, num_masks in (("in pieces", _MASKS), ("whole", _WHOLE)):
+        _record_masks(subject, job, way, 4 if subject.is_rehearsal else num_masks)
+
+
+def _record_masks(subject: Subject, job: Job, way: str, num_masks: int) -> None:
+    model, draw = subject.graph(), random.Random(way)
     engine = model.engine
     assert isinstance(engine, CudaGraphEngine)
     free_before, seen = _free_bytes(), set[SkipMask]()
-    for number in range(1, (4 if subject.is_rehearsal else _MASKS) + 1):
+    start = (engine.pool.stats.num_captures, engine.pool.stats.capture_s)
+    for number in range(1, num_masks + 1):
         before = (engine.pool.stats.num_captures, engine.pool.stats.capture_s)
         while (mask := _random_mask(model.num_layers, draw)) in seen:
             pass
         seen.add(mask)
         config = DecodeConfig(skip_mask=mask, gamma=4)
-        model.generate(subject.prompt(16), config=config, max_new_tokens=8)
-        if number in (1, 2, 4, 10, 30, 100, 200, _MASKS) or job.left_s < _RESERVE_S:
+        if way == "whole":
+            model.generate(subject.prompt(16), config=config, max_new_tokens=8)
+        else:
+            model.generate_in_lockstep(subject.prompt(16), [config], max_new_tokens=8)
+        if number in (1, 2, 4, 10, 30, 100, 200, num_masks) or job.left_s < _RESERVE_S:
             stats = engine.pool.stats
             job.add(
+                way=way,
                 masks=number,
-                captures=stats.num_captures,
-                capture_s=stats.capture_s,
-                longest_capture_ms=1000 * stats.longest_capture_s,
+                captures=stats.num_captures - start[0],
+                capture_s=stats.capture_s - start[1],
                 last_captures=stats.num_captures - before[0],
                 last_capture_ms=1000 * (stats.capture_s - before[1]),
                 evictions=stats.num_evictions,
@@ -52,12 +61,13 @@ def recordings(subject: Subject, job: Job) -> None:
 
 def profiles(subject: Subject, job: Job) -> None:
     """The costliest operations of a plain step, a draft step and a verification, on each engine."""
+    prompt = subject.prompt()
+    case = Case("random", prompt, prompt[:2])
     for engine in subject.some(ENGINES):
-        with subject.on(engine) as model:
-            prompt = subject.prompt()
-            case = Case("random", prompt, prompt[:2])
-            for one in profile_steps(model, draft_of(model.num_layers, 0.5, 4), case, top=12):
-                job.add(engine=engine, **asdict(one))
+        model = subject.on(engine)
+        for one in profile_steps(model, draft_of(model.num_layers, 0.5, 4), case, top=12):
+            job.add(engine=engine, **asdict(one))
+        del model  # before the next engine asks how much memory is free
 
 
 def automatic(subject: Subject, job: Job) -> None:

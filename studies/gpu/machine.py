@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -38,6 +39,13 @@ def device_is_sound() -> bool:
         return float(torch.ones(2, device=study_device()).sum()) == 2.0
     except RuntimeError:
         return False
+
+
+def free_memory() -> None:
+    """Give back what is not referred to: an engine that needs a second copy of the weights asks what is free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def copy_bandwidth(device: torch.device) -> float:

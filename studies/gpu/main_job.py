@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from studies.gpu.machine import device_is_sound, machine_facts
+from studies.gpu.machine import device_is_sound, free_memory, machine_facts
 from studies.gpu.runner import Job, Step
 
 HERE = Path(__file__).resolve().parent
@@ -77,7 +77,10 @@ class MainJob:
 
     def run(self, step: str, job: Job) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        {"train": self._train, "search": self._search, "bench": self._bench}[step](job)
+        try:
+            {"train": self._train, "search": self._search, "bench": self._bench}[step](job)
+        finally:
+            free_memory()  # what training holds would be missing in the search
 
     @property
     def _folder(self) -> Path:

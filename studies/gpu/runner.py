@@ -7,11 +7,13 @@ after a failed operation a CUDA device may answer nothing in the old one. This p
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from studies.gpu.book import DONE, FAILED, STOPPED, WAITING, Book
@@ -147,7 +149,8 @@ class _Turn:
 
 
 def _work(part: Part, steps: Sequence[Step], connection: Connection) -> None:
-    """The process that runs steps; ends after one that has broken it."""
+    """The process that runs steps; ends after one that has broken it, and with the one that supervises it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         connection.send(("facts", part.facts()))
     except Exception:  # noqa: BLE001 (an import that fails, a device that is not there: no step could run)
@@ -163,3 +166,11 @@ def _work(part: Part, steps: Sequence[Step], connection: Connection) -> None:
         connection.send(("end", error))
         if error is not None and not part.is_sound():
             return
+
+
+def _end_with_parent() -> None:
+    """A step must not go on, and keep the device busy, for a command that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -10,7 +10,8 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.identity import check_greedy
-from studies.gpu.engine_part import ENGINES, Subject, free_memory
+from studies.gpu.engine_part import ENGINES, Subject
+from studies.gpu.machine import free_memory
 from studies.gpu.models import SHAPES, on_engine, random_llama, random_prompt
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.benchmark.memory import step_bytes
-from layerskip.benchmark.names import HF_COMPILED, HF_GENERATE, PLAIN
+from layerskip.benchmark.names import HF_COMPILED, HF_GENERATE, PLAIN, SPECULATIVE
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.ways import OwnWay, Sample
+from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.sampling import Sampler, SamplingParams
+from layerskip.stats import DecodeStats
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 
@@ -27,12 +31,14 @@ _RESERVE_S = 5.0
 
 def plain(subject: Subject, job: Job) -> None:
     """Plain decoding on each engine: milliseconds a token, and the bytes that a step must read."""
+    subject.weights()
     for engine in ENGINES:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        with subject.on(engine) as model:
-            samples = decode(model, DecodeConfig.plain(model.num_layers), subject)
-            job.add(**plain_row(model, samples, subject))
+        before, start = _allocated_bytes(), time.perf_counter()
+        model = subject.on(engine)
+        load_s = time.perf_counter() - start
+        row = plain_row(model, decode(model, DecodeConfig.plain(model.num_layers), subject), subject)
+        job.add(**row, load_s=load_s, added_bytes=_allocated_bytes() - before)
+        del model  # before the next engine asks how much memory is free
 
 
 def plain_row(model: LayerSkipModel, samples: Sequence[Sample], subject: Subject) -> dict[str, Any]:
@@ -48,26 +54,38 @@ def plain_row(model: LayerSkipModel, samples: Sequence[Sample], subject: Subject
         "end_to_end_tokens_per_s": statistics.median(one.end_to_end_tokens_per_s or 0.0 for one in samples),
         "step_bytes": step_bytes(model).of(None, 1, context),
         "context": context,
-        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }
 
 
 def rounds(subject: Subject, job: Job) -> None:
-    """Whole rounds, as decoding runs them, by the share of layers that a draft keeps and by gamma."""
+    """Rounds recorded whole, as a chosen config decodes, and in pieces, as a search does, by layers kept and gamma."""
     model = subject.graph()
-    job.add(kept=1.0, gamma=0, ms=_plain_ms(model, subject))
+    job.add(kept=1.0, gamma=0, ms=_plain_ms(model, subject), ms_in_pieces=None)
     for kept in subject.some(KEPT_SHARES):
         for gamma in subject.some(GAMMAS):
             if job.left_s < _RESERVE_S:
                 return
             config = draft_of(model.num_layers, kept, gamma)
-            samples = decode(model, config, subject)
-            ms = [one for sample in samples for one in _full_rounds_ms(sample, gamma)]
-            job.add(kept=kept_share(config.skip_mask), gamma=gamma, ms=statistics.median(ms) if ms else None)
+            whole, pieces = (round_ms(model, config, subject, whole=whole) for whole in (True, False))
+            job.add(kept=kept_share(config.skip_mask), gamma=gamma, ms=whole, ms_in_pieces=pieces)
+
+
+def round_ms(model: LayerSkipModel, config: DecodeConfig, subject: Subject, *, whole: bool) -> float | None:
+    """Milliseconds of a round that drafts gamma tokens, the median over texts; None if there was none."""
+    found = []
+    for seed in range(-1, subject.repeats):  # the first is not counted
+        stats = DecodeStats()
+        request = DecodeRequest(subject.prompt(seed=max(seed, 0)), subject.num_new_tokens, model.eos_token_ids)
+        for _ in DecodeLoop(model.engine, config, Sampler(SamplingParams()), whole_rounds=whole).run(request, stats):
+            pass
+        # The last rounds of a text draft fewer.
+        if seed >= 0 and (count := stats.drafted_by_position[config.gamma - 1]):
+            found.append(1000 * stats.round_s_by_drafted[config.gamma - 1] / count)
+    return statistics.median(found) if found else None
 
 
 def speedup(subject: Subject, job: Job) -> None:
-    """Speculative against plain decoding in lockstep, where a draft is accepted often, seldom and in between."""
+    """Speculative against plain decoding, where a draft is accepted often, seldom and in between."""
     for damping in subject.some(DAMPINGS):
         for kept in subject.some((0.5, 0.25)):
             for gamma in subject.some((4, 2, 8)):
@@ -78,25 +96,29 @@ def speedup(subject: Subject, job: Job) -> None:
 
 
 def speedup_row(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> dict[str, Any]:
-    """Medians over texts of one setting against plain decoding, prompt apart and included."""
-    plain_config, ratios, end_to_end = DecodeConfig.plain(model.num_layers), [], []
-    drafted = accepted = num_rounds = 0
+    """Medians over texts of one setting over plain decoding: one after the other, with whole rounds, prompt apart and
+    included; and in lockstep, with rounds in pieces, as a search measures it."""
+    plain_config, new_tokens = DecodeConfig.plain(model.num_layers), subject.num_new_tokens
+    ways = [OwnWay(PLAIN, model, plain_config), OwnWay(SPECULATIVE, model, config)]
+    apart, end_to_end, in_lockstep, drafted = [], [], [], DecodeStats()
     for seed in range(subject.repeats):
         prompt = subject.prompt(seed=seed)
-        pair = model.generate_in_lockstep(prompt, [plain_config, config], max_new_tokens=subject.num_new_tokens)
-        before, after = (output.stats for output in pair)
-        ratios.append((after.tokens_per_s or 0.0) / (before.tokens_per_s or 1.0))
-        end_to_end.append(_total_rate(after) / _total_rate(before))
-        drafted, accepted = drafted + after.num_drafted, accepted + after.num_accepted
-        num_rounds += after.num_rounds
+        before, after = (way.run(prompt, new_tokens) for way in ways)
+        apart.append(_ratio(after.tokens_per_s, before.tokens_per_s))
+        end_to_end.append(_ratio(after.end_to_end_tokens_per_s, before.end_to_end_tokens_per_s))
+        pair = model.generate_in_lockstep(prompt, [plain_config, config], max_new_tokens=new_tokens)
+        in_lockstep.append(_ratio(pair[1].stats.tokens_per_s, pair[0].stats.tokens_per_s))
+        for name in ("num_drafted", "num_accepted", "num_rounds"):
+            setattr(drafted, name, getattr(drafted, name) + getattr(pair[1].stats, name))
     return {
         "kept": kept_share(config.skip_mask),
         "gamma": config.gamma,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "mean_accepted_length": (accepted + num_rounds) / num_rounds if num_rounds else None,
-        "speedup": statistics.median(ratios),
-        "speedups": ratios,
+        "acceptance_rate": drafted.acceptance_rate,
+        "mean_accepted_length": drafted.mean_accepted_length,
+        "speedup": statistics.median(apart),
         "end_to_end_speedup": statistics.median(end_to_end),
+        "lockstep_speedup": statistics.median(in_lockstep),
+        "speedups": apart,
     }
 
 
@@ -142,21 +164,20 @@ def decode(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> lis
     return [way.run(subject.prompt(seed=seed), subject.num_new_tokens) for seed in range(subject.repeats)]
 
 
+def _allocated_bytes() -> int:
+    """On the CUDA device; 0 without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
 def _plain_ms(model: LayerSkipModel, subject: Subject) -> float:
     samples = decode(model, DecodeConfig.plain(model.num_layers), subject)
     return statistics.median(1000 / rate for one in samples if (rate := one.tokens_per_s))
 
 
-def _full_rounds_ms(sample: Sample, gamma: int) -> Iterator[float]:
-    """Milliseconds of a round that drafted gamma tokens; the last ones of a text draft fewer."""
-    stats = sample.stats
-    if stats is not None and (count := stats.drafted_by_position[gamma - 1]):
-        yield 1000 * stats.round_s_by_drafted[gamma - 1] / count
-
-
-def _total_rate(stats: Any) -> float:
-    """Tokens/s, prompt included."""
-    return float(stats.num_emitted / (stats.prefill_s + stats.decode_s))
+def _ratio(rate: float | None, other: float | None) -> float:
+    if rate is None or other is None:
+        raise ValueError("a text of one token has no speed")
+    return rate / other
 
 
 def _benchmark(subject: Subject, job: Job, names: Sequence[str], *, compiled: bool) -> None:

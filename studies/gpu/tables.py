@@ -28,11 +28,12 @@ def plain(rows: Rows, facts: Mapping[str, Any]) -> str:
     lines = []
     for row in rows:
         per_s = 1000 * row["step_bytes"] / row["ms_per_token"]
-        memory = "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}"
         line = [row["engine"], f"{row['ms_per_token']:.3f}", f"{1000 / row['ms_per_token']:.1f}"]
         line += [f"{row['end_to_end_tokens_per_s']:.1f}", f"{row['step_bytes'] / 1e9:.3f}"]
-        lines.append([*line, percent(per_s / facts["copy_bytes_per_s"]), memory])
-    header = ["engine", "ms a token", "tokens/s", "prompt included", "GB a step", "of a copy's bandwidth", "GiB"]
+        line += [percent(per_s / facts["copy_bytes_per_s"])]
+        lines.append([*line, f"{row['load_s']:.1f}", f"{row['added_bytes'] / 2**30:.2f}"])
+    header = ["engine", "ms a token", "tokens/s", "prompt included", "GB a step", "of a copy's bandwidth"]
+    header += ["s to load", "GiB beside the model"]
     reasons = [f"- {row['engine']}: {row['reason']}; attention: {row['attention_backend']}." for row in rows]
     return "\n".join([markdown(header, lines), "", *reasons])
 
@@ -56,10 +57,11 @@ def benchmark(rows: Rows, _facts: Mapping[str, Any]) -> str:
 def rounds(rows: Rows, _facts: Mapping[str, Any]) -> str:
     """Milliseconds of a round, and the speedup that they allow where drafts are accepted independently."""
     plain_ms, cells = rows[0]["ms"], {(row["kept"], row["gamma"]): row["ms"] for row in rows[1:] if row["ms"]}
+    pieces = {(row["kept"], row["gamma"]): row["ms_in_pieces"] for row in rows[1:]}
     gammas = sorted({gamma for _, gamma in cells})
     shares = sorted({kept for kept, _ in cells})
     lines = [
-        [percent(kept), *(f"{cells[kept, gamma]:.3f}" if (kept, gamma) in cells else "-" for gamma in gammas)]
+        [percent(kept), *(f"{_ms(cells.get((kept, gamma)))} / {_ms(pieces.get((kept, gamma)))}" for gamma in gammas)]
         for kept in shares
     ]
     best = []
@@ -75,7 +77,7 @@ def rounds(rows: Rows, _facts: Mapping[str, Any]) -> str:
         best.append(line)
     return "\n\n".join(
         [
-            f"A plain token takes {plain_ms:.3f} ms. Milliseconds of a round, by layers kept and gamma:",
+            f"A plain token takes {plain_ms:.3f} ms. Milliseconds of a round recorded whole / in pieces:",
             markdown(["kept", *(f"gamma {gamma}" for gamma in gammas)], lines),
             "Speedup that these rounds allow, by the chance that a draft token is accepted (arithmetic, not measured):",
             markdown(["kept", *map(str, ACCEPTANCES)], best),
@@ -93,8 +95,8 @@ def speedup(rows: Rows, _facts: Mapping[str, Any]) -> str:
     for row in rows:
         line = [row["damping"], percent(row["kept"]), row["gamma"], percent(row["acceptance_rate"])]
         line += [f"{row['mean_accepted_length'] or 1:.2f}", times(row["speedup"]), times(row["end_to_end_speedup"])]
-        lines.append(line)
-    header = ["damping", "kept", "gamma", "accepted", "tokens a round", "speedup", "prompt included"]
+        lines.append([*line, times(row["lockstep_speedup"])])
+    header = ["damping", "kept", "gamma", "accepted", "tokens a round", "speedup", "prompt included", "in lockstep"]
     return markdown(header, lines)
 
 
@@ -134,10 +136,11 @@ def lockstep(rows: Rows, _facts: Mapping[str, Any]) -> str:
 def recordings(rows: Rows, _facts: Mapping[str, Any]) -> str:
     lines = []
     for row in rows:
-        line = [row["masks"], row["captures"], f"{1000 * row['capture_s'] / max(row['captures'], 1):.1f}"]
-        line += [f"{row['longest_capture_ms']:.1f}", row["kept"], row["evictions"]]
+        line = [row["way"], row["masks"], row["captures"]]
+        line += [f"{1000 * row['capture_s'] / max(row['captures'], 1):.1f}", f"{1000 * row['capture_s']:.0f}"]
+        line += [row["kept"], row["evictions"]]
         lines.append([*line, f"{row['kept_bytes'] / 2**20:.0f}", f"{row['device_bytes_taken'] / 2**20:.0f}"])
-    header = ["masks", "recordings", "ms each", "longest ms", "kept", "evicted", "MiB kept", "MiB taken of the device"]
+    header = ["rounds", "masks", "recordings", "ms each", "ms in all", "kept", "evicted", "MiB kept", "MiB taken"]
     return markdown(header, lines)
 
 
@@ -168,6 +171,10 @@ TABLES: dict[str, Callable[[Rows, Mapping[str, Any]], str]] = {
     "contexts": contexts,
     "auto": auto,
 }
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _is_lossless(row: Mapping[str, Any]) -> bool:

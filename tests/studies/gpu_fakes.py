@@ -20,11 +20,13 @@ class Mishaps:
     words: tuple[str, ...]
     breaks_device: bool = False
     breaks_start: bool = False
+    hangs_s: float = 1.5
+    """Seconds after which a step that hangs is stopped."""
     name: str = "a"
     size: str = "tiny"
 
     def steps(self) -> Sequence[Step]:
-        return [Step(word, 1.5 if word == "hangs" else 60.0) for word in self.words]
+        return [Step(word, self.hangs_s if word == "hangs" else 60.0) for word in self.words]
 
     def facts(self) -> dict[str, Any]:
         if self.breaks_start:

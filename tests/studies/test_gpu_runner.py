@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from studies.gpu.book import Book
+from studies.gpu.book import Book, read
+from studies.gpu.environment import ROOT
 from tests.studies.gpu_fakes import Mishaps, run
 
 
@@ -62,3 +68,31 @@ def test_a_file_of_another_part_is_refused(tmp_path: Path) -> None:
     file.write_text('{"part": "a"')
     with pytest.raises(ValueError, match="not a file of the GPU study"):
         Book.open(file, "a", "tiny")
+
+
+def test_a_killed_command_leaves_what_it_found_and_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    code = (
+        "from pathlib import Path; from tests.studies.gpu_fakes import Mishaps, run\n"
+        f"if __name__ == '__main__': run(Mishaps(('works', 'hangs'), hangs_s=60.0), Path({str(file)!r}))\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    with subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}) as command:
+        wait_for(lambda: file.is_file() and any(row["step"] == "hangs" for row in rows_of(read(file))))
+        command.kill()
+    record = read(file)
+    assert [step["state"] for step in record["steps"].values()] == ["done", "running"]
+    wait_for(lambda: not Path(f"/proc/{record['workers'][0]['pid']}").exists())
+
+
+def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for step in record["steps"].values() for row in step["rows"]]
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    """Raises: AssertionError after a minute."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -164,14 +164,14 @@ def test_the_bench_measures_the_best_candidate_where_nothing_won() -> None:
 
 def test_the_rounds_table_by_hand() -> None:
     rows = [
-        {"kept": 1.0, "gamma": 0, "ms": 2.0},
-        {"kept": 0.25, "gamma": 1, "ms": 3.0},
-        {"kept": 0.25, "gamma": 4, "ms": 4.0},
-        {"kept": 0.5, "gamma": 1, "ms": None},
+        {"kept": 1.0, "gamma": 0, "ms": 2.0, "ms_in_pieces": None},
+        {"kept": 0.25, "gamma": 1, "ms": 3.0, "ms_in_pieces": 3.5},
+        {"kept": 0.25, "gamma": 4, "ms": 4.0, "ms_in_pieces": None},
+        {"kept": 0.5, "gamma": 1, "ms": None, "ms_in_pieces": None},
     ]
     text = tables.rounds(rows, {})
     assert "A plain token takes 2.000 ms" in text
-    assert "| 25.0 % | 3.000 | 4.000 |" in text
+    assert "| 25.0 % | 3.000 / 3.500 | 4.000 / - |" in text
     # At .6: 1.6 tokens in 3 ms, or 2.3056 in 4; at .9: 1.9, or 4.0951.
     assert "| 25.0 % | 1.15x (gamma 4) |" in text
     assert "2.05x (gamma 4)" in text
@@ -180,9 +180,9 @@ def test_the_rounds_table_by_hand() -> None:
 
 def test_bandwidth_is_held_against_a_large_copy() -> None:
     row = {"engine": "fused", "reason": "asked for", "attention_backend": "flash", "ms_per_token": 4.0}
-    row |= {"step_bytes": 6_000_000_000, "end_to_end_tokens_per_s": 200.0, "memory_bytes": 3 << 30}
+    row |= {"step_bytes": 6_000_000_000, "end_to_end_tokens_per_s": 200.0, "load_s": 9.0, "added_bytes": 3 << 30}
     text = tables.plain([row], {"copy_bytes_per_s": 3e12})
-    assert "| fused | 4.000 | 250.0 | 200.0 | 6.000 | 50.0 % | 3.0 |" in text
+    assert "| fused | 4.000 | 250.0 | 200.0 | 6.000 | 50.0 % | 9.0 | 3.00 |" in text
 
 
 def test_a_page_tells_what_failed_and_which_file_is_broken(tmp_path: Path) -> None:
