@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: search test lint format notebooks dashboard audit fuzz security lock demo-model clean
+.PHONY: search test lint format notebooks dashboard audit fuzz security lock demo-model stock-model clean
 
 search: $(VENV)/.installed
 	$(BIN)/python -m search.run --trials 200
@@ -38,6 +38,11 @@ security: $(VENV)/.installed-test
 # Trains the shipped model anew: more than an hour on two idle cores.
 demo-model: $(VENV)/.installed
 	$(BIN)/python -m studies.demo.make_model
+
+# Trains its stock twin, which is not shipped, into studies/stock/model: an hour on one thread.
+stock-model: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.demo.make_model --recipe stock --batch 8 --tokens 3000000 --threads 1 \
+		--evaluate --out studies/stock/model
 
 # Writes constraints.txt from a fresh environment; "+cpu" and the like are dropped so that it fits every platform.
 lock:

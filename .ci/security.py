@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 _TOOLS = ("pip-audit>=2.9,<3", "detect-secrets>=1.5,<2")
 _PLANTED = r"s3cret|none|wrong-horse-battery|correct-horse-battery|secret"
 """What tests and documentation use where a password would stand."""
-_UNREAD = r"\.(png|safetensors|db|html)$|^studies/.*(/model/.*|\.jsonl|results\.json|summary\.json|result\.json)$"
+_UNREAD = r"\.(png|safetensors|db|html|xz)$|^studies/.*(/model/.*|\.jsonl|results\.json|summary\.json|result\.json)$"
 """Pictures, weights, and megabytes of measurements, which take a minute and hold numbers."""
 _NOT_NETWORK = 2
 """pip-audit's own exit code for wrong usage; 1 is a finding or, without a report, a network that is not there."""

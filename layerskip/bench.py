@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.benchmark.names import ROW_NAMES
+from layerskip.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.cli import CommandError, OneLineParser, print_error, run_command
 from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 from layerskip.config import DecodeConfig, write_atomically
-from layerskip.skip_mask import SkipMask
+from layerskip.usual_lookups import NUM_TOKENS
 
 if TYPE_CHECKING:
     from layerskip.benchmark.profiling import StepProfile
@@ -26,10 +27,7 @@ HELD_OUT = "held_out.jsonl"
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     add_model_arguments(parser)
-    by_hand = parser.add_argument_group("a setting by hand, with --model")
-    by_hand.add_argument("--mask", metavar="MASK", help="skip mask such as 12:3,5-11,m1; needs --gamma")
-    by_hand.add_argument("--gamma", type=int, help="most draft tokens per round")
-    by_hand.add_argument("--draft-threshold", type=float, help="drafting stops below this confidence; 0 = off")
+    add_setting_arguments(parser)
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--prompts", type=Path, metavar="FILE", help=f"prompts as JSONL; default: {HELD_OUT} beside the config"
@@ -58,12 +56,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    config = _setting(arguments)
+    config, by_hand = read_config(arguments), setting_by_hand(arguments)
     prompts_file = _prompts_file(arguments)
-    model = load_model(arguments, config)
-    config = model.config if model.config.speculates or config is not None else None
+    model = load_model(arguments, config, looks_for_config=by_hand is None)
+    if by_hand is not None:
+        model.config = by_hand(model.num_layers)
+    has_setting = config is not None or by_hand is not None
+    config = model.config if model.config.speculates or has_setting else None
     new_tokens = max_new_tokens(arguments, config)
-    prompts = _prompts(model, arguments, prompts_file, new_tokens + (0 if config is None else config.gamma))
+    longest_draft = NUM_TOKENS if config is None else max(NUM_TOKENS, config.max_gamma)
+    prompts = _prompts(model, arguments, prompts_file, new_tokens + longest_draft)
     benchmark, profiles = _measure(model, config, prompts, new_tokens, arguments)
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, prompts_file), indent=1) + "\n")
@@ -88,22 +90,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"no such folder: {path.absolute().parent}")
     if arguments.prompts is not None and arguments.prompt:
         raise ValueError("--prompts, --prompt: give one of them, not both")
-
-
-def _setting(arguments: argparse.Namespace) -> DecodeConfig | None:
-    """The config of the file, or of --mask and its companions."""
-    config = read_config(arguments)
-    if arguments.mask is None:
-        for name in ("gamma", "draft_threshold"):
-            if getattr(arguments, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')}: needs --mask")
-        return config
-    if config is not None:
-        raise ValueError("--mask: give it with --model alone, a config has its own")
-    if arguments.gamma is None:
-        raise ValueError("--mask: needs --gamma")
-    mask = SkipMask.parse(arguments.mask)
-    return DecodeConfig(skip_mask=mask, gamma=arguments.gamma, draft_threshold=arguments.draft_threshold or 0.0)
 
 
 def _prompts_file(arguments: argparse.Namespace) -> Path | None:

@@ -68,9 +68,12 @@ def load_config(arguments: argparse.Namespace) -> DecodeConfig | None:
     return DecodeConfig.load(arguments.config)
 
 
-def load_model(arguments: argparse.Namespace, config: DecodeConfig | None) -> LayerSkipModel:
+def load_model(
+    arguments: argparse.Namespace, config: DecodeConfig | None, *, looks_for_config: bool = True
+) -> LayerSkipModel:
     """The model under `config`, on the device, dtype, engine and threads asked for or tuned for.
 
+    looks_for_config: without a config, take the one next to the model.
     Sets torch's number of threads; says on stderr where the config was tuned on another device. Raises: ValueError.
     """
     device_map = device_map_of(arguments)
@@ -98,6 +101,7 @@ def load_model(arguments: argparse.Namespace, config: DecodeConfig | None) -> La
         engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
         device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,
+        looks_for_config=looks_for_config,
     )
     if tuned is not None and not tuned.device.startswith(model.device.type):
         sys.stderr.write(f"warning: the config was tuned on {tuned.device}, this is {model.device.type}\n")

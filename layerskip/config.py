@@ -342,15 +342,15 @@ class DecodeConfig(_Setting, _Versioned):
         return self.model_copy(update={"provenance": made_for.model_copy(update={"model": "./"})})
 
 
-def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     """Write to a temporary file in the same folder, flush it to disk and rename it over `path`.
 
     Raises: OSError naming `path`, which is then as it was before.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(mode)

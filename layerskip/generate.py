@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from layerskip.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.cli import OneLineParser, run_command
 from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
     from layerskip.model import GenerateOutput, LayerSkipModel
 
 PROG = "layerskip.generate"
-# Style beside colour, so that nothing is told by colour alone; all four read on dark and on light backgrounds.
-_STYLES = {"accepted": "green", "recovered": "bold red underline", "bonus": "bold blue", "target-only": ""}
+# Style beside colour, so that nothing is told by colour alone; all of them read on dark and on light backgrounds.
+_STYLES = {
+    "accepted": "green",
+    "looked-up": "italic magenta",
+    "recovered": "bold red underline",
+    "bonus": "bold blue",
+    "target-only": "",
+}
 _REJECTED = "dim strike"
 
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     add_model_arguments(parser)
+    add_setting_arguments(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the prompt; - reads it from standard input")
     text.add_argument("--chat", help="a user message, put through the tokenizer's chat template")
@@ -47,10 +55,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    config = read_config(arguments)
+    config, by_hand = read_config(arguments), setting_by_hand(arguments)
     if arguments.repeats < 1:
         raise ValueError(f"--repeats: must be at least 1, got {arguments.repeats}")
-    model = load_model(arguments, config)
+    model = load_model(arguments, config, looks_for_config=by_hand is None)
+    if by_hand is not None:
+        model.config = by_hand(model.num_layers)
     prompt_ids = _prompt_ids(model, arguments)
     generation = _generation_arguments(arguments, config)
     if arguments.compare:
@@ -145,16 +155,20 @@ def _print_summary(output: GenerateOutput, *, show_legend: bool = False) -> None
     if show_legend:
         legend = Text("tokens: ")
         for origin, style in _STYLES.items():
-            legend.append(f"{output.origins.count(origin)} ").append(origin, style=style).append("  ")
+            if count := output.origins.count(origin):
+                legend.append(f"{count} ").append(origin, style=style).append("  ")
         legend.append(f"{sum(map(len, output.rejected.values()))} ").append("rejected", style=_REJECTED)
-        console.print(legend)
+        console.print(legend, soft_wrap=True)
     stats = output.stats
     rate, length = stats.tokens_per_s, stats.mean_accepted_length
     parts = [f"{stats.num_emitted} tokens ({output.finish_reason})"]
     parts += [f"{rate:.1f} tokens/s"] if rate else []
     if stats.acceptance_rate is not None:
         parts += [f"acceptance {stats.acceptance_rate:.2f}", f"mean accepted length {length:.2f}"]
-    console.print(", ".join(parts))
+    if stats.num_looked_up:
+        found = f"{stats.num_looked_up_accepted} of {stats.num_looked_up} tokens accepted"
+        parts += [f"looked up in {stats.num_lookup_rounds} of {stats.num_rounds} rounds: {found}"]
+    console.print(", ".join(parts), soft_wrap=True)
 
 
 def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: argparse.Namespace) -> None:

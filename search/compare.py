@@ -23,9 +23,10 @@ _CHECKPOINTS = (5, 10, 25)
 _EPILOG = """\
 Each strategy runs once per seed; the runs take turns of three trials, so that drift of the machine hits all alike. At
 each checkpoint the leader of every run is confirmed on held-out prompts. Written to --out: results.json, table.md,
-plot.html, and the journals from which the same command goes on after a stop. More trials, seeds or strategies may be
-asked for later; what is measured stays. Exit codes: 0 done, 1 outputs were not lossless, 2 bad input, 130 and 143
-stopped by a signal."""
+plot.html, record.jsonl.xz (what these three are computed from, small enough to be committed), and the journals from
+which the same command goes on after a stop. More trials, seeds or strategies may be asked for later; what is measured
+stays. --tables makes the three from the record again. Exit codes: 0 done, 1 outputs were not lossless, 2 bad input,
+130 and 143 stopped by a signal."""
 
 
 def build_parser() -> OneLineParser:
@@ -43,6 +44,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--checkpoints", metavar="A,B", help="numbers of trials to confirm after (5,10,25)")
     parser.add_argument("--confirm-repeats", type=int, metavar="N", help="passes over the held-out prompts")
     parser.add_argument("--out", help="folder of the results; STUDY/compare without it")
+    parser.add_argument(
+        "--tables", action="store_true", help="make the results in --out from its record again; measures nothing"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what it would take, write nothing")
     add_output_flags(parser)
     return parser
@@ -58,8 +62,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     refuse_torchrun("start it as one process")
     spec, paths = load_spec({}, arguments.study, demo=demo_folder())
-    plan = make_plan(arguments, spec)
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"
+    if arguments.tables:
+        return _write_tables(out)
+    plan = make_plan(arguments, spec)
     stop = StopSignal()
     with stop.installed():
         try:
@@ -120,6 +126,18 @@ def _compare(
             return 0
         run = ComparisonRun(plan, subject, spec, out, Tools(reporter, stop, command))
         return run.run(named=arguments.strategies is not None)
+
+
+def _write_tables(out: Path) -> int:
+    from search.comparison.record import FILE, read_record, write_results
+    from search.samplers import quiet_optuna
+
+    quiet_optuna()
+    file = out / FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; a comparison that reaches its end writes it")
+    sys.stdout.write(write_results(read_record(file), out))
+    return 0
 
 
 def _split(text: str) -> tuple[str, ...]:

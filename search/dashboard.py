@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from layerskip.api_key import KEY_VARIABLE, read_api_key
@@ -16,6 +16,7 @@ from layerskip.cli import OneLineParser, run_command
 from search.dashboard_guard import DashboardGuard
 from search.reporting.source import Address, open_source
 from search.run import demo_folder
+from search.storage import near
 from search.storages.address import STORAGE_HELP, storage_argument
 
 PROG = "search.dashboard"
@@ -44,8 +45,19 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(PROG, lambda: _run(arguments))
 
 
-def open_app(study: str | None, storage_url: str | None) -> tuple[Callable[..., Any], str]:
-    """The dashboard's WSGI app, and the address of the study's page in it.
+class OpenApp(NamedTuple):
+    """The dashboard on one storage."""
+
+    app: Callable[..., Any]
+    """WSGI."""
+    page: str
+    """The address of the study's page in it."""
+    archive: Path | None
+    """What the study was read from, if not from its storage: changes are not kept."""
+
+
+def open_app(study: str | None, storage_url: str | None) -> OpenApp:
+    """The dashboard on a study's storage, or on its archive.
 
     Opens an existing study only; never creates a database.
     Raises: ValueError or FileNotFoundError in one line.
@@ -60,7 +72,7 @@ def open_app(study: str | None, storage_url: str | None) -> tuple[Callable[..., 
         warnings.simplefilter("ignore")  # the dashboard's dependencies warn of their own future
         from optuna_dashboard import wsgi
 
-        return wsgi(source.storage, store), f"dashboard/studies/{study_id}"
+        return OpenApp(wsgi(source.storage, store), f"dashboard/studies/{study_id}", source.archive)
 
 
 def bind(app: Callable[..., Any], host: str, port: int) -> WSGIServer:
@@ -88,9 +100,11 @@ class _QuietHandler(WSGIRequestHandler):
 
 def _run(arguments: argparse.Namespace) -> int:
     key = read_api_key(arguments.api_key_file, arguments.host)
-    app, page = open_app(arguments.study, storage_argument(arguments.storage))
-    with bind(DashboardGuard(app, key, arguments.host), arguments.host, arguments.port) as server:
-        sys.stdout.write(f"http://{arguments.host}:{server.server_port}/{page}\nCtrl-C ends it.\n")
+    opened = open_app(arguments.study, storage_argument(arguments.storage))
+    with bind(DashboardGuard(opened.app, key, arguments.host), arguments.host, arguments.port) as server:
+        sys.stdout.write(f"http://{arguments.host}:{server.server_port}/{opened.page}\nCtrl-C ends it.\n")
+        if opened.archive is not None:
+            sys.stdout.write(f"Read from {near(opened.archive)}: what is changed in the dashboard is not kept.\n")
         sys.stdout.flush()
         try:
             server.serve_forever()

@@ -1,4 +1,4 @@
-"""python -m search.export: a tuned config as what other tools take: a draft model, or best.json made again."""
+"""python -m search.export: a tuned config as other tools take it, best.json again, or a whole study in one file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from search.draft_model import DraftModel, export_draft_model
 from search.storages.address import STORAGE_HELP, storage_argument
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from layerskip.model import LayerSkipModel
+    from search.reporting.source import Source
 
 PROG = "search.export"
 _EPILOG = """\
 --draft-model writes the kept layers as an ordinary checkpoint (config.json, safetensors, tokenizer) with settings for
 Transformers, vLLM, SGLang and llama.cpp. A mask that skips attention or MLP alone has no such checkpoint: --nearest
 keeps those layers whole instead, and that draft was not measured. STUDY with --config-out writes a finished study's
-best.json again, from its storage; nothing is measured."""
+best.json again, from its storage; with --archive the whole study, into one small file that report and dashboard read
+where the study has no database (a run writes it as study.jsonl.xz in the study folder). Nothing is measured."""
 
 
 def build_parser() -> OneLineParser:
@@ -31,8 +35,9 @@ def build_parser() -> OneLineParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("study", nargs="?", help="study folder, or its study.toml, for --config-out")
+    parser.add_argument("study", nargs="?", help="study folder, or its study.toml")
     parser.add_argument("--config-out", type=Path, metavar="FILE", help="where to write the study's config")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="where to write the whole study, compressed")
     parser.add_argument("--storage", help=STORAGE_HELP)
     parser.add_argument("--study-name", help="name inside the storage")
     parser.add_argument("--config", type=Path, help="decode config, as the search exports it, for --draft-model")
@@ -51,29 +56,54 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    asked = {name: getattr(arguments, name) is not None for name in ("study", "config_out", "config", "draft_model")}
-    if asked == {"study": True, "config_out": True, "config": False, "draft_model": False}:
+    names = ("study", "config_out", "archive", "config", "draft_model")
+    asked = {name for name in names if getattr(arguments, name) is not None}
+    if asked == {"study", "config_out"}:
         return _write_config(arguments)
-    if asked == {"study": False, "config_out": False, "config": True, "draft_model": True}:
+    if asked == {"study", "archive"}:
+        return _write_archive(arguments)
+    if asked == {"config", "draft_model"}:
         return _write_draft_model(arguments)
-    raise ValueError("give --config FILE and --draft-model DIR, or STUDY and --config-out FILE")
+    raise ValueError("give --config FILE and --draft-model DIR, or STUDY and --config-out FILE or --archive FILE")
 
 
 def _write_config(arguments: argparse.Namespace) -> int:
-    from search.reporting.source import Address, opened
-    from search.run import demo_folder
     from search.stored_config import stored_config
 
-    file = arguments.config_out.expanduser().absolute()
-    if not file.parent.is_dir():
-        raise ValueError(f"--config-out: no such folder: {file.parent}")
-    address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
-    with opened(address, demo=demo_folder()) as source:
+    file = _new_file("--config-out", arguments.config_out)
+    with _opened(arguments) as source:
         config = stored_config(source.load(), file.parent)
     config.save(file)
     verdict = "speculate" if config.speculates else "do not speculate"
     sys.stdout.write(f"written {file}: {verdict}, mask {config.skip_mask}, gamma {config.gamma}\n")
     return 0
+
+
+def _write_archive(arguments: argparse.Namespace) -> int:
+    from search.reporting.archive import write_archive
+    from search.samplers import quiet_optuna
+
+    quiet_optuna()
+    file = _new_file("--archive", arguments.archive)
+    with _opened(arguments) as source:
+        write_archive(source.load(), file)
+    sys.stdout.write(f"written {file}: {file.stat().st_size / 1000:.0f} kB\n")
+    return 0
+
+
+def _new_file(flag: str, given: Path) -> Path:
+    file = given.expanduser().absolute()
+    if not file.parent.is_dir():
+        raise ValueError(f"{flag}: no such folder: {file.parent}")
+    return file
+
+
+def _opened(arguments: argparse.Namespace) -> AbstractContextManager[Source]:
+    from search.reporting.source import Address, opened
+    from search.run import demo_folder
+
+    address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
+    return opened(address, demo=demo_folder())
 
 
 def _write_draft_model(arguments: argparse.Namespace) -> int:

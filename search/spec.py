@@ -142,6 +142,11 @@ class StudyPaths:
         return self.folder / "report.html"
 
     @property
+    def archive(self) -> Path:
+        """The finished study, to be looked at where `study.db` is not there; see `search.reporting.archive`."""
+        return self.folder / "study.jsonl.xz"
+
+    @property
     def artifacts(self) -> Path:
         """Where the dashboard keeps files of the study."""
         return self.folder / "artifacts"

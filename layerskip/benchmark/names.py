@@ -3,8 +3,10 @@
 HF_GENERATE, HF_COMPILED = "hf_generate", "hf_generate_compiled"
 HF_EARLY_EXIT, HF_PROMPT_LOOKUP = "hf_early_exit", "hf_prompt_lookup"
 PLAIN, SPECULATIVE = "plain", "speculative"
+LAYER_SKIP, PROMPT_LOOKUP, SUFFIX, HYBRID = "layer_skip", "prompt_lookup", "suffix", "hybrid"
+"""Single drafters beside the config: its mask alone, lookups alone, and n-grams where they match, else its mask."""
 
 HF_ROWS = (HF_GENERATE, HF_COMPILED, HF_EARLY_EXIT, HF_PROMPT_LOOKUP)
-OWN_ROWS = (PLAIN, SPECULATIVE)
+OWN_ROWS = (PLAIN, SPECULATIVE, LAYER_SKIP, PROMPT_LOOKUP, SUFFIX, HYBRID)
 ROW_NAMES = (*HF_ROWS, *OWN_ROWS)
 """In the order of the table."""

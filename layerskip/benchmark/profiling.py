@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.steps import middle_of
 from layerskip.config import DecodeConfig
-from layerskip.drafters import make_drafter
+from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.verifier import verify_greedy
@@ -43,14 +43,16 @@ class StepProfile:
 
 
 def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, top: int = 8) -> list[StepProfile]:
-    """Profiles in the middle of a prompt's text: a plain step; where the config speculates, a draft step and a verify.
+    """Profiles in the middle of a prompt's text: a plain step; where the config speculates, a verify, and a draft step
+    if it drafts by its mask: a lookup has no operations.
 
     Cost: some tens of steps, and a forward over the text.
     """
     engine, sampler = model.engine, Sampler(SamplingParams(), None)
     text = middle_of(case)
     gamma = config.max_gamma
-    drafter = make_drafter(config.model_copy(update={"target_threshold": 0.0}), engine, sampler)
+    settings = LayerSkipSettings(config.skip_mask, gamma, config.draft_threshold, share_prefix=config.share_prefix)
+    drafter = LayerSkipDrafter(engine, sampler, settings)
     ids = torch.tensor(text[:1] * (gamma + 1), device=engine.device)
 
     def verify(count: int) -> None:
@@ -59,13 +61,14 @@ def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, to
         engine.cache.rollback_to(len(text))
 
     def draft() -> None:
-        if drafter is not None:
-            drafter.begin().propose(text, 1, None)
+        drafter.draft(text, 1)
         engine.synchronize()
 
     steps: list[tuple[str, Callable[[], None]]] = [("plain step", lambda: verify(1))]
+    if config.drafts_by_mask:
+        steps.append(("draft step", draft))
     if config.speculates:
-        steps += [("draft step", draft), (f"verify of {gamma + 1} tokens", lambda: verify(gamma + 1))]
+        steps.append((f"verify of {gamma + 1} tokens", lambda: verify(gamma + 1)))
     profiles = []
     with torch.inference_mode(), engine.session(len(text) + gamma + 1):
         engine.forward(torch.tensor(text, device=engine.device))

@@ -55,8 +55,8 @@ class StepTurn:
         self._model = model
         self._config = config
         self._max_new_tokens = max_new_tokens
-        self._timer = StepTimer(model, config.gamma)
-        self._lengths: dict[str, set[int]] = {}
+        self._timer = StepTimer(model, config.max_gamma)
+        self._stats: dict[str, DecodeStats] = {}
 
     def warm_up(self, case: Case) -> None:
         self._time(case)
@@ -66,8 +66,9 @@ class StepTurn:
 
     def _time(self, case: Case) -> StepSeconds:
         text, config = middle_of(case), self._config
-        lengths = self._draft_lengths(case)
-        counts = sorted({*range(1, min(config.gamma + 1, _MOST_COUNTED) + 1), *(length + 1 for length in lengths)})
+        lengths, looked_up = self._lengths(case)
+        longest = min(config.max_gamma + 1, _MOST_COUNTED)
+        counts = sorted({*range(1, longest + 1), *(length + 1 for length in (*lengths, *looked_up))})
         target_s = self._timer.verify_s(text, counts * _SHOTS)
         draft_s: dict[int, float] = {}
         for length in lengths:
@@ -77,14 +78,21 @@ class StepTurn:
         shots = [target_s[i :: len(counts)] for i in range(len(counts))]
         return StepSeconds({n: sum(one) / _SHOTS for n, one in zip(counts, shots, strict=True)}, draft_s)
 
-    def _draft_lengths(self, case: Case) -> list[int]:
-        """Those that decoding this prompt draws on, found by decoding it once, and gamma."""
+    @property
+    def tells_drafts(self) -> bool:
+        """Whether every round's draft was either computed or looked up, so that it is known what it took."""
+        return not self._config.continue_lookup
+
+    def _lengths(self, case: Case) -> tuple[list[int], list[int]]:
+        """Of drafts that are computed and of those that are looked up, as decoding this prompt once has them; gamma."""
         if not self._config.speculates:
-            return []
-        if case.prompt_id not in self._lengths:
+            return [], []
+        if case.prompt_id not in self._stats:
             run = decode(self._model.engine, self._model, self._config, case, self._max_new_tokens)
-            self._lengths[case.prompt_id] = {*rounds_by_length(run), self._config.gamma}
-        return sorted(self._lengths[case.prompt_id])
+            self._stats[case.prompt_id] = run
+        computed, looked_up = rounds_by_length(self._stats[case.prompt_id])
+        own = {*computed, self._config.gamma} if self._config.drafts_by_mask else set()
+        return sorted(own), sorted(looked_up)
 
 
 def middle_of(case: Case) -> list[int]:
@@ -92,16 +100,19 @@ def middle_of(case: Case) -> list[int]:
     return [*case.prompt_ids, *case.reference_ids[: len(case.reference_ids) // 2]]
 
 
-def rounds_by_length(stats: DecodeStats) -> dict[int, int]:
-    """How many rounds drafted exactly k tokens."""
+def rounds_by_length(stats: DecodeStats) -> tuple[dict[int, int], dict[int, int]]:
+    """How many rounds drafted exactly k tokens: those with any that were computed, and those with none."""
     reached = [*stats.drafted_by_position, 0]
-    return {k: reached[k - 1] - reached[k] for k in range(1, len(reached)) if reached[k - 1] > reached[k]}
+    looked_up = {k: count for k, count in enumerate(stats.lookup_rounds_by_drafted, start=1) if count}
+    computed = {k: reached[k - 1] - reached[k] - looked_up.get(k, 0) for k in range(1, len(reached))}
+    return {k: count for k, count in computed.items() if count}, looked_up
 
 
 def allowed_s(stats: DecodeStats, steps: StepSeconds) -> float:
-    """Seconds that this run's own steps take by themselves, with nothing between them."""
-    rounds = rounds_by_length(stats)
-    seconds = sum(count * (steps.draft_s[k] + steps.target_s[k + 1]) for k, count in rounds.items())
+    """Seconds that this run's own steps take by themselves, with nothing between them, lookups included."""
+    computed, looked_up = rounds_by_length(stats)
+    seconds = sum(count * (steps.draft_s[k] + steps.target_s[k + 1]) for k, count in computed.items())
+    seconds += sum(count * steps.target_s[k + 1] for k, count in looked_up.items())
     return seconds + stats.num_target_only * steps.target_s[1]
 
 
@@ -109,8 +120,11 @@ def attained(row: Row, steps: StepTurn) -> Estimate | None:
     """Share of the decode seconds that the steps explain, paired: same prompt, same repeat. 1 minus it is the loop's.
 
     Above 1 where the steps, timed one by one, came out slower than within the run: by chance, or because the run makes
-    more than single steps of them (an engine with whole rounds on the device, a shared prefix).
+    more than single steps of them (an engine with whole rounds on the device, a shared prefix). None where drafts are
+    partly looked up and partly computed.
     """
+    if not steps.tells_drafts:
+        return None
     by_prompt = []
     for samples, step_samples in zip(row.samples, steps.samples, strict=True):
         pairs = ((one, step) for one, step in zip(samples, step_samples, strict=True) if one.num_timed)
@@ -172,7 +186,10 @@ def forward_share(
     for case in cases:
         clock = _ForwardClock(model.engine)
         stats = decode(cast(Any, clock), model, config, case, max_new_tokens)
-        if len(clock.forwards_s) != 1 + stats.num_target_only + stats.num_rounds + stats.num_drafted:
+        if (
+            len(clock.forwards_s)
+            != 1 + stats.num_target_only + stats.num_rounds + stats.num_drafted - stats.num_looked_up
+        ):
             return None
         if stats.decode_s > 0:
             by_prompt.append([sum(clock.forwards_s[1:]) / stats.decode_s])

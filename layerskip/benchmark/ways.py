@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from layerskip.benchmark.names import OWN_ROWS, PLAIN, SPECULATIVE
+from layerskip.benchmark.names import HYBRID, LAYER_SKIP, OWN_ROWS, PLAIN, PROMPT_LOOKUP, SPECULATIVE, SUFFIX
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
+from layerskip.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else_mask, mask_alone
 
 
 class CannotRun(Exception):  # noqa: N818 (reads as the fact it states)
@@ -98,12 +99,16 @@ class OwnWay:
     ) -> None:
         self.name = name
         self.settings: dict[str, object] = {
+            "drafter": config.drafter,
             "skip_mask": str(config.skip_mask),
             "gamma": config.gamma,
             "draft_threshold": config.draft_threshold,
             "target_threshold": config.target_threshold,
             "share_prefix": config.share_prefix,
         }
+        if config.lookup is not None:
+            self.settings["lookup"] = config.lookup.model_dump(exclude_none=True)
+            self.settings["continue_lookup"] = config.continue_lookup
         self._model = model
         self._config = config
         self._clock = clock
@@ -127,13 +132,21 @@ class Refused:
 
 
 def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, DecodeConfig]:
-    """What our own rows decode under, by name; a row that is not here needs a config that speculates.
+    """What our own rows decode under, by name: as far as there are settings for them.
 
     A further way to draft is a line here and a name in `OWN_ROWS`.
     """
-    settings = {PLAIN: DecodeConfig.plain(num_layers)}
+    settings = {
+        PLAIN: DecodeConfig.plain(num_layers),
+        PROMPT_LOOKUP: lookup_alone(num_layers, NGRAMS),
+        SUFFIX: lookup_alone(num_layers, SUFFIXES),
+    }
     if config is not None and config.speculates:
         settings[SPECULATIVE] = config
+    if config is not None and config.drafts_by_mask:
+        settings[HYBRID] = lookup_else_mask(config, NGRAMS)
+        if config.drafter == "hybrid":
+            settings[LAYER_SKIP] = mask_alone(config)
     return settings
 
 
@@ -141,7 +154,15 @@ def own_ways(
     model: LayerSkipModel, settings: Mapping[str, DecodeConfig], names: Sequence[str], *, has_config: bool
 ) -> tuple[list[OwnWay], list[Refused]]:
     """Our own rows, as far as asked for and possible; has_config: whether there is a config, if only a plain one."""
-    reason = "the config says gamma 0" if has_config else "needs --config, or --mask with --gamma"
     wanted = [name for name in OWN_ROWS if name in names]
     ways = [OwnWay(name, model, settings[name]) for name in wanted if name in settings]
-    return ways, [Refused(name, reason) for name in wanted if name not in settings]
+    return ways, [Refused(name, _why_not(settings, has_config=has_config)) for name in wanted if name not in settings]
+
+
+def _why_not(settings: Mapping[str, DecodeConfig], *, has_config: bool) -> str:
+    """The reason of every row of ours that is not among these."""
+    if not has_config:
+        return "needs --config, or --drafter or --mask"
+    if SPECULATIVE not in settings:
+        return "the config says gamma 0"
+    return f"the config is that, see {SPECULATIVE}" if HYBRID in settings else "the config has no mask"

@@ -39,8 +39,8 @@ class AttentionChoice:
     """Kernels for recorded steps: for every number of visible positions the fastest of those whose numbers are right,
     over one token and several together.
 
-    One kernel for both, because a row then comes out the same whether it is alone or among others; two would add to
-    what rounds differently between a plain step and a verification.
+    One kernel for both, because in most a row then comes out the same whether it is alone or among others; two would
+    add to what rounds differently between a plain step and a verification.
 
     A kernel is left out if it refuses, or if it is further from attention in float32 than four times torch's own `math`
     in the same dtype: cuDNN's has been seen to misread masks, and rows whose first keys are all hidden, as a sliding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -56,31 +56,21 @@ def confirm_picks(
     journal: Journal,
     stop: StopSignal,
     told: Callable[[int], None] = lambda _done: None,
-) -> dict[str, Confirmed]:
-    """Every pick on every prompt, a few picks and plain decoding in lockstep at a time; who is together changes.
+) -> None:
+    """Measure every pick on every prompt, a few and plain decoding in lockstep at a time; who is together changes.
 
     What the journal holds is not measured again. A pick that fails or is not lossless is excluded. `told` hears after
     each prompt how many are done, every pass counted.
     Cost: (1 + 1 / GROUP) x picks x prompts x repeats decodings. Raises: KeyboardInterrupt between two measurements.
     """
-    measured: dict[tuple[str, int, str], dict[str, Any]] = {}
-    excluded: dict[str, dict[str, Any]] = {}
-
-    def note(record: dict[str, Any]) -> None:
-        if "excluded" in record:
-            excluded[record["pick"]] = record
-        else:
-            measured[record["pick"], record["repeat"], record["prompt_id"]] = record
-
-    for record in read_measurements(journal):
-        note(record)
+    known = _Known(read_measurements(journal))
     keys = list(picks)
     with stop.deferred():
         for turn, (repeat, case) in enumerate((repeat, case) for repeat in range(repeats) for case in cases):
             order = np.random.default_rng(turn).permutation(len(keys))
-            missing = [keys[i] for i in order if (keys[i], repeat, case.prompt_id) not in measured]
+            missing = [keys[i] for i in order if (keys[i], repeat, case.prompt_id) not in known.measured]
             for start in range(0, len(missing), GROUP):
-                group = {key: picks[key] for key in missing[start : start + GROUP] if key not in excluded}
+                group = {key: picks[key] for key in missing[start : start + GROUP] if key not in known.excluded}
                 if not group:
                     continue
                 with stop.interruptible():
@@ -88,18 +78,53 @@ def confirm_picks(
                 for key, record in records.items():
                     whole = {"pick": key, "repeat": repeat, "prompt_id": case.prompt_id} | record
                     journal.append(whole)
-                    note(whole)
+                    known.note(whole)
             if missing:
                 told(turn + 1)
-    return {key: _sum_up(key, cases, repeats, measured, excluded.get(key)) for key in keys}
+
+
+def sum_up(
+    measurements: Iterable[dict[str, Any]], picks: Iterable[str], prompt_ids: Sequence[str], repeats: int
+) -> dict[str, Confirmed]:
+    """What the measurements say of every pick. Raises: KeyError if one of a pick is missing that was not excluded."""
+    known = _Known(measurements)
+    return {key: known.sum_up(key, prompt_ids, repeats) for key in picks}
 
 
 def read_measurements(journal: Journal) -> list[dict[str, Any]]:
     """The journal's records. Raises: ValueError naming file, line and field for what is no measurement of a pick."""
     records = journal.read()
     for number, record in enumerate(records, start=1):
-        _check(record, f"{journal.path}: line {number}")
+        check_measurement(record, f"{journal.path}: line {number}")
     return records
+
+
+class _Known:
+    """Measurements by pick, repeat and prompt; a later one of the same stands."""
+
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        self.measured: dict[tuple[str, int, str], dict[str, Any]] = {}
+        self.excluded: dict[str, dict[str, Any]] = {}
+        for record in records:
+            self.note(record)
+
+    def note(self, record: dict[str, Any]) -> None:
+        if "excluded" in record:
+            self.excluded[record["pick"]] = record
+        else:
+            self.measured[record["pick"], record["repeat"], record["prompt_id"]] = record
+
+    def sum_up(self, key: str, prompt_ids: Sequence[str], repeats: int) -> Confirmed:
+        if (why := self.excluded.get(key)) is not None:
+            return Confirmed((), excluded=why["excluded"], lossless=why["lossless"])
+        fast, plain, ties = [], [], 0
+        for prompt_id in prompt_ids:
+            records = [self.measured[key, repeat, prompt_id] for repeat in range(repeats)]
+            fast.append(median(record["tokens_per_s"] for record in records))
+            plain.append(median(record["plain_tokens_per_s"] for record in records))
+            ties += any(record["is_tie"] for record in records)
+        ratios = tuple(one / other for one, other in zip(fast, plain, strict=True))
+        return Confirmed(ratios, geometric_mean(fast), geometric_mean(plain), ties)
 
 
 def _measure(decoder: Decoder, case: PromptCase, group: Mapping[str, DecodeConfig]) -> dict[str, dict[str, Any]]:
@@ -120,7 +145,7 @@ def _record(fast: Timed | Fault, plain: Timed) -> dict[str, Any]:
     }
 
 
-def _check(record: dict[str, Any], where: str) -> None:
+def check_measurement(record: dict[str, Any], where: str) -> None:
     """Raises: ValueError naming file, line and field if the line is no measurement of a pick."""
     kinds: dict[str, type] = {"pick": str, "repeat": int, "prompt_id": str}
     if "excluded" in record:
@@ -139,22 +164,3 @@ def _check(record: dict[str, Any], where: str) -> None:
 
 def _short(value: object) -> str:
     return ascii(value)[:80]
-
-
-def _sum_up(
-    key: str,
-    cases: Sequence[PromptCase],
-    repeats: int,
-    measured: Mapping[tuple[str, int, str], dict[str, Any]],
-    excluded: dict[str, Any] | None,
-) -> Confirmed:
-    if excluded is not None:
-        return Confirmed((), excluded=excluded["excluded"], lossless=excluded["lossless"])
-    fast, plain, ties = [], [], 0
-    for case in cases:
-        records = [measured[key, repeat, case.prompt_id] for repeat in range(repeats)]
-        fast.append(median(record["tokens_per_s"] for record in records))
-        plain.append(median(record["plain_tokens_per_s"] for record in records))
-        ties += any(record["is_tie"] for record in records)
-    ratios = tuple(one / other for one, other in zip(fast, plain, strict=True))
-    return Confirmed(ratios, geometric_mean(fast), geometric_mean(plain), ties)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from layerskip.strict_json import parse_json
+from search.compact import parse_lines
 
 
 class Journal:
@@ -27,16 +27,7 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             os.truncate(self.path, len(whole))
-        records = []
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                record = parse_json(line.decode())
-            except ValueError:
-                record = None
-            if not isinstance(record, dict):
-                raise ValueError(f"{self.path}: line {number} is not a JSON object")
-            records.append(record)
-        return records
+        return parse_lines(whole, self.path)
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line and wait until it is on disk."""

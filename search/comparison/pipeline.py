@@ -1,20 +1,21 @@
-"""A comparison from an open model to results.json, table.md and plot.html."""
+"""A comparison from an open model to results.json, table.md, plot.html and the record that they are made of."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from layerskip.config import write_atomically
 from search.comparison.accounting import Account
-from search.comparison.confirm import Confirmed, confirm_picks
+from search.comparison.confirm import confirm_picks, read_measurements
 from search.comparison.journal import Journal
 from search.comparison.plan import ComparisonPlan
-from search.comparison.plot import make_plot
-from search.comparison.results import make_table, picks_of, summarise
+from search.comparison.record import FILE as RECORD
+from search.comparison.record import RESULTS, Record, write_record, write_results
+from search.comparison.results import picks_of
 from search.comparison.runs import Shared, StrategyRun, make_runs, run_all
 from search.fingerprint import FingerprintMismatch, compare, environment
 from search.measurement import LosslessViolation
@@ -32,6 +33,14 @@ from search.terminal.result_events import Written
 
 SCHEMA_VERSION = 1
 _SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"
+
+
+@dataclass(frozen=True)
+class _Confirmation:
+    """Which held-out prompts the picks were confirmed on; the measurements are in the journal."""
+
+    prompt_ids: tuple[str, ...]
+    dropped: tuple[str, ...]
 
 
 class ComparisonRun:
@@ -54,6 +63,7 @@ class ComparisonRun:
         Raises: ValueError, OSError or CommandError in one line; KeyboardInterrupt if stopped, with nothing lost.
         """
         quiet_optuna()
+        _refuse_record_alone(self._out)
         self._out.mkdir(parents=True, exist_ok=True)
         try:
             shared = self._share()
@@ -61,13 +71,13 @@ class ComparisonRun:
             journal = Journal(self._out / _TRIALS)
             runs = make_runs(self._plan, shared, journal)
             run_all(self._plan, runs, shared, journal)
-            confirmed, dropped = self._confirm(runs)
+            confirmation = self._confirm(runs)
         except LosslessViolation as violation:
             self._say.tell(
                 Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
             )
             return 1
-        return self._finish(shared, runs, confirmed, dropped)
+        return self._finish(shared, runs, confirmation)
 
     def _environment(self) -> dict[str, str]:
         return environment() | {"attention_backend": self._subject.origin.attention_backend}
@@ -105,7 +115,8 @@ class ComparisonRun:
         self._say.phase("left out", reason)
         self._plan = replace(self._plan, strategies=tuple(one for one in self._plan.strategies if one not in needing))
 
-    def _confirm(self, runs: Mapping[tuple[str, int], StrategyRun]) -> tuple[dict[str, Confirmed], tuple[str, ...]]:
+    def _confirm(self, runs: Mapping[tuple[str, int], StrategyRun]) -> _Confirmation:
+        """Measure every run's leaders on held-out prompts."""
         subject, plan = self._subject, self._plan
         picks = picks_of(plan, runs)
         prompts = subject.held_out[: self._spec.num_confirm_prompts]
@@ -125,23 +136,18 @@ class ComparisonRun:
             self._say.tell(PicksAdvanced(done, num_turns, pace_s * (num_turns - done)))
 
         stop = self._tools.stop
-        return confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop, tell), dropped
+        confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop, tell)
+        return _Confirmation(tuple(case.prompt_id for case in cases), dropped)
 
     @property
     def _model_name(self) -> str:
         """The model without the folders that this machine keeps it in; `NAME/model` stays in two parts."""
         return "/".join(self._subject.origin.model.split("/")[-2:])
 
-    def _finish(
-        self,
-        shared: Shared,
-        runs: Mapping[tuple[str, int], StrategyRun],
-        confirmed: Mapping[str, Confirmed],
-        dropped: tuple[str, ...],
-    ) -> int:
-        """Write the three files, print the table, choose the exit code."""
-        violations = _violations(runs, confirmed)
-        results = {
+    def _finish(self, shared: Shared, runs: Mapping[tuple[str, int], StrategyRun], confirmation: _Confirmation) -> int:
+        """Write the results and the record of what they are made of, print the table, choose the exit code."""
+        reference = shared.reference
+        facts = {
             "schema_version": SCHEMA_VERSION,
             "command": self._tools.command,
             "commit": environment().get("commit"),
@@ -150,25 +156,24 @@ class ComparisonRun:
             "environment": self._environment(),
             "plan": asdict(self._plan),
             "reference": {
-                "plain_tokens_per_s": shared.reference.plain_tokens_per_s,
-                "noise_sigma": shared.reference.noise_sigma,
-                "num_per_trial": shared.reference.num_per_trial,
+                "plain_tokens_per_s": reference.plain_tokens_per_s,
+                "noise_sigma": reference.noise_sigma,
+                "num_per_trial": reference.num_per_trial,
             },
-            "held_out_dropped": list(dropped),
-            "violations": violations,
-        } | summarise(self._plan, runs, confirmed)
-        table = make_table(results)
-        write_atomically(self._out / "results.json", json.dumps(results, indent=2) + "\n")
-        write_atomically(self._out / "table.md", table)
+            "held_out_dropped": list(confirmation.dropped),
+        }
         title = f"Ways to choose a skip mask: {self._model_name} on {self._subject.fingerprint.device}"
-        write_atomically(self._out / "plot.html", make_plot(results, title))
+        measurements = read_measurements(Journal(self._out / _CONFIRM))
+        record = Record(facts, title, self._subject.space, confirmation.prompt_ids, runs, measurements)
+        table = write_results(record, self._out)
+        write_record(record, self._out / RECORD)
         self._say.phase(None, table.rstrip("\n"))
-        names = ("results.json", "table.md", "plot.html")
-        text = f"{near(self._out)}: results.json, table.md and plot.html"
+        names = (*RESULTS, RECORD)
+        text = f"{near(self._out)}: {', '.join(names[:-1])} and {names[-1]}"
         self._say.tell(Written(text, tuple(str(self._out / name) for name in names), {}))
-        for line in violations:
+        for line in record.violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
-        return 1 if violations else 0
+        return 1 if record.violations else 0
 
 
 def read_setup(out: Path) -> dict[str, Any] | None:
@@ -191,19 +196,18 @@ def as_before(spec: StudySpec, out: Path) -> StudySpec:
     return with_choices(spec, setup["fingerprint"] if setup else None)
 
 
+def _refuse_record_alone(out: Path) -> None:
+    """What strategies go on from is in the journals, which are not committed."""
+    if (out / RECORD).is_file() and not (out / _TRIALS).is_file():
+        raise ValueError(
+            f"{out}: holds the record of a finished comparison without its journals, so nothing can be added to it; "
+            "use another --out, or --tables to make its tables again"
+        )
+
+
 def _check_fingerprint(setup: Mapping[str, Any], subject: Subject, out: Path) -> None:
     try:
         compare(setup["fingerprint"], subject.fingerprint)
     except FingerprintMismatch as mismatch:
         what = str(mismatch).partition(". Use another")[0]
         raise FingerprintMismatch(f"{out}: {what}. Use another --out") from None
-
-
-def _violations(runs: Mapping[tuple[str, int], StrategyRun], confirmed: Mapping[str, Confirmed]) -> list[str]:
-    lines = [
-        f"{name}, seed {seed}, trial {record.number}: {record.user_attrs.get('violation')}"
-        for (name, seed), run in runs.items()
-        for record in run.records
-        if record.user_attrs.get("lossless") is False
-    ]
-    return lines + [f"confirm: {one.excluded} under {key}" for key, one in confirmed.items() if not one.lossless]

@@ -5,20 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from layerskip.config import DecodeConfig
 from search.comparison.confirm import Confirmed, pick_key
 from search.comparison.plan import ComparisonPlan
-from search.comparison.runs import StrategyRun
+from search.comparison.runs import TrialRecord
 from search.confirm import describe
+from search.leaderboard import Entry
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from search.statistics import CI_LEVEL, geometric_mean
 
-Runs = Mapping[tuple[str, int], StrategyRun]
+
+class Run(Protocol):
+    """A run of one strategy with one seed, as far as results go."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def records(self) -> Sequence[TrialRecord]:
+        """Its trials."""
+
+    def leader(self, num_trials: int) -> Entry | None:
+        """See `StrategyRun.leader`."""
+
+
+Runs = Mapping[tuple[str, int], Run]
 
 
 @dataclass(frozen=True)
@@ -59,15 +75,20 @@ def summarise(plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirme
     plain = [one.plain_tokens_per_s for one in confirmed.values() if one.plain_tokens_per_s is not None]
     plain_tokens_per_s = geometric_mean(plain) if plain else None
     num_prompts = max((len(one.ratios) for one in confirmed.values()), default=0)
+    seed_rows = {
+        (name, count): [_seed_row(runs[name, seed], count, confirmed) for seed in plan.seeds]
+        for name in plan.strategies
+        for count in plan.checkpoints
+    }
     strategies: dict[str, Any] = {}
     for name in plan.strategies:
         rows = []
         for count in plan.checkpoints:
-            seeds = [_seed_row(runs[name, seed], count, confirmed) for seed in plan.seeds]
+            seeds = seed_rows[name, count]
             row = _checkpoint_row(count, seeds, plain_tokens_per_s)
             if OURS in plan.strategies and name != OURS:
-                ours = [_seed_row(runs[OURS, seed], count, confirmed) for seed in plan.seeds]
-                row["vs_ours"] = _versus(_logs(seeds, confirmed, num_prompts), _logs(ours, confirmed, num_prompts))
+                ours = _logs(seed_rows[OURS, count], confirmed, num_prompts)
+                row["vs_ours"] = _versus(_logs(seeds, confirmed, num_prompts), ours)
             rows.append(row)
         info = STRATEGIES[name]
         strategies[name] = {"about": info.about, "source": info.source, "checkpoints": rows}
@@ -108,7 +129,7 @@ def make_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _seed_row(run: StrategyRun, count: int, confirmed: Mapping[str, Confirmed]) -> dict[str, Any]:
+def _seed_row(run: Run, count: int, confirmed: Mapping[str, Confirmed]) -> dict[str, Any]:
     records, leader = run.records[:count], run.leader(count)
     key = pick_key(leader.params) if leader else None
     speedup = confirmed[key].speedup if key else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -199,9 +199,16 @@ def read_trials(journal: Journal, space: SearchSpace) -> dict[tuple[str, int], l
 
     Raises: ValueError naming file and line if it holds what is none.
     """
+    return trials_of(enumerate(journal.read(), start=1), journal.path, space)
+
+
+def trials_of(
+    lines: Iterable[tuple[int, Mapping[str, Any]]], file: Path, space: SearchSpace
+) -> dict[tuple[str, int], list[TrialRecord]]:
+    """The trials on these numbered lines of a file. Raises: as `read_trials`."""
     stored: dict[tuple[str, int], list[TrialRecord]] = {}
-    for number, fields in enumerate(journal.read(), start=1):
-        where = f"{journal.path}: line {number}"
+    for number, fields in lines:
+        where = f"{file}: line {number}"
         try:
             record = _TRIAL_RECORD.validate_json(json.dumps(fields), strict=True)
             _check_params(record, space)

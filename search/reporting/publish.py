@@ -38,11 +38,14 @@ class Publisher:
         self._due = self._clock() + max(_REFRESH_S, spent / _REFRESH_SHARE)
 
     def publish(self, study: optuna.Study) -> Path | None:
-        """Figures and note, report.html and the files beside the study; returns the report's path if it was written.
+        """Figures and note, report.html, the files beside the study, and once it has a verdict its archive; returns the
+        report's path if it was written.
 
         Cost: a few seconds at 200 trials. A failure of either is one line.
         """
         self.attempt("no figures for the dashboard", lambda: self._push(study))
+        if self._page and "verdict" in study.user_attrs:
+            self.attempt(f"no {self._paths.archive.name}", lambda: self._archive(study))
         if not self._page or not self.attempt("no report.html", lambda: self._write(study)):
             return None
         self.attempt("no files for the dashboard", lambda: self._attach(study))
@@ -59,6 +62,11 @@ class Publisher:
 
         record = read_record(study, read_summary(self._paths.summary))
         write_atomically(self._paths.report, to_html(record, self._paths.folder))
+
+    def _archive(self, study: optuna.Study) -> None:
+        from search.reporting.archive import write_archive
+
+        write_archive(study, self._paths.archive)
 
     def _attach(self, study: optuna.Study) -> None:
         from search.reporting.artifacts import attach

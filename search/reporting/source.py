@@ -1,4 +1,4 @@
-"""Open a study that exists, for reading: never creates a database."""
+"""Open a study that exists, or the archive of one, for reading: never creates a database."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import optuna
 from optuna.storages import BaseStorage
 
+from search.reporting.archive import read_archive
 from search.spec import StudyPaths, load_spec
-from search.storage import check_storage, close_storage, open_storage, redact, storage_file
+from search.storage import check_storage, close_storage, near, open_storage, redact, storage_file
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Source:
     paths: StudyPaths
     storage: BaseStorage
     name: str
+    archive: Path | None = None
+    """The file that it was read from instead of a storage: what is changed is not kept."""
 
     def load(self) -> optuna.Study:
         """The study."""
@@ -45,16 +48,21 @@ def open_source(address: Address, *, demo: Path) -> Source:
     flags = {"storage": address.storage_url, "study_name": address.study_name}
     spec, paths = load_spec(flags, given, demo=demo)
     url, name = paths.storage_url(spec), paths.study_name(spec)
-    database = storage_file(url)
+    database, archive = storage_file(url), None
     if database is not None and not database.is_file():
-        raise FileNotFoundError(f"{database}: no such study yet; run python -m search.run first")
-    check_storage(url)
-    storage = open_storage(url)
+        if spec.storage is not None or not paths.archive.is_file():
+            raise FileNotFoundError(f"{database}: no such study yet; run python -m search.run first")
+        archive = paths.archive
+        storage = read_archive(archive)
+    else:
+        check_storage(url)
+        storage = open_storage(url)
     names = optuna.get_all_study_names(storage)
     if name not in names:
         close_storage(storage)
-        raise ValueError(f"storage {redact(url)}: has no study {name!r}, only: {', '.join(names) or 'none'}")
-    return Source(paths, storage, name)
+        where = f"storage {redact(url)}" if archive is None else near(archive)
+        raise ValueError(f"{where}: has no study {name!r}, only: {', '.join(names) or 'none'}")
+    return Source(paths, storage, name, archive)
 
 
 @contextmanager

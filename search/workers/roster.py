@@ -17,7 +17,8 @@ Stage = Literal["search", "done", "confirm", "left"]
 """Measuring trials; through with them; measuring the held-out prompts; gone."""
 PROCESS, WORKER = "process", "worker"
 """Attributes of a trial: who measures it."""
-_KEY = "worker."
+KEY = "worker."
+"""Attributes of a study begin so that hold an entry."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Roster:
         number = next(i for i in range(len(taken) + 1) if i not in taken)
         self._own, self.is_lost = Worker(number, process_token(), facts=dict(facts)), False
         self._write(self._own)
-        self._beats.keep(_KEY, self._beat)
+        self._beats.keep(KEY, self._beat)
 
     def enter(self, stage: Stage) -> None:
         """Tell the others what this worker does now."""
@@ -75,7 +76,7 @@ class Roster:
 
     def leave(self) -> None:
         """Give the number back."""
-        self._beats.drop(_KEY)
+        self._beats.drop(KEY)
         self.enter("left")
         self._own = None
 
@@ -137,8 +138,8 @@ class Roster:
 
     def _entries(self) -> list[Worker]:
         attrs = self._storage.get_study_user_attrs(self._study_id)
-        return [Worker(**attrs[name]) for name in sorted(attrs) if name.startswith(_KEY)]
+        return [Worker(**attrs[name]) for name in sorted(attrs) if name.startswith(KEY)]
 
 
 def _key(number: int) -> str:
-    return f"{_KEY}{number:02}"
+    return f"{KEY}{number:02}"

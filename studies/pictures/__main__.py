@@ -11,9 +11,8 @@ from layerskip.cli import CommandError, OneLineParser, run_command
 PROG = "studies.pictures"
 _HERE = Path(__file__).parent
 _EPILOG = """\
-The demo's study.db is not in the repository: `make search` makes it in about ten minutes, and any other finished study
-will do (--study). The pictures hold that study's numbers; the notebooks and layerskip.generate are run anew. Needs
-Chromium and the packages of the test extra."""
+Of the demo, or of any other finished study (--study), from its database or its archive. The pictures hold that study's
+numbers; the notebooks and layerskip.generate are run anew. Needs Chromium and the packages of the test extra."""
 
 
 def build_parser() -> OneLineParser:
@@ -33,11 +32,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     study: Path = arguments.study
-    for name in ("study.db", "best.json"):
-        if not (study / name).is_file():
-            raise FileNotFoundError(
-                f"{study / name}: no such file; run `make search`, or name a finished study (--study)"
-            )
+    if not (study / "best.json").is_file():
+        raise FileNotFoundError(f"{study / 'best.json'}: no such file; name a finished study (--study)")
     from studies.pictures.surfaces import SURFACES
 
     names = list(SURFACES) if arguments.only is None else [one.strip() for one in arguments.only.split(",")]

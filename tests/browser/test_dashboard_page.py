@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 @pytest.fixture
 def address(winning_study: Path) -> Iterator[str]:
     """The study's page, served on loopback."""
-    app, page = open_app(str(winning_study), None)
+    app, page, _ = open_app(str(winning_study), None)
     with bind(app, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

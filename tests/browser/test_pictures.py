@@ -61,8 +61,7 @@ def test_every_surface_is_drawn(browser: Browser, real_study: Path, tmp_path: Pa
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--study", str(tmp_path)]) == 2
-    assert "study.db: no such file; run `make search`" in capsys.readouterr().err
-    (tmp_path / "study.db").touch()
+    assert "best.json: no such file; name a finished study" in capsys.readouterr().err
     (tmp_path / "best.json").touch()
     assert main(["--study", str(tmp_path), "--only", "report, radio"]) == 2
     said = capsys.readouterr().err

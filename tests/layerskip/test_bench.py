@@ -21,15 +21,17 @@ from layerskip.benchmark import memory, profiling, run, steps
 from layerskip.benchmark.alternation import Case, Row, alternate, make_cases, order_of
 from layerskip.benchmark.hf_ways import CompiledWay, HuggingFaceWay, huggingface_ways
 from layerskip.benchmark.memory import LayerBytes, StepBytes, step_bytes
-from layerskip.benchmark.names import ROW_NAMES
+from layerskip.benchmark.names import OWN_ROWS, ROW_NAMES
 from layerskip.benchmark.plot import write_plot
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.steps import StepSeconds, StepTurn, allowed_s, attained, forward_share, rounds_by_length
 from layerskip.benchmark.summary import estimate, ratio, row_records
-from layerskip.benchmark.ways import CannotRun, OwnWay, Refused, Sample, Stopwatch
+from layerskip.benchmark.ways import CannotRun, OwnWay, Refused, Sample, Stopwatch, own_settings, own_ways
 from layerskip.identity import IdentityReport
 from layerskip.intervals import ratio_interval
+from layerskip.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.stats import DecodeStats
+from layerskip.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
 from tests.layerskip import zoo
 
 EARLY_EXIT = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3, draft_threshold=0.1)
@@ -78,15 +80,16 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     rows = {row["name"]: row for row in record["rows"]}
     assert tuple(rows) == ROW_NAMES
     assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
+    assert rows.pop("layer_skip")["reason"] == "the config is that, see speculative"
     for name, row in rows.items():
         assert (row["identical"], row["ties"], row["num_outputs"], row["differing"]) == (6, 0, 6, []), name
         assert row["ci_low"] <= row["tokens_per_s"] <= row["ci_high"]
         assert [len(repeats) for repeats in row["samples"]] == [2, 2, 2]
         assert all(emitted == 7 for repeats in row["samples"] for emitted, *_ in repeats)
+        assert row["repeated_ngram_share"] == rows["hf_generate"]["repeated_ngram_share"] is not None
     assert rows["hf_generate"]["vs_hf_generate"] is None
     assert rows["speculative"]["vs_plain"]["ratio"] > 0
     assert rows["speculative"]["end_to_end_vs_plain"]["ratio"] > 0
-    assert rows["speculative"]["repeated_ngram_share"] == rows["hf_generate"]["repeated_ngram_share"] is not None
     assert rows["speculative"]["settings"]["skip_mask"] == "4:2-3"
     assert rows["hf_early_exit"]["settings"]["assistant_early_exit"] == 2
     assert [step["num_tokens"] for step in record["steps"]["target"]] == [1, 2, 3, 4]
@@ -121,10 +124,11 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
     assert command(*arguments) == 0
     plain, speculative = json.loads(out.read_text())["rows"]
     assert plain["identical"] == 1
-    assert speculative["reason"] == "needs --config, or --mask with --gamma"
+    assert speculative["reason"] == "needs --config, or --drafter or --mask"
     assert command(*arguments, "--mask", "4:1,a2", "--gamma", 2) == 0
     _, speculative = json.loads(out.read_text())["rows"]
     assert speculative["settings"] == {
+        "drafter": "layer_skip",
         "skip_mask": "4:1,a2",
         "gamma": 2,
         "draft_threshold": 0.0,
@@ -149,7 +153,7 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         (["--config", "BEST", "--mask", "4:1", "--gamma", "2"], "--mask: give it with --model alone"),
         (["--model", "MODEL"], "--prompts: is required, or --prompt"),
         (["--model", "MODEL", "--mask", "4:1"], "--mask: needs --gamma"),
-        (["--model", "MODEL", "--gamma", "2"], "--gamma: needs --mask"),
+        (["--model", "MODEL", "--gamma", "2"], "--gamma: needs --mask or --drafter"),
         (["--model", "MODEL", "--mask", "4:7", "--gamma", "2"], "item must name layers in 0..3, got '7'"),
         (
             ["--model", "MODEL", "--prompt", "a", "--mask", "5:1", "--gamma", "2"],
@@ -246,6 +250,43 @@ def test_without_a_reference_there_is_nothing_to_compare_with(monkeypatch) -> No
     monkeypatch.setattr(model.model, "generate", generate)
     with pytest.raises(CannotRun, match="RuntimeError: broken"):
         run_benchmark(model, None, PROMPTS[:1], Plan(4, 1, ("plain",)))
+
+
+def test_the_rows_of_single_drafters_are_what_the_config_has_of_each() -> None:
+    num_layers, mask = zoo.NUM_LAYERS, EARLY_EXIT.skip_mask
+    lookup = SuffixLookup(min_match=3, gamma=2)
+    hybrid = DecodeConfig(drafter="hybrid", skip_mask=mask, gamma=3, lookup=lookup, draft_threshold=0.1)
+    found = own_settings(num_layers, hybrid)
+    assert found.keys() == set(OWN_ROWS)
+    assert found["speculative"] == hybrid
+    assert found["layer_skip"] == EARLY_EXIT
+    assert (found["hybrid"].skip_mask, found["hybrid"].gamma, found["hybrid"].lookup_gamma) == (mask, 3, 10)
+    for name in ("layer_skip", "prompt_lookup", "suffix", "hybrid"):
+        assert found[name].drafter == name
+    ways, _ = own_ways(zoo.layerskip_of("llama"), found, ["prompt_lookup"], has_config=True)
+    assert ways[0].settings["lookup"] == {
+        "min_match": 2,
+        "method": "prompt_lookup",
+        "max_match": 4,
+        "continuation": "recent",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (None, dict.fromkeys(("speculative", "layer_skip", "hybrid"), "needs --config, or --drafter or --mask")),
+        (DecodeConfig.plain(4), dict.fromkeys(("speculative", "layer_skip", "hybrid"), "the config says gamma 0")),
+        (EARLY_EXIT, {"layer_skip": "the config is that, see speculative"}),
+        (lookup_alone(4, NGRAMS), dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask")),
+    ],
+)
+def test_rows_that_a_config_has_no_setting_for_say_why(config: DecodeConfig | None, missing: dict[str, str]) -> None:
+    model = zoo.layerskip_of("llama")
+    settings = own_settings(model.num_layers, config)
+    ways, refused = own_ways(model, settings, ROW_NAMES, has_config=config is not None)
+    assert {one.name: one.reason for one in refused} == missing
+    assert {way.name for way in ways} == set(OWN_ROWS) - missing.keys()
 
 
 # --- turns
@@ -503,8 +544,11 @@ def a_run(drafted_by_position: list[int], num_target_only: int, decode_s: float 
 
 
 def test_rounds_by_the_length_of_their_draft() -> None:
-    assert rounds_by_length(a_run([9, 7, 7, 2], 0)) == {1: 2, 3: 5, 4: 2}
-    assert rounds_by_length(a_run([], 5)) == {}
+    assert rounds_by_length(a_run([9, 7, 7, 2], 0)) == ({1: 2, 3: 5, 4: 2}, {})
+    assert rounds_by_length(a_run([], 5)) == ({}, {})
+    looked_up = a_run([9, 7, 7, 2], 0)
+    looked_up.lookup_rounds_by_drafted = [2, 0, 3, 0]
+    assert rounds_by_length(looked_up) == ({3: 2, 4: 2}, {1: 2, 3: 3})
 
 
 STEPS = StepSeconds(target_s={1: 1.0, 2: 1.5, 4: 2.0}, draft_s={1: 0.25, 3: 0.7})
@@ -513,6 +557,9 @@ STEPS = StepSeconds(target_s={1: 1.0, 2: 1.5, 4: 2.0}, draft_s={1: 0.25, 3: 0.7}
 def test_what_the_steps_allow_by_hand() -> None:
     # Two rounds of one draft token, five of three, four of the target alone.
     assert allowed_s(a_run([7, 5, 5], 4), STEPS) == pytest.approx(2 * (0.25 + 1.5) + 5 * (0.7 + 2.0) + 4 * 1.0)
+    looked_up = a_run([7, 5, 5], 4)
+    looked_up.lookup_rounds_by_drafted = [1, 0, 5]
+    assert allowed_s(looked_up, STEPS) == pytest.approx((0.25 + 1.5) + 1.5 + 5 * 2.0 + 4 * 1.0), "lookups are free"
 
 
 def test_attained_is_what_the_steps_explain_of_the_seconds() -> None:
@@ -537,12 +584,41 @@ def test_steps_are_timed_at_the_lengths_that_the_prompt_draws_on() -> None:
         turn.take(index, case)
         (found,) = turn.samples[index]
         stats = model.generate(list(case.prompt_ids), config=EARLY_EXIT, max_new_tokens=12, do_sample=False).stats
-        assert set(rounds_by_length(stats)) <= set(found.draft_s)
+        assert set(rounds_by_length(stats)[0]) <= set(found.draft_s)
         assert {1, *(length + 1 for length in found.draft_s)} <= set(found.target_s)
         assert allowed_s(stats, found) > 0
 
 
-@pytest.mark.parametrize("config", [EARLY_EXIT, DecodeConfig.plain(zoo.NUM_LAYERS)])
+HYBRID = lookup_else_mask(EARLY_EXIT, PromptLookup(min_match=1, max_match=2), gamma=6)
+SUFFIX = lookup_alone(zoo.NUM_LAYERS, SuffixLookup(min_match=1), gamma=5)
+
+
+@pytest.mark.parametrize("config", [HYBRID, SUFFIX])
+def test_the_steps_of_lookups_are_their_verifications(config: DecodeConfig) -> None:
+    """They were timed as drafts of the whole model."""
+    model = zoo.layerskip_of("llama")
+    cases = make_cases(HuggingFaceWay("hf", model), [("p", zoo.prompt_of(5))], 24)
+    turn = StepTurn(model, config, 1, 24)
+    turn.take(0, cases[0])
+    (found,) = turn.samples[0]
+    stats = model.generate(list(cases[0].prompt_ids), config=config, max_new_tokens=24, do_sample=False).stats
+    computed, looked_up = rounds_by_length(stats)
+    assert looked_up
+    assert bool(computed) == bool(found.draft_s) == (config is HYBRID)
+    assert {1, *(length + 1 for length in (*computed, *looked_up))} <= set(found.target_s)
+    assert allowed_s(stats, found) > 0
+
+
+def test_what_was_drafted_in_two_ways_at_once_is_not_explained() -> None:
+    model = zoo.layerskip_of("llama")
+    turn = StepTurn(model, HYBRID.model_copy(update={"continue_lookup": True}), 1, 5)
+    row = Row(FakeWay("speculative", lambda _: 1.0, []), cases_of(1), 5, same)
+    row.samples[0].append(Sample((0,) * 9, 8, 1.0, 2.0, a_run([7, 5, 5], 4)))
+    turn.samples[0].append(STEPS)
+    assert attained(row, turn) is None
+
+
+@pytest.mark.parametrize("config", [EARLY_EXIT, HYBRID, SUFFIX, DecodeConfig.plain(zoo.NUM_LAYERS)])
 def test_the_forwards_are_part_of_the_run_that_they_are_timed_in(config: DecodeConfig) -> None:
     model = zoo.layerskip_of("llama")
     cases = make_cases(HuggingFaceWay("hf", model), PROMPTS, 8)

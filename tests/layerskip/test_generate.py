@@ -61,6 +61,47 @@ def test_show_drafts_prints_the_same_text_and_counts_every_origin(config_file: P
     assert f"{output.stats.num_drafted - output.stats.num_accepted} rejected" in err
 
 
+LOOPS = "a = b\na = b\na ="
+MASK = "12:6-11"
+
+
+@pytest.mark.parametrize(
+    ("flags", "looks_up", "gamma"),
+    [
+        (("--drafter", "prompt_lookup"), True, 10),
+        (("--drafter", "prompt_lookup", "--gamma", 3, "--min-match", 1, "--max-match", 2), True, 3),
+        (("--drafter", "suffix", "--min-match", 1), True, 10),
+        (("--drafter", "hybrid", "--mask", MASK, "--gamma", 2), True, 10),
+        (("--drafter", "layer_skip", "--mask", MASK, "--gamma", 2), False, 2),
+        (("--mask", MASK, "--gamma", 2, "--draft-threshold", 0.3), False, 2),
+    ],
+)
+def test_a_drafter_is_tried_without_a_config(flags: tuple[object, ...], looks_up: bool, gamma: int, demo_model, capsys):
+    plain = demo_model.generate(LOOPS, max_new_tokens=16, do_sample=False)
+    arguments = ("--model", DEMO_MODEL, "--device", "cpu", "--prompt", LOOPS, "--max-new-tokens", 16)
+    assert run(*arguments, *flags, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == plain.ids
+    assert len(record["drafted_by_position"]) == gamma
+    assert (record["num_looked_up"] > 0) == looks_up
+    assert (record["num_drafted"] > record["num_looked_up"]) == (MASK in flags)
+
+
+def test_show_drafts_tells_what_was_looked_up(demo_model: LayerSkipModel, capsys) -> None:
+    """A token that was looked up had no style, and ended the command with its name for an error."""
+    flags = ("--model", DEMO_MODEL, "--device", "cpu", "--drafter", "prompt_lookup", "--show-drafts")
+    assert run(*flags, "--prompt", LOOPS, "--max-new-tokens", 16) == 0
+    out, err = capsys.readouterr()
+    plain = demo_model.generate(LOOPS, max_new_tokens=16, do_sample=False)
+    assert out.rstrip("\n") == plain.text.rstrip("\n")
+    found = re.search(r"looked up in (\d+) of (\d+) rounds: (\d+) of (\d+) tokens accepted", err)
+    assert found is not None
+    lookup_rounds, rounds, accepted, drafted = map(int, found.groups())
+    assert 0 < lookup_rounds == rounds
+    assert 0 < accepted <= drafted
+    assert re.search(rf"{accepted} looked-up +\d+ recovered", err)
+
+
 def test_a_terminal_sees_rejected_drafts_where_they_stood(demo_model) -> None:
     """Struck through, before the token that stands for them; without them the text is the output's."""
     config = DecodeConfig(skip_mask=SkipMask.early_exit(12, 4), gamma=4)
@@ -204,6 +245,32 @@ BAD_INPUT = {
     "threads": (["--model", str(DEMO_MODEL), "--prompt", "x", "--threads", "-2"], "--threads: must be at least 1"),
     "dtype": (["--model", str(DEMO_MODEL), "--prompt", "x", "--dtype", "int3"], "dtype: must be 'auto' or one of"),
     "chat without a template": (["--model", str(DEMO_MODEL), "--chat", "hi"], "has no chat template"),
+    "drafter without a mask": (
+        ["--model", "m", "--prompt", "x", "--drafter", "hybrid"],
+        "--drafter hybrid: needs --mask",
+    ),
+    "mask without gamma": (["--model", "m", "--prompt", "x", "--mask", "4:1"], "--mask: needs --gamma"),
+    "gamma alone": (["--model", "m", "--prompt", "x", "--gamma", "3"], "--gamma: needs --mask or --drafter"),
+    "mask of a lookup": (
+        ["--model", "m", "--prompt", "x", "--drafter", "suffix", "--mask", "4:1"],
+        "--mask: is nothing that suffix has",
+    ),
+    "n-gram": (
+        ["--model", "m", "--prompt", "x", "--drafter", "suffix", "--max-match", "3"],
+        "--max-match: is nothing that suffix has",
+    ),
+    "n below 1": (
+        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--min-match", "0"],
+        "min_match: input should be greater than or equal to 1, got '0'",
+    ),
+    "longest below shortest": (
+        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--min-match", "3", "--max-match", "2"],
+        "max_match: must be at least min_match, 3, got 2",
+    ),
+    "no draft": (
+        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--gamma", "0"],
+        "gamma: must be at least 1 where the drafter is prompt_lookup, got 0",
+    ),
     "device": (["--model", str(DEMO_MODEL), "--prompt", "x", "--device", "toaster"], "device: must be"),
 }
 
@@ -245,6 +312,12 @@ def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_
     assert err.count("\n") == 1
     assert expected in err
     assert path.read_text() == text
+
+
+def test_a_config_has_its_own_drafter(config_file: Path, capsys) -> None:
+    for flags in (("--drafter", "suffix"), ("--mask", "12:1", "--gamma", 2)):
+        assert run("--config", config_file, "--prompt", "x", *flags) == 2
+        assert f"{flags[0]}: give it with --model alone, a config has its own" in capsys.readouterr().err
 
 
 def test_config_for_other_weights_is_refused(config_file: Path, capsys) -> None:

@@ -139,7 +139,17 @@ def test_an_exception_leaves_no_entrance() -> None:
 class Bare:
     """An engine's interface and no more."""
 
-    _KNOWN = ("name", "device", "cache", "session", "forward", "synchronize")
+    _KNOWN = (
+        "name",
+        "device",
+        "attention_backend",
+        "cache",
+        "session",
+        "forward",
+        "num_preparations",
+        "prepare",
+        "synchronize",
+    )
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

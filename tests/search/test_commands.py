@@ -158,7 +158,7 @@ def browsed(bench: Bench) -> str:
 
 
 def test_the_dashboard_serves_the_study(browsed: str) -> None:
-    app, page = open_app(browsed, None)
+    app, page, _ = open_app(browsed, None)
     with bind(app, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -309,7 +309,7 @@ def test_a_study_without_a_verdict_and_half_a_command_are_told(
     assert bench.run(trials=9, sampler="local-tpe", max_failures=2, repeat_every=0) == 1
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     file = str(bench.folder / "again.json")
-    usage = "give --config FILE and --draft-model DIR, or STUDY and --config-out FILE"
+    usage = "give --config FILE and --draft-model DIR, or STUDY and --config-out FILE or --archive FILE"
     cases = [
         ([str(bench.folder), "--config-out", file], "has no verdict yet"),
         ([str(bench.folder), "--config-out", f"{bench.folder}/none/x.json"], "--config-out: no such folder"),

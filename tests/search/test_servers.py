@@ -181,7 +181,7 @@ def test_the_dashboard_shows_studies_on_servers(bench: Bench, request: pytest.Fi
     url = request.getfixturevalue(f"{kind}_url")
     assert bench.run(trials=3, storage=url) == 0
     bench.paths.spec_file.write_text(to_toml(make_spec(), bench.folder))
-    app, page = open_app(str(bench.folder), url)
+    app, page, _ = open_app(str(bench.folder), url)
     environ: dict[str, Any] = {}
     setup_testing_defaults(environ)
     study_id = page.rpartition("/")[2]

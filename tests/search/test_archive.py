@@ -1,0 +1,228 @@
+"""A study in one small file: read as the study itself, where there is none; never resumed, and never written half."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from search import dashboard, export, report
+from search.compact import read_lines, write_lines
+from search.dashboard import bind, open_app
+from search.reporting.archive import read_archive
+from search.reporting.source import Address, opened
+from search.storage import close_storage, open_storage
+from tests.search.fakes import Bench
+
+ARCHIVE = "study.jsonl.xz"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished search on fakes, never changed: its database and what the run left beside it."""
+    folder = tmp_path_factory.mktemp("finished")
+    spec = {"model": str(folder / "model"), "prompts": str(folder / "p.jsonl"), "held_out": "/elsewhere/h.jsonl"}
+    assert Bench(folder).run(trials=6, num_confirm_prompts=5, confirm_repeats=1, **spec) == 0
+    (folder / "study.toml").write_text('model = "fake"\nprompts = "./p.jsonl"\n', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def archived(finished: Path, tmp_path: Path) -> Path:
+    """A fresh clone's folder of the same study: all but the database."""
+    folder = tmp_path / "clone" / finished.name
+    folder.mkdir(parents=True)
+    for name in ("study.toml", "best.json", "summary.json", ARCHIVE):
+        shutil.copy(finished / name, folder / name)
+    return folder
+
+
+def told(study: Path, form: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert report.main([str(study), "--format", form]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "short"])
+def test_the_report_of_an_archive_is_that_of_the_study(
+    finished: Path, archived: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, again = told(finished, form, capsys), told(archived, form, capsys)
+    again = again.replace("sqlite:///./", f"sqlite:///{finished}/")  # where it was stored
+    assert again.replace(str(archived), str(finished)) == whole
+    assert not (archived / "study.db").exists()
+
+
+def test_every_trial_is_there_as_it_was(finished: Path, archived: Path) -> None:
+    with opened(Address(str(finished)), demo=finished) as one, opened(Address(str(archived)), demo=finished) as other:
+        studies = [source.load() for source in (one, other)]
+        fields = ("number", "state", "values", "params", "distributions", "user_attrs", "intermediate_values")
+        times = ("datetime_start", "datetime_complete")
+        trials = [[tuple(getattr(t, name) for name in (*fields, *times)) for t in s.trials] for s in studies]
+        assert trials[0] == trials[1]
+        assert len(trials[0]) == 6
+        unlike = ("spec", "attached", "worker.00")
+        attrs = [{k: v for k, v in study.user_attrs.items() if k not in unlike} for study in studies]
+        assert attrs[0] == attrs[1]
+        assert studies[0].metric_names == studies[1].metric_names == ["tokens_per_s"]
+        assert (one.archive, other.archive) == (None, archived / ARCHIVE)
+
+
+def test_paths_are_those_of_the_folder_that_it_lies_in(finished: Path, archived: Path) -> None:
+    lines = read_lines(archived / ARCHIVE)
+    assert str(finished) not in json.dumps(lines)
+    study = optuna.load_study(study_name=finished.name, storage=read_archive(archived / ARCHIVE))
+    spec = study.user_attrs["spec"]
+    assert (spec["model"], spec["prompts"]) == (str(archived / "model"), str(archived / "p.jsonl"))
+    assert spec["held_out"] == "/elsewhere/h.jsonl"
+
+
+def test_the_dashboard_shows_an_archive_and_leaves_it_alone(archived: Path) -> None:
+    before = (archived / ARCHIVE).read_bytes()
+    app, page, archive = open_app(str(archived), None)
+    assert archive == archived / ARCHIVE
+    with bind(app, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/api/studies/{page.rpartition('/')[2]}"
+            before_it = get(url)
+            note = json.dumps({"body": "mine", "version": before_it["note"]["version"] + 1}).encode()
+            request = urllib.request.Request(f"{url}/note", note, {"Content-Type": "application/json"}, method="PUT")
+            urllib.request.urlopen(request, timeout=30).close()
+            after_it = get(url)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert len(after_it["trials"]) == 6
+    assert before_it["note"]["body"].startswith("**Speculate")
+    assert after_it["note"]["body"] == "mine"
+    assert before_it["plotly_graph_objects"]
+    assert (archived / ARCHIVE).read_bytes() == before
+    assert not (archived / "study.db").exists()
+
+
+def get(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
+
+
+def test_the_dashboard_says_that_changes_are_not_kept(
+    archived: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_server: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("search.dashboard._Server.serve_forever", interrupted)
+    assert dashboard.main(["--study", str(archived), "--port", "0"]) == 0
+    assert f"Read from {archived / ARCHIVE}: what is changed in the dashboard is not kept." in capsys.readouterr().out
+
+
+def test_a_run_beside_an_archive_begins_a_new_study(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And from then on the database is what is read."""
+    before = (archived / ARCHIVE).read_bytes()
+    bench = Bench(archived)
+    bench.run(trials=2, num_confirm_prompts=5, confirm_repeats=1)
+    assert "0 of 2 trials done" in bench.output.getvalue()
+    assert (archived / ARCHIVE).read_bytes() == before, "nothing is published here"
+    assert len(json.loads(told(archived, "json", capsys))["trials"]) == 2
+
+
+@pytest.mark.publishes
+def test_a_run_writes_the_archive_once_it_has_a_verdict(bench: Bench) -> None:
+    bench.decoder.break_on = lambda _config: _interrupt() if bench.decoder.num_decoded > 150 else None
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(trials=30)
+    assert bench.paths.report.exists()
+    assert not bench.paths.archive.exists()
+    bench.decoder.break_on = lambda _config: None
+    assert bench.run(trials=6, num_confirm_prompts=5, confirm_repeats=1) == 0
+    study = optuna.load_study(study_name=bench.folder.name, storage=read_archive(bench.paths.archive))
+    assert study.user_attrs["verdict"] == "speculate"
+    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    figures = optuna.load_study(study_name=bench.folder.name, storage=storage)
+    kept = read_archive(bench.paths.archive).get_study_system_attrs(study._study_id)
+    assert any(name.startswith("dashboard:plot_data:") for name in kept)
+    # The files that the dashboard offers lie beside the study, and are not in the archive.
+    assert "attached" in figures.user_attrs
+    assert "attached" not in study.user_attrs
+    assert not [name for name in kept if name.startswith("artifacts:")]
+    close_storage(storage)
+
+
+def _interrupt() -> Exception:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.publishes
+def test_an_archive_that_cannot_be_written_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("no room\nat all")
+
+    monkeypatch.setattr("search.reporting.archive.write_lines", fail)
+    assert bench.run(trials=2, num_confirm_prompts=5, confirm_repeats=1) == 0
+    assert bench.output.getvalue().count(f"\nno {ARCHIVE}: OSError: no room\n") == 1
+    assert bench.paths.report.exists()
+
+
+def test_the_command_writes_it_and_from_an_archive_the_same_again(
+    finished: Path, archived: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for study in (finished, archived):
+        file = study / "again.xz"
+        assert export.main([str(study), "--archive", str(file)]) == 0
+        assert f"written {file}: " in capsys.readouterr().out
+        assert file.read_bytes() == (finished / ARCHIVE).read_bytes()
+    assert export.main([str(finished), "--archive", str(tmp_path / "no" / "where.xz")]) == 2
+    assert "--archive: no such folder" in capsys.readouterr().err
+    assert export.main([str(finished), "--archive", "a.xz", "--config-out", "b.json"]) == 2
+    assert "--config-out FILE or --archive FILE" in capsys.readouterr().err
+
+
+def broken(lines: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    yield "nothing", []
+    yield "no journal", [{"a": 1}]
+    yield "no study", lines[1:]
+    yield "another operation", [*lines, lines[0] | {"op_code": 99}]
+    yield "two studies", [*lines, lines[0] | {"study_name": "other"}]
+    yield "a spec of paths that are none", [_with_model(one, 5) if _is_spec(one) else one for one in lines]
+
+
+def _is_spec(line: dict[str, Any]) -> bool:
+    return "spec" in line.get("user_attr", {})
+
+
+def _with_model(line: dict[str, Any], model: object) -> dict[str, Any]:
+    return line | {"user_attr": {"spec": line["user_attr"]["spec"] | {"model": model}}}
+
+
+def test_what_is_no_archive_is_one_line(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = archived / ARCHIVE
+    lines = read_lines(file)
+    for name, changed in broken(lines):
+        write_lines(file, changed)
+        code = report.main([str(archived), "--format", "csv"])
+        shown = capsys.readouterr()
+        if name == "a spec of paths that are none":
+            assert code == 0
+            continue
+        assert code == 2, name
+        assert f"{ARCHIVE}: not the archive of a study" in shown.err, name
+        assert shown.err.count("\n") == 1, name
+    file.write_bytes(b"half")
+    assert report.main([str(archived)]) == 2
+    assert f"{ARCHIVE}: not a whole xz file" in capsys.readouterr().err
+
+
+def test_a_study_of_another_name_is_told(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(archived), "--study-name", "other"]) == 2
+    assert f"{ARCHIVE}: has no study 'other', only: {archived.name}" in capsys.readouterr().err
+    assert report.main([str(archived), "--storage", f"sqlite:///{archived / 'study.db'}"]) == 2
+    assert "study.db: no such study yet" in capsys.readouterr().err
