@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport, check_greedy
 from layerskip.model import GenerateOutput, LayerSkipModel
+from layerskip.repetition import repeated_ngram_share
 
 _WARM_UP_TOKENS = 16
 
@@ -25,6 +27,12 @@ class Comparison:
     plain_tokens_per_s: float | None
     speedup: float | None
     """Median over the repeats of the paired ratio."""
+    end_to_end_tokens_per_s: float | None
+    """As `tokens_per_s` with the prompt's own forward in the seconds; the next two likewise."""
+    plain_end_to_end_tokens_per_s: float | None
+    end_to_end_speedup: float | None
+    repeated_ngram_share: float | None
+    """See `layerskip.repetition`; of the last speculative output."""
     identity: IdentityReport | None
     """None when sampling: two runs draw different tokens."""
 
@@ -46,14 +54,31 @@ def compare(
         first, second = (model.generate(prompt_ids, config=each, **arguments) for each in order)
         pairs.append((first, second) if repeat % 2 == 0 else (second, first))
     plain, speculative = pairs[-1]
-    rates = [(p.stats.tokens_per_s, s.stats.tokens_per_s) for p, s in pairs]
-    timed = [(p, s) for p, s in rates if p is not None and s is not None]
+    plain_rate, rate, speedup = _medians([(p.stats.tokens_per_s, s.stats.tokens_per_s) for p, s in pairs])
+    end_to_end = [(p.stats.end_to_end_tokens_per_s, s.stats.end_to_end_tokens_per_s) for p, s in pairs]
+    plain_end_to_end_rate, end_to_end_rate, end_to_end_speedup = _medians(end_to_end)
     greedy = not speculative.sampled
     return Comparison(
         output=speculative,
         plain_output=plain,
-        tokens_per_s=statistics.median(s for _, s in timed) if timed else None,
-        plain_tokens_per_s=statistics.median(p for p, _ in timed) if timed else None,
-        speedup=statistics.median(s / p for p, s in timed) if timed else None,
+        tokens_per_s=rate,
+        plain_tokens_per_s=plain_rate,
+        speedup=speedup,
+        end_to_end_tokens_per_s=end_to_end_rate,
+        plain_end_to_end_tokens_per_s=plain_end_to_end_rate,
+        end_to_end_speedup=end_to_end_speedup,
+        repeated_ngram_share=repeated_ngram_share([(prompt_ids, speculative.ids)]),
         identity=check_greedy(model, prompt_ids, speculative.ids, plain.ids) if greedy else None,
     )
+
+
+def _medians(
+    pairs: Sequence[tuple[float | None, float | None]],
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Medians of plain rates, speculative rates and paired ratios, of (plain, speculative); None without a pair."""
+    timed = [(plain, fast) for plain, fast in pairs if plain is not None and fast is not None]
+    if not timed:
+        return None, None, None
+    columns = zip(*((plain, fast, fast / plain) for plain, fast in timed), strict=True)
+    plain, fast, ratio = map(statistics.median, columns)
+    return plain, fast, ratio

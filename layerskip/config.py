@@ -105,6 +105,10 @@ class Confirmed(Frozen):
     speedup_prompt_low: Rate | None = None
     """Where a single new prompt is expected, at the same level: prompts differ far more than their mean does."""
     speedup_prompt_high: Rate | None = None
+    end_to_end_speedup: Rate | None = None
+    """The same as `speedup` with each prompt's own forward in the seconds."""
+    end_to_end_speedup_ci_low: Rate | None = None
+    end_to_end_speedup_ci_high: Rate | None = None
     num_prompts: Annotated[int, Field(ge=1)]
     num_identical: Count
     """Prompts whose output was identical to plain decoding's in every repeat."""
@@ -113,6 +117,8 @@ class Confirmed(Frozen):
     num_repeats: Annotated[int, Field(ge=1)]
     acceptance_rate: Probability | None = None
     mean_accepted_length: Annotated[float, Field(ge=1.0)] | None = None
+    repeated_ngram_share: Probability | None = None
+    """Share of the outputs' 4-grams that occurred before in their prompt or output: text in loops is easy to draft."""
 
 
 class _Versioned(Frozen):

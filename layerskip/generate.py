@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from layerskip.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.cli import OneLineParser, run_command
 from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
+from layerskip.repetition import NGRAM
 
 if TYPE_CHECKING:
     from layerskip.compare import Comparison
@@ -193,7 +194,11 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
             f"plain        {comparison.plain_tokens_per_s:8.1f} tokens/s",
             f"speculative  {comparison.tokens_per_s:8.1f} tokens/s   speedup {comparison.speedup:.2f}x "
             f"(median of {arguments.repeats} pairs)",
+            f"end to end, prompt included: {comparison.end_to_end_tokens_per_s:.1f} against "
+            f"{comparison.plain_end_to_end_tokens_per_s:.1f} tokens/s, speedup {comparison.end_to_end_speedup:.2f}x",
         ]
+    if comparison.repeated_ngram_share is not None:
+        lines.append(f"repeated {NGRAM}-grams: {comparison.repeated_ngram_share:.0%} of the output's")
     lines += [f"tokens identical: {_identity_words(comparison)}", *_confirmed_words(model.config)]
     sys.stderr.write("\n".join(lines) + "\n")
 
@@ -207,6 +212,8 @@ def _confirmed_words(config: DecodeConfig) -> list[str]:
     text += f" ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}..{confirmed.speedup_ci_high:.2f})"
     if confirmed.speedup_prompt_low is not None and confirmed.speedup_prompt_high is not None:
         text += f", a single one {confirmed.speedup_prompt_low:.2f}..{confirmed.speedup_prompt_high:.2f}"
+    if confirmed.end_to_end_speedup is not None:
+        text += f"; prompt included {confirmed.end_to_end_speedup:.2f}x"
     return [text]
 
 
@@ -233,12 +240,17 @@ def _print_json(output: GenerateOutput, comparison: Comparison | None = None) ->
         identity = comparison.identity
         record |= {
             "tokens_per_s": comparison.tokens_per_s,
+            "end_to_end_tokens_per_s": comparison.end_to_end_tokens_per_s,
             "plain_tokens_per_s": comparison.plain_tokens_per_s,
             "speedup": comparison.speedup,
+            "plain_end_to_end_tokens_per_s": comparison.plain_end_to_end_tokens_per_s,
+            "end_to_end_speedup": comparison.end_to_end_speedup,
+            "repeated_ngram_share": comparison.repeated_ngram_share,
             "identical": None if identity is None else identity.identical,
             "is_tie": None if identity is None else identity.is_tie,
         }
-    sys.stdout.write(json.dumps(record | output.stats.to_dict()) + "\n")
+    record = output.stats.to_dict() | record
+    sys.stdout.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

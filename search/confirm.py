@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from layerskip.config import Confirmed, DecodeConfig
+from layerskip.repetition import repeated_ngram_share
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoder
 from search.held_out import HeldOut, held_out_of
 from search.leaderboard import Entry
-from search.measurement import Fault, Pair, PromptCase, add_up, fault_of, measure_pair_apart, time_able
-from search.statistics import CI_LEVEL, geometric_mean, prompt_interval, ratio_interval
+from search.measurement import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
+from search.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 
 TIE = 0.01
 
@@ -68,7 +69,7 @@ class Confirmation:
     """The chosen candidate's numbers, also where they did not suffice."""
     candidates: tuple[Candidate, ...]
     raw: dict[str, list[list[float]]] = field(default_factory=dict)
-    """`tokens_per_s` and `plain_tokens_per_s`: per prompt, every fresh repeat."""
+    """See `HeldOut.rates`: per prompt, every fresh repeat."""
     held_out: HeldOut | None = None
     """The same with prompt ids and counters, for the study."""
 
@@ -120,7 +121,9 @@ def confirm(
         except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
             fault = fault_of(error)
         else:
-            return _verdict(passes, chosen.entry, candidates, options)
+            share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for case in cases)
+            measured = summarise(passes, seed=options.seed, repeated_ngram_share=share)
+            return _verdict(measured, held_out_of(passes, chosen.entry.config), chosen.entry, candidates)
         decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
         tell(f"EXCLUDED {describe(chosen.entry.config)}: {fault.reason}")
         candidates = tuple(_excluded(one.entry, fault) if one is chosen else one for one in candidates)
@@ -142,38 +145,66 @@ def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidat
     return tied + [one for one in able if one not in tied]
 
 
-def summarise(passes: Sequence[Sequence[Pair]], *, seed: int) -> Confirmed:
+def summarise(passes: Sequence[Sequence[Pair]], *, seed: int, repeated_ngram_share: float | None = None) -> Confirmed:
     """The numbers to report from fresh passes, each holding one pair per prompt in the same order.
 
     A prompt's ratio is the ratio of its two medians over the passes; speedup is the geometric mean of the ratios and so
     equals tokens_per_s / plain_tokens_per_s, themselves geometric means over prompts.
     """
     by_prompt = list(zip(*passes, strict=True))
-    fast = [median(pair.speculative.tokens_per_s for pair in pairs) for pairs in by_prompt]
-    plain = [median(pair.plain.tokens_per_s for pair in pairs) for pairs in by_prompt]
-    ratios = [one / other for one, other in zip(fast, plain, strict=True)]
-    tokens_per_s, plain_tokens_per_s = geometric_mean(fast), geometric_mean(plain)
-    speedup = tokens_per_s / plain_tokens_per_s
-    interval, single = ratio_interval(ratios, seed=seed), prompt_interval(ratios)
+    decoding = _compare(by_prompt, lambda timed: timed.tokens_per_s, seed)
+    end_to_end = _compare(by_prompt, lambda timed: timed.end_to_end_tokens_per_s, seed)
+    single = prompt_interval(decoding.ratios)
     ties = sum(any(pair.speculative.is_tie for pair in pairs) for pairs in by_prompt)
     acceptance = add_up([pair.speculative.stats for pairs in passes for pair in pairs])
     return Confirmed(
-        tokens_per_s=tokens_per_s,
-        plain_tokens_per_s=plain_tokens_per_s,
-        speedup=speedup,
-        # One prompt has no interval; an interval down to (nearly) nothing never confirms anything.
-        speedup_ci_low=interval.low if interval else min(speedup, 1.0) * 1e-3,
-        speedup_ci_high=interval.high if interval else speedup * 1e3,
+        tokens_per_s=decoding.fast,
+        plain_tokens_per_s=decoding.plain,
+        speedup=decoding.speedup,
+        speedup_ci_low=decoding.interval.low,
+        speedup_ci_high=decoding.interval.high,
         ci_level=CI_LEVEL,
         speedup_prompt_low=single.low if single else None,
         speedup_prompt_high=single.high if single else None,
-        num_prompts=len(ratios),
-        num_identical=len(ratios) - ties,
+        end_to_end_speedup=end_to_end.speedup,
+        end_to_end_speedup_ci_low=end_to_end.interval.low,
+        end_to_end_speedup_ci_high=end_to_end.interval.high,
+        num_prompts=len(by_prompt),
+        num_identical=len(by_prompt) - ties,
         num_ties=ties,
         num_repeats=len(passes),
         acceptance_rate=acceptance.acceptance_rate,
         mean_accepted_length=acceptance.mean_accepted_length,
+        repeated_ngram_share=repeated_ngram_share,
     )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Two ways to decode the same prompts; rates are geometric means over prompts."""
+
+    fast: float
+    plain: float
+    ratios: tuple[float, ...]
+    """Per prompt."""
+    interval: Interval
+    """Of the speedup."""
+
+    @property
+    def speedup(self) -> float:
+        return self.fast / self.plain
+
+
+def _compare(by_prompt: Sequence[Sequence[Pair]], rate: Callable[[Timed], float], seed: int) -> _Comparison:
+    """Each prompt's median rates over its pairs, held against each other."""
+    fast = [median(rate(pair.speculative) for pair in pairs) for pairs in by_prompt]
+    plain = [median(rate(pair.plain) for pair in pairs) for pairs in by_prompt]
+    ratios = _ratios(fast, plain)
+    means = geometric_mean(fast), geometric_mean(plain)
+    speedup = means[0] / means[1]
+    # One prompt has no interval; an interval down to (nearly) nothing never confirms anything.
+    interval = ratio_interval(ratios, seed=seed) or Interval(min(speedup, 1.0) * 1e-3, speedup * 1e3)
+    return _Comparison(*means, ratios, interval)
 
 
 def describe(config: DecodeConfig) -> str:
@@ -226,12 +257,8 @@ def _fresh_passes(
     ]
 
 
-def _verdict(
-    passes: Sequence[Sequence[Pair]], entry: Entry, candidates: tuple[Candidate, ...], options: ConfirmOptions
-) -> Confirmation:
-    measured = summarise(passes, seed=options.seed)
-    held_out = held_out_of(passes, entry.config)
-    raw = {name: [list(rates) for rates in getattr(held_out, name)] for name in ("tokens_per_s", "plain_tokens_per_s")}
+def _verdict(measured: Confirmed, held_out: HeldOut, entry: Entry, candidates: tuple[Candidate, ...]) -> Confirmation:
+    raw = {name: [list(one) for one in rates] for name, rates in held_out.rates.items()}
     if measured.speedup_ci_low > 1.0:
         config = entry.config.model_copy(update={"confirmed": measured})
         return Confirmation(config, entry, measured, candidates, raw, held_out)

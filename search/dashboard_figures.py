@@ -64,6 +64,8 @@ def _verdict(attrs: Mapping[str, Any]) -> str:
             f": {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s on "
             f"{confirmed['num_prompts']} held-out prompts."
         )
+        if confirmed.get("end_to_end_speedup") is not None:
+            text += f" End to end, prompts included: {confirmed['end_to_end_speedup']:.2f} times."
     elif verdict is not None:
         reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
         text = f"**Do not speculate**: {plain_markdown(reason)}."

@@ -48,7 +48,15 @@ class HeldOut:
     """Per prompt, every pass."""
     plain_tokens_per_s: tuple[tuple[float, ...], ...]
     counters: Counters | None
-    """None where an old study kept none."""
+    """None where an old study kept none; so the next two, which have the prompt's own forward in the seconds."""
+    end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
+    plain_end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def rates(self) -> dict[str, tuple[tuple[float, ...], ...]]:
+        """All that are known, by name."""
+        rates = {name: getattr(self, name) for name in _RATES}
+        return {name: values for name, values in rates.items() if values is not None}
 
     def to_json(self) -> str:
         """One line, for a study's attributes."""
@@ -68,6 +76,8 @@ class HeldOut:
             tokens_per_s=_as_tuple(data["tokens_per_s"]),
             plain_tokens_per_s=_as_tuple(data["plain_tokens_per_s"]),
             counters=counters,
+            end_to_end_tokens_per_s=_as_tuple(data.get("end_to_end_tokens_per_s")),
+            plain_end_to_end_tokens_per_s=_as_tuple(data.get("plain_end_to_end_tokens_per_s")),
         )
 
 
@@ -80,9 +90,16 @@ def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig) -> HeldO
         tokens_per_s=tuple(tuple(pair.speculative.tokens_per_s for pair in pairs) for pairs in by_prompt),
         plain_tokens_per_s=tuple(tuple(pair.plain.tokens_per_s for pair in pairs) for pairs in by_prompt),
         counters=_counters([pair for pairs in by_prompt for pair in pairs]),
+        end_to_end_tokens_per_s=tuple(
+            tuple(pair.speculative.end_to_end_tokens_per_s for pair in pairs) for pairs in by_prompt
+        ),
+        plain_end_to_end_tokens_per_s=tuple(
+            tuple(pair.plain.end_to_end_tokens_per_s for pair in pairs) for pairs in by_prompt
+        ),
     )
 
 
+_RATES = ("tokens_per_s", "plain_tokens_per_s", "end_to_end_tokens_per_s", "plain_end_to_end_tokens_per_s")
 _BARE = ("skip_mask", "gamma", "draft_threshold", "target_threshold", "share_prefix")
 
 

@@ -38,7 +38,9 @@ class Timed:
     """One checked decoding of one prompt."""
 
     tokens_per_s: float
-    """In lockstep over as many tokens as the shortest of the outputs has."""
+    """Prompt apart; in lockstep over as many tokens as the shortest of the outputs has."""
+    end_to_end_tokens_per_s: float
+    """The same with the prompt's own forward in the seconds."""
     is_tie: bool
     stats: DecodeStats
 
@@ -55,6 +57,11 @@ class Pair:
     def ratio(self) -> float:
         """Speculative tokens/s over plain tokens/s, over equal numbers of tokens: a ratio of seconds too."""
         return self.speculative.tokens_per_s / self.plain.tokens_per_s
+
+    @property
+    def end_to_end_ratio(self) -> float:
+        """The same with the prompt's own forward in the seconds."""
+        return self.speculative.end_to_end_tokens_per_s / self.plain.end_to_end_tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,8 @@ def _timed(case: PromptCase, out: Decoded, identity: IdentityReport, num_tokens:
     rate = out.stats.tokens_per_s_of_first(num_tokens)
     if rate is None:
         raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {out.stats.decode_s} s decoding: no rate")
-    return Timed(rate, identity.is_tie, out.stats)
+    end_to_end = num_tokens / (out.stats.prefill_s + (num_tokens - 1) / rate)
+    return Timed(rate, end_to_end, identity.is_tie, out.stats)
 
 
 def _sum_lists(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from search.reference import Reference
 from search.replay import live_counts
 from search.samplers import ProposalSampler
 from search.space import SearchSpace
-from search.statistics import ratio_interval
+from search.statistics import geometric_mean, ratio_interval
 from search.stop import StopSignal
 from search.workers.hang import watched
 from search.workers.process import process_token
@@ -162,6 +162,7 @@ class Objective:
         attributes: dict[str, Any] = {
             "speedup": outcome.speedup,
             "speedup_measured": speedup(outcome.pairs),
+            "end_to_end_speedup": geometric_mean([pair.end_to_end_ratio for pair in outcome.pairs]) * standardised,
             "stopped_early": outcome.stopped_early,
             "lossless": True,
             "num_prompts": len(ratios),

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerskip.config import Confirmed, DecodeConfig
+from layerskip.repetition import repeated_ngram_share
 from search.confirm import describe, summarise
 from search.decoder import Decoder
+from search.held_out import held_out_of
 from search.measurement import LosslessViolation, Pair, PromptCase, fault_of, measure_pair
 
 _TABLE_WIDTH = 110
@@ -29,7 +31,7 @@ class Cell:
     """Why it has no number and can be no group's setting."""
     lossless: bool = True
     raw: Mapping[str, list[list[float]]] | None = None
-    """`tokens_per_s` and `plain_tokens_per_s`: per prompt, every repeat."""
+    """See `HeldOut.rates`: per prompt, every repeat."""
 
     @property
     def speedup(self) -> float | None:
@@ -51,7 +53,7 @@ class Cell:
         low, high = self.interval or (None, None)
         record = {"speedup": self.speedup, "speedup_ci_low": low, "speedup_ci_high": high}
         if self.measured is not None:
-            names = ("num_prompts", "num_repeats", "num_identical", "num_ties", "acceptance_rate")
+            names = ("end_to_end_speedup", "num_prompts", "num_repeats", "num_identical", "num_ties", "acceptance_rate")
             record |= {name: getattr(self.measured, name) for name in names} | {"raw": self.raw}
         return record | ({"excluded": self.excluded} if self.excluded else {})
 
@@ -142,9 +144,14 @@ def _measure_group(
                 if i in faults:  # outside the except block: there the traceback would keep the tensors alive
                     decoder.free_memory()
     return {
-        config: faults[i] if i in faults else Cell(config, summarise(passes[i], seed=seed), raw=_raw(passes[i]))
-        for i, config in enumerate(configs)
+        config: faults[i] if i in faults else _cell(config, passes[i], cases, seed) for i, config in enumerate(configs)
     }
+
+
+def _cell(config: DecodeConfig, passes: Sequence[Sequence[Pair]], cases: Sequence[PromptCase], seed: int) -> Cell:
+    share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for case in cases)
+    raw = {name: [list(one) for one in rates] for name, rates in held_out_of(passes, config).rates.items()}
+    return Cell(config, summarise(passes, seed=seed, repeated_ngram_share=share), raw=raw)
 
 
 def _bare(config: DecodeConfig) -> DecodeConfig:
@@ -157,14 +164,6 @@ def _bare(config: DecodeConfig) -> DecodeConfig:
         draft_threshold=config.draft_threshold,
         target_threshold=config.target_threshold,
     )
-
-
-def _raw(passes: Sequence[Sequence[Pair]]) -> dict[str, list[list[float]]]:
-    by_prompt = list(zip(*passes, strict=True))
-    return {
-        "tokens_per_s": [[pair.speculative.tokens_per_s for pair in pairs] for pairs in by_prompt],
-        "plain_tokens_per_s": [[pair.plain.tokens_per_s for pair in pairs] for pairs in by_prompt],
-    }
 
 
 def _words(cell: Cell) -> str:

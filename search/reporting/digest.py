@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from search.confirm import describe
-from search.leaderboard import counted
 from search.per_group.export import PER_GROUP
 from search.reporting.record import StudyRecord
+from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
 from search.storage import redact
 from search.study import trials_by_state
 from search.summary import CANDIDATES
 
 _NUM_LEADING = 5
-
-
-@dataclass(frozen=True)
-class Number:
-    """One thing that people look for."""
-
-    label: str
-    parts: tuple[tuple[str, float, str], ...]
-    """Field of best.json, its value, and the value as text; two for an interval."""
-
-    @property
-    def text(self) -> str:
-        return " to ".join(text for _, _, text in self.parts)
 
 
 @dataclass(frozen=True)
@@ -67,98 +54,20 @@ class Digest:
 def digest_of(record: StudyRecord, folder: Path | None = None) -> Digest:
     """Cost: the standings, once."""
     attrs, choice = record.attrs, record.choice
-    headline, verdict = _verdict(record)
+    headline, verdict = verdict_of(record)
     tables = (_per_group(attrs), _candidates(attrs), _leading(record), _prompts(record), _states(record))
     return Digest(
         name=record.name,
         headline=headline,
         verdict=verdict,
         picture=choice.config.skip_mask.picture() if choice else "",
-        numbers=_numbers(attrs),
+        numbers=numbers_of(attrs),
         use=f'python -m layerskip.generate --config {_typed(folder)}/best.json --prompt "..." --compare'
         if folder is not None and attrs.get("verdict") == "speculate"
         else None,
         command=attrs.get("command"),
         tables=tuple(table for table in tables if table is not None),
         made=tuple(_made(record)),
-    )
-
-
-def model_of(attrs: Mapping[str, Any]) -> str:
-    """The model's name; of a folder the last two parts, since the rest is about this machine alone."""
-    name = str(attrs.get("spec", {}).get("model", "?"))
-    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
-
-
-def device_of(attrs: Mapping[str, Any]) -> str:
-    """Device, number format, engine and threads in words."""
-    print_ = attrs.get("fingerprint", {})
-    device, cpu = str(print_.get("device", "?")), print_.get("cpu")
-    words = [f"{cpu} CPU" if device == "cpu" and cpu else device, str(print_.get("dtype", "?"))]
-    if device == "cpu" and (threads := print_.get("num_threads")):
-        words.append(f"{threads} thread{'s' * (threads != 1)}")
-    return ", ".join([*words, f"engine {print_.get('engine', '?')}"])
-
-
-def _verdict(record: StudyRecord) -> tuple[str, str]:
-    attrs = record.attrs
-    where = f"{model_of(attrs)} on {device_of(attrs)}"
-    verdict, confirmed = attrs.get("verdict"), attrs.get("confirmed")
-    text = _text_of(attrs)
-    if verdict == "speculate" and confirmed is not None:
-        interval = ""
-        if confirmed["num_prompts"] > 1:
-            interval = f" (95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f})"
-        config = describe(record.choice.config) if record.choice else "?"
-        return f"Speculate: {confirmed['speedup']:.2f} times as fast", (
-            f"{where}, decodes {confirmed['speedup']:.2f} times as fast as plain decoding{interval} with {config}: "
-            f"{confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s over "
-            f"{_count(confirmed['num_prompts'], 'prompt')}{text} that the search had not seen."
-        )
-    if verdict is not None:
-        reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
-        return (
-            "Do not speculate",
-            f"For {where}, plain decoding is the answer{text and f' for text like that{text}'}: {reason}.",
-        )
-    total = attrs.get("spec", {}).get("trials")
-    done = f"{counted(list(record.trials))} of {total} trials are done" if total else "the search goes on"
-    leader = record.leader
-    leads = (
-        f"; {describe(leader.config)} leads at {leader.speedup:.2f} times plain decoding on the tuning prompts "
-        f"(pooled lower bound {leader.lower:.2f})"
-        if leader
-        else ""
-    )
-    return "No verdict yet", f"For {where}, {done}{leads}; the confirm stage has not been reached."
-
-
-def _text_of(attrs: Mapping[str, Any]) -> str:
-    """` of FILE`: the held-out prompts' file."""
-    spec = attrs.get("spec", {})
-    file = spec.get("held_out") or spec.get("prompts")
-    return f" of {Path(str(file)).name}" if file else ""
-
-
-def _numbers(attrs: Mapping[str, Any]) -> tuple[Number, ...]:
-    confirmed = attrs.get("confirmed")
-    if confirmed is None:
-        plain = attrs.get("plain_tokens_per_s")
-        return (Number("plain tokens/s", (("plain_tokens_per_s", plain, f"{plain:.1f}"),)),) if plain else ()
-    wanted = (
-        ("speedup", ("speedup",), "{:.2f}×"),
-        ("95 % interval", ("speedup_ci_low", "speedup_ci_high"), "{:.2f}"),
-        ("tokens/s", ("tokens_per_s",), "{:.1f}"),
-        ("plain tokens/s", ("plain_tokens_per_s",), "{:.1f}"),
-        ("acceptance rate", ("acceptance_rate",), "{:.2f}"),
-        ("mean accepted length", ("mean_accepted_length",), "{:.2f}"),
-        (f"identical of {confirmed['num_prompts']}", ("num_identical",), "{:d}"),
-    )
-    alone = confirmed["num_prompts"] == 1  # one prompt has no interval
-    return tuple(
-        Number(label, tuple((key, confirmed[key], form.format(confirmed[key])) for key in keys))
-        for label, keys, form in wanted
-        if all(confirmed.get(key) is not None for key in keys) and not (alone and len(keys) > 1)
     )
 
 
@@ -204,17 +113,23 @@ def _prompts(record: StudyRecord) -> Table | None:
     held_out = record.held_out
     if held_out is None:
         return None
-    rows = []
-    for name, fast, plain in zip(held_out.prompt_ids, held_out.tokens_per_s, held_out.plain_tokens_per_s, strict=True):
-        one, other = median(fast), median(plain)
-        rows.append((name, f"{other:.1f}", f"{one:.1f}", f"{one / other:.2f}"))
-    return Table(
-        "prompts",
-        "Held-out prompts",
-        f"Tokens/s, medians of {_count(len(held_out.tokens_per_s[0]), 'pass', 'passes')}.",
-        ("prompt", "plain", "speculative", "speedup"),
-        tuple(rows),
+    medians = {name: [median(one) for one in rates] for name, rates in held_out.rates.items()}
+    fast, plain = medians["tokens_per_s"], medians["plain_tokens_per_s"]
+    columns = [[f"{one:.1f}" for one in plain], [f"{one:.1f}" for one in fast], _ratios(fast, plain)]
+    header = ["prompt", "plain", "speculative", "speedup"]
+    if "end_to_end_tokens_per_s" in medians:
+        columns.append(_ratios(medians["end_to_end_tokens_per_s"], medians["plain_end_to_end_tokens_per_s"]))
+        header.append("end to end")
+    note = (
+        f"Tokens/s, medians of {count_of(len(held_out.tokens_per_s[0]), 'pass', 'passes')}; end to end is the speedup "
+        "with the prompt's own forward in the seconds."
     )
+    rows = tuple(zip(held_out.prompt_ids, *columns, strict=True))
+    return Table("prompts", "Held-out prompts", note, tuple(header), rows)
+
+
+def _ratios(fast: Sequence[float], plain: Sequence[float]) -> list[str]:
+    return [f"{one / other:.2f}" for one, other in zip(fast, plain, strict=True)]
 
 
 def _states(record: StudyRecord) -> Table:
@@ -288,7 +203,3 @@ def _typed(folder: Path) -> str:
     from search.storage import near
 
     return str(near(folder))
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -21,6 +21,7 @@ _FIRST = (
     "speedup",
     "speedup_ci_low",
     "speedup_ci_high",
+    "end_to_end_speedup",
     "skip_mask",
     GAMMA,
     DRAFT_THRESHOLD,

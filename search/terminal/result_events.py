@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerskip.config import DecodeConfig
+from layerskip.config import Confirmed, DecodeConfig
+from layerskip.repetition import NGRAM
 from search.confirm import Candidate, Confirmation, describe
 from search.prediction_check import describe_checks
 from search.terminal.event import Event, Line, config_fields
@@ -64,6 +65,7 @@ class Result(Event):
                 f"{one.num_identical} identical, {one.num_ties} logit ties"
             )
             lines.append(Line(text, "result"))
+            lines.append(Line(_end_to_end(one), "result"))
         if self.confirmation.winner is None:
             return [*lines, Line(config.reason or "do not speculate", "result", style="bold yellow")]
         lines.append(Line(f"speculate: {describe(config)}", "result", style="bold green"))
@@ -79,6 +81,17 @@ class Result(Event):
             "confirmed": one.measured.model_dump() if one.measured else None,
             **config_fields(config),
         }
+
+
+def _end_to_end(measured: Confirmed) -> str:
+    """The speedup as who waits for an answer sees it, and how much of the text is loops."""
+    low, high = measured.end_to_end_speedup_ci_low, measured.end_to_end_speedup_ci_high
+    text = f"end to end, prompts included: {measured.end_to_end_speedup:.3f}x"
+    if measured.num_prompts > 1:  # one prompt has no interval
+        text += f", 95 % interval {low:.3f}..{high:.3f}"
+    if measured.repeated_ngram_share is not None:
+        text += f"; {measured.repeated_ngram_share:.0%} of the outputs' {NGRAM}-grams repeat what came before"
+    return text
 
 
 @dataclass(frozen=True)

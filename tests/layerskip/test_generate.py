@@ -143,6 +143,10 @@ def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
     assert record["num_emitted"] == len(record["tokens"]) == 16
     assert record["tokens_per_s"] > 0
     assert record["speedup"] == pytest.approx(record["tokens_per_s"] / record["plain_tokens_per_s"])
+    end_to_end = record["num_emitted"] / (record["prefill_s"] + record["decode_s"])
+    assert record["end_to_end_tokens_per_s"] == pytest.approx(end_to_end)
+    assert record["end_to_end_speedup"] == pytest.approx(end_to_end / record["plain_end_to_end_tokens_per_s"])
+    assert 0.0 <= record["repeated_ngram_share"] <= 1.0
     counted = 1 + record["num_accepted"] + record["num_rounds"] + record["num_target_only"]
     assert counted == record["num_emitted"] + record["num_cut"]
 
@@ -151,7 +155,9 @@ def test_compare_says_whether_the_tokens_were_identical(config_file: Path, capsy
     assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--repeats", 1) == 0
     err = capsys.readouterr().err
     assert "tokens identical: yes" in err
-    assert "speedup" in err
+    assert re.search(r"speculative +[\d.]+ tokens/s   speedup [\d.]+x", err)
+    assert re.search(r"end to end, prompt included: [\d.]+ against [\d.]+ tokens/s, speedup [\d.]+x", err)
+    assert re.search(r"repeated 4-grams: \d+% of the output's", err)
 
 
 def test_the_length_defaults_to_what_the_config_was_tuned_for(config_file: Path, capsys) -> None:
@@ -166,10 +172,11 @@ def test_the_length_defaults_to_what_the_config_was_tuned_for(config_file: Path,
 def test_compare_recalls_what_the_search_confirmed(config_file: Path, capsys) -> None:
     rates = {"tokens_per_s": 300.0, "plain_tokens_per_s": 200.0, "speedup": 1.5}
     interval = {"speedup_ci_low": 1.4, "speedup_ci_high": 1.6, "speedup_prompt_low": 1.1, "speedup_prompt_high": 2.1}
-    confirmed = Confirmed(**rates, **interval, num_prompts=24, num_identical=24, num_repeats=3)
+    confirmed = Confirmed(**rates, **interval, num_prompts=24, num_identical=24, num_repeats=3, end_to_end_speedup=1.3)
     DecodeConfig.load(config_file).model_copy(update={"confirmed": confirmed}).save(config_file)
     assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, "--compare", "--repeats", 1) == 0
     said = "confirmed by the search: 1.50x on average over 24 prompts (95 % 1.40..1.60), a single one 1.10..2.10"
+    said += "; prompt included 1.30x"
     assert said in capsys.readouterr().err
 
 

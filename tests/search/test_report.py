@@ -158,6 +158,38 @@ def test_the_numbers_on_the_page_are_those_exported(page: Page, folder: Path) ->
     assert f"{confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s" in page.text
 
 
+def test_the_end_to_end_speedup_and_the_share_of_repeats_stand_beside_the_speedup(page: Page, folder: Path) -> None:
+    """The page told how much faster decoding is, not how much sooner the answer is there, nor that the text loops."""
+    confirmed = json.loads((folder / "best.json").read_text(encoding="utf-8"))["confirmed"]
+    assert 1.0 < confirmed["end_to_end_speedup"] < confirmed["speedup"]
+    assert page.values["end_to_end_speedup"] == confirmed["end_to_end_speedup"]
+    assert page.values["end_to_end_speedup_ci_low"] == confirmed["end_to_end_speedup_ci_low"]
+    assert page.values["repeated_ngram_share"] == confirmed["repeated_ngram_share"] == 0.0, "the fake counts upwards"
+    said = f"in the seconds it is {confirmed['end_to_end_speedup']:.2f} times as fast"
+    assert said in page.text
+
+
+def test_the_end_to_end_speedup_is_that_of_the_rates_that_are_kept(record: StudyRecord, folder: Path) -> None:
+    raw = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["raw"]
+    fast, plain = ([median(one) for one in raw[f"{way}end_to_end_tokens_per_s"]] for way in ("", "plain_"))
+    ratios = [one / other for one, other in zip(fast, plain, strict=True)]
+    assert geometric_mean(ratios) == pytest.approx(record.attrs["confirmed"]["end_to_end_speedup"])
+    (prompts,) = [table for table in digest_of(record).tables if table.key == "prompts"]
+    assert [row[-1] for row in prompts.rows] == [f"{ratio:.2f}" for ratio in ratios]
+
+
+def test_a_study_that_kept_no_end_to_end_rates_shows_the_others(record: StudyRecord) -> None:
+    assert record.held_out is not None
+    stored = {name: value for name, value in json.loads(record.held_out.to_json()).items() if "end_to_end" not in name}
+    confirmed = {name: value for name, value in record.attrs["confirmed"].items() if "end_to_end" not in name}
+    old = digest_of(altered(record, confirmed=confirmed, **{HELD_OUT: json.dumps(stored)}))
+    (prompts,) = [table for table in old.tables if table.key == "prompts"]
+    assert prompts.header == ("prompt", "plain", "speculative", "speedup")
+    assert "end to end" not in [number.label for number in old.numbers]
+    assert "tokens/s over" in old.verdict
+    assert "in the seconds" not in old.verdict
+
+
 def test_held_out_prompts_are_drawn_with_their_own_speeds(record: StudyRecord, folder: Path) -> None:
     raw = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["raw"]
     plain, fast = held_out_figure(record).data[1:]
@@ -253,6 +285,7 @@ def test_an_old_study_borrows_the_rates_of_its_own_summary(record: StudyRecord, 
     assert record.held_out is not None
     assert borrowed.tokens_per_s[0] == pytest.approx(record.held_out.tokens_per_s[0], rel=1e-5)
     assert borrowed.counters is None
+    assert borrowed.end_to_end_tokens_per_s is not None
     assert read_record(old.study, {**summary, "study": {"name": "another"}}).held_out is None
     assert read_record(old.study, {**summary, "confirmed": None}).held_out is None
     assert read_summary(folder / "nothing.json") is None
@@ -358,7 +391,7 @@ def test_what_users_wrote_is_shown_and_never_run(record: StudyRecord) -> None:
         assert "<img" not in outside.replace("\\<img", "")
         for line in outside.splitlines():
             if line.startswith("|") and "onerror" in line:
-                assert len(re.findall(r"(?<!\\)\|", line)) == 5
+                assert len(re.findall(r"(?<!\\)\|", line)) == 6
 
 
 def test_markdown_shows_text_as_it_is() -> None:

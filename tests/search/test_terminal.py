@@ -139,6 +139,7 @@ confirm   chosen: mask M, gamma N; measuring it afresh N times
 confirm   #N Nx (tuning Nx): mask M, gamma N
 outlook   ...
 result    N tok/s against N plain: Nx, N % interval N..N, N held-out prompts x N, N identical, N logit ties
+result    end to end, prompts included: Nx, N % interval N..N; N% of the outputs' N-grams repeat what came before
 result    speculate: mask M, gamma N
           attn ROW
           mlp  ROW

@@ -1,0 +1,122 @@
+"""A study's verdict in words, and the numbers that stand beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerskip.repetition import NGRAM
+from search.confirm import describe
+from search.leaderboard import counted
+from search.reporting.record import StudyRecord
+
+
+@dataclass(frozen=True)
+class Number:
+    """One thing that people look for."""
+
+    label: str
+    parts: tuple[tuple[str, float, str], ...]
+    """Field of best.json, its value, and the value as text; two for an interval."""
+
+    @property
+    def text(self) -> str:
+        return " to ".join(text for _, _, text in self.parts)
+
+
+def verdict_of(record: StudyRecord) -> tuple[str, str]:
+    """(headline, one sentence with the numbers)."""
+    attrs = record.attrs
+    where = f"{model_of(attrs)} on {device_of(attrs)}"
+    verdict, confirmed = attrs.get("verdict"), attrs.get("confirmed")
+    text = _text_of(attrs)
+    if verdict == "speculate" and confirmed is not None:
+        interval = ""
+        if confirmed["num_prompts"] > 1:
+            interval = f" (95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f})"
+        config = describe(record.choice.config) if record.choice else "?"
+        return f"Speculate: {confirmed['speedup']:.2f} times as fast", (
+            f"{where}, decodes {confirmed['speedup']:.2f} times as fast as plain decoding{interval} with {config}: "
+            f"{confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s over "
+            f"{count_of(confirmed['num_prompts'], 'prompt')}{text} that the search had not seen."
+            f"{_end_to_end(confirmed)}"
+        )
+    if verdict is not None:
+        reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
+        return (
+            "Do not speculate",
+            f"For {where}, plain decoding is the answer{text and f' for text like that{text}'}: {reason}.",
+        )
+    total = attrs.get("spec", {}).get("trials")
+    done = f"{counted(list(record.trials))} of {total} trials are done" if total else "the search goes on"
+    leader = record.leader
+    leads = (
+        f"; {describe(leader.config)} leads at {leader.speedup:.2f} times plain decoding on the tuning prompts "
+        f"(pooled lower bound {leader.lower:.2f})"
+        if leader
+        else ""
+    )
+    return "No verdict yet", f"For {where}, {done}{leads}; the confirm stage has not been reached."
+
+
+def _end_to_end(confirmed: Mapping[str, Any]) -> str:
+    """A sentence with the speedup as who waits for an answer sees it; empty where an older study kept none."""
+    if confirmed.get("end_to_end_speedup") is None:
+        return ""
+    return f" With each prompt's own forward in the seconds it is {confirmed['end_to_end_speedup']:.2f} times as fast."
+
+
+def _text_of(attrs: Mapping[str, Any]) -> str:
+    """` of FILE`: the held-out prompts' file."""
+    spec = attrs.get("spec", {})
+    file = spec.get("held_out") or spec.get("prompts")
+    return f" of {Path(str(file)).name}" if file else ""
+
+
+def numbers_of(attrs: Mapping[str, Any]) -> tuple[Number, ...]:
+    """What the confirm stage found; before it, plain speed alone."""
+    confirmed = attrs.get("confirmed")
+    if confirmed is None:
+        plain = attrs.get("plain_tokens_per_s")
+        return (Number("plain tokens/s", (("plain_tokens_per_s", plain, f"{plain:.1f}"),)),) if plain else ()
+    wanted = (
+        ("speedup", ("speedup",), "{:.2f}×"),
+        ("95 % interval", ("speedup_ci_low", "speedup_ci_high"), "{:.2f}"),
+        ("end to end", ("end_to_end_speedup",), "{:.2f}×"),
+        ("its 95 % interval", ("end_to_end_speedup_ci_low", "end_to_end_speedup_ci_high"), "{:.2f}"),
+        ("tokens/s", ("tokens_per_s",), "{:.1f}"),
+        ("plain tokens/s", ("plain_tokens_per_s",), "{:.1f}"),
+        ("acceptance rate", ("acceptance_rate",), "{:.2f}"),
+        ("mean accepted length", ("mean_accepted_length",), "{:.2f}"),
+        (f"repeated {NGRAM}-grams", ("repeated_ngram_share",), "{:.0%}"),
+        (f"identical of {confirmed['num_prompts']}", ("num_identical",), "{:d}"),
+    )
+    alone = confirmed["num_prompts"] == 1  # one prompt has no interval
+    return tuple(
+        Number(label, tuple((key, confirmed[key], form.format(confirmed[key])) for key in keys))
+        for label, keys, form in wanted
+        if all(confirmed.get(key) is not None for key in keys) and not (alone and len(keys) > 1)
+    )
+
+
+def model_of(attrs: Mapping[str, Any]) -> str:
+    """The model's name; of a folder the last two parts, since the rest is about this machine alone."""
+    name = str(attrs.get("spec", {}).get("model", "?"))
+    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+
+
+def device_of(attrs: Mapping[str, Any]) -> str:
+    """Device, number format, engine and threads in words."""
+    print_ = attrs.get("fingerprint", {})
+    device, cpu = str(print_.get("device", "?")), print_.get("cpu")
+    words = [f"{cpu} CPU" if device == "cpu" and cpu else device, str(print_.get("dtype", "?"))]
+    if device == "cpu" and (threads := print_.get("num_threads")):
+        words.append(f"{threads} thread{'s' * (threads != 1)}")
+    return ", ".join([*words, f"engine {print_.get('engine', '?')}"])
+
+
+def count_of(number: int, one: str, many: str | None = None) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
