@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from layerskip.engines.base import Engine
 
@@ -15,10 +16,11 @@ class StepClock:
     not prepared that had to be.
     """
 
-    def __init__(self, engine: Engine, *, waits: bool = True) -> None:
+    def __init__(self, engine: Engine, *, waits: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         """waits: False reads the clock without waiting, which on a GPU times the launching alone."""
         self._engine = engine
         self._waits = waits
+        self._clock = clock
         self.skip()
 
     def lap(self) -> float:
@@ -36,4 +38,4 @@ class StepClock:
         if self._waits:
             self._engine.synchronize()
         self._prepared = self._engine.num_preparations
-        self._start = time.perf_counter()
+        self._start = self._clock()

@@ -97,17 +97,18 @@ def make_cases(reference: Way, prompts: Sequence[tuple[str, tuple[int, ...]]], m
 def alternate(
     turns: Sequence[Turn], cases: Sequence[Case], repeats: int, *, progress: Callable[[], None] = lambda: None
 ) -> dict[str, str]:
-    """Give every turn every prompt `repeats` times, after a warm-up on the longest; returns who failed, and why.
+    """Give every turn every prompt `repeats` times, after a warm-up on each; returns who failed, and why.
 
     Who raises CannotRun gets no further turn and stops nobody else. `progress` is called after every visit of a prompt.
-    Cost: (prompts × repeats + 1) of every turn.
+    Cost: prompts × (repeats + 1) of every turn.
     """
-    longest = max(cases, key=lambda case: len(case.prompt_ids))
     failed: dict[str, str] = {}
     for turn in turns:
-        # The longest prompt: a static cache keeps its first size, and what was compiled for it with it.
+        # The longest prompt first: a static cache keeps its first size, and what was compiled for it with it. The
+        # others because some of a GPU's libraries plan for every new length, which takes longer than a step.
         with _noting(turn.name, failed):
-            turn.warm_up(longest)
+            for case in sorted(cases, key=lambda case: -len(case.prompt_ids)):
+                turn.warm_up(case)
     visits = ((index, case) for _ in range(repeats) for index, case in enumerate(cases))
     for visit, (index, case) in enumerate(visits):
         for place in order_of(visit, len(turns)):

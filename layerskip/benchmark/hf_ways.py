@@ -53,7 +53,7 @@ class HuggingFaceWay:
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
         model: Any = self._model.model
-        watch = Stopwatch(self._model.engine.synchronize, self._clock)
+        watch = Stopwatch(self._model.engine, self._clock)
         try:
             ids = torch.tensor([list(prompt_ids)], device=self._model.device)
             with _settings(model, self._generation_settings):

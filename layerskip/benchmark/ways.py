@@ -10,9 +10,11 @@ from typing import Protocol
 from layerskip.benchmark.names import HYBRID, LAYER_SKIP, OWN_ROWS, PLAIN, PROMPT_LOOKUP, SPECULATIVE, SUFFIX
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.engines import Engine
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
+from layerskip.step_clock import StepClock
 from layerskip.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else_mask, mask_alone
 
 
@@ -51,28 +53,23 @@ class Stopwatch:
 
     At the call, when the first tokens are on the host, and at the end; the device is waited for before each. Whatever
     lies between is in the span: making a cache, the loop's own work, handing every step's tokens to the host. Text is
-    made of them in no row.
+    made of them in no row. Raises: RuntimeError where our engine recorded or compiled something in between.
     """
 
-    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._synchronize = synchronize
-        self._clock = clock
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._num_first = 0
-        self._start = self._first = self._read()
+        self._first_s = 0.0
+        self._clock = StepClock(engine, clock=clock)
 
     def tokens_came(self, count: int) -> None:
         """So many tokens are on the host. Looks at the clock the first time alone."""
         if not self._num_first:
-            self._num_first, self._first = count, self._read()
+            self._num_first, self._first_s = count, self._clock.lap()
 
     def stop(self, ids: Sequence[int], stats: DecodeStats | None = None) -> Sample:
         """The output is complete."""
-        end = self._read()
-        return Sample(tuple(ids), len(ids) - self._num_first, end - self._first, end - self._start, stats)
-
-    def _read(self) -> float:
-        self._synchronize()
-        return self._clock()
+        rest_s = self._clock.lap()
+        return Sample(tuple(ids), len(ids) - self._num_first, rest_s, self._first_s + rest_s, stats)
 
 
 class Way(Protocol):
@@ -115,9 +112,12 @@ class OwnWay:
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
         engine, stats, ids = self._model.engine, DecodeStats(), list[int]()
-        watch = Stopwatch(engine.synchronize, self._clock)
-        request = DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids)
-        for emitted in DecodeLoop(engine, self._config, Sampler(SamplingParams())).run(request, stats):
+        loop = DecodeLoop(engine, self._config, Sampler(SamplingParams()))
+        run = loop.begin(DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids), stats)
+        with engine.session(run.capacity):
+            loop.prepare(run)  # recordings outlive the session
+        watch = Stopwatch(engine, self._clock)
+        for emitted in loop.complete(run):
             watch.tokens_came(len(emitted.ids))
             ids += emitted.ids
         return watch.stop(ids, stats)
