@@ -158,6 +158,7 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], prompts_file: Pat
         "steps": benchmark.steps,
         "forward_share": benchmark.forward_share,
         "facts": facts,
+        "machine": benchmark.machine,
         "profile": [asdict(one) for one in profiles],
     }
 
@@ -180,10 +181,12 @@ def _print(benchmark: Benchmark, profiles: list[StepProfile]) -> None:
     from rich.console import Console
 
     from layerskip.benchmark.report import print_profiles, print_rows, print_steps
+    from layerskip.machine_watch import describe_machine
 
     # A pipe or a file has no width; 80 columns would break the intervals off.
     console = Console(highlight=False, markup=False, file=sys.stdout, width=None if sys.stdout.isatty() else 110)
     console.print(_facts_line(benchmark.facts), soft_wrap=True)
+    console.print(describe_machine(benchmark.machine), soft_wrap=True)
     print_rows(console, benchmark.rows)
     if benchmark.steps is not None:
         print_steps(console, benchmark.steps, benchmark.forward_share or {})

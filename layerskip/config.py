@@ -119,6 +119,8 @@ class Confirmed(Frozen):
     mean_accepted_length: Annotated[float, Field(ge=1.0)] | None = None
     repeated_ngram_share: Probability | None = None
     """Share of the outputs' 4-grams that occurred before in their prompt or output: text in loops is easy to draft."""
+    machine: str | None = None
+    """The machine's state while this was measured, in words: clocks, power, driver, attention, recordings, memory."""
 
 
 class _Versioned(Frozen):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from layerskip.config import Confirmed, DecodeConfig
+from layerskip.machine_watch import describe_machine
 from layerskip.repetition import repeated_ngram_share
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoder
@@ -116,6 +117,7 @@ def confirm(
     while order:
         chosen = order[0]
         tell(f"chosen: {describe(chosen.entry.config)}; measuring it afresh {options.repeats} times")
+        watch = decoder.watch_machine()
         try:
             passes = _fresh_passes(decoder, cases, chosen.entry.config, options.repeats)
         except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
@@ -123,6 +125,7 @@ def confirm(
         else:
             share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for case in cases)
             measured = summarise(passes, seed=options.seed, repeated_ngram_share=share)
+            measured = measured.model_copy(update={"machine": describe_machine(watch.record())})
             return _verdict(measured, held_out_of(passes, chosen.entry.config), chosen.entry, candidates)
         decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
         tell(f"EXCLUDED {describe(chosen.entry.config)}: {fault.reason}")

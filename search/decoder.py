@@ -29,6 +29,13 @@ class Decoded:
     stats: DecodeStats
 
 
+class Watch(Protocol):
+    """See `layerskip.machine_watch`."""
+
+    def record(self) -> dict[str, Any]:
+        """The machine's state then and now, and what lay between, as plain values."""
+
+
 class Decoder(Protocol):
     """Greedy decoding of one model on one device."""
 
@@ -47,6 +54,9 @@ class Decoder(Protocol):
 
     def free_memory(self) -> None:
         """Give back what runs have left behind."""
+
+    def watch_machine(self) -> Watch:
+        """Look at the machine's state now, to record it with what is measured from here on."""
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """What drafts would say at every position of these texts. Cost: about a target forward over each."""
@@ -105,6 +115,12 @@ class ModelDecoder:
         from layerskip.step_times import StepTimer
 
         return StepTimer(self.model, gamma_max)
+
+    def watch_machine(self) -> Watch:
+        """Look at the machine's state now, to record it with what is measured from here on."""
+        from layerskip.machine_watch import MachineWatch
+
+        return MachineWatch(self.model)
 
     def free_memory(self) -> None:
         """Collect garbage, and give back what the device's allocator and the C heap keep free."""

@@ -77,6 +77,7 @@ class SearchRun:
         self._subject, self._spec, self._paths, self._tools = subject, spec, paths, tools
         self._say = tools.reporter
         self._seconds: dict[str, float] = {"load": load_s}
+        self._machine: dict[str, Any] = {}
         self._start = tools.clock() - load_s
         self._publisher = Publisher(paths, tools, page=exports)
 
@@ -261,6 +262,7 @@ class SearchRun:
                 seconds=self._seconds,
                 violations=violations,
                 fingerprint=asdict(self._subject.fingerprint),
+                machine=self._machine,
                 prediction=checks | outlook_facts(study),
             )
         )
@@ -302,9 +304,10 @@ class SearchRun:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        start = self._tools.clock()
+        start, watch = self._tools.clock(), self._subject.decoder.watch_machine()
         try:
             yield
+            self._machine[name] = watch.record()
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
             raise CommandError(f"{name}: the storage failed: {str(error).splitlines()[0]}") from error
         except RuntimeError as error:

@@ -35,6 +35,8 @@ class SummaryInput:
     seconds: Mapping[str, float]
     violations: Sequence[str]
     fingerprint: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    """Its state by phase, see `layerskip.machine_watch`."""
     prediction: Mapping[str, Any]
     """Replay and prediction against what was measured, and what was known before the first trial."""
 
@@ -71,6 +73,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "commit": given.facts.commit,
         "created_at": given.facts.created_at,
         "fingerprint": dict(given.fingerprint),
+        "machine": dict(given.machine),
         "raw": confirmation.raw,
     }
 

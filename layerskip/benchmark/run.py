@@ -20,7 +20,8 @@ from layerskip.benchmark.summary import row_records
 from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport, check_greedy
-from layerskip.machine import cpu_name, device_name, git_commit, package_version
+from layerskip.machine import device_name, git_commit, package_version
+from layerskip.machine_watch import MachineWatch
 from layerskip.model import LayerSkipModel
 
 
@@ -46,6 +47,8 @@ class Benchmark:
     forward_share: dict[str, Any] | None
     """By row of our own; see `steps.forward_share`."""
     facts: dict[str, Any]
+    machine: dict[str, Any]
+    """See `MachineWatch.record`."""
     cases: list[Case]
 
     @property
@@ -67,6 +70,7 @@ def run_benchmark(
     prompts: (name, token ids). config: None has no speculative row.
     Raises: CannotRun if Hugging Face's own `generate` fails, as there is nothing to compare with then.
     """
+    watch = MachineWatch(model)
     cases = make_cases(HuggingFaceWay(HF_GENERATE, model), prompts, plan.max_new_tokens)
     settings = own_settings(model.num_layers, config)
     rows, refused = _rows(model, config, settings, plan, cases)
@@ -89,7 +93,8 @@ def run_benchmark(
             for share in [forward_share(model, settings[name], cases, plan.max_new_tokens)]
         }
     order = [name for name in ROW_NAMES if name in plan.names]
-    return Benchmark(row_records(found, refused, order), records, shares, _facts(model, plan, cases), cases)
+    facts, rows_found = _facts(model, plan, cases), row_records(found, refused, order)
+    return Benchmark(rows_found, records, shares, facts, watch.record(), cases)
 
 
 def _rows(
@@ -116,12 +121,10 @@ def _facts(model: LayerSkipModel, plan: Plan, cases: Sequence[Case]) -> dict[str
         "weights_fingerprint": model.weights_fingerprint(),
         "num_layers": model.num_layers,
         "device": device_name(model.device),
-        "cpu": cpu_name(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "num_threads": torch.get_num_threads(),
         "engine": model.engine_name,
         "engine_reason": model.engine_reason,
-        "attention_backend": model.engine.attention_backend,
         "batch_size": 1,
         "versions": {name: package_version(name) for name in ("layerskip", "torch", "transformers")},
         "commit": git_commit(Path(__file__).parent),

@@ -46,6 +46,11 @@ class Engine(Protocol):
         """How often it has recorded, compiled or planned something so far. See `StepClock`, which watches it."""
         ...
 
+    @property
+    def preparation_s(self) -> float:
+        """Seconds that this took so far."""
+        ...
+
     def prepare(self, plans: Iterable[ForwardPlan]) -> None:
         """Record, compile and plan all that these forwards need, so that they only run.
 
@@ -91,6 +96,10 @@ class SessionEngine:
     @property
     def num_preparations(self) -> int:
         return 0
+
+    @property
+    def preparation_s(self) -> float:
+        return 0.0
 
     def prepare(self, plans: Iterable[ForwardPlan]) -> None:
         """Nothing: what these forwards need is made with the session."""

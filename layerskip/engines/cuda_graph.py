@@ -120,6 +120,11 @@ class CudaGraphEngine(SessionEngine):
         """Recordings so far, and what the executor compiled, which it does while one of them is warmed up."""
         return self.pool.stats.num_captures + self.executor.num_compilations
 
+    @property
+    def preparation_s(self) -> float:
+        """Of all recordings; compilations are within the one that needed them."""
+        return self.pool.stats.capture_s
+
     @torch.inference_mode()
     def prepare(self, plans: Iterable[ForwardPlan]) -> None:
         """See `Engine`. What is prepared stays recorded until the session ends, whatever the bounds say."""

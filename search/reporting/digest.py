@@ -183,6 +183,8 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     rows.append(("device", device_of(attrs)))
     if backend := environment.get("attention_backend"):
         rows.append(("attention", str(backend)))
+    if machine := (attrs.get("confirmed") or {}).get("machine"):
+        rows.append(("while confirming", machine))
     prompts = [Path(str(spec[name])).name for name in ("prompts", "held_out") if spec.get(name)]
     hashes = f"{print_.get('tuning_prompts', '?')} and {print_.get('held_out_prompts', '?')}"
     rows.append(("prompts", f"{' and '.join(prompts) or '?'}, hashes {hashes}"))

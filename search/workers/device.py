@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from layerskip.nvidia import nvidia_smi, unit_name
 from search.workers.posts import own_cores
 from search.workers.process import is_here
 from search.workers.roster import Worker
@@ -55,19 +55,13 @@ def strangers_on(facts: Mapping[str, Any], known_pids: set[int]) -> list[int]:
     """Processes that compute on the same GPU and are no workers of the study; none where the driver does not tell."""
     if _UNIT not in facts:
         return []
-    command = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
+    rows = nvidia_smi("compute-apps", ["pid", "gpu_uuid"])
     known = known_pids | {os.getpid()}
-    found = {pid: None for unit in sorted(_units(facts)) for pid in pids_on(unit, done.stdout, known)}
-    return list(found)
+    return list(dict.fromkeys(pid for unit in sorted(_units(facts)) for pid in pids_on(unit, rows, known)))
 
 
-def pids_on(unit: str, listing: str, known_pids: set[int]) -> list[int]:
-    """Of the driver's lines `pid, GPU-id`, the pids on this GPU that are not known."""
-    rows = [line.partition(",") for line in listing.splitlines() if "," in line]
-    found = [(pid.strip(), name.strip().removeprefix("GPU-")) for pid, _, name in rows]
-    mine = unit.removeprefix("GPU-")
+def pids_on(unit: str, rows: Sequence[Sequence[str]], known_pids: set[int]) -> list[int]:
+    """Of the driver's rows of pid and GPU, the pids on this GPU that are not known."""
+    found = [(pid, unit_name(name)) for pid, name in rows]
+    mine = unit_name(unit)
     return [int(pid) for pid, name in found if pid.isdecimal() and name == mine and int(pid) not in known_pids]

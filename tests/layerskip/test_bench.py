@@ -96,12 +96,14 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert [step["num_tokens"] for step in record["steps"]["target"]] == [1, 2, 3, 4]
     assert record["steps"]["draft"][-1]["draft_length"] == EARLY_EXIT.gamma
     assert set(record["steps"]["attained"]) == set(record["forward_share"]) == {"plain", "speculative"}
+    assert record["machine"]["attention_backend"]
     facts = record["facts"]
     assert (facts["engine"], facts["dtype"], facts["max_new_tokens"], facts["repeats"]) == ("eager", "float32", 7, 2)
     assert facts["prompts"] == ["def f(", "class A", "naive"]
     assert [one["step"] for one in record["profile"]] == ["plain step", "draft step", "verify of 4 tokens"]
     printed = capsys.readouterr().out
     assert "hf_generate_compiled: not run: off" in printed
+    assert f"\nattention {record['machine']['attention_backend']}, peak resident memory" in printed
     assert "tokens/s, prompt included" in printed
     assert "repeats: 4-grams of the outputs" in printed
     assert "of the speed that its own steps allow" in printed

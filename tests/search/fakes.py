@@ -43,6 +43,15 @@ class FakeClock:
         self.now += seconds
 
 
+class FakeWatch:
+    """A machine of which little is known."""
+
+    def record(self) -> dict[str, Any]:
+        moment = {"load": 1.5, "gpus": [{"driver": "570.1", "sm_clock_mhz": 1755.0}]}
+        facts = {"cpu": "fake", "num_threads": 1, "attention_backend": "math", "peak_resident_bytes": None}
+        return facts | {"num_preparations": 2, "preparation_s": 0.25, "before": moment, "after": moment}
+
+
 @dataclass
 class FakeDecoder:
     """Skipping is cheap in the middle, wrong at the ends; a few per cent of noise that depends on the call's inputs."""
@@ -92,6 +101,9 @@ class FakeDecoder:
 
     def free_memory(self) -> None:
         self.num_freed += 1
+
+    def watch_machine(self) -> FakeWatch:
+        return FakeWatch()
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
         return FakeForcing(texts, self.clock.advance)

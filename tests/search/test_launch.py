@@ -76,7 +76,7 @@ def test_workers_that_share_a_device_are_found() -> None:
 
 
 def test_strangers_on_a_gpu_are_read_from_the_drivers_list() -> None:
-    listing = "4711, GPU-aa-bb\n12, GPU-cc\n13, GPU-aa-bb\nNo running processes\n"
+    listing = [("4711", "GPU-aa-bb"), ("12", "GPU-cc"), ("13", "GPU-aa-bb"), ("[N/A]", "GPU-aa-bb")]
     assert pids_on("aa-bb", listing, {13}) == [4711]
     assert pids_on("GPU-aa-bb", listing, set()) == [4711, 13]
     assert pids_on("dd", listing, set()) == []

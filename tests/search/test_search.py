@@ -52,7 +52,12 @@ def test_finds_confirms_and_exports_a_winner(bench: Bench) -> None:
 
 def test_speedup_is_the_ratio_of_the_two_speeds(bench: Bench) -> None:
     bench.run()
-    confirmed = summary_of(bench)["confirmed"]
+    summary = summary_of(bench)
+    assert set(summary["machine"]) == {"reference", "outlook", "search", "confirm"}
+    assert summary["machine"]["confirm"]["num_preparations"] == 2
+    confirmed = summary["confirmed"]
+    machine = "driver 570.1, SM 1755 MHz, attention math, 2 recordings and compilations in 0.2 s, load 1.5"
+    assert confirmed["machine"] == machine
     assert confirmed["speedup"] == confirmed["tokens_per_s"] / confirmed["plain_tokens_per_s"]
 
 
