@@ -184,7 +184,7 @@ def _print(benchmark: Benchmark, profiles: list[StepProfile]) -> None:
     from layerskip.machine_watch import describe_machine
 
     # A pipe or a file has no width; 80 columns would break the intervals off.
-    console = Console(highlight=False, markup=False, file=sys.stdout, width=None if sys.stdout.isatty() else 110)
+    console = Console(highlight=False, markup=False, file=sys.stdout, width=None if sys.stdout.isatty() else 130)
     console.print(_facts_line(benchmark.facts), soft_wrap=True)
     console.print(describe_machine(benchmark.machine), soft_wrap=True)
     print_rows(console, benchmark.rows)

@@ -164,7 +164,8 @@ class StaticCache(SharedLengthCache):
     """A shared-length cache whose buffers outlive its texts, with its length on the device too.
 
     Recorded work knows its tensors by address, so the buffers have a fixed size and serve one text after the other
-    (`restart`); `capacity` is what the present text may use of them. `position` is the length as the device sees it.
+    (`restart`); `capacity` is what the present text may use of them. `position` is the length as the device sees it,
+    and `text` has room for the tokens themselves, by position, for work that does not hand each to the host.
 
     Inside `static_step` the layers write at the step's positions and answer with the first `num_visible` positions;
     outside they behave like the base class, which prompt processing uses.
@@ -174,6 +175,7 @@ class StaticCache(SharedLengthCache):
         super().__init__(windows, num_positions)
         self._num_positions = num_positions
         self.position = DeviceNumber(device)
+        self.text = torch.zeros(num_positions, dtype=torch.long, device=device)
         self.step: StaticStep | None = None
 
     def _new_layer(self, window: int | None) -> _SharedLengthLayer:

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from layerskip.benchmark.names import HF_GENERATE, PLAIN
+from layerskip.benchmark.names import BASELINES
 from layerskip.benchmark.profiling import StepProfile
 from layerskip.repetition import NGRAM
 
@@ -17,19 +17,21 @@ from layerskip.repetition import NGRAM
 def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Speed, ratios and losslessness of every row, prompt apart and included; why a row did not run."""
     title = "geometric mean over prompts (95 % interval)"
-    decode = _table(f"tokens/s, prompt apart: {title}", ("row", "tokens/s", *_AGAINST, "identical"))
-    end_to_end = _table(f"tokens/s, prompt included: {title}", ("row", "tokens/s", *_AGAINST, "repeats"))
+    bases = [row["name"] for row in rows if row["name"] in BASELINES and row["tokens_per_s"] is not None]
+    against = [f"× {name}" for name in bases]
+    decode = _table(f"tokens/s, prompt apart: {title}", ("row", "tokens/s", *against, "identical"))
+    end_to_end = _table(f"tokens/s, prompt included: {title}", ("row", "tokens/s", *against, "repeats"))
     for row in rows:
         if row["tokens_per_s"] is None:
-            decode.add_row(row["name"], "-", "", "", "")
+            decode.add_row(row["name"], "-")
             continue
         ties = f" +{row['ties']} ties" if row["ties"] else ""
         identical = f"{row['identical']}/{row['num_outputs']}{ties}"
-        decode.add_row(row["name"], _interval(row, "tokens_per_s", ".1f"), *_ratios(row, "vs_"), identical)
+        decode.add_row(row["name"], _interval(row, "tokens_per_s", ".1f"), *_ratios(row, "vs_", bases), identical)
         share = row["repeated_ngram_share"]
         repeats = "" if share is None else f"{share:.0%}"
         rate = _interval(row["end_to_end"], "tokens_per_s", ".1f")
-        end_to_end.add_row(row["name"], rate, *_ratios(row, "end_to_end_vs_"), repeats)
+        end_to_end.add_row(row["name"], rate, *_ratios(row, "end_to_end_vs_", bases), repeats)
     console.print(decode)
     console.print(end_to_end)
     if end_to_end.row_count:
@@ -39,11 +41,8 @@ def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
             console.print(f"{row['name']}: not run: {row['reason']}", soft_wrap=True)
 
 
-_AGAINST = tuple(f"× {name}" for name in (HF_GENERATE, PLAIN))
-
-
-def _ratios(row: Mapping[str, Any], prefix: str) -> list[str]:
-    return [_interval(row.get(f"{prefix}{name}"), "ratio", ".2f") for name in (HF_GENERATE, PLAIN)]
+def _ratios(row: Mapping[str, Any], prefix: str, bases: Sequence[str]) -> list[str]:
+    return [_interval(row.get(f"{prefix}{name}"), "ratio", ".2f") for name in bases]
 
 
 def print_steps(console: Console, steps: Mapping[str, Any], forward_shares: Mapping[str, Any]) -> None:

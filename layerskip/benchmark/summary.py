@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerskip.benchmark.alternation import Row
-from layerskip.benchmark.names import HF_GENERATE, PLAIN
+from layerskip.benchmark.names import BASELINES
 from layerskip.benchmark.ways import Refused, Sample
 from layerskip.intervals import geometric_mean, ratio_interval
 
@@ -77,7 +77,7 @@ def row_records(rows: Mapping[str, Row], refused: Sequence[Refused], order: Sequ
         if name in reasons:
             records.append(_without_numbers(name, reasons[name]))
         elif name in rows:
-            records.append(_record(rows[name], {base: rows[base] for base in (HF_GENERATE, PLAIN) if base in rows}))
+            records.append(_record(rows[name], {base: rows[base] for base in BASELINES if base in rows}))
     return records
 
 

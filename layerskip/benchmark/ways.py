@@ -7,10 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from layerskip.benchmark.names import HYBRID, LAYER_SKIP, OWN_ROWS, PLAIN, PROMPT_LOOKUP, SPECULATIVE, SUFFIX
+from layerskip.benchmark.names import (
+    FREE_RUNNING,
+    HYBRID,
+    LAYER_SKIP,
+    OWN_ROWS,
+    PLAIN,
+    PROMPT_LOOKUP,
+    SPECULATIVE,
+    SUFFIX,
+)
 from layerskip.config import DecodeConfig
 from layerskip.decode import DecodeLoop, DecodeRequest
 from layerskip.engines import Engine
+from layerskip.free_running import READ_EVERY, FreeRunning
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
@@ -123,6 +133,26 @@ class OwnWay:
         return watch.stop(ids, stats)
 
 
+class FreeRunningWay:
+    """Our plain decoding without a wait for every token: the harder baseline; see `layerskip.free_running`."""
+
+    def __init__(self, model: LayerSkipModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.name = FREE_RUNNING
+        self.settings: dict[str, object] = {"read_every": READ_EVERY}
+        self._model = model
+        self._clock = clock
+
+    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
+        engine, ids = self._model.engine, list[int]()
+        decoding = FreeRunning(engine, DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids))
+        decoding.prepare()
+        watch = Stopwatch(engine, self._clock)
+        for tokens in decoding.run():
+            watch.tokens_came(len(tokens))
+            ids += tokens
+        return watch.stop(ids)
+
+
 @dataclass(frozen=True)
 class Refused:
     """A row that was not even started."""
@@ -132,7 +162,7 @@ class Refused:
 
 
 def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, DecodeConfig]:
-    """What our own rows decode under, by name: as far as there are settings for them.
+    """What the rows of our own loop decode under, by name: as far as there are settings for them.
 
     A further way to draft is a line here and a name in `OWN_ROWS`.
     """
@@ -152,11 +182,18 @@ def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, Deco
 
 def own_ways(
     model: LayerSkipModel, settings: Mapping[str, DecodeConfig], names: Sequence[str], *, has_config: bool
-) -> tuple[list[OwnWay], list[Refused]]:
+) -> tuple[list[Way], list[Refused]]:
     """Our own rows, as far as asked for and possible; has_config: whether there is a config, if only a plain one."""
-    wanted = [name for name in OWN_ROWS if name in names]
-    ways = [OwnWay(name, model, settings[name]) for name in wanted if name in settings]
-    return ways, [Refused(name, _why_not(settings, has_config=has_config)) for name in wanted if name not in settings]
+    ways: list[Way] = []
+    refused: list[Refused] = []
+    for name in [one for one in OWN_ROWS if one in names]:
+        if name == FREE_RUNNING:
+            ways.append(FreeRunningWay(model))
+        elif name in settings:
+            ways.append(OwnWay(name, model, settings[name]))
+        else:
+            refused.append(Refused(name, _why_not(settings, has_config=has_config)))
+    return ways, refused
 
 
 def _why_not(settings: Mapping[str, DecodeConfig], *, has_config: bool) -> str:

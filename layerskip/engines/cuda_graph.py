@@ -11,6 +11,7 @@ import torch
 from layerskip.adapter import ModelAdapter
 from layerskip.device_number import DeviceNumber
 from layerskip.device_round import DeviceRound
+from layerskip.device_steps import DeviceSteps
 from layerskip.draft_stopping import Stopping
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.fused import FusedEngine
@@ -153,6 +154,10 @@ class CudaGraphEngine(SessionEngine):
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
         """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
         return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None
+
+    def make_free_steps(self) -> DeviceSteps:
+        """See `FreeSteps`."""
+        return DeviceSteps(self, self._no_skip.num_layers)
 
     def close(self) -> None:
         """Free the recordings and the cache's buffers; the next session makes new ones."""

@@ -26,7 +26,16 @@ from layerskip.benchmark.plot import write_plot
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.steps import StepSeconds, StepTurn, allowed_s, attained, forward_share, rounds_by_length
 from layerskip.benchmark.summary import estimate, ratio, row_records
-from layerskip.benchmark.ways import CannotRun, OwnWay, Refused, Sample, Stopwatch, own_settings, own_ways
+from layerskip.benchmark.ways import (
+    CannotRun,
+    FreeRunningWay,
+    OwnWay,
+    Refused,
+    Sample,
+    Stopwatch,
+    own_settings,
+    own_ways,
+)
 from layerskip.identity import IdentityReport
 from layerskip.intervals import ratio_interval
 from layerskip.lookup_settings import PromptLookup, SuffixLookup
@@ -91,6 +100,7 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert rows["hf_generate"]["vs_hf_generate"] is None
     assert rows["speculative"]["vs_plain"]["ratio"] > 0
     assert rows["speculative"]["end_to_end_vs_plain"]["ratio"] > 0
+    assert rows["speculative"]["vs_plain_free_running"]["ratio"] > 0
     assert rows["speculative"]["settings"]["skip_mask"] == "4:2-3"
     assert rows["hf_early_exit"]["settings"]["assistant_early_exit"] == 2
     assert [step["num_tokens"] for step in record["steps"]["target"]] == [1, 2, 3, 4]
@@ -470,7 +480,7 @@ def test_the_clock_is_read_at_the_call_at_the_first_tokens_and_at_the_end() -> N
 def test_what_our_rows_record_is_recorded_before_the_clock_starts() -> None:
     """A row's first run of a length had its recordings in its end-to-end seconds."""
     model, prompt = graph_model("llama"), zoo.prompt_of(5)
-    for name, config in (("plain", DecodeConfig.plain(zoo.NUM_LAYERS)), ("speculative", EARLY_EXIT)):
+    for name in ("plain", "speculative", "plain_free_running"):
         before = model.engine.num_preparations
         recorded_at: list[int] = []
 
@@ -478,7 +488,9 @@ def test_what_our_rows_record_is_recorded_before_the_clock_starts() -> None:
             seen.append(model.engine.num_preparations)
             return float(len(seen))
 
-        sample = OwnWay(name, model, config, clock).run(prompt, 20)
+        config = own_settings(zoo.NUM_LAYERS, EARLY_EXIT).get(name)
+        way = FreeRunningWay(model, clock) if config is None else OwnWay(name, model, config, clock)
+        sample = way.run(prompt, 20)
         assert sample.ids == zoo.greedy_reference("llama", prompt, 20)
         assert before < recorded_at[0] == recorded_at[-1], name
 
@@ -499,6 +511,7 @@ def test_our_rows_and_hugging_faces_read_the_same_clock_as_often_and_make_no_tex
         HuggingFaceWay("hf", model, clock=ticking()),
         OwnWay("plain", model, plain, ticking()),
         OwnWay("speculative", model, EARLY_EXIT, ticking()),
+        FreeRunningWay(model, ticking()),
     ]
     for way in ways:
         sample = way.run(prompt, 9)
