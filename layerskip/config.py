@@ -252,6 +252,10 @@ class DecodeConfig(_Setting, _Versioned):
     def speculates(self) -> bool:
         return self.gamma > 0
 
+    def bare(self) -> DecodeConfig:
+        """What the decoder follows, and nothing else: without reason, confirmed numbers, provenance and groups."""
+        return self.model_copy(update=dict.fromkeys(("reason", "confirmed", "provenance", "groups")))
+
     def for_group(self, name: str | None) -> DecodeConfig:
         """The config for prompts of one group, None being the default, without `groups`.
 

@@ -42,7 +42,7 @@ class HeldOut:
     """The fresh passes of the chosen config, whether it was exported in the end or not."""
 
     config: DecodeConfig
-    """Bare: mask, gamma, thresholds."""
+    """Bare, see `DecodeConfig.bare`."""
     prompt_ids: tuple[str, ...]
     tokens_per_s: tuple[tuple[float, ...], ...]
     """Per prompt, every pass."""
@@ -85,7 +85,7 @@ def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig) -> HeldO
     """From fresh passes, each holding one pair per prompt in the same order."""
     by_prompt = list(zip(*passes, strict=True))
     return HeldOut(
-        config=DecodeConfig(**{name: getattr(config, name) for name in _BARE}),
+        config=config.bare(),
         prompt_ids=tuple(pairs[0].prompt_id for pairs in by_prompt),
         tokens_per_s=tuple(tuple(pair.speculative.tokens_per_s for pair in pairs) for pairs in by_prompt),
         plain_tokens_per_s=tuple(tuple(pair.plain.tokens_per_s for pair in pairs) for pairs in by_prompt),
@@ -100,7 +100,6 @@ def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig) -> HeldO
 
 
 _RATES = ("tokens_per_s", "plain_tokens_per_s", "end_to_end_tokens_per_s", "plain_end_to_end_tokens_per_s")
-_BARE = ("skip_mask", "gamma", "draft_threshold", "target_threshold", "share_prefix")
 
 
 def _counters(pairs: Sequence[Pair]) -> Counters:

@@ -105,17 +105,9 @@ class OwnWay:
         self, name: str, model: LayerSkipModel, config: DecodeConfig, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.name = name
-        self.settings: dict[str, object] = {
-            "drafter": config.drafter,
-            "skip_mask": str(config.skip_mask),
-            "gamma": config.gamma,
-            "draft_threshold": config.draft_threshold,
-            "target_threshold": config.target_threshold,
-            "share_prefix": config.share_prefix,
-        }
-        if config.lookup is not None:
-            self.settings["lookup"] = config.lookup.model_dump(exclude_none=True)
-            self.settings["continue_lookup"] = config.continue_lookup
+        self.settings: dict[str, object] = config.bare().model_dump(
+            mode="json", exclude_none=True, exclude={"schema_version"}
+        )
         self._model = model
         self._config = config
         self._clock = clock

@@ -155,15 +155,8 @@ def _cell(config: DecodeConfig, passes: Sequence[Sequence[Pair]], cases: Sequenc
 
 
 def _bare(config: DecodeConfig) -> DecodeConfig:
-    """What the decoder follows, and nothing else: equal where two settings decode alike."""
-    if not config.speculates:
-        return DecodeConfig.plain(config.skip_mask.num_layers)
-    return DecodeConfig(
-        skip_mask=config.skip_mask,
-        gamma=config.gamma,
-        draft_threshold=config.draft_threshold,
-        target_threshold=config.target_threshold,
-    )
+    """Equal where two settings decode alike."""
+    return config.bare() if config.speculates else DecodeConfig.plain(config.skip_mask.num_layers)
 
 
 def _words(cell: Cell) -> str:

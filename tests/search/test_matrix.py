@@ -65,6 +65,16 @@ def test_equal_settings_are_measured_once_and_plain_decoding_never() -> None:
     assert violations_of(matrix) == []
 
 
+def test_a_setting_is_measured_as_it_will_decode() -> None:
+    """It was measured with mask, gamma and thresholds alone, whatever else it said."""
+    used: list[DecodeConfig] = []
+    decoder = FakeDecoder(break_on=used.append)  # type: ignore[arg-type]
+    shares = BROAD.model_copy(update={"share_prefix": True, "reason": "x"})
+    matrix = measure(decoder, {"default": shares}, {"calm": 2}, repeats=1)
+    assert {config.share_prefix for config in used if config.speculates} == {True}
+    assert matrix["default"]["calm"].config == shares.bare()
+
+
 def test_every_setting_goes_first_and_last_and_plain_goes_first_half_of_the_time() -> None:
     order: list[DecodeConfig] = []
     decoder = FakeDecoder(break_on=order.append)  # type: ignore[arg-type]
