@@ -63,22 +63,24 @@ class DeviceRound:
         self._stopping: Stopping | None = None
 
     @torch.inference_mode()
-    def run(self, last_token: int, max_drafts: int, *, after_draft: Callable[[], None] | None = None) -> RoundResult:
+    def run(
+        self,
+        last_token: int,
+        max_drafts: int,
+        *,
+        after_draft: Callable[[], None] | None = None,
+        takes_all: bool = False,
+    ) -> RoundResult:
         """One round after `last_token`, which is not in the cache yet; afterwards the cache holds all but the next one.
 
-        max_drafts: 0..gamma. after_draft: called between drafting and verifying, which are apart then.
+        max_drafts: 0..gamma. after_draft: called between drafting and verifying, which are apart then. takes_all: look
+        at each draft's confidence as a `draft_threshold` demands and go on whatever it is, to time so many drafts.
         Raises: ValueError if the cache is too small.
         """
         work = self._begin(last_token)
-        if self._runs_in_pieces(apart=after_draft is not None):
-            num_drafts = self._draft(work, max_drafts, stop_below=self._plan.draft_threshold or None)
-            if after_draft is not None:
-                after_draft()
-            result = self._conclude(work.verification(num_drafts), work.result(num_drafts))
-        else:
-            self._host.limit.set(max_drafts)
-            result = self._conclude(work.whole(), work.result(self._plan.gamma))
-        if self._stopping is not None:
+        self._draw_noise(work)
+        result = self._round(work, max_drafts, after_draft, takes_all=takes_all)
+        if self._stopping is not None and not takes_all:
             self._stopping.add(len(result.draft_ids))
         return result
 
@@ -86,6 +88,7 @@ class DeviceRound:
     def verify(self, last_token: int, draft_ids: torch.Tensor) -> Verdict:
         """The verdict on up to gamma draft tokens (G,) of the host's, each certain to be proposed; else as `run`."""
         work = self._begin(last_token)
+        self._draw_noise(work)
         work.buffers.drafts[: len(draft_ids)].copy_(draft_ids)
         self._host.limit.set(len(draft_ids))
         return self._conclude(work.certain_verification(), work.result(self._plan.gamma)).verdict
@@ -130,9 +133,22 @@ class DeviceRound:
         work = self._work(host.num_visible_for(needed))
         host.token.set(last_token)
         cache.position_on_device()
+        return work
+
+    def _draw_noise(self, work: RoundWork) -> None:
         if (noise := work.buffers.noise) is not None:
             self._sampler.fill_noise(noise.uniform, noise.draft, noise.final)
-        return work
+
+    def _round(
+        self, work: RoundWork, max_drafts: int, after_draft: Callable[[], None] | None = None, *, takes_all: bool
+    ) -> RoundResult:
+        if not self._runs_in_pieces(apart=after_draft is not None):
+            self._host.limit.set(max_drafts)
+            return self._conclude(work.whole(), work.result(self._plan.gamma))
+        num_drafts = self._draft(work, max_drafts, takes_all=takes_all)
+        if after_draft is not None:
+            after_draft()
+        return self._conclude(work.verification(num_drafts), work.result(num_drafts))
 
     def _runs_in_pieces(self, *, apart: bool) -> bool:
         return self._in_pieces or (apart and self._plan.gamma > 0)
@@ -150,24 +166,21 @@ class DeviceRound:
             self._prepare_draft(work)
             for piece in (work.whole(), work.verification(1), work.verification(plan.gamma)):
                 host.prepare_piece(piece)
-            seconds = [self._seconds(work, num_drafts) for num_drafts in (1, plan.gamma, None)]
+            shortest_s, longest_s = (self._seconds(work, num_drafts) for num_drafts in (1, plan.gamma))
+            seconds = (shortest_s, longest_s, self._seconds(work, plan.gamma, cuts=True))
             host.stoppings[key] = Stopping.measured(plan.gamma, *seconds)
         return host.stoppings[key]
 
-    def _seconds(self, work: RoundWork, num_drafts: int | None) -> float:
-        """Of a round that looks at so many drafts' confidence and finds them sure; None is one that cuts."""
+    def _seconds(self, work: RoundWork, num_drafts: int, *, cuts: bool = False) -> float:
+        """Of a round that looks at so many drafts' confidence, or of one that cuts: the median of a few."""
         host, seconds = self._host, []
-        start = host.cache.length
+        start, self._in_pieces = host.cache.length, not cuts
         for _ in range(_NUM_TIMED + 1):
             host.token.set(0)
             host.cache.position_on_device()
-            host.limit.set(self._plan.gamma)
             began = time.perf_counter()
-            if num_drafts is None:
-                self._conclude(work.whole(), work.result(self._plan.gamma))
-            else:
-                self._draft(work, num_drafts, stop_below=-1.0)
-                self._conclude(work.verification(num_drafts), work.result(num_drafts))
+            # Without fresh noise: that would take numbers from the run's generator.
+            self._round(work, num_drafts, takes_all=True)
             seconds.append(time.perf_counter() - began)
             host.cache.rollback_to(start)
         return median(seconds[1:])
@@ -180,15 +193,16 @@ class DeviceRound:
             self._works[num_visible] = work
         return work
 
-    def _draft(self, work: RoundWork, max_drafts: int, *, stop_below: float | None) -> int:
-        """How many tokens were drafted, one piece each, stopping after the first of a confidence below."""
-        buffers, piece = work.buffers, work.draft()
+    def _draft(self, work: RoundWork, max_drafts: int, *, takes_all: bool) -> int:
+        """How many tokens were drafted, one piece each, stopping after the first unsure one."""
+        buffers, piece, threshold = work.buffers, work.draft(), self._plan.draft_threshold
         buffers.current.copy_(self._host.token.tensor)
         buffers.index.zero_()
         for num_drafts in range(1, max_drafts + 1):
             self._host.play(piece)
             # The last one's confidence decides nothing, so it is not read.
-            if stop_below is not None and num_drafts < max_drafts and float(buffers.confidence) < stop_below:
+            looks = threshold > 0.0 and num_drafts < max_drafts
+            if looks and float(buffers.confidence) < threshold and not takes_all:
                 return num_drafts
         return max_drafts
 

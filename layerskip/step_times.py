@@ -1,47 +1,50 @@
-"""StepTimer: seconds of the steps that decoding is made of, through the loop's own drafter, engine and verifier."""
+"""StepTimer: seconds of the steps that decoding is made of, run as decoding runs them on this engine."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
+from layerskip.config import DecodeConfig
+from layerskip.device_round import OffersRounds
 from layerskip.model import LayerSkipModel
-from layerskip.sampling import Sampler, SamplingParams
 from layerskip.skip_mask import SkipMask
-from layerskip.verifier import verify_greedy
+from layerskip.step_clock import StepClock
+from layerskip.timed_steps import DeviceEngine, DeviceSteps, HostSteps, Step, StepMaker, TextEnd
 
-_NEVER = 1e-30
-"""A draft_threshold that is looked at after every token and never reached."""
+_LEAST_SHARE = 0.001
+"""Of a round that its draft takes at least, whatever a disturbed clock says."""
 
 
 class StepTimer:
     """Times single steps of greedy decoding after a given text. Every call is one repeat: interleave and repeat.
 
-    Cost of a call: the step timed, and a forward over the text when the text changes.
+    Where the engine runs rounds on the device, those are timed: in pieces for the cost of a draft and of a
+    verification, as lockstep and so a search's trials run them, and as `generate` runs them for whole rounds. A draft
+    is then what a round takes beyond its verification by itself. Elsewhere drafts and verifications are the host's.
+
+    Cost of a call: the steps timed and, untimed, a forward over the text and what has not been recorded before.
     """
 
     def __init__(self, model: LayerSkipModel, gamma_max: int) -> None:
         self._engine = model.engine
-        self._sampler = Sampler(SamplingParams(), None)
         self._gamma_max = gamma_max
+        self._on_device: DeviceSteps | None = None
+        if isinstance(model.engine, OffersRounds):
+            self._on_device = DeviceSteps(cast(DeviceEngine, model.engine))
+        self._steps: StepMaker = self._on_device or HostSteps(model.engine)
 
-    @torch.inference_mode()
+    @property
+    def rounds_on_device(self) -> bool:
+        """Whether a round is recorded work, of which a draft is told apart by calculation alone."""
+        return self._on_device is not None
+
     def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]:
         """Seconds of a target forward over n tokens, its verdict and the rollback, for each n (n = 1: target alone)."""
-        engine, length = self._engine, len(text_ids)
-        seconds = []
-        with engine.session(length + self._gamma_max + 1):
-            ids = torch.tensor(list(text_ids), device=engine.device)
-            last = self._greedy(engine.forward(ids))
-            engine.cache.rollback_to(length)
-            for n in counts:
-                seconds.append(self._verify(text_ids, last, n))
-        return seconds
+        return self._time(text_ids, [self._steps.verification(n) for n in counts])
 
-    @torch.inference_mode()
     def draft_s(
         self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
     ) -> list[float]:
@@ -49,15 +52,8 @@ class StepTimer:
 
         threshold: with the look at the confidence that a `draft_threshold` costs.
         """
-        engine, length = self._engine, len(text_ids)
-        seconds = []
-        with engine.session(length + self._gamma_max + 1):
-            engine.forward(torch.tensor(list(text_ids), device=engine.device))
-            for mask in masks:
-                seconds.append(self._draft(text_ids, mask, gamma, threshold=threshold))
-        return seconds
+        return [draft for draft, *_ in self._drafts(text_ids, masks, gamma, threshold=threshold)]
 
-    @torch.inference_mode()
     def draft_and_target_s(
         self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
     ) -> list[tuple[float, float]]:
@@ -65,36 +61,51 @@ class StepTimer:
 
         Their ratio holds whatever state the machine is in; compare it rather than seconds of different minutes.
         """
-        engine, length = self._engine, len(text_ids)
-        with engine.session(length + self._gamma_max + 1):
-            last = self._greedy(engine.forward(torch.tensor(list(text_ids), device=engine.device)))
-            engine.cache.rollback_to(length)
-            return [
-                (self._draft(text_ids, mask, gamma, threshold=threshold), self._verify(text_ids, last, 1))
-                for _ in range(repeats)
-            ]
+        target = self._steps.verification(1)
+        found = self._drafts(text_ids, [mask] * repeats, gamma, target, threshold=threshold)
+        return [(draft, target_s) for draft, target_s in found]
 
-    def _verify(self, text_ids: Sequence[int], last: torch.Tensor, num_tokens: int) -> float:
-        """One target forward over `last` and copies of it, its verdict and the rollback."""
-        engine = self._engine
-        draft = last.repeat(num_tokens - 1)
-        start = self._now()
-        logits = engine.forward(torch.cat([last, draft]), num_logits=num_tokens)
-        verify_greedy(draft, self._sampler.shape(logits, text_ids, draft), with_prob=False)
-        engine.cache.rollback_to(len(text_ids))
-        return self._now() - start
+    def rounds_s(self, text_ids: Sequence[int], config: DecodeConfig, counts: Sequence[int]) -> list[float] | None:
+        """Seconds of rounds that make n drafts under this config, for each n, as `generate` runs them.
 
-    def _draft(self, text_ids: Sequence[int], mask: SkipMask, gamma: int, *, threshold: bool) -> float:
-        """One token of a round of `gamma`; the drafter rolls back."""
-        settings = LayerSkipSettings(mask, gamma, _NEVER if threshold else 0.0)
-        drafter = LayerSkipDrafter(self._engine, self._sampler, settings)
-        start = self._now()
-        drafter.draft(text_ids, gamma)
-        return (self._now() - start) / gamma
+        None where a round is no more than its draft and its verification.
+        """
+        if self._on_device is None:
+            return None
+        return self._time(text_ids, [self._on_device.whole_round(config, n) for n in counts])
 
-    def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._sampler.shape(logits, [0]).max(dim=-1).indices
+    def _drafts(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], gamma: int, *others: Step, threshold: bool
+    ) -> list[list[float]]:
+        """Seconds of a draft token under each mask, and of the other steps right after it."""
+        after = [self._steps.verification(gamma + 1)] if self._steps.draft_verifies else []
+        steps: list[Step] = []
+        for mask in masks:
+            steps += [self._steps.draft(mask, gamma, threshold=threshold), *after, *others]
+        seconds, each, found = self._time(text_ids, steps), 1 + len(after) + len(others), []
+        for start in range(0, len(seconds), each):
+            draft, *rest = seconds[start : start + each]
+            if after:
+                draft = max(draft - rest.pop(0), _LEAST_SHARE * draft)
+            found.append([draft / gamma, *rest])
+        return found
 
-    def _now(self) -> float:
-        self._engine.synchronize()
-        return time.perf_counter()
+    @torch.inference_mode()
+    def _time(self, text_ids: Sequence[int], steps: Sequence[Step]) -> list[float]:
+        """Seconds of each step after the text, one after the other; everything is prepared before the first."""
+        if not steps:
+            return []
+        engine, text = self._engine, list(text_ids)
+        room = max(self._gamma_max + 1, *(step.room for step in steps))
+        seconds = []
+        with engine.session(len(text) + room):
+            for step in steps:
+                step.prepare(len(text))
+            logits = engine.forward(torch.tensor(text, device=engine.device))
+            end = TextEnd(text, int(logits[-1].argmax()))
+            for step in steps:
+                step.place(end)
+                clock = StepClock(engine)
+                step.run(end)
+                seconds.append(clock.lap())
+        return seconds

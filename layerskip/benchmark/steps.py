@@ -1,9 +1,10 @@
 """Step costs beside the runs, and the share of what they allow that the decode loop attains.
 
 Three things are told apart. A *step*, as `StepTimer` times it: a draft of k tokens with the choice of each and the look
-at its confidence, or a target forward over n tokens with its verdict and the rollback. The *loop*: everything that
-decoding does besides, between those steps. And within a step the engine's *forward* alone. `attained` holds the loop
-against the steps; `forward_share` holds both against the forwards, and is the stricter one.
+at its confidence, or a target forward over n tokens with its verdict and the rollback; where the engine runs rounds on
+the device, a whole round. The *loop*: everything that decoding does besides, between those steps. And within a step the
+engine's *forward* alone. `attained` holds the loop against the steps; `forward_share` holds both against the forwards,
+and is the stricter one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ class StepSeconds:
     target_s: Mapping[int, float]
     """By tokens verified together, n = 1 being the target alone."""
     draft_s: Mapping[int, float]
-    """By draft tokens: the whole draft."""
+    """By draft tokens: the whole draft. Of rounds on the device that of gamma tokens alone, by what a round takes
+    beyond its verification."""
+    round_s: Mapping[int, float]
+    """By draft tokens: draft and verification, as decoding runs them."""
+    lookup_s: Mapping[int, float]
+    """By tokens looked up: their verification, as decoding runs it."""
 
 
 class StepTurn:
@@ -67,16 +73,28 @@ class StepTurn:
     def _time(self, case: Case) -> StepSeconds:
         text, config = middle_of(case), self._config
         lengths, looked_up = self._lengths(case)
+        # On the device what was looked up is verified as if it were as long as it may be.
+        most = config.lookup_gamma if self._timer.rounds_on_device else 0
+        looked_up_rows = {k: max(k, most) + 1 for k in looked_up}
         longest = min(config.max_gamma + 1, _MOST_COUNTED)
-        counts = sorted({*range(1, longest + 1), *(length + 1 for length in (*lengths, *looked_up))})
-        target_s = self._timer.verify_s(text, counts * _SHOTS)
-        draft_s: dict[int, float] = {}
-        for length in lengths:
-            masks = [config.skip_mask] * _SHOTS
+        counts = sorted({*range(1, longest + 1), *(k + 1 for k in lengths), *looked_up_rows.values()})
+        target_s = _means(self._timer.verify_s(text, counts * _SHOTS), counts)
+        draft_s = self._drafts_s(text, lengths)
+        rounds_s = self._timer.rounds_s(text, config, lengths * _SHOTS)
+        parts_s = {k: s + target_s[k + 1] for k, s in draft_s.items()}
+        round_s = parts_s if rounds_s is None else _means(rounds_s, lengths)
+        return StepSeconds(target_s, draft_s, round_s, {k: target_s[rows] for k, rows in looked_up_rows.items()})
+
+    def _drafts_s(self, text: list[int], lengths: Sequence[int]) -> dict[int, float]:
+        config = self._config
+        # On the device the drafts of a round are made whether they are wanted or not.
+        told = lengths[-1:] if self._timer.rounds_on_device else lengths
+        masks = [config.skip_mask] * _SHOTS
+        found = {}
+        for length in told:
             per_token = self._timer.draft_s(text, masks, gamma=length, threshold=config.draft_threshold > 0.0)
-            draft_s[length] = length * sum(per_token) / _SHOTS
-        shots = [target_s[i :: len(counts)] for i in range(len(counts))]
-        return StepSeconds({n: sum(one) / _SHOTS for n, one in zip(counts, shots, strict=True)}, draft_s)
+            found[length] = length * sum(per_token) / _SHOTS
+        return found
 
     @property
     def tells_drafts(self) -> bool:
@@ -95,6 +113,11 @@ class StepTurn:
         return sorted(own), sorted(looked_up)
 
 
+def _means(seconds: Sequence[float], lengths: Sequence[int]) -> dict[int, float]:
+    """By length, where `seconds` holds the shots of all lengths one after the other."""
+    return {length: sum(seconds[i :: len(lengths)]) / _SHOTS for i, length in enumerate(lengths)}
+
+
 def middle_of(case: Case) -> list[int]:
     """Prompt and half of the reference: attention's cost at the run's mean length."""
     return [*case.prompt_ids, *case.reference_ids[: len(case.reference_ids) // 2]]
@@ -111,8 +134,8 @@ def rounds_by_length(stats: DecodeStats) -> tuple[dict[int, int], dict[int, int]
 def allowed_s(stats: DecodeStats, steps: StepSeconds) -> float:
     """Seconds that this run's own steps take by themselves, with nothing between them, lookups included."""
     computed, looked_up = rounds_by_length(stats)
-    seconds = sum(count * (steps.draft_s[k] + steps.target_s[k + 1]) for k, count in computed.items())
-    seconds += sum(count * steps.target_s[k + 1] for k, count in looked_up.items())
+    seconds = sum(count * steps.round_s[k] for k, count in computed.items())
+    seconds += sum(count * steps.lookup_s[k] for k, count in looked_up.items())
     return seconds + stats.num_target_only * steps.target_s[1]
 
 
@@ -120,8 +143,7 @@ def attained(row: Row, steps: StepTurn) -> Estimate | None:
     """Share of the decode seconds that the steps explain, paired: same prompt, same repeat. 1 minus it is the loop's.
 
     Above 1 where the steps, timed one by one, came out slower than within the run: by chance, or because the run makes
-    more than single steps of them (an engine with whole rounds on the device, a shared prefix). None where drafts are
-    partly looked up and partly computed.
+    more than single steps of them (a shared prefix). None where drafts are partly looked up and partly computed.
     """
     if not steps.tells_drafts:
         return None

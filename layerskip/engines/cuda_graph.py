@@ -59,6 +59,7 @@ class CudaGraphEngine(SessionEngine):
         self.options = options or GraphOptions()
         self.pool = GraphPool(recorder, max_graphs=self.options.max_graphs, max_bytes=self.options.max_bytes)
         self.executor = executor
+        self.num_layers = adapter.num_layers
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._static: StaticCache | None = None
         self._running = False

@@ -584,15 +584,20 @@ def test_rounds_by_the_length_of_their_draft() -> None:
     assert rounds_by_length(looked_up) == ({3: 2, 4: 2}, {1: 2, 3: 3})
 
 
-STEPS = StepSeconds(target_s={1: 1.0, 2: 1.5, 4: 2.0}, draft_s={1: 0.25, 3: 0.7})
+STEPS = StepSeconds(
+    target_s={1: 1.0, 2: 1.5, 4: 2.0},
+    draft_s={1: 0.25, 3: 0.7},
+    round_s={1: 1.8, 3: 2.9},  # not the sum of its parts
+    lookup_s={1: 1.6, 3: 2.1},
+)
 
 
 def test_what_the_steps_allow_by_hand() -> None:
     # Two rounds of one draft token, five of three, four of the target alone.
-    assert allowed_s(a_run([7, 5, 5], 4), STEPS) == pytest.approx(2 * (0.25 + 1.5) + 5 * (0.7 + 2.0) + 4 * 1.0)
+    assert allowed_s(a_run([7, 5, 5], 4), STEPS) == pytest.approx(2 * 1.8 + 5 * 2.9 + 4 * 1.0)
     looked_up = a_run([7, 5, 5], 4)
     looked_up.lookup_rounds_by_drafted = [1, 0, 5]
-    assert allowed_s(looked_up, STEPS) == pytest.approx((0.25 + 1.5) + 1.5 + 5 * 2.0 + 4 * 1.0), "lookups are free"
+    assert allowed_s(looked_up, STEPS) == pytest.approx(1.8 + 1.6 + 5 * 2.1 + 4 * 1.0), "lookups are free"
 
 
 def test_attained_is_what_the_steps_explain_of_the_seconds() -> None:
@@ -601,7 +606,7 @@ def test_attained_is_what_the_steps_explain_of_the_seconds() -> None:
     row = Row(FakeWay("speculative", lambda _: 1.0, []), cases_of(2), 5, same)
     for index, overhead in enumerate((1.25, 1.0)):
         for _ in range(2):
-            stats = a_run([7, 5, 5], 4, 21.0 * overhead)
+            stats = a_run([7, 5, 5], 4, 22.1 * overhead)
             row.samples[index].append(Sample((0,) * 9, 8, stats.decode_s, 30.0, stats))
             turn.samples[index].append(STEPS)
     found = attained(row, turn)

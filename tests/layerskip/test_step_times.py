@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, step_times
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, step_clock
 from layerskip.drafters import layer_skip
 from layerskip.step_times import StepTimer
 from tests.layerskip import zoo
@@ -24,6 +24,7 @@ NONE = SkipMask.none(zoo.NUM_LAYERS)
 ALL = SkipMask.early_exit(zoo.NUM_LAYERS, 0)
 MASKS = (NONE, ALL, SkipMask.early_exit(zoo.NUM_LAYERS, 2), SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[1, 2, 3]))
 each_engine = pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
+on_the_host = pytest.mark.parametrize("name", ["llama", "llama fused"])
 
 
 @dataclass
@@ -63,7 +64,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> Watch:
 
     monkeypatch.setattr(engine, "forward", watched)
     monkeypatch.setattr(engine, "synchronize", waited)
-    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=seen.perf_counter))
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=seen.perf_counter))
     return seen
 
 
@@ -90,7 +91,7 @@ def test_real_times_are_as_many_as_asked_for_and_positive(name: str) -> None:
         assert all(0.0 < one < float("inf") for one in seconds)
 
 
-@each_engine
+@on_the_host
 def test_verification_is_a_target_forward_over_the_last_token_and_its_drafts(name: str, watch: Watch) -> None:
     """The text's own forward is not timed; each verification starts at the text's end, rolled back."""
     seconds = StepTimer(zoo.layerskip_of(name), GAMMA_MAX).verify_s(TEXT, [1, 6, 2])
@@ -101,7 +102,7 @@ def test_verification_is_a_target_forward_over_the_last_token_and_its_drafts(nam
     assert steps == [(len(TEXT), [greedy] * n, NONE) for n in (1, 6, 2)]
 
 
-@each_engine
+@on_the_host
 @pytest.mark.parametrize("threshold", [False, True])
 def test_a_draft_time_is_that_of_one_token_of_a_whole_round(name: str, watch: Watch, threshold: bool) -> None:
     """A threshold is looked at, never reached: always gamma drafts, each after the one before, then rolled back."""
@@ -110,10 +111,11 @@ def test_a_draft_time_is_that_of_one_token_of_a_whole_round(name: str, watch: Wa
     first, *steps = watch.forwards
     assert first == (0, list(TEXT), NONE)
     assert [(length, mask) for length, _, mask in steps] == [(len(TEXT) + k, mask) for mask in MASKS for k in range(4)]
-    assert all(ids == [TEXT[-1]] for _, ids, _ in steps[::4])
+    (greedy,) = zoo.layerskip_of(name).generate(TEXT, max_new_tokens=1, do_sample=False).ids
+    assert all(ids == [greedy] for _, ids, _ in steps[::4])
 
 
-@each_engine
+@on_the_host
 def test_a_draft_and_the_target_are_timed_in_turns(name: str, watch: Watch) -> None:
     timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
     pairs = timer.draft_and_target_s(TEXT, MASKS[1], gamma=3, threshold=True, repeats=2)
@@ -125,7 +127,7 @@ def test_a_draft_and_the_target_are_timed_in_turns(name: str, watch: Watch) -> N
     assert [(at, mask) for at, _, mask in steps] == [*drafts, (length, NONE)] * 2
 
 
-@each_engine
+@on_the_host
 def test_the_device_is_waited_for_before_both_looks_at_the_clock(name: str, watch: Watch) -> None:
     timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
     timer.verify_s(TEXT, [1, 2])
@@ -135,7 +137,7 @@ def test_the_device_is_waited_for_before_both_looks_at_the_clock(name: str, watc
     assert watch.events == ["forward", *["wait", "clock", *["forward"] * 3, "wait", "clock"] * 2]
 
 
-@each_engine
+@on_the_host
 def test_only_with_a_threshold_the_confidence_is_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     real = layer_skip._top_probability
@@ -200,7 +202,7 @@ def test_the_model_decodes_afterwards_as_before(name: str) -> None:
         _ = model.engine.cache
 
 
-@each_engine
+@on_the_host
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 def test_a_failure_in_the_middle_leaves_the_model_whole(name: str, watch: Watch, fail_at: int) -> None:
     model = zoo.layerskip_of(name)
