@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpa
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
 from layerskip.hub import HubArguments, PushArguments, check_file_name, locate_config, upload_config
-from layerskip.lookup_settings import LookupSettings
+from layerskip.lookup_settings import LookupSettings, SuffixLookup
 from layerskip.skip_mask import SkipMask
 from layerskip.strict_json import parse_json
 from layerskip.validated import MAX_GAMMA, Count, Frozen, Probability, Rate, describe_validation_error
@@ -255,6 +255,12 @@ class DecodeConfig(_Setting, _Versioned):
     def bare(self) -> DecodeConfig:
         """What the decoder follows, and nothing else: without reason, confirmed numbers, provenance and groups."""
         return self.model_copy(update=dict.fromkeys(("reason", "confirmed", "provenance", "groups")))
+
+    @property
+    def looks_into_stores(self) -> bool:
+        """Whether any of its settings, groups included, drafts from a `TextStore` where one is given."""
+        settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values())
+        return any(isinstance(one.lookup, SuffixLookup) for one in settings)
 
     def for_group(self, name: str | None) -> DecodeConfig:
         """The config for prompts of one group, None being the default, without `groups`.

@@ -30,6 +30,12 @@ class _Lookup(Frozen):
         except ValidationError as error:
             raise ValueError(describe_validation_error(error)) from None
 
+    def __str__(self) -> str:
+        """The method and every field that was set: `suffix, min_match 2, factor 2.0`."""
+        fields = self.model_dump(exclude_defaults=True)
+        method = getattr(self, "method", "lookup")
+        return ", ".join([method, *(f"{name} {value}" for name, value in fields.items())])
+
 
 class PromptLookup(_Lookup):
     """What followed the last tokens the last time, or most often."""

@@ -61,6 +61,13 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM or Ctrl-C, for answers under way"
     )
+    parser.add_argument(
+        "--store-tokens",
+        type=int,
+        default=ServerSettings.store_tokens,
+        metavar="N",
+        help="most tokens of earlier requests kept in memory, to draft from where the config's drafter does; 0 = none",
+    )
     parser.add_argument("--no-access-log", action="store_true", help="no line per request (it never shows prompts)")
     return parser
 
@@ -123,6 +130,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         "max_context": (2, 1 << 30),
         "max_new_tokens_limit": (1, 1 << 30),
         "max_body_bytes": (1024, 1 << 30),
+        "store_tokens": (0, 1 << 30),
     }
     for name, (lowest, highest) in ranges.items():
         value = getattr(arguments, name)
@@ -145,6 +153,7 @@ def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str
         api_key=api_key,
         hosts=frozenset({"localhost", "127.0.0.1", "::1", arguments.host.lower()}) if api_key is None else None,
         access_log=not arguments.no_access_log,
+        store_tokens=arguments.store_tokens,
     )
 
 
@@ -178,19 +187,31 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
         f"confirmed {_confirmed(config)}",
         f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "
         f"{settings.queue_limit} requests waiting, {'no' if settings.api_key is None else 'an'} API key",
+        *_kept(config, settings),
         f"try       curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
+
+
+def _kept(config: DecodeConfig, settings: ServerSettings) -> list[str]:
+    if not config.looks_into_stores:
+        return []
+    if not settings.store_tokens:
+        return ["store     none: drafts come from a request's own text alone"]
+    return [f"store     up to {settings.store_tokens} tokens of earlier requests in memory, to draft from"]
 
 
 def _setting(config: DecodeConfig) -> str:
     if not config.speculates:
         text = "gamma 0, plain decoding" + (f" ({' '.join(config.reason.split())})" if config.reason else "")
     else:
-        text = f"mask {config.skip_mask}, gamma {config.gamma}"
+        text = "" if config.drafter == "layer_skip" else f"{config.drafter}: "
+        text += (f"mask {config.skip_mask}, " if config.drafts_by_mask else "") + f"gamma {config.gamma}"
+        said = ("drafter", "skip_mask", "gamma", "lookup", "reason", "confirmed")
         for name, field in GroupSetting.model_fields.items():
             value = getattr(config, name)
-            if name not in ("skip_mask", "gamma", "reason", "confirmed") and value != field.default:
+            if name not in said and value != field.default:
                 text += f", {name} {value}"
+        text += "" if config.lookup is None else f", lookup ({config.lookup})"
     return text + (f"; groups {', '.join(config.groups)}" if config.groups else "")
 
 

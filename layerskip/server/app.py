@@ -17,6 +17,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from layerskip.config import DecodeConfig
+from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
 from layerskip.server.answers import AnswerFormat, ChatShape, CompletionShape, Shape
 from layerskip.server.errors import ApiError
@@ -40,8 +42,9 @@ class Service:
     def __init__(self, model: LayerSkipModel, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = ServerMetrics()
-        self.preparer = Preparer(model, settings)
-        self.worker = DecodeWorker(self.metrics, settings.queue_limit, lambda: _warm_up(model))
+        self.store = text_store(model.config, settings)
+        self.preparer = Preparer(model, settings, self.store)
+        self.worker = DecodeWorker(self.metrics, settings.queue_limit, lambda: _warm_up(model), self.store)
         self.created = int(time.time())
         self.num_connections: Callable[[], int] = lambda: 0
         """Open ones; set by the server that runs the application."""
@@ -63,6 +66,14 @@ class Service:
         except BaseException:
             ticket.release()
             raise
+
+
+def text_store(config: DecodeConfig, settings: ServerSettings) -> TextStore | None:
+    """Where the texts of earlier requests are kept; None where the config would not look there, or none may be kept.
+
+    A server has one key or none, so the store is of that key alone.
+    """
+    return TextStore(settings.store_tokens) if settings.store_tokens and config.looks_into_stores else None
 
 
 def _warm_up(model: LayerSkipModel) -> None:

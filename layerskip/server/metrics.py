@@ -13,7 +13,8 @@ class ServerMetrics:
     """Counters since the start, thread-safe.
 
     The gauges of speed and acceptance are since the start. For those of the last minutes divide rates, as in
-    rate(layerskip_accepted_tokens_total[5m]) / rate(layerskip_drafted_tokens_total[5m]).
+    rate(layerskip_accepted_tokens_total[5m]) / rate(layerskip_drafted_tokens_total[5m]), which tells acceptance for
+    each source of drafts.
     """
 
     def __init__(self) -> None:
@@ -24,9 +25,6 @@ class ServerMetrics:
         counts = {
             "prompt_tokens": "Tokens of prompts that were decoded",
             "emitted_tokens": "Tokens emitted, those of a last round past a stop string included",
-            "drafted_tokens": "Tokens drafted",
-            "accepted_tokens": "Drafted tokens that verification kept",
-            "rounds": "Rounds of one draft phase and one verification",
             "target_only_steps": "Steps of the target alone, the prompt's own forward apart",
             "timed_tokens": "Output tokens but for each request's first: those of the decode seconds",
             "prefill_seconds": "Seconds of the prompts' own forwards",
@@ -37,6 +35,18 @@ class ServerMetrics:
         self._counts = {
             name: Counter(f"layerskip_{name}", help_text, registry=self.registry) for name, help_text in counts.items()
         }
+        by_source = {
+            "drafted_tokens": "Tokens drafted, by where they came from",
+            "accepted_tokens": "Drafted tokens that verification kept",
+            "rounds": "Rounds of one draft phase and one verification, by where their first draft token came from",
+        }
+        self._counts |= {
+            name: Counter(f"layerskip_{name}", help_text, ["source"], registry=self.registry)
+            for name, help_text in by_source.items()
+        }
+        self.stored_tokens = Gauge(
+            "layerskip_stored_tokens", "Tokens of earlier requests that are kept to draft from", registry=self.registry
+        )
         self.queue_length = Gauge("layerskip_queue_length", "Requests that wait for the model", registry=self.registry)
         self.running = Gauge("layerskip_running_requests", "Requests being decoded, 0 or 1", registry=self.registry)
         self._time_to_first_token = self._histogram("time_to_first_token", "Arrival to first token, waiting included")
@@ -51,9 +61,6 @@ class ServerMetrics:
         values = {
             "prompt_tokens": stats.num_prompt_tokens if stats.num_emitted else 0,
             "emitted_tokens": stats.num_emitted,
-            "drafted_tokens": stats.num_drafted,
-            "accepted_tokens": stats.num_accepted,
-            "rounds": stats.num_rounds,
             "target_only_steps": stats.num_target_only,
             "timed_tokens": max(stats.num_emitted - 1, 0),
             "prefill_seconds": stats.prefill_s,
@@ -63,6 +70,14 @@ class ServerMetrics:
         }
         for name, value in values.items():
             self._counts[name].inc(value)
+        by_source = {
+            "drafted_tokens": (stats.num_drafted, stats.num_looked_up),
+            "accepted_tokens": (stats.num_accepted, stats.num_looked_up_accepted),
+            "rounds": (stats.num_rounds, stats.num_lookup_rounds),
+        }
+        for name, (total, looked_up) in by_source.items():
+            self._counts[name].labels("looked_up").inc(looked_up)
+            self._counts[name].labels("computed").inc(total - looked_up)
 
     def count_request(self, path: str, status: int, seconds: float) -> None:
         """A request has been answered, or its client has left (status 499)."""
@@ -91,4 +106,4 @@ def _ratio_of(numerator: Counter, denominator: Counter) -> float:
 
 def _value(counter: Counter) -> float:
     (metric,) = counter.collect()
-    return next(sample.value for sample in metric.samples if sample.name.endswith("_total"))
+    return sum(sample.value for sample in metric.samples if sample.name.endswith("_total"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from layerskip.drafters import TextStore
 from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
@@ -26,11 +27,12 @@ class Preparer:
     Raises: ValueError if the model has no tokenizer.
     """
 
-    def __init__(self, model: LayerSkipModel, settings: ServerSettings) -> None:
+    def __init__(self, model: LayerSkipModel, settings: ServerSettings, store: TextStore | None = None) -> None:
         if model.tokenizer is None:
             raise ValueError("model: has no tokenizer, so there is no text to serve")
         self._model = model
         self._settings = settings
+        self._store = store
         # A copy: a fast tokenizer that encodes in one thread refuses to decode in another at that moment.
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
@@ -41,14 +43,15 @@ class Preparer:
             name = asked.model[:80]
             message = f"model: this server has {self._settings.model_id!r} only, got {name!a}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        stream = await asyncio.get_running_loop().run_in_executor(self._executor, self._stream, asked)
-        return Job(stream, self._model.tokenizer, ticket, asked.stop)
+        run = asyncio.get_running_loop().run_in_executor
+        ids, stream = await run(self._executor, self._ids_and_stream, asked)
+        return Job(stream, self._model.tokenizer, ticket, asked.stop, prompt_ids=ids)
 
     def close(self) -> None:
         """End the thread."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _stream(self, asked: CompletionRequest | ChatRequest) -> GenerationStream:
+    def _ids_and_stream(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], GenerationStream]:
         ids = self._chat_ids(asked) if isinstance(asked, ChatRequest) else self._prompt_ids(asked)
         arguments: dict[str, Any] = {
             "max_new_tokens": self._num_new_tokens(asked, len(ids)),
@@ -64,9 +67,11 @@ class Preparer:
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.
             "stop_strings": [] if asked.stop else None,
             "group": asked.group,
+            # What a seed draws depends on what was drafted: with it an answer has to be the same another day.
+            "text_store": self._store if asked.seed is None else None,
         }
         try:
-            return self._model.stream(ids, **arguments)  # computes nothing yet
+            return ids, self._model.stream(ids, **arguments)  # computes nothing yet
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 

@@ -34,6 +34,8 @@ class ServerSettings:
     """Host headers answered, without ports; None is any. Without a key this keeps web pages out whose name was made to
     point to this machine (DNS rebinding)."""
     access_log: bool = True
+    store_tokens: int = 200_000
+    """Most tokens of earlier requests that are kept to draft from, where the model's config does so; 0 keeps none."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -49,6 +51,7 @@ class ServerSettings:
             ("body_timeout_s", self.body_timeout_s > 0, "must be above 0"),
             ("send_timeout_s", self.send_timeout_s > 0, "must be above 0"),
             ("max_connections", self.max_connections >= 1, "must be at least 1"),
+            ("store_tokens", self.store_tokens >= 0, "must be at least 0"),
         )
         for name, holds, rule in rules:
             if not holds:

@@ -8,10 +8,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from layerskip.drafters import TextStore
 from layerskip.model import GenerationStream, StreamPiece
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
 from layerskip.server.metrics import ServerMetrics
@@ -84,6 +85,7 @@ class Job:
     tokenizer: Any
     ticket: Ticket
     stops: tuple[str, ...] = ()
+    prompt_ids: Sequence[int] = ()
     arrived_s: float = field(default_factory=time.monotonic)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -101,13 +103,16 @@ class DecodeWorker:
     """One at a time on the model, `queue_limit` waiting, the rest refused.
 
     prepare_thread is called once in the new thread, before the first job; `start` waits for it and raises what it
-    raised. `admit`, `submit` and `cancel` belong to the event loop's thread.
+    raised. `admit`, `submit` and `cancel` belong to the event loop's thread. store: where finished texts are kept.
     """
 
-    def __init__(self, metrics: ServerMetrics, queue_limit: int, prepare_thread: Callable[[], None]) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, queue_limit: int, prepare_thread: Callable[[], None], store: TextStore | None
+    ) -> None:
         self._metrics = metrics
         self._queue_limit = queue_limit
         self._prepare_thread = prepare_thread
+        self._store = store
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
         self._changed = threading.Condition()
@@ -230,6 +235,7 @@ class DecodeWorker:
         failed = False
         try:
             end = self._decode_pieces(job)
+            self._keep(job, end)
         except Exception:
             # A request must not end the server, whatever the model raised; the client hears no details.
             logger.exception("the model failed on a request")
@@ -238,6 +244,12 @@ class DecodeWorker:
             job.decoding.close()
             self._metrics.count_run(job.decoding.stats, cancelled=end is None, failed=failed)
         return end
+
+    def _keep(self, job: Job, end: Finished | None) -> None:
+        """Prompt and answer of a finished job, as far as its client has seen it."""
+        if self._store is not None and end is not None:
+            self._store.add([*job.prompt_ids, *job.decoding.output().ids[: end.num_emitted]])
+            self._metrics.stored_tokens.set(self._store.num_tokens)
 
     def _decode_pieces(self, job: Job) -> Finished | None:
         cut = _Cut(job.tokenizer, job.stops) if job.stops else None

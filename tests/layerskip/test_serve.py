@@ -16,8 +16,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel
-from layerskip.serve import KEY_VARIABLE, main
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, SkipMask, SuffixLookup
+from layerskip.serve import KEY_VARIABLE, describe, main
+from layerskip.server.settings import ServerSettings
+from layerskip.usual_lookups import lookup_else_mask
+from tests.layerskip import zoo
 
 DEMO_CONFIG = Path(__file__).parents[2] / "studies" / "demo" / "best.json"
 DEMO = ("--config", str(DEMO_CONFIG), "--device", "cpu")
@@ -79,6 +82,7 @@ BAD_INPUT = {
     "grace": ([*DEMO, "--grace", "nan"], "--grace: must be in 0..86400, got nan"),
     "body": ([*DEMO, "--max-body-bytes", "1"], "--max-body-bytes: must be in 1024..1073741824, got 1"),
     "limit": ([*DEMO, "--max-new-tokens-limit", "0"], "--max-new-tokens-limit: must be in 1..1073741824, got 0"),
+    "store": ([*DEMO, "--store-tokens", "-1"], "--store-tokens: must be in 0..1073741824, got -1"),
     "context": ([*DEMO, "--port", "0", "--max-context", "5000"], "--max-context: must be at most the model's 1024"),
     "other machines without a key": (
         [*DEMO, "--host", "0.0.0.0"],
@@ -105,6 +109,26 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, capsys, monkeypatch) -
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(("layerskip.serve: error: ", "python -m layerskip.serve: error: "))
     assert expected in err
+
+
+@pytest.mark.parametrize(
+    ("store_tokens", "said"),
+    [
+        (500, ["store     up to 500 tokens of earlier requests in memory, to draft from"]),
+        (0, ["store     none: drafts come from a request's own text alone"]),
+    ],
+)
+def test_it_says_how_it_drafts_and_what_it_keeps(store_tokens: int, said: list[str]) -> None:
+    model = zoo.layerskip_of("llama")
+    by_mask = DecodeConfig(skip_mask=SkipMask.from_layers(zoo.NUM_LAYERS, [1]), gamma=3, draft_threshold=0.5)
+    config = lookup_else_mask(by_mask, SuffixLookup(min_match=2))
+    settings = ServerSettings("m", 96, store_tokens=store_tokens)
+    lines = describe(LayerSkipModel(model.model, config=config, engine="eager"), settings, None, "http://x")
+    lookup = "suffix, min_match 2, gamma 10, target_threshold 0.0"
+    assert lines[2] == f"config    none: hybrid: mask 4:1, gamma 3, draft_threshold 0.5, lookup ({lookup})"
+    assert [line for line in lines if line.startswith("store")] == said
+    plain = describe(model, settings, None, "http://x")
+    assert not [line for line in plain if line.startswith("store")]
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded(capsys, monkeypatch) -> None:
