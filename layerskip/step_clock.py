@@ -16,11 +16,11 @@ class StepClock:
     not prepared that had to be.
     """
 
-    def __init__(self, engine: Engine, *, waits: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Engine, *, waits: bool = True, clock: Callable[[], float] | None = None) -> None:
         """waits: False reads the clock without waiting, which on a GPU times the launching alone."""
         self._engine = engine
         self._waits = waits
-        self._clock = clock
+        self._clock = clock or time.perf_counter
         self.skip()
 
     def lap(self) -> float:
