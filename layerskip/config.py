@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack, get_args
 
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
@@ -61,6 +61,7 @@ def _read_mask(value: object) -> SkipMask:
 MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str, return_type=str)]
 GroupName = Annotated[str, AfterValidator(_check_group_name)]
 DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid"]
+DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 
 
 class Provenance(Frozen):

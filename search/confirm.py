@@ -6,9 +6,9 @@ against plain, one after the other as a user runs them, give the number that is 
 is not in it.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
-max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to fewer skipped sublayers, then smaller gamma,
-then lower draft_threshold, then lower target_threshold. The chosen one is exported only if the low end of its 95 %
-interval lies above 1.0.
+max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
+fewer skipped sublayers, then smaller gamma, then lower draft_threshold, then lower target_threshold. The chosen one is
+exported only if the low end of its 95 % interval lies above 1.0.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from layerskip.config import Confirmed, DecodeConfig
+from layerskip.lookup_settings import SuffixLookup
 from layerskip.machine_watch import describe_machine
 from layerskip.repetition import repeated_ngram_share
 from layerskip.skip_mask import SkipMask
@@ -75,6 +76,15 @@ class Confirmation:
     """The same with prompt ids and counters, for the study."""
 
     @property
+    def by_drafter(self) -> dict[str, Candidate]:
+        """The fastest candidate of each drafter on the choosing pass, fastest first."""
+        able = sorted((one for one in self.candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
+        found: dict[str, Candidate] = {}
+        for one in able:
+            found.setdefault(one.entry.config.drafter, one)
+        return found
+
+    @property
     def violations(self) -> list[str]:
         """Candidates whose output differed from the target's, one line each."""
         return [
@@ -83,19 +93,23 @@ class Confirmation:
 
 
 def shortlist(entries: Sequence[Entry], num: int) -> tuple[Entry, ...]:
-    """The first `num` of the standings, no more than half of them (rounded up) under one mask while there are others.
+    """The first `num` of the standings, no more than half of them (rounded up) under one mask while there are others;
+    and the best of every other drafter besides, so that the verdict can tell what each is worth.
 
     Configs of one mask do much the same on any text. Which mask suits text that was not searched on is what held-out
     prompts can tell.
     """
     share = math.ceil(num / 2)
-    masks: Counter[SkipMask] = Counter()
+    masks: Counter[tuple[str, SkipMask]] = Counter()
     within: list[int] = []
     beyond: list[int] = []
+    firsts: dict[str, int] = {}
     for place, entry in enumerate(entries):
-        masks[entry.config.skip_mask] += 1
-        (within if masks[entry.config.skip_mask] <= share else beyond).append(place)
-    return tuple(entries[place] for place in sorted((within + beyond)[:num]))
+        config = entry.config
+        firsts.setdefault(config.drafter, place)
+        masks[config.drafter, config.skip_mask] += 1
+        (within if masks[config.drafter, config.skip_mask] <= share else beyond).append(place)
+    return tuple(entries[place] for place in sorted({*(within + beyond)[:num], *firsts.values()}))
 
 
 def confirm(
@@ -214,6 +228,22 @@ def describe(config: DecodeConfig) -> str:
     """A config in a few words."""
     if not config.speculates:
         return "plain decoding"
+    if config.drafter == "layer_skip":
+        return _describe_mask(config)
+    if config.lookup is None:
+        raise ValueError(f"lookup: is required where the drafter is {config.drafter}")
+    lookup = f"{config.lookup.method} of {config.lookup.min_match} or more tokens, gamma {config.lookup_gamma}"
+    if isinstance(config.lookup, SuffixLookup):
+        lookup += f", factor {config.lookup.factor:g}, min_probability {config.lookup.min_probability:g}"
+    if config.lookup_target_threshold:
+        lookup += f", target_threshold {config.lookup_target_threshold:g}"
+    if config.drafter != "hybrid":
+        return lookup
+    then = "continued by" if config.continue_lookup else "else"
+    return f"{lookup}; {then} {_describe_mask(config)}"
+
+
+def _describe_mask(config: DecodeConfig) -> str:
     text = f"mask {config.skip_mask}, gamma {config.gamma}"
     if config.draft_threshold:
         text += f", draft_threshold {config.draft_threshold:g}"
@@ -282,5 +312,7 @@ def _log_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return math.log(geometric_mean(one) / geometric_mean(other))
 
 
-def _simplicity(config: DecodeConfig) -> tuple[int, int, float, float]:
-    return (config.skip_mask.num_skipped, config.gamma, config.draft_threshold, config.target_threshold)
+def _simplicity(config: DecodeConfig) -> tuple[bool, int, int, float, float]:
+    is_hybrid = config.drafter == "hybrid"
+    mask = config.skip_mask.num_skipped
+    return (is_hybrid, mask, config.max_gamma, config.draft_threshold, config.target_threshold)

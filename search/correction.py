@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from scipy.linalg import cho_factor, cho_solve
 
-from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
+from search.space import (
+    DRAFT_THRESHOLD,
+    FACTOR,
+    GAMMA,
+    LOOKUP_GAMMA,
+    SHARE_PREFIX,
+    TARGET_THRESHOLD,
+    SearchSpace,
+)
 
 Floats = NDArray[np.float64]
 _COMMON = 0.1
@@ -65,12 +73,19 @@ class Correction:
 
     def _features(self, params: Sequence[Mapping[str, Any]]) -> Floats:
         bits = self._space.bit_names
-        rows = [[*(float(one[name]) for name in bits), *self._others(one)] for one in params]
+        rows = [[*(float(one.get(name, False)) for name in bits), *self._others(one)] for one in params]
         return np.array(rows)
 
     def _others(self, params: Mapping[str, Any]) -> tuple[float, ...]:
-        share = (float(params[SHARE_PREFIX]),) if self._space.share_prefix else ()
-        return (params[GAMMA] / self._space.gamma_max, params[DRAFT_THRESHOLD], params[TARGET_THRESHOLD], *share)
+        """What a drafter has not is 0."""
+        found = [params.get(GAMMA, 0) / self._space.gamma_max]
+        found += [params.get(name, 0.0) for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD)]
+        if self._space.share_prefix:
+            found.append(float(params.get(SHARE_PREFIX, False)))
+        if self._space.lookup_methods:
+            found += [float(GAMMA in params), float(LOOKUP_GAMMA in params), float(FACTOR in params)]
+            found.append(params.get(LOOKUP_GAMMA, 0) / self._space.lookup_gamma_max)
+        return tuple(found)
 
     def _kernel(self, one: Floats, other: Floats) -> Floats:
         """Bits are 0 or 1, so their squared distance is the number that differ."""

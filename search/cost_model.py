@@ -14,6 +14,8 @@ from search.fingerprint import Fingerprint
 from search.space import SearchSpace
 
 _DRAFT_LENGTH = 4
+_FURTHER = (13, 17)
+"""Tokens of verifications that only lookups need."""
 _NUM_KEPT = 5
 """Of the measurements made during a study, the latest so many are pooled."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
@@ -38,7 +40,8 @@ class CostModel:
     """Seconds. A draft step under a mask costs `fixed_s` and what its kept sublayers cost."""
 
     verify_s: tuple[float, ...]
-    """Entry n: verifying n draft tokens, a target forward over n + 1; entry 0 is the target alone. Up to gamma_max."""
+    """Entry n: verifying n draft tokens, a target forward over n + 1; entry 0 is the target alone. Up to gamma_max, or
+    as far as lookups go; there some numbers are measured, and those in between are taken to lie on lines."""
     fixed_s: float
     attention_s: tuple[float, ...]
     mlp_s: tuple[float, ...]
@@ -125,7 +128,7 @@ def measure_costs(
     if not texts:
         raise ValueError("texts: at least one is needed to time steps, got none")
     masks = _fitting_masks(space, options.seed)
-    counts = range(1, options.gamma_max + 2)
+    counts = _counts(options.gamma_max, space)
     verify, plain_draft, watched = [], [], []
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
@@ -135,7 +138,7 @@ def measure_costs(
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
     fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s)
     return CostModel(
-        verify_s=tuple(_median(verify[1:]).tolist()),
+        verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
         fixed_s=fixed_s,
         attention_s=(attention_s,) * space.num_layers,
         mlp_s=(mlp_s,) * space.num_layers,
@@ -144,6 +147,13 @@ def measure_costs(
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
     )
+
+
+def _counts(gamma_max: int, space: SearchSpace) -> list[int]:
+    """Tokens of the forwards to time, ascending."""
+    limit = max(gamma_max, space.gamma_limit)
+    further = {count for count in (*_FURTHER, limit + 1) if gamma_max + 1 < count <= limit + 1}
+    return [*range(1, gamma_max + 2), *sorted(further)]
 
 
 def free_costs(space: SearchSpace, gamma_max: int) -> CostModel:

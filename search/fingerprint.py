@@ -38,6 +38,7 @@ class Fingerprint:
     share_prefix: bool = False
     space_version: int = SPACE_VERSION
     objective: str = "tokens_per_s"
+    drafters: tuple[str, ...] = ("layer_skip",)
     device_map: str | None = None
     """Which layers are on which device; None for a model that is whole on one."""
 
@@ -72,6 +73,7 @@ def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: P
         granularity=spec.granularity,
         share_prefix=spec.share_prefix,
         objective=spec.objective,
+        drafters=spec.drafters,
         device_map=model.placement.describe(),
     )
 
@@ -82,7 +84,10 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     Of a study that maximises the speedup, `DEVICE_FIELDS` may differ.
     """
     # Studies from before there was the choice:
-    stored = {"share_prefix": False, "objective": "tokens_per_s", "device_map": None} | dict(stored)
+    before: dict[str, Any] = {"share_prefix": False, "objective": "tokens_per_s", "device_map": None}
+    before["drafters"] = ["layer_skip"]
+    stored = before | dict(stored)
+    stored["drafters"] = tuple(stored["drafters"])  # JSON made a list of it
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()
     current = asdict(now)
     names = [field.name for field in fields(now)] + [name for name in stored if name not in current]

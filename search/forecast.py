@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from layerskip.config import DecodeConfig
 from layerskip.engines.prefix import PrefixStates
 from layerskip.skip_mask import SkipMask
 from search.leaderboard import Key, key_of
 from search.predictor import Predicted, Predictor
 from search.sensitivity import Sensitivity
-from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
+from search.space import GAMMA, SearchSpace
 from search.warm_starts import warm_starts
 
 _NUM_ELITE = 4
 _NUM_ORDERED = 12
 _NUM_EXITS = 12
+_NUM_LOOKUPS = 4
+"""Of each method, to be measured if they lead: predictions leave out what a lookup itself takes."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,30 @@ class Candidates:
         return max([best, *self._shared(best, wide=wide)], key=lambda one: one.speedup)
 
     def _shared(self, one: Predicted, *, wide: bool) -> list[Predicted]:
-        if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
+        """Of layer skipping alone: a hybrid's lookups verify from layer 0."""
+        if not self._space.share_prefix or one.config.lookup or PrefixStates.of(one.config.skip_mask) is None:
             return []
         return [self.predictor.shared(one, wide=wide)]
+
+    def lookups_alone(self, methods: Sequence[str]) -> list[Candidate]:
+        """The best lookups of each method, without a mask, on all texts; best first. Cost: see `best_lookups`."""
+        found = self.predictor.best_lookups(methods, self._space.lookup_gamma_max, count=_NUM_LOOKUPS)
+        return [self._candidate(one, wide=True) for one in found if one.config.drafter in self._space.drafters]
+
+    def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
+        """The best of each drafter of the space that can be told from the pool, best first.
+
+        Cost: up to two replays of the pool's best mask.
+        """
+        found: dict[str, Candidate] = {}
+        for one in sorted(pool.candidates, key=lambda one: -one.log_speedup):
+            if one.wide:
+                found.setdefault(self._space.to_config(one.params).drafter, one)
+        for drafter in {"layer_skip", "hybrid"} & set(self._space.drafters) - found.keys():
+            mask = self._space.to_mask(pool.best_mask.params)
+            if best := self.predictor.best_settings(mask, 1, wide=True, hybrid=drafter == "hybrid"):
+                found[drafter] = self._candidate(best[0], wide=True)
+        return dict(sorted(found.items(), key=lambda item: -item[1].log_speedup))
 
     def _candidate(self, one: Predicted, *, wide: bool, first: Predicted | None = None) -> Candidate:
         params, log = self._space.to_params(one.config), float(np.log(one.speedup))
@@ -75,28 +99,38 @@ class Candidates:
         return Candidate(key_of(params), log, wide=wide or not self.predictor.has_more, first_log_speedup=first_log)
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
-        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it; and
-        where there are more texts than the first ones and all were looked at, the log speedup on the first ones."""
+        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it;
+        where there are more texts than the first ones and all were looked at, the log speedup on the first ones; and
+        the lookup, alone where it has no gamma of its own."""
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
             row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
-            rows.append([*row, round(one.log_speedup, 5), *share, *first])
+            lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
+            rows.append([*row, round(one.log_speedup, 5), *share, *first, *lookup])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
         """The inverse of `write`."""
         found = []
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
-            bits = self._space.to_bits(SkipMask.parse(mask))
-            others = {GAMMA: gamma, DRAFT_THRESHOLD: draft_threshold, TARGET_THRESHOLD: target_threshold}
-            if self._space.share_prefix:
-                others[SHARE_PREFIX] = bool(more and more.pop(0))
+            lookup = more.pop() if more and isinstance(more[-1], dict) else None
+            share = bool(more and more.pop(0)) if self._space.share_prefix else False
+            config = DecodeConfig(
+                drafter="layer_skip" if lookup is None else "hybrid" if "gamma" in lookup else lookup["method"],
+                skip_mask=SkipMask.parse(mask),
+                gamma=gamma,
+                draft_threshold=draft_threshold,
+                target_threshold=target_threshold,
+                share_prefix=share,
+                lookup=lookup,
+            )
             first = float(more[0]) if more else None
-            wide = first is not None or not self.predictor.has_more
-            found.append(Candidate(key_of(bits | others), float(log_speedup), wide=wide, first_log_speedup=first))
+            wide = first is not None or not self.predictor.has_more or not config.drafts_by_mask
+            key = key_of(self._space.to_params(config))
+            found.append(Candidate(key, float(log_speedup), wide=wide, first_log_speedup=first))
         return found
 
 
@@ -110,6 +144,20 @@ class Pool:
     def best(self) -> Candidate:
         """The first that was predicted on all texts, as long as there is one."""
         return next((one for one in self.candidates if one.wide), self.candidates[0])
+
+    @property
+    def best_mask(self) -> Candidate:
+        """The same of those that draft under a mask, as long as there is one."""
+        masks = [one for one in self.candidates if any(name == GAMMA for name, _ in one.key)]
+        return Pool(tuple(masks)).best if masks else self.best
+
+    def with_others(self, others: Sequence[Candidate]) -> Pool:
+        """These too, each in its place by prediction."""
+        found = list(self.candidates)
+        for one in others:
+            place = next((i for i, other in enumerate(found) if other.log_speedup < one.log_speedup), len(found))
+            found.insert(place, one)
+        return Pool(tuple(found))
 
     @property
     def num_wide(self) -> int:

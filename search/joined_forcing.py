@@ -24,6 +24,7 @@ class JoinedForcing:
     def __init__(self, parts: Sequence[tuple[Forcing, TextRows]]) -> None:
         """Each part with its texts' rows, in order, one part at least, all with one `max_new_tokens`."""
         self._parts = [forcing for forcing, _ in parts]
+        self.texts = tuple(text for forcing, _ in parts for text in forcing.texts)
         self.keys = "target" if all(one.keys == "target" for one in self._parts) else "own"
         self.rows = _join_rows([rows for _, rows in parts])
         counts = [len(rows.lengths) for _, rows in parts]

@@ -162,7 +162,7 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     """
     groups: dict[Key, list[FrozenTrial]] = defaultdict(list)
     for trial in trials:
-        if _is_measured(trial) and trial.params.keys() == space.distributions.keys():
+        if _is_measured(trial) and space.holds(trial.params):
             groups[key_of(trial.params)].append(trial)
     if not groups:
         return Standings((), {}, max(noise_sigma, PRIOR_SIGMA))

@@ -25,8 +25,10 @@ from search.space import DRAFT_THRESHOLD, SHARE_PREFIX
 
 Floats = NDArray[np.float64]
 
-PLAIN_STEP, ROUNDS = "plain_step_s", "round_s_by_drafted"
-"""Attributes of a trial: a plain step beside its own steps, and its rounds' seconds by number of drafts."""
+PLAIN_STEP, ROUNDS, COUNTS = "plain_step_s", "round_s_by_drafted", "rounds_by_drafted"
+"""Attributes of a trial: a plain step beside its own steps, and its rounds' seconds and numbers by number of drafts."""
+LOOKUP_ROUNDS, LOOKUP_COUNTS = "lookup_round_s_by_drafted", "lookup_rounds_by_drafted"
+"""The same of rounds that were looked up; only where there are any."""
 DRAFT_BY_TERMS, DRAFT_TIMED = "draft_by_terms", "draft_timed"
 """Attributes of a trial: what a draft token of its mask was expected to cost before it, in target steps, by the terms
 and by a timing of its own."""
@@ -86,7 +88,10 @@ class _Steps:
     """A draft token; None where the engine runs a round in one piece."""
     num_drafted: int
     rounds: tuple[tuple[int, int, float], ...]
-    """(drafts, how many rounds had so many, one such round). None of a config that shares a prefix."""
+    """(drafts, how many rounds had so many, one such round), all drafted under the mask. None of a config that shares a
+    prefix."""
+    lookups: tuple[tuple[int, int, float], ...]
+    """The same of rounds that were looked up, which verify alone."""
     apart: tuple[float, float] | None
     """Of a draft token from its terms, in log seconds: as timed before the trial, and in it."""
 
@@ -97,10 +102,15 @@ def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStat
     longest = max((len(one.round_s_by_drafted) for one in speculative), default=0)
     if not num_steps or not longest:
         return {}
-    rounds = np.zeros(longest)
-    for one in speculative:
-        rounds[: len(one.round_s_by_drafted)] += one.round_s_by_drafted
-    return {PLAIN_STEP: sum(one.decode_s for one in plain) / num_steps, ROUNDS: rounds.tolist()}
+
+    def total(name: str) -> list[Any]:
+        rows = [getattr(one, name) for one in speculative]
+        return [sum(row[i] for row in rows if i < len(row)) for i in range(longest)]
+
+    told = {PLAIN_STEP: sum(one.decode_s for one in plain) / num_steps, ROUNDS: total(ROUNDS), COUNTS: total(COUNTS)}
+    if sum(one.num_lookup_rounds for one in speculative):
+        told |= {LOOKUP_ROUNDS: total(LOOKUP_ROUNDS), LOOKUP_COUNTS: total(LOOKUP_COUNTS)}
+    return told
 
 
 class CostLearner:
@@ -171,20 +181,26 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
         return None
     mask = SkipMask.parse(attrs["skip_mask"])
     kept_attention, kept_mlp = (mask.num_layers - n for n in (mask.num_skipped_attention, mask.num_skipped_mlp))
-    # As many rounds drafted exactly n as reached position n - 1 and not n.
-    counts = [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
+    # Without counts of their own, all rounds drafted under the mask, and as many drafted exactly n as reached position
+    # n - 1 and not n.
+    counts = attrs.get(COUNTS) or [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
+    num_drafted = sum(n * m for n, m in enumerate(counts, 1))
     shares = trial.params.get(SHARE_PREFIX, False)
-    draft = attrs["draft_s"] / sum(positions) / plain_s if attrs.get("draft_s") else None
+    draft = attrs["draft_s"] / num_drafted / plain_s if attrs.get("draft_s") and num_drafted else None
     terms, timed = attrs.get(DRAFT_BY_TERMS), attrs.get(DRAFT_TIMED)
     return _Steps(
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
-        num_drafted=sum(positions),
-        rounds=()
-        if shares
-        else tuple((n, m, s / m / plain_s) for n, (m, s) in enumerate(zip(counts, round_s, strict=False), 1) if m > 0),
+        num_drafted=num_drafted,
+        rounds=() if shares else _rounds(counts, round_s, plain_s),
+        lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
         apart=(math.log(timed / terms), math.log(draft / terms)) if draft and terms and timed else None,
     )
+
+
+def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> tuple[tuple[int, int, float], ...]:
+    pairs = enumerate(zip(counts, seconds, strict=False), 1)
+    return tuple((n, m, s / m / plain_s) for n, (m, s) in pairs if m > 0)
 
 
 def _learn_drafts(cost: CostModel, told: Sequence[_Steps], fresh: Floats) -> CostModel:
@@ -218,11 +234,12 @@ def _learn_verifications(cost: CostModel, told: Sequence[_Steps], fresh: Floats)
     terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
     for one, weight in zip(told, fresh, strict=True):
         draft = one.draft if one.draft is not None else float(terms @ one.kept)
-        for n, count, seconds in one.rounds:
+        by_mask = [(n, count, seconds - n * draft) for n, count, seconds in one.rounds]
+        for n, count, seconds in (*by_mask, *one.lookups):
             if n < size:
                 certainty = weight / (_MOMENT**2 + _SINGLE**2 / count)
                 weights[n] += certainty
-                sums[n] += certainty * ((seconds - n * draft) * alone / cost.verify_s[n] - 1.0)
+                sums[n] += certainty * (seconds * alone / cost.verify_s[n] - 1.0)
     seen = np.flatnonzero(weights)
     if not len(seen):
         return cost

@@ -106,10 +106,13 @@ class Objective:
             "process": process_token(),
             "origin": proposal.origin,
             "proposing_s": round(self.sampler.proposing_s, 4),
+            "drafter": config.drafter,
             "skip_mask": str(mask),
             "num_skipped_attention": mask.num_skipped_attention,
             "num_skipped_mlp": mask.num_skipped_mlp,
         }
+        if config.lookup is not None:
+            attributes["lookup"] = config.lookup.model_dump(exclude_none=True)
         if proposal.repeat_of is not None:
             attributes["repeat_of"] = proposal.repeat_of
         if proposal.considered:

@@ -12,6 +12,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from layerskip.config import DecodeConfig
+from search.confirm import describe
 from search.correction import Correction
 from search.cost_model import CostModel, CostOptions, Timer, measure_costs, pool_costs
 from search.fingerprint import Fingerprint
@@ -30,6 +31,7 @@ from search.spec import StudySpec
 COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
 READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
 EFFECTS = "setting_effects"
+LOOKUPS = "hybrid_lookups"
 """Attributes of the study."""
 _RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
@@ -121,8 +123,10 @@ class Outlook:
             "forecast_speedup": round(mean, 5),
             "replayed_forwards": [list(counts) for counts in sharp.forwards],
             "draft_step_ms": round(1000 * sharp.draft_s, 5),
-            DRAFT_BY_TERMS: round(sharp.draft_by_terms, 6),
-            DRAFT_TIMED: round(sharp.draft_timed, 6),
+        } | {
+            name: round(value, 6)
+            for name, value in ((DRAFT_BY_TERMS, sharp.draft_by_terms), (DRAFT_TIMED, sharp.draft_timed))
+            if value is not None
         }
 
     def recheck(self, study: optuna.Study) -> float:
@@ -149,6 +153,11 @@ class Outlook:
         if speedup > 1.0:
             return None
         config = self.space.to_config(best.params)
+        if not config.drafts_by_mask:
+            return (
+                f"no config can win here: the best of {len(self.pool.candidates)} predicted, {describe(config)}, "
+                f"reaches {speedup:.3f}x before overhead"
+            )
         cost, mask = self.predictor.cost, config.skip_mask
         draft = cost.draft_s(mask, threshold=config.draft_threshold > 0) / cost.verify_s[0]
         return (
@@ -168,14 +177,21 @@ def describe_outlook(outlook: Outlook) -> list[str]:
     order = outlook.sensitivity.sublayers
     worst = sorted(order, key=lambda one: one.leave_one_out)[:3]
     keys = "" if outlook.predictor.keys == "target" else " (the draft's own keys throughout: an approximation)"
-    return [
+    lines = [
         f"one target token {1000 * alone:.2f} ms, verifying {far} drafts {cost.verify_s[far] / alone:.2f} of that; "
         f"a draft token {cost.fixed_s / alone:.2f} + {cost.attention_s[0] / alone:.3f} an attention + "
         f"{cost.mlp_s[0] / alone:.3f} an MLP",
         f"hardest to do without: {', '.join(f'{one.name} (agreement {one.leave_one_out:.2f})' for one in worst)}",
-        f"{len(outlook.pool.candidates)} masks predicted on {_texts(outlook)}{keys}; best "
-        f"{math.exp(best.log_speedup):.2f}x: mask {config.skip_mask}, gamma {config.gamma}",
+        f"{len(outlook.pool.candidates)} configs predicted on {_texts(outlook)}{keys}; best "
+        f"{math.exp(best.log_speedup):.2f}x: {describe(config)}",
     ]
+    if not worst:
+        del lines[1]
+    by_drafter = outlook.candidates.best_by_drafter(outlook.pool)
+    if len(by_drafter) > 1:
+        told = (f"{name} {math.exp(one.log_speedup):.2f}x" for name, one in by_drafter.items())
+        lines.append(f"predicted by drafter: {', '.join(told)}")
+    return lines
 
 
 def _texts(outlook: Outlook) -> str:
@@ -222,17 +238,21 @@ def store_costs(study: optuna.Study, costs: Sequence[CostModel]) -> None:
     study.set_user_attr(COSTS, json.dumps([one.to_json() for one in costs]))
 
 
-def texts_to_time(reference: Reference, gamma_max: int) -> tuple[tuple[int, ...], ...]:
+def texts_to_time(reference: Reference, gamma_max: int, most_new: int | None = None) -> tuple[tuple[int, ...], ...]:
     """A few texts of middling length, each up to about the middle of its continuation.
 
     With gamma_max + 1 tokens more they are no longer than what decoding makes of them, so the model has the positions.
+    most_new: of a continuation, where steps of more tokens are timed.
     """
     room = gamma_max + 1
     cases = [case for case in reference.cases if len(case.reference_ids) > room]
     cases.sort(key=lambda case: len(case.prompt_ids) + len(case.reference_ids))
     middle = max(0, (len(cases) - _NUM_TIMED_TEXTS) // 2)
     return tuple(
-        case.prompt_ids + case.reference_ids[: min(len(case.reference_ids) // 2, len(case.reference_ids) - room)]
+        case.prompt_ids
+        + case.reference_ids[
+            : min(len(case.reference_ids) // 2, len(case.reference_ids) - room, most_new or room << 20)
+        ]
         for case in cases[middle : middle + _NUM_TIMED_TEXTS]
     )
 

@@ -15,11 +15,12 @@ from layerskip.teacher_forcing import ForcedText
 from search.cost_model import CostModel, CostOptions, measure_costs, pool_costs
 from search.decoder import Decoder, TextForcing
 from search.fingerprint import Fingerprint
-from search.forecast import Candidates, Pool, make_pool
+from search.forecast import Candidate, Candidates, Pool, make_pool
 from search.more_texts import MAX_MORE, Beyond, MoreOptions, MoreText, make_more_texts
 from search.outlook import (
     COSTS,
     EFFECTS,
+    LOOKUPS,
     MORE,
     POOL,
     READINGS,
@@ -34,7 +35,7 @@ from search.predictor import Predictor
 from search.prompts import EncodedPrompt
 from search.reference import Reference
 from search.refinement import Refiner, refine_pool
-from search.replay import TextRows
+from search.replay import LookupChoice, TextRows, read_choice, write_choice
 from search.sensitivity import Sensitivity, measure_sensitivity
 from search.setting_effects import SettingEffects
 from search.space import SearchSpace
@@ -109,8 +110,9 @@ class _Opening:
         options, study, space = self.options, self.study, self.space
         self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.search_s)
         start = self.clock()
-        timer = self.decoder.timer(options.gamma_max)
-        timed = texts_to_time(self.reference, options.gamma_max)
+        timer = self.decoder.timer(space.gamma_limit)
+        most_new = max(1, options.max_new_tokens - space.gamma_limit - 1)
+        timed = texts_to_time(self.reference, options.gamma_max, most_new if space.lookup_methods else None)
         stored = study.user_attrs.get(COSTS)
         if stored is None:
             cost_options = CostOptions(options.gamma_max, seed=options.seed)
@@ -122,7 +124,7 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
-        predictor.set_yardstick(self.space.to_config(pool.best.params), pool_costs(costs[:1]))
+        predictor.set_yardstick(self.space.to_config(pool.best_mask.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
             predictor=predictor,
@@ -154,12 +156,14 @@ class _Opening:
                 texts = texts[: max(_MIN_TEXTS, int(len(texts) * allowed / needed))]
                 forcing = self.decoder.teacher_forcing(texts)
             self.study.set_user_attr(TEXTS, len(texts))
-        return Predictor(forcing, self._rows(forcing), cost)
+        return Predictor(forcing, self._rows(forcing), cost, self.options.gamma_max)
 
     def _sensitivity(self, predictor: Predictor) -> Sensitivity:
         stored = self.study.user_attrs.get(SENSITIVITY)
         if stored is not None:
             return Sensitivity.from_json(stored)
+        if not self.space.uses_masks:
+            return Sensitivity((), str(SkipMask.none(self.space.num_layers)), 1.0)
         sensitivity = measure_sensitivity(predictor.agreement, self.space)
         self.study.set_user_attr(SENSITIVITY, sensitivity.to_json())
         return sensitivity
@@ -174,33 +178,67 @@ class _Opening:
         stored = attrs.get(POOL)
         if stored is not None:
             predictor, num_cuts = self._widen(first, attrs.get(MORE))
+            self._look_up_with(predictor, [read_choice(one) for one in json.loads(attrs.get(LOOKUPS, "[]"))])
             if EFFECTS in attrs:
                 predictor.set_effects(SettingEffects.from_json(attrs[EFFECTS]))
             return predictor, Pool.from_json(stored, Candidates(predictor, self.space)), num_cuts
+        if "hybrid" in self.space.drafters:
+            found = first.best_lookups(self.space.lookup_methods, self.space.lookup_gamma_max)
+            self._look_up_with(first, [LookupChoice.of(one.config) for one in found])
         start = self.clock()
-        pool = make_pool(
-            Candidates(first, self.space),
-            self.space,
-            sensitivity,
-            seed=self.options.seed,
-            seconds=_POOL_SHARE * self.budget,
-            clock=self.clock,
-        )
-        reading_s = (self.clock() - start) / len(pool.candidates)
+        pool = self._mask_pool(first, sensitivity)
+        reading_s = (self.clock() - start) / max(1, len(pool.candidates))
         self._decide_readings(reading_s)
         if MORE not in attrs:
             beyond = self._go_beyond(reading_s / first.num_texts, first.num_texts)
             self.study.set_user_attr(MORE, beyond.to_json())
         predictor, num_cuts = self._widen(first, self.study.user_attrs[MORE])
         candidates = Candidates(predictor, self.space)
-        if predictor.has_more:
+        is_hybrid = self._choose_hybrids(predictor, pool)
+        if pool.candidates and (predictor.has_more or is_hybrid):
             seconds = _REFINE_SHARE * self.budget
             pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
+        if pool.candidates and predictor.has_more:
             pool = self._judge_by_many(pool, predictor, candidates)
+        pool = pool.with_others(self._lookups_alone(predictor))
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
         # As stored, rounded: what a resume will read must be what this run works with.
         return predictor, Pool.from_json(stored, candidates), num_cuts
+
+    def _mask_pool(self, predictor: Predictor, sensitivity: Sensitivity) -> Pool:
+        if not self.space.uses_masks:
+            return Pool(())
+        return make_pool(
+            Candidates(predictor, self.space),
+            self.space,
+            sensitivity,
+            seed=self.options.seed,
+            seconds=_POOL_SHARE * self.budget,
+            clock=self.clock,
+        )
+
+    def _lookups_alone(self, predictor: Predictor) -> list[Candidate]:
+        """The best of each way to look up, where the space has it alone or as part of a hybrid."""
+        methods = self.space.lookup_methods
+        return Candidates(predictor, self.space).lookups_alone(methods) if methods else []
+
+    def _choose_hybrids(self, predictor: Predictor, pool: Pool) -> bool:
+        """Decide for the study what masks are combined with: per method the lookup that suits the best mask so far."""
+        if "hybrid" not in self.space.drafters or not pool.candidates:
+            return False
+        config = self.space.to_config(pool.best.params)
+        limit = self.space.lookup_gamma_max
+        found = predictor.best_lookups(self.space.lookup_methods, limit, config)
+        choices = [LookupChoice.of(one.config) for one in found]
+        self.study.set_user_attr(LOOKUPS, json.dumps([write_choice(one) for one in choices]))
+        self._look_up_with(predictor, choices)
+        return True
+
+    def _look_up_with(self, predictor: Predictor, choices: Sequence[LookupChoice | None]) -> None:
+        if "hybrid" in self.space.drafters:
+            or_not = "layer_skip" in self.space.drafters
+            predictor.look_up_with([one for one in choices if one is not None], or_not=or_not)
 
     def _judge_by_many(self, pool: Pool, predictor: Predictor, candidates: Candidates) -> Pool:
         """The pool with its masks that were predicted on all texts judged by what settings are worth to all of these.

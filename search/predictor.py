@@ -5,27 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from optuna.trial import FrozenTrial
 
 from layerskip.config import DecodeConfig
+from layerskip.lookup_settings import LookupSettings
 from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings, WrongDraft
+from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search.cost_model import CostModel, Timer, relative_draft
 from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
 from search.learnt_costs import CostLearner, TimingTrust
-from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
+from search.lookup_readings import LookupReadings, read_lookups
+from search.replay import Counts, Floats, LookupChoice, Round, Settings, TextRows, replay, walk
 from search.setting_effects import SettingEffects
-from search.space import THRESHOLD_MAX, THRESHOLD_STEP, snap_threshold
+from search.space import (
+    FACTORS,
+    LOOKUP_GAMMA_MAX,
+    MIN_MATCH_MAX,
+    THRESHOLD_MAX,
+    THRESHOLD_STEP,
+    lookup_settings,
+    snap_threshold,
+)
 
 SHARP_DEPTH = 7
 """Drafts of a round, at most, that see the draft's own keys when a config about to be measured is read: all of a gamma
 of 8."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
+_LOOKUP_GAMMAS = (2, 3, 4, 6, 8, 12, 16, LOOKUP_GAMMA_MAX)
+_LOOKUP_THRESHOLDS = (0.0, 0.3, 0.6)
+_MIN_PROBABILITIES = (0.1, 0.5)
 _KEPT_BYTES = 1 << 23
 """8 MiB of readings on the first texts, and as much on all: hundreds of masks on short texts, dozens on long ones."""
 _TIMING_REPEATS = 3
@@ -35,6 +48,7 @@ class Forcing(Protocol):
     """Readings of any mask on fixed texts; see `layerskip.teacher_forcing.TeacherForcing`."""
 
     keys: str
+    texts: tuple[ForcedText, ...]
 
     def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
 
@@ -78,10 +92,10 @@ class TrialPrediction:
     forwards: tuple[tuple[float, float, float], ...]
     """Drafts, verifications and target-only steps."""
     draft_s: float
-    """One draft token of this mask, at the pace of the cost model."""
-    draft_by_terms: float
+    """One draft token of this mask, at the pace of the cost model; 0 where nothing is drafted under one."""
+    draft_by_terms: float | None
     """The same in target steps, by the terms alone."""
-    draft_timed: float
+    draft_timed: float | None
     """The same in target steps, timed just now in turns with the target's."""
 
 
@@ -107,14 +121,16 @@ class Predictor:
     masks (see `set_effects`), wide predictions are of texts like these rather than of these.
     """
 
-    def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel) -> None:
+    def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel, gamma_max: int | None = None) -> None:
+        """gamma_max: of drafts under a mask; as far as `cost` goes without it."""
         self._forcing: Forcing = forcing
         self._first: Forcing = forcing
         self._more: Forcing | None = None
         self._rows = self._first_rows = rows
-        self._gamma_max = len(cost.verify_s) - 1
+        self._gamma_max = len(cost.verify_s) - 1 if gamma_max is None else gamma_max
+        self._lookups: dict[LookupSettings, LookupReadings] = {}
         self._readings, self._wide_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
-        self._grid = Settings.grid(range(1, self._gamma_max + 1), _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS)
+        self.look_up_with(())
         self._learner = CostLearner()
         self._yardstick: DecodeConfig | None = None
         self._shift = 0.0
@@ -122,6 +138,12 @@ class Predictor:
         self._discounts: dict[SkipMask, Floats] = {}
         self._first_cost = self._measured = self.cost = cost
         self._trust = TimingTrust.before_trials(cost)
+
+    def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
+        """From now on masks are predicted as the rest of a hybrid with one of these; or_not: and without any."""
+        choices: list[LookupChoice | None] = [None] if or_not or not lookups else []
+        gammas = range(1, self._gamma_max + 1)
+        self._grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, [*choices, *lookups])
 
     def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
         """The config by which a shift of the prices since these is told."""
@@ -160,7 +182,8 @@ class Predictor:
 
     def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
         """This one, with these texts after its own; its readings are kept."""
-        wider = Predictor(self._first, self._first_rows, self.cost)
+        wider = Predictor(self._first, self._first_rows, self.cost, self._gamma_max)
+        wider._grid = self._grid
         joined = JoinedForcing([(self._first, self._first_rows), (forcing, rows)])
         wider._forcing, wider._more, wider._rows = joined, forcing, joined.rows
         wider._readings = self._readings
@@ -201,28 +224,56 @@ class Predictor:
             return self.best_settings(mask, 1, wide=True)[0]
         rough = self._best(mask, self._grid, wide=wide)
         config = rough.config
-        near = [
+        near: list[list[float]] = [
             sorted({snap_threshold(value + step * THRESHOLD_STEP) for step in (-1, 0, 1)})
             for value in (config.draft_threshold, config.target_threshold)
         ]
         gammas = [g for g in range(config.gamma - 1, config.gamma + 2) if 1 <= g <= self._gamma_max]
-        return self._best(mask, Settings.grid(gammas, *near), wide=wide)
+        return self._best(mask, Settings.grid(gammas, near[0], near[1], [LookupChoice.of(config)]), wide=wide)
 
-    def best_settings(self, mask: SkipMask, count: int, *, wide: bool = False) -> list[Predicted]:
-        """The `count` best of the coarse grid, best first."""
-        grid, effects = self._grid, self._effects if wide else None
+    def best_lookups(
+        self, methods: Sequence[str], gamma_max: int, config: DecodeConfig | None = None, *, count: int = 1
+    ) -> list[Predicted]:
+        """The `count` best lookups of each of these methods on all texts, best first; alone, or as part of a hybrid
+        whose other part is `config`'s.
+
+        Cost: a lookup at every place of every text for each setting of the grid, kept for the next time; seconds for a
+        hundred texts.
+        """
+        found: list[Predicted] = []
+        for method in methods:
+            choices = lookup_grid(method, gamma_max)
+            if config is None:
+                grid = Settings.of_lookups(choices)
+                mask = SkipMask.none(len(self.cost.attention_s))
+            else:
+                grid = Settings.grid([config.gamma], [config.draft_threshold], [config.target_threshold], choices)
+                mask = config.skip_mask
+            logs = self._log_speedups(mask, grid, wide=True)
+            order = np.argsort(-logs, kind="stable")[:count]
+            found += [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
+        return sorted(found, key=lambda one: -one.speedup)
+
+    def best_settings(
+        self, mask: SkipMask, count: int, *, wide: bool = False, hybrid: bool | None = None
+    ) -> list[Predicted]:
+        """The `count` best of the coarse grid, best first; of hybrids alone, or of those without a lookup, if asked."""
+        grid, effects = self._grid, self._effects if wide and hybrid is None else None
         if effects is None:
             logs = self._log_speedups(mask, grid, wide=wide)
         else:
             grid = effects.settings
             logs = self._log_speedups(mask, grid, wide=wide) + self._discount(mask, effects)
-        order = np.argsort(-logs, kind="stable")[:count]
+        if hybrid is not None:
+            is_none = np.array([one is None for one in grid.lookups])[grid.lookup]
+            logs = np.where(is_none == hybrid, -np.inf, logs)
+        order = [i for i in np.argsort(-logs, kind="stable")[:count] if np.isfinite(logs[i])]
         return [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
     def unread(self, steps: Sequence[int], force: Callable[[Sequence[int]], tuple[Forcing, TextRows]]) -> Unread | None:
         """The texts at `steps` that are not read for every mask; None if all are. Cost: what `force` takes for them."""
         beyond = tuple(sorted({step for step in steps if step >= self.num_texts}))
-        return Unread(beyond, Predictor(*force(beyond), self.cost)) if beyond else None
+        return Unread(beyond, Predictor(*force(beyond), self.cost, self._gamma_max)) if beyond else None
 
     def forecast(
         self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None
@@ -290,18 +341,23 @@ class Predictor:
             return []
         counts = self.counts(config, sharp=True, texts=places)
         ratios = np.exp(_logs_at(self.cost, counts, self._rows.select(places), np.array([draft_s]))[0])
-        forwards = zip(counts.drafted[0], counts.rounds[0], counts.target_only[0], strict=True)
+        drafts = counts.drafted[0] + counts.looked_up[0]
+        forwards = zip(drafts, counts.rounds[0], counts.target_only[0], strict=True)
         return [
             (float(ratio), (float(d), float(r), float(a))) for ratio, (d, r, a) in zip(ratios, forwards, strict=True)
         ]
 
-    def _draft_s(self, config: DecodeConfig, timer: Timer, text: Sequence[int]) -> tuple[float, float, float]:
+    def _draft_s(
+        self, config: DecodeConfig, timer: Timer, text: Sequence[int]
+    ) -> tuple[float, float | None, float | None]:
         """One draft token of this mask, at the pace of the cost model: the sum of its terms, drawn towards a timing of
         its own as far as such timings are believed; then the sum and the timing, in target steps.
 
         One that is further off than a moment explains is taken again, and what both say counts: moments pass.
         """
         mask, threshold = config.skip_mask, config.draft_threshold > 0
+        if not config.drafts_by_mask:
+            return 0.0, None, None
 
         def timed() -> float:
             return relative_draft(timer, text, mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS)
@@ -322,13 +378,15 @@ class Predictor:
         places = list(range(self.num_texts)) if texts is None else list(texts)
         if sharp:
             return self._sharp_counts(config, places)
-        reading = self._reading(config.skip_mask, wide=True).select(places)
+        settings = Settings.of(config)
+        reading = self._reading_for(config.skip_mask, settings, wide=True).select(places)
         return replay(
             reading.accepted,
             reading.confidence,
             self._rows.select(places),
-            Settings.of(config),
+            settings,
             self._verifications_s(config),
+            lambda one: self._lookup(one).select(places),
         )
 
     def _verifications_s(self, config: DecodeConfig) -> tuple[float, ...]:
@@ -336,8 +394,9 @@ class Predictor:
 
     def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
         depth = min(SHARP_DEPTH, max(0, config.gamma - 1))
-        reading = self._forcing.read(config.skip_mask, depth, places)
-        rounds = walk(reading, self._rows.select(places), config)
+        rows = self._rows.select(places)
+        reading = self._forcing.read(config.skip_mask, depth, places) if config.drafts_by_mask else no_reading(rows)
+        rounds = walk(reading, rows, config, lambda one: self._lookup(one).select(places))
         open_ended = [one for one in rounds if one.wrong_and_sure]
         wrong = [self._wrong_draft(reading, one, places) for one in open_ended]
         added = dict(
@@ -346,14 +405,16 @@ class Predictor:
             )
         )
         table = self._verifications_s(config)
-        drafted, num_rounds, alone, verify_s = np.zeros((4, 1, len(places)))
+        drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
         for one in rounds:
-            count = one.drafted + added.get(id(one), 0)
-            drafted[0, one.text] += count
+            by_mask = one.drafted + added.get(id(one), 0)
+            count = by_mask + one.looked_up
+            drafted[0, one.text] += by_mask
+            looked_up[0, one.text] += one.looked_up
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
             verify_s[0, one.text] += table[count] if count else 0.0
-        return Counts(drafted, num_rounds, alone, verify_s)
+        return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
     @staticmethod
     def _wrong_draft(reading: DraftReadings, one: Round, places: Sequence[int]) -> WrongDraft:
@@ -368,11 +429,16 @@ class Predictor:
         return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
 
     def _config(self, mask: SkipMask, grid: Settings, i: int) -> DecodeConfig:
+        choice = grid.lookups[int(grid.lookup[i])]
+        if choice is not None and grid.gamma[i] == 0:
+            return choice.alone(mask.num_layers)
+        fields: dict[str, Any] = {} if choice is None else {"drafter": "hybrid", "lookup": choice.in_hybrid()}
         return DecodeConfig(
             skip_mask=mask,
             gamma=int(grid.gamma[i]),
             draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
             target_threshold=snap_threshold(float(grid.target_threshold[i])),
+            **fields,
         )
 
     def _log_speedups(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Floats:
@@ -382,7 +448,7 @@ class Predictor:
 
     def _discount_of(self, config: DecodeConfig, *, wide: bool) -> float:
         """Of one config's mean log speedup; between the settings of the effects, that of the nearest."""
-        if not wide or self._effects is None:
+        if not wide or self._effects is None or not config.drafts_by_mask:
             return 0.0
         return float(self._discount(config.skip_mask, self._effects)[self._effects.nearest(config)])
 
@@ -404,11 +470,31 @@ class Predictor:
         self, mask: SkipMask, grid: Settings, *, wide: bool, share_prefix: bool = False, at: CostModel | None = None
     ) -> Floats:
         """(S, P): log speedup on each text, at today's prices or these."""
-        readings, rows, cost = self._reading(mask, wide=wide), self._rows_of(wide=wide), at or self.cost
+        readings, rows, cost = self._reading_for(mask, grid, wide=wide), self._rows_of(wide=wide), at or self.cost
         table = cost.verifications_s(mask, share_prefix=share_prefix)
-        counts = replay(readings.accepted, readings.confidence, rows, grid, table)
+        texts = range(len(rows.lengths))
+        width = rows.target_probs.shape[1]
+        counts = replay(
+            readings.accepted,
+            readings.confidence,
+            rows,
+            grid,
+            table,
+            lambda one: self._lookup(one).select(texts).narrowed(width),
+        )
         plain, watched = (cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
         return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
+
+    def _lookup(self, settings: LookupSettings) -> LookupReadings:
+        """On all texts; those on the first ones are its first rows."""
+        if settings not in self._lookups:
+            width = self._rows.target_probs.shape[1]
+            self._lookups[settings] = read_lookups(self._forcing.texts, settings, LOOKUP_GAMMA_MAX, width)
+        return self._lookups[settings]
+
+    def _reading_for(self, mask: SkipMask, grid: Settings, *, wide: bool) -> DraftReadings:
+        """The mask's; of lookups alone none is needed."""
+        return self._reading(mask, wide=wide) if grid.gamma.any() else no_reading(self._rows_of(wide=wide))
 
     def _rows_of(self, *, wide: bool) -> TextRows:
         return self._rows if wide else self._first_rows
@@ -423,6 +509,25 @@ class Predictor:
         """What is known of the first texts, and a reading of the others."""
         readings = [self._reading(mask, wide=False), more.read(mask)]
         return join_readings(readings, self._rows.target_probs.shape[1])
+
+
+def no_reading(rows: TextRows) -> DraftReadings:
+    """What lookups alone need of a mask."""
+    nothing = np.zeros((1, *rows.target_probs.shape), dtype=np.float32)
+    return DraftReadings(nothing, nothing, nothing.astype(np.int64))
+
+
+def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
+    """All lookups of one method that are predicted."""
+    suffix = method == "suffix"
+    settings = [
+        lookup_settings(method, least, factor, probability)
+        for least in range(1, MIN_MATCH_MAX + 1)
+        for factor in (FACTORS if suffix else FACTORS[:1])
+        for probability in (_MIN_PROBABILITIES if suffix else (0.0,))
+    ]
+    gammas = sorted({min(gamma, gamma_max) for gamma in _LOOKUP_GAMMAS})
+    return [LookupChoice(one, gamma, at) for one in settings for gamma in gammas for at in _LOOKUP_THRESHOLDS]
 
 
 def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:

@@ -15,7 +15,7 @@ from search.measurement import pair_seconds
 from search.prompts import PromptSet, encode_prompts
 from search.reference import prompts_for, warm_up
 from search.results import Origin, portable_model_name
-from search.space import SearchSpace
+from search.space import LOOKUP_GAMMA_MAX, SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
 from search.terminal.text import duration
@@ -56,7 +56,12 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         attention_backend=model.engine.attention_backend,
     )
     space = SearchSpace.for_model(
-        model, gamma_max=spec.gamma_max, granularity=spec.granularity, share_prefix=spec.share_prefix
+        model,
+        gamma_max=spec.gamma_max,
+        granularity=spec.granularity,
+        share_prefix=spec.share_prefix,
+        drafters=spec.drafters,
+        lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
     return Subject(ModelDecoder(model, spec.max_new_tokens), space, encoded[0], encoded[1], fingerprint, origin)
 

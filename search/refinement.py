@@ -69,7 +69,7 @@ class Refiner:
         for one in found:
             if one.key not in self._bits:
                 params = one.params
-                self._bits[one.key] = np.array([float(params[name]) for name in self._space.bit_names])
+                self._bits[one.key] = np.array([float(params.get(name, False)) for name in self._space.bit_names])
         return np.stack([self._bits[one.key] for one in found])
 
 

@@ -7,21 +7,29 @@ drafts of a round beyond the reading's depth see the target's keys and values wh
 long a draft goes on after its first wrong token is taken from the confidence along the right text. What is replayed for
 a config about to be measured needs neither (see `Predictor.counts`): it is read as deep as a gamma of 8 goes, and every
 wrong draft is followed.
+
+What a lookup proposes follows from the text alone, so rounds of looked-up tokens are replayed exactly, also along a
+text that was sampled from the target: there a looked-up token is kept exactly where it is the text's own next token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from layerskip.config import DecodeConfig
+from layerskip.lookup_settings import LookupSettings, PromptLookup, SuffixLookup
+from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import DraftReadings
+from search.lookup_readings import LookupReadings
 
+_LOOKUP: TypeAdapter[PromptLookup | SuffixLookup] = TypeAdapter(LookupSettings)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -53,32 +61,113 @@ class TextRows:
 
 
 @dataclass(frozen=True)
+class LookupChoice:
+    """How tokens are looked up, and when."""
+
+    settings: LookupSettings
+    """Without a gamma and a threshold of their own."""
+    gamma: int
+    target_threshold: float = 0.0
+
+    @classmethod
+    def of(cls, config: DecodeConfig) -> LookupChoice | None:
+        """A config's; None if it looks nothing up."""
+        if config.lookup is None:
+            return None
+        bare = config.lookup.model_copy(update={"gamma": None, "target_threshold": None})
+        return cls(bare, config.lookup_gamma, config.lookup_target_threshold)
+
+    def alone(self, num_layers: int) -> DecodeConfig:
+        """The config that does nothing but look up."""
+        return DecodeConfig(
+            drafter=self.settings.method,
+            skip_mask=SkipMask.none(num_layers),
+            gamma=self.gamma,
+            target_threshold=self.target_threshold,
+            lookup=self.settings,
+        )
+
+    def in_hybrid(self) -> LookupSettings:
+        """The `lookup` of a hybrid's config."""
+        return self.settings.model_copy(update={"gamma": self.gamma, "target_threshold": self.target_threshold})
+
+
+def write_choice(choice: LookupChoice | None) -> dict[str, Any] | None:
+    """As JSON values."""
+    return None if choice is None else choice.in_hybrid().model_dump()
+
+
+def read_choice(data: dict[str, Any] | None) -> LookupChoice | None:
+    """The inverse of `write_choice`. Raises: ValueError if it cannot be read."""
+    if data is None:
+        return None
+    lookup = _LOOKUP.validate_python(data)
+    bare = lookup.model_copy(update={"gamma": None, "target_threshold": None})
+    return LookupChoice(bare, lookup.gamma or 1, lookup.target_threshold or 0.0)
+
+
+@dataclass(frozen=True)
 class Settings:
     """S combinations of what is not the mask; arrays (S,)."""
 
     gamma: Ints
+    """Of layer skipping; 0 where tokens are looked up alone."""
     draft_threshold: Floats
     target_threshold: Floats
+    lookup: Ints
+    """Places among the lookups."""
+    lookups: tuple[LookupChoice | None, ...] = (None,)
+    """None: nothing is looked up."""
 
     @classmethod
     def grid(
-        cls, gammas: Sequence[int], draft_thresholds: Sequence[float], target_thresholds: Sequence[float]
+        cls,
+        gammas: Sequence[int],
+        draft_thresholds: Sequence[float],
+        target_thresholds: Sequence[float],
+        lookups: Sequence[LookupChoice | None] = (None,),
     ) -> Settings:
         """All combinations; gammas from 1."""
         if not gammas or min(gammas) < 1:
             raise ValueError(f"gamma: must be at least 1 to draft, got {list(gammas)[:8]}")
-        axes = np.meshgrid(gammas, draft_thresholds, target_thresholds, indexing="ij")
-        gamma, draft, target = (axis.reshape(-1) for axis in axes)
-        return cls(gamma.astype(np.int64), draft.astype(np.float64), target.astype(np.float64))
+        axes = np.meshgrid(gammas, draft_thresholds, target_thresholds, range(len(lookups)), indexing="ij")
+        gamma, draft, target, lookup = (axis.reshape(-1) for axis in axes)
+        return cls(
+            gamma.astype(np.int64),
+            draft.astype(np.float64),
+            target.astype(np.float64),
+            lookup.astype(np.int64),
+            tuple(lookups),
+        )
+
+    @classmethod
+    def of_lookups(cls, lookups: Sequence[LookupChoice]) -> Settings:
+        """Lookups alone: the target alone where they find nothing."""
+        none = np.zeros(len(lookups))
+        return cls(none.astype(np.int64), none, none, np.arange(len(lookups)), tuple(lookups))
 
     @classmethod
     def of(cls, config: DecodeConfig) -> Settings:
         """One config's. Raises: ValueError if it does not speculate."""
-        return cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold])
+        choice = LookupChoice.of(config)
+        if choice is not None and not config.drafts_by_mask:
+            return cls.of_lookups([choice])
+        return cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
+
+    @property
+    def gamma_max(self) -> int:
+        """Most draft tokens of any round."""
+        return max(int(self.gamma.max()), *(0 if one is None else one.gamma for one in self.lookups))
 
     def select(self, places: Ints) -> Settings:
         """The settings at these places."""
-        return Settings(self.gamma[places], self.draft_threshold[places], self.target_threshold[places])
+        return replace(
+            self,
+            gamma=self.gamma[places],
+            draft_threshold=self.draft_threshold[places],
+            target_threshold=self.target_threshold[places],
+            lookup=self.lookup[places],
+        )
 
     def __len__(self) -> int:
         return len(self.gamma)
@@ -89,14 +178,22 @@ class Counts:
     """Forwards per setting and text, arrays (S, P); expectations where the reading is a sampled one."""
 
     drafted: Floats
+    """Tokens drafted under the mask."""
+    looked_up: Floats
+    """Tokens drafted by lookup."""
     rounds: Floats
     target_only: Floats
     verify_s: Floats
     """Seconds of the rounds' verifications, from the table given; zero without one."""
 
     def total(self) -> Floats:
-        """(S, 3): drafts, verifications and target-only steps over all texts."""
-        return np.stack([self.drafted.sum(1), self.rounds.sum(1), self.target_only.sum(1)], axis=1)
+        """(S, 3): drafts of both kinds, verifications and target-only steps over all texts."""
+        drafts = self.drafted + self.looked_up
+        return np.stack([drafts.sum(1), self.rounds.sum(1), self.target_only.sum(1)], axis=1)
+
+
+ReadLookup = Callable[[LookupSettings], LookupReadings]
+"""What lookups with these settings would propose along the texts at hand."""
 
 
 def replay(
@@ -105,11 +202,12 @@ def replay(
     rows: TextRows,
     settings: Settings,
     verify_s: Sequence[float] | None = None,
+    read_lookup: ReadLookup | None = None,
 ) -> Counts:
     """Counts of every setting on every text.
 
-    Shapes: accepted and confidence (D + 1, P, T), see `DraftReadings`.
-    verify_s[n]: seconds of verifying n draft tokens, n = 0..largest gamma.
+    Shapes: accepted and confidence (D + 1, P, T), see `DraftReadings`; of lookups alone they are not looked at.
+    verify_s[n]: seconds of verifying n draft tokens, n = 0..largest gamma. read_lookup: needed where settings look up.
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core, greedy or sampled.
     Raises: ValueError if the shapes do not fit.
     """
@@ -117,17 +215,17 @@ def replay(
         raise ValueError(
             f"readings: must have shape (depths, *{rows.target_probs.shape}), got {accepted.shape}, {confidence.shape}"
         )
-    table = np.zeros(int(settings.gamma.max()) + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
-    if len(table) <= settings.gamma.max():
-        raise ValueError(f"verify_s: must reach gamma {settings.gamma.max()}, has {len(table)} entries")
+    table = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
+    if len(table) <= settings.gamma_max:
+        raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {len(table)} entries")
     certain = bool(np.isin(accepted, (0.0, 1.0)).all())
     run = _run_certain if certain else _run_expected
-    return run(accepted, _Steps(confidence, rows, settings), table)
+    return run(accepted, _Steps(confidence, rows, settings, _Lookups(rows, settings.lookups, read_lookup)), table)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One step of one text: a round, or the target alone where nothing is drafted."""
+    """One step of one text: a round, or the target alone where nothing is drafted or looked up."""
 
     text: int
     row: int
@@ -138,20 +236,32 @@ class Round:
     """Draft tokens that it could have had."""
     wrong_and_sure: bool
     """Its first wrong token is not an unsure one, so how long the draft goes on after it is not in the reading."""
+    looked_up: int = 0
+    """Tokens that were looked up; then none was drafted under the mask."""
 
 
-def walk(reading: DraftReadings, rows: TextRows, config: DecodeConfig) -> list[Round]:
+def walk(
+    reading: DraftReadings, rows: TextRows, config: DecodeConfig, read_lookup: ReadLookup | None = None
+) -> list[Round]:
     """The rounds of one config, one by one; `drafted` ends at the first wrong token.
 
     Cost: a millisecond or so per thousand tokens. The same rounds as `replay` counts, told apart.
     """
     depth = len(reading.accepted) - 1
+    lookups = _Lookups(rows, [LookupChoice.of(config)], read_lookup)
+    gamma = config.gamma if config.drafts_by_mask else 0
     found = []
     for text, length in enumerate(rows.lengths.tolist()):
         emitted = 1
         while emitted < length:
             row = emitted - 1
-            room = max(0, min(config.gamma, rows.max_new_tokens - emitted - 1))
+            most = max(0, rows.max_new_tokens - emitted - 1)
+            if looked_up := min(most, int(lookups.proposed[0, text, row])):
+                accepted = min(looked_up, int(lookups.right[0, text, row]))
+                found.append(Round(text, row, 0, accepted, room=looked_up, wrong_and_sure=False, looked_up=looked_up))
+                emitted += accepted + 1
+                continue
+            room = min(gamma, most)
             if rows.target_probs[text, row] < config.target_threshold:
                 room = 0
             drafted, wrong, unsure = 0, False, False
@@ -204,64 +314,104 @@ def check_replay(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Re
     )
 
 
+class _Lookups:
+    """(L, P, T): tokens that each lookup proposes at each place, and how many of them are right."""
+
+    def __init__(self, rows: TextRows, lookups: Sequence[LookupChoice | None], read_lookup: ReadLookup | None) -> None:
+        self.any = any(one is not None for one in lookups)
+        self.proposed, self.right = np.zeros((2, len(lookups), *rows.target_probs.shape), dtype=np.int64)
+        for i, one in enumerate(lookups):
+            if one is None:
+                continue
+            if read_lookup is None:
+                raise ValueError("read_lookup: is required where settings look tokens up")
+            reading = read_lookup(one.settings)
+            unsure = rows.target_probs < one.target_threshold
+            self.proposed[i] = np.where(unsure, 0, np.minimum(reading.proposed, one.gamma))
+            self.right[i] = reading.right
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What each of some settings does at a place of a text; arrays."""
+
+    drafted: Ints
+    """Tokens under the mask; with nothing looked up either, 0 is the target alone."""
+    looked_up: Ints
+    right: Ints
+    """Of those looked up."""
+
+
 class _Steps:
     """How many tokens each setting drafts at each position, or that the target goes alone there."""
 
-    def __init__(self, confidence: NDArray[np.float32], rows: TextRows, settings: Settings) -> None:
-        self.rows, self.settings = rows, settings
+    def __init__(self, confidence: NDArray[np.float32], rows: TextRows, settings: Settings, lookups: _Lookups) -> None:
+        self.rows, self.settings, self._lookups = rows, settings, lookups
         self.num_texts, self.width = rows.target_probs.shape
         levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
         self._until_unsure = np.stack([_distance(confidence < level) for level in levels])  # (levels, P, T)
         self._unsure_target = rows.target_probs[None] < np.unique(settings.target_threshold)[:, None, None]
         self._target_level = np.unique(settings.target_threshold, return_inverse=True)[1]
 
-    def at(self, setting: Ints, text: Ints, emitted: Ints) -> Ints:
-        """Draft tokens of the step after `emitted` tokens; 0 = the target alone."""
+    def at(self, setting: Ints, text: Ints, emitted: Ints) -> _Step:
+        """The step after `emitted` tokens."""
         last = emitted - 1
         room = self.rows.max_new_tokens - emitted - 1
         unsure = self._until_unsure[self._level[setting], text, last] + 1
         count = np.minimum(np.minimum(self.settings.gamma[setting], room), unsure)
-        return np.where(self._unsure_target[self._target_level[setting], text, last], 0, np.maximum(count, 0))
+        count = np.where(self._unsure_target[self._target_level[setting], text, last], 0, np.maximum(count, 0))
+        if not self._lookups.any:
+            nothing = np.zeros_like(count)
+            return _Step(count, nothing, nothing)
+        lookup = self.settings.lookup[setting]
+        looked_up = np.maximum(np.minimum(self._lookups.proposed[lookup, text, last], room), 0)
+        right = np.minimum(self._lookups.right[lookup, text, last], looked_up)
+        return _Step(np.where(looked_up > 0, 0, count), looked_up, right)
 
 
 def _run_certain(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
     """Greedy: every (setting, text) walks through its rounds, all of them side by side."""
     shape = (len(steps.settings), steps.num_texts)
     until_wrong = _distance(accepted == 0.0)
-    drafted, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(4))
+    drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
     setting, text = (axis.reshape(-1) for axis in np.indices(shape))
     emitted = np.ones(len(setting), dtype=np.int64)
     lengths = steps.rows.lengths[text]
     alive = np.flatnonzero(emitted < lengths)
     while len(alive):
         at, where = emitted[alive], text[alive]
-        count = steps.at(setting[alive], where, at)
+        step = steps.at(setting[alive], where, at)
+        count = step.drafted + step.looked_up
         alone = count == 0
-        drafted[alive] += count
+        drafted[alive] += step.drafted
+        looked_up[alive] += step.looked_up
         rounds[alive] += ~alone
         target_only[alive] += alone
         verify_s[alive] += np.where(alone, 0.0, table[count])
-        emitted[alive] = at + np.minimum(count, until_wrong[where, at - 1]) + 1
+        kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, until_wrong[where, at - 1]))
+        emitted[alive] = at + kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
-    return Counts(*(one.reshape(shape) for one in (drafted, rounds, target_only, verify_s)))
+    return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
 
 
 def _run_expected(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
-    """Sampled: expected counts from each position on, backwards; a draft token is kept with its probability."""
+    """Sampled: expected counts from each position on, backwards; a token drafted under the mask is kept with its
+    probability, one looked up where it is the text's own."""
     num_settings, num_texts, width = len(steps.settings), steps.num_texts, steps.width
     setting, text = np.indices((num_settings, num_texts))
-    ahead = np.zeros((4, num_settings, num_texts, width + 2))  # what is still to come once so many are emitted
-    gamma_max = int(steps.settings.gamma.max())
+    ahead = np.zeros((5, num_settings, num_texts, width + 2))  # what is still to come once so many are emitted
     for emitted in range(width - 1, 0, -1):
-        count = steps.at(setting, text, np.full_like(text, emitted))
+        step = steps.at(setting, text, np.full_like(text, emitted))
+        count = step.drafted + step.looked_up
         alone = count == 0
-        here = np.stack([count, ~alone, alone, np.where(alone, 0.0, table[count])]).astype(np.float64)
+        here = np.stack([step.drafted, step.looked_up, ~alone, alone, np.where(alone, 0.0, table[count])])
+        here = here.astype(np.float64)
         reached = np.ones((num_settings, num_texts))  # probability that all drafts so far were kept
-        for k in range(gamma_max + 1):
+        for k in range(int(count.max()) + 1):
             row = min(emitted - 1 + k, width - 1)
-            kept = np.where(
-                k < count, accepted[min(k, len(accepted) - 1), :, row], 0.0
-            )  # after the last draft the round ends all the same
+            by_mask = np.where(k < step.drafted, accepted[min(k, len(accepted) - 1), :, row], 0.0)
+            # After the last draft the round ends all the same.
+            kept = np.where(step.looked_up > 0, k < step.right, by_mask)
             here += reached * (1.0 - kept) * ahead[..., min(emitted + k + 1, width + 1)]
             reached = reached * kept
             if not reached.any():

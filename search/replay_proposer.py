@@ -13,7 +13,7 @@ from search.forecast import Candidate, Candidates, Pool
 from search.leaderboard import Key, make_standings, was_interrupted
 from search.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 from search.refinement import Refiner
-from search.space import SearchSpace
+from search.space import GAMMA, SearchSpace
 from search.warm_starts import warm_starts
 
 _CALIBRATION = ("no-skip", "early-exit", "alternating", "middle-half", "later-attention", "later-mlp")
@@ -97,11 +97,12 @@ class ReplayProposer:
         field = _Field(self._refiner, correction)
         field.add(known)
         refined = field.settle(measured)
-        leading = field.best_first[:_NUM_PARENTS]
+        leading = [one for one in field.best_first if self._has_mask(one)][:_NUM_PARENTS]
         is_used_up = all(one.key in measured for one in field.best_first)
-        fresh = self._neighbours(leading, known, rng) if is_used_up or not refined else []
+        fresh = self._neighbours(leading, known, rng) if leading and (is_used_up or not refined) else []
         field.add(fresh)
-        field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
+        if leading:
+            field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
@@ -110,14 +111,19 @@ class ReplayProposer:
         return Proposal(origin, chosen.params, considered=self._candidates.write([*refined, *fresh]))
 
     def _shapes(self) -> list[Candidate]:
-        """The known shapes that calibrate, each at the setting that was best for it before the first trial."""
+        """What calibrates, each at the setting that was best for it before the first trial: the best of each drafter,
+        and known shapes."""
         if self._calibration is None:
             self._candidates.predictor.learn(())
             starts = warm_starts(self._space)
             chosen = [next((s for s in starts if s.origin.startswith(name)), None) for name in _CALIBRATION]
             masks = [self._space.to_mask(start.params) for start in chosen if start is not None]
-            pool = {self._refiner.mask(one): one for one in self._pool.candidates}
-            self._calibration = [pool[mask] if mask in pool else self._candidates.of(mask) for mask in masks]
+            pool = {self._refiner.mask(one): one for one in self._pool.candidates if self._has_mask(one)}
+            self._calibration = []
+            if len(self._space.drafters) > 1:
+                self._calibration += self._candidates.best_by_drafter(self._pool).values()
+            if self._space.uses_masks:
+                self._calibration += [pool[mask] if mask in pool else self._candidates.of(mask) for mask in masks]
         return self._calibration
 
     def _all_known(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
@@ -132,8 +138,13 @@ class ReplayProposer:
             found.update((one.key, one) for one in self._known[trial.number])
         if all(one.wide for one in found.values()):
             return list(found.values())
-        wide = {self._refiner.mask(one) for one in found.values() if one.wide}
+        wide = {self._refiner.mask(one) for one in found.values() if one.wide and self._has_mask(one)}
         return [one for one in found.values() if one.wide or self._refiner.mask(one) not in wide]
+
+    @staticmethod
+    def _has_mask(one: Candidate) -> bool:
+        """Whether it drafts under a mask, and is not a lookup alone."""
+        return any(name == GAMMA for name, _ in one.key)
 
     def _neighbours(
         self, parents: Sequence[Candidate], known: Sequence[Candidate], rng: np.random.Generator

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from layerskip.config import DRAFTERS
 from layerskip.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
 from search.spec import (
     DTypeName,
@@ -86,6 +87,12 @@ def build_parser() -> OneLineParser:
         "--objective",
         choices=get_args(ObjectiveName),
         help="what is maximised; unlike devices can share a study of the speedup",
+    )
+    parser.add_argument(
+        "--drafters",
+        type=lambda text: [one.strip() for one in text.split(",")],
+        metavar="LIST",
+        help=f"ways to draft that are searched, of {','.join(DRAFTERS)} (default: all)",
     )
     parser.add_argument("--sampler", choices=get_args(SamplerName), help="who proposes configs")
     parser.add_argument(

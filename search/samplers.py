@@ -61,7 +61,7 @@ class ProposalSampler(BaseSampler):
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Tell other workers whose trial this is; and what it measures, if that is fixed: then nothing is proposed."""
         fixed = fixed_params(trial)
-        if is_all_fixed := self._space.distributions.keys() <= fixed.keys():
+        if is_all_fixed := self._space.holds(fixed):
             attrs = trial.user_attrs
             inherited = (attrs.get("repeat_of"), attrs.get("considered"))
             self._latest = (trial.number, Proposal(attrs.get("origin", "queue"), fixed, *inherited))
@@ -73,7 +73,7 @@ class ProposalSampler(BaseSampler):
                 self._claims.claim(trial.number, fixed)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
-        """The whole, fixed space."""
+        """Every parameter that a trial may have."""
         return {name: one for name, one in self._space.distributions.items() if not one.single()}
 
     def sample_relative(
@@ -87,7 +87,7 @@ class ProposalSampler(BaseSampler):
         for attempt in range(_MAX_ATTEMPTS):
             rng = np.random.default_rng([self._seed, index, attempt])
             proposal = self._proposer.propose(seen, index, rng)
-            params = proposal.params if proposal.params is not None else self._draw(study, trial, search_space, rng)
+            params = proposal.params or self._space.reduce(self._draw(study, trial, search_space, rng))
             if not taken or key_of(params) not in taken:
                 break
         self._latest = (trial.number, proposal)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerskip.config import DecodeConfig
-from search.replay import Floats, Settings
+from search.replay import Floats, LookupChoice, Settings, read_choice, write_choice
 
 _KEPT_SHARE = 0.5
 """Of the settings: those that are best on average are looked at further."""
+_OTHER_LOOKUP = 10.0
+"""How far apart settings are that look up otherwise: further than any two of one lookup."""
 _OWN_SHARE = 0.3
 """Of what a mask says beyond level and average: believed. By simulation, see `studies/LOG.md`."""
 
@@ -48,21 +50,27 @@ class SettingEffects:
         apart = np.abs(one.gamma - config.gamma) / max(1, int(one.gamma.max()))
         apart += np.abs(one.draft_threshold - config.draft_threshold)
         apart += np.abs(one.target_threshold - config.target_threshold)
+        like = [choice == LookupChoice.of(config) for choice in one.lookups]
+        apart += np.where(np.array(like)[one.lookup], 0.0, _OTHER_LOOKUP)
         return int(np.argmin(apart))
 
     def to_json(self) -> str:
         """One line, for a study's attributes."""
         one = self.settings
         columns = (one.gamma.tolist(), one.draft_threshold.tolist(), one.target_threshold.tolist())
-        return json.dumps([*columns, np.round(self.effects, 5).tolist()], separators=(",", ":"))
+        lookups = [] if one.lookups == (None,) else [one.lookup.tolist(), [write_choice(each) for each in one.lookups]]
+        return json.dumps([*columns, np.round(self.effects, 5).tolist(), *lookups], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> SettingEffects:
         """The inverse of `to_json`."""
-        gamma, draft_threshold, target_threshold, effects = json.loads(text)
+        gamma, draft_threshold, target_threshold, effects, *lookups = json.loads(text)
+        places, choices = lookups or ([0] * len(gamma), [None])
         settings = Settings(
             np.array(gamma, dtype=np.int64),
             np.array(draft_threshold, dtype=np.float64),
             np.array(target_threshold, dtype=np.float64),
+            np.array(places, dtype=np.int64),
+            tuple(read_choice(one) for one in choices),
         )
         return cls(settings, np.array(effects, dtype=np.float64))

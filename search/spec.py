@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from layerskip.config import MAX_NEW_TOKENS, MAX_THREADS
+from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_THREADS, DrafterName
 from layerskip.device_map import check_device_map
 from layerskip.validated import MAX_GAMMA, describe_validation_error
 from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
@@ -27,6 +27,11 @@ EngineName = Literal["auto", "eager", "fused", "cuda_graph"]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def _as_tuple(value: object) -> object:
+    """TOML and JSON have lists only."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class StudySpec(BaseModel):
@@ -70,6 +75,8 @@ class StudySpec(BaseModel):
     share_prefix: bool = False
     """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. Little to gain where
     reading the weights is what costs (see the README)."""
+    drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(_as_tuple)] = DRAFTERS
+    """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask. Lookups cost nothing to predict."""
     objective: ObjectiveName = "tokens_per_s"
     """What is maximised. `speedup` lets workers on unlike devices share a study: each compares with its own plain
     decoding, and has costs and predictions of its own."""
@@ -105,6 +112,13 @@ class StudySpec(BaseModel):
     """Search each prompt group apart as well, `trials` trials each, and export a setting per group."""
     group_field: Annotated[str, Field(min_length=1, max_length=64)] = "category"
     """Field of a prompt's record that names its group; of no account without `per_group`."""
+
+    @field_validator("drafters")
+    @classmethod
+    def _check_drafters(cls, drafters: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
+        if not drafters or len(set(drafters)) < len(drafters):
+            raise ValueError(f"drafters: must be one or more of {', '.join(DRAFTERS)}, each once; got {list(drafters)}")
+        return drafters
 
     @model_validator(mode="after")
     def _check_device_map(self) -> StudySpec:
@@ -306,6 +320,8 @@ def _near(path: Path, folder: Path) -> str:
 def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(one)}" for key, one in value.items()) + " }"
     if isinstance(value, str):

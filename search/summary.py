@@ -65,6 +65,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
             "pooled": [_entry(entry, reference) for entry in given.standings.entries[:5]],
         },
         **given.prediction,
+        "by_drafter": {name: one.speedup for name, one in confirmation.by_drafter.items()},
         "candidates": [_candidate(one) for one in confirmation.candidates],
         "held_out_too_short": list(given.held_out_dropped),
         "not_lossless": list(given.violations),

@@ -30,11 +30,11 @@ class Surface:
 
 
 def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[Entry]) -> None:
-    """Keep the surfaces around these configs, so that whichever is exported has its own.
+    """Keep the surfaces around those of these configs that skip layers alone, for whichever is exported.
 
     Cost: a reading per mask that is not known any more, some ten milliseconds and about a kilobyte each.
     """
-    around = dict.fromkeys(_place(one.config) for one in entries)
+    around = dict.fromkeys(_place(one.config) for one in entries if one.config.drafter == "layer_skip")
     stored = []
     for mask, target_threshold, share_prefix in around:
         gammas, thresholds, speedups = predictor.surface(mask, target_threshold, share_prefix=share_prefix)
@@ -53,6 +53,8 @@ def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[
 
 def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
     """The kept surface that this config lies on; None if there is none."""
+    if config.drafter != "layer_skip":
+        return None
     for one in json.loads(stored or "[]"):
         mask = SkipMask.parse(one["skip_mask"])
         if (mask, one["target_threshold"], one["share_prefix"]) == _place(config):

@@ -19,7 +19,16 @@ from search.objective import standings_of
 from search.outlook import POOL
 from search.prediction_check import PredictionCheck, predicted_and_measured, prediction_check_of, replay_check_of
 from search.reference import Reference
-from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
+from search.space import (
+    DRAFT_THRESHOLD,
+    DRAFTER,
+    GAMMA,
+    LOOKUP_GAMMA,
+    MIN_MATCH,
+    SHARE_PREFIX,
+    TARGET_THRESHOLD,
+    SearchSpace,
+)
 from search.study import trials_by_state
 
 REFERENCE = "reference"
@@ -99,17 +108,30 @@ def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | N
     return finish(figure, "Speedup by trial", _convergence_facts(study, trials))
 
 
-def space_of(trial: FrozenTrial) -> SearchSpace:
-    """The space that a trial was drawn from. Raises: KeyError for a trial that the search did not make."""
-    bits: dict[str, list[int]] = {"attn": [], "mlp": [], "layer": []}
-    for name in trial.params:
+def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
+    """The space that these trials were drawn from, as far as they tell.
+
+    Raises: KeyError for trials that the search did not make; ValueError without any.
+    """
+    if not trials:
+        raise ValueError("trials: must hold at least one, got none")
+    seen = {name: one for trial in trials for name, one in trial.distributions.items()}
+    bits: dict[str, set[int]] = {"attn": set(), "mlp": set(), "layer": set()}
+    for name in seen:
         if name.startswith("skip."):
             _, kind, layer = name.split(".")
-            bits[kind].append(int(layer))
+            bits[kind].add(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
-    gamma_max = int(getattr(trial.distributions[GAMMA], "high", trial.params[GAMMA]))
-    num_layers = SkipMask.parse(trial.user_attrs["skip_mask"]).num_layers
-    return SearchSpace(num_layers, gamma_max, attention, mlp, layers, share_prefix=SHARE_PREFIX in trial.params)
+    return SearchSpace(
+        SkipMask.parse(trials[0].user_attrs["skip_mask"]).num_layers,
+        int(getattr(seen.get(GAMMA), "high", 1)),
+        attention,
+        mlp,
+        layers,
+        share_prefix=SHARE_PREFIX in seen,
+        drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
+        lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", 1)),
+    )
 
 
 def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
@@ -118,7 +140,7 @@ def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[i
     Cost: a fit over all earlier trials each.
     """
     ordered = sorted(trials, key=lambda trial: trial.number)
-    space = space_of(ordered[0])
+    space = space_of(ordered)
     counts = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_STANDINGS)).round().astype(int)).tolist()
     found = [(ordered[count - 1].number, standings_of(ordered[:count], space, reference).leader) for count in counts]
     return [(number, leader) for number, leader in found if leader is not None]
@@ -175,9 +197,15 @@ def _add_confirmed(figure: go.Figure, x: int, confirmed: dict[str, Any]) -> None
 def _about(trial: FrozenTrial) -> str:
     """Hover text: which config. Short, as it is stored once a trial and figure."""
     params, attrs = trial.params, trial.user_attrs
-    text = f"#{trial.number} {attrs.get('origin', '?')}<br>mask {attrs.get('skip_mask', '?')}<br>gamma {params[GAMMA]}"
-    thresholds = [f", {name} {params[name]:g}" for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD) if params[name]]
-    return text + "".join(thresholds)
+    text = f"#{trial.number} {attrs.get('origin', '?')}"
+    if DRAFTER in params:
+        text += f"<br>{params[DRAFTER]}"
+    if GAMMA in params:
+        text += f"<br>mask {attrs.get('skip_mask', '?')}<br>gamma {params[GAMMA]}"
+        text += "".join(f", {name} {params[name]:g}" for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD) if params[name])
+    if LOOKUP_GAMMA in params:
+        text += f"<br>lookup of {params[MIN_MATCH]} or more tokens, gamma {params[LOOKUP_GAMMA]}"
+    return text
 
 
 def _origin(trial: FrozenTrial) -> str:

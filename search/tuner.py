@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from layerskip.config import DecodeConfig, write_atomically
+from layerskip.config import DecodeConfig, DrafterName, write_atomically
 from search.spec import EngineName, Granularity, ObjectiveName, SamplerName, StudyPaths, StudySpec, to_toml
 from search.stop import StopSignal
 
@@ -39,6 +39,7 @@ class TuneOptions(TypedDict, total=False):
     gamma_max: int
     granularity: Granularity
     share_prefix: bool
+    drafters: Sequence[DrafterName]
     objective: ObjectiveName
     sampler: SamplerName
     force: bool

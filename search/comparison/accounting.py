@@ -138,6 +138,7 @@ class SharedForcing:
         self._decoder, self._account = decoder, account
         self._texts = tuple(texts)
         made = self.forcing
+        self.texts = self._texts
         self.keys: str = made.keys
         self.lengths = made.lengths
         self.target_probs = made.target_probs

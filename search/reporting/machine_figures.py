@@ -160,7 +160,8 @@ def _of_mask(record: StudyRecord) -> list[FrozenTrial]:
         return []
     config = choice.config
     wanted = str(config.skip_mask), config.target_threshold, config.share_prefix
-    return [t for t in record.measured if _place(t) == wanted]
+    drafted = [t for t in record.measured if TARGET_THRESHOLD in t.params]  # lookups alone have no mask
+    return [t for t in drafted if _place(t) == wanted]
 
 
 def _place(trial: FrozenTrial) -> tuple[str | None, float, bool]:

@@ -18,7 +18,6 @@ from search.held_out import HELD_OUT, HeldOut
 from search.leaderboard import Entry, Standings, is_full
 from search.objective import standings_of
 from search.reference import Reference
-from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD
 from search.trial_figures import REFERENCE, leaders, space_of
 
 
@@ -67,7 +66,7 @@ class StudyRecord:
         """None before anything was measured."""
         if not self.measured or REFERENCE not in self.attrs:
             return None
-        return standings_of(self.trials, space_of(self.measured[0]), self.reference)
+        return standings_of(self.trials, space_of(self.measured), self.reference)
 
     @cached_property
     def leaders(self) -> Sequence[tuple[int, Entry]]:
@@ -90,14 +89,9 @@ class StudyRecord:
 
     def trials_of(self, config: DecodeConfig) -> list[FrozenTrial]:
         """Full trials of this very config."""
-        wanted = (
-            str(config.skip_mask),
-            config.gamma,
-            config.draft_threshold,
-            config.target_threshold,
-            config.share_prefix,
-        )
-        return [trial for trial in self.measured if is_full(trial) and _setting(trial) == wanted]
+        space, wanted = space_of(self.measured), config.bare()
+        full = [trial for trial in self.measured if is_full(trial) and space.holds(trial.params)]
+        return [trial for trial in full if space.to_config(trial.params) == wanted]
 
 
 def read_record(study: optuna.Study, summary: Mapping[str, Any] | None = None) -> StudyRecord:
@@ -130,9 +124,3 @@ def _from_summary(study: optuna.Study, attrs: Mapping[str, Any], summary: Mappin
     rates = {name: tuple(map(tuple, values)) for name, values in summary["raw"].items()}
     names = tuple(f"prompt {i + 1}" for i in range(len(rates["tokens_per_s"])))
     return HeldOut(config=config, prompt_ids=names, counters=None, **rates)
-
-
-def _setting(trial: FrozenTrial) -> tuple[Any, ...]:
-    params = trial.params
-    thresholds = params[DRAFT_THRESHOLD], params[TARGET_THRESHOLD]
-    return (trial.user_attrs.get("skip_mask"), params[GAMMA], *thresholds, bool(params.get(SHARE_PREFIX, False)))

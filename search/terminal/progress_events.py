@@ -190,6 +190,8 @@ class TrialDone(Event):
             "tokens_per_s": tokens_per_s_of(self.trial) if self.is_good else None,
             **{key: attrs.get(key) for key in told.split()},
             **{key: params.get(key) for key in ("gamma", "draft_threshold", "target_threshold")},
+            "drafter": attrs.get("drafter"),
+            "lookup": attrs.get("lookup"),
             "best_trial": self.leader.trials[0] if self.leader else None,
             "best_speedup": self.leader.speedup if self.leader else None,
             "best_speedup_lower": self.leader.lower if self.leader else None,

@@ -66,10 +66,14 @@ class Result(Event):
             )
             lines.append(Line(text, "result"))
             lines.append(Line(_end_to_end(one), "result"))
+        if len(by_drafter := self.confirmation.by_drafter) > 1:
+            told = ", ".join(f"{name} {candidate.speedup:.2f}x" for name, candidate in by_drafter.items())
+            lines.append(Line(f"best of each drafter on the choosing pass: {told}", "result"))
         if self.confirmation.winner is None:
             return [*lines, Line(config.reason or "do not speculate", "result", style="bold yellow")]
         lines.append(Line(f"speculate: {describe(config)}", "result", style="bold green"))
-        return [*lines, *(Line(row, "") for row in config.skip_mask.picture().splitlines())]
+        picture = config.skip_mask.picture().splitlines() if config.drafts_by_mask else []
+        return [*lines, *(Line(row, "") for row in picture)]
 
     def fields(self) -> dict[str, Any]:
         one, config = self.confirmation, self.confirmation.config
@@ -79,6 +83,7 @@ class Result(Event):
             "verdict": "speculate" if one.winner else "do not speculate",
             "reason": config.reason,
             "confirmed": one.measured.model_dump() if one.measured else None,
+            "by_drafter": {name: candidate.speedup for name, candidate in one.by_drafter.items()},
             **config_fields(config),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optuna.trial import FrozenTrial, TrialState
 
 from search.leaderboard import tokens_per_s_of
+from search.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_METHOD, MIN_MATCH
 
 
 def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
@@ -17,18 +18,30 @@ def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
     if trial.state == TrialState.FAIL or trial.value is None:
         return f"{head}  failed: {attrs.get('failure', 'no reason kept')}  [{origin}]"
     stopped = "<" if attrs.get("stopped_early") else " "
-    layers = attrs.get("skip_mask", "?").partition(":")[0]
     parts = [
         f"{head} {stopped}{tokens_per_s_of(trial):7.1f} tok/s",
         f"{attrs['speedup']:.2f}x {interval_of(trial):<11}",
         f"best {best}",
         f"accept {_number(attrs.get('acceptance_rate'))}",
         f"len {_number(attrs.get('mean_accepted_length'))}",
-        f"skip attn {attrs['num_skipped_attention']:>2} mlp {attrs['num_skipped_mlp']:>2} of {layers}",
-        f"gamma {trial.params.get('gamma', '?')}",
+        *_drafting(trial),
         f"[{origin}]",
     ]
     return "  ".join(parts)
+
+
+def _drafting(trial: FrozenTrial) -> list[str]:
+    """How a trial drafted: by lookup, under a mask, or both."""
+    attrs, params = trial.user_attrs, trial.params
+    layers = attrs.get("skip_mask", "?").partition(":")[0]
+    told = []
+    if LOOKUP_GAMMA in params:
+        method = params.get(LOOKUP_METHOD, params.get(DRAFTER))
+        told.append(f"{method} {params[MIN_MATCH]}+ gamma {params[LOOKUP_GAMMA]}")
+    if GAMMA in params:
+        told.append(f"skip attn {attrs['num_skipped_attention']:>2} mlp {attrs['num_skipped_mlp']:>2} of {layers}")
+        told.append(f"gamma {params[GAMMA]}")
+    return told
 
 
 def origin_of(trial: FrozenTrial) -> str:
