@@ -196,7 +196,7 @@ def test_whole_layers_have_all_figures(tmp_path: Path) -> None:
     assert {trace.name for trace in sensitivity_figure(study).data} == {"whole layer"}
     stored = Sensitivity.from_json(study.user_attrs[SENSITIVITY])
     assert sensitivity_figure(study).data[1].y == tuple(one.keep_one_out for one in stored.sublayers)
-    assert space_of(study.get_trials()[0]) == space
+    assert space_of(study.get_trials()) == space
     for draw in FIGURES.values():
         assert draw(read_record(study)).data
 

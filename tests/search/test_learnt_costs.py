@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.cost_model import CostModel
 from search.learnt_costs import (
+    COUNTS,
     DRAFT_BY_TERMS,
     DRAFT_TIMED,
     PLAIN_STEP,
@@ -195,8 +196,11 @@ def test_unfinished_trials_change_nothing() -> None:
 
 def test_step_times_add_up_over_prompts() -> None:
     plain = [DecodeStats(num_target_only=10, decode_s=2.0), DecodeStats(num_target_only=30, decode_s=2.0)]
-    speculative = [DecodeStats(round_s_by_drafted=[1.0, 2.0]), DecodeStats(round_s_by_drafted=[0.5, 0.0])]
-    assert step_times_of(plain, speculative) == {PLAIN_STEP: 0.1, ROUNDS: [1.5, 2.0]}
+    speculative = [
+        DecodeStats(round_s_by_drafted=[1.0, 2.0], rounds_by_drafted=[4, 3]),
+        DecodeStats(round_s_by_drafted=[0.5, 0.0], rounds_by_drafted=[1, 0]),
+    ]
+    assert step_times_of(plain, speculative) == {PLAIN_STEP: 0.1, ROUNDS: [1.5, 2.0], COUNTS: [5, 3]}
 
 
 def test_no_step_times_of_nothing() -> None:

@@ -290,7 +290,7 @@ def test_more_texts_are_made_of_the_tuning_prompts_and_kept() -> None:
     assert outlook.pool.best.wide
     assert outlook_facts(study)["texts"] == {"num_first": 6, "num_reference_more": 0, "num_made": 30}
     lines = describe_outlook(outlook)
-    assert f"masks predicted on 6 texts, the best {outlook.pool.num_wide} on 36 (of which 24 are cuts" in lines[2]
+    assert f"configs predicted on 6 texts, the best {outlook.pool.num_wide} on 36 (of which 24 are cuts" in lines[2]
     other = quick()
     again = open_(study, other, LONG, tuning=CUTTABLE)
     assert (other.num_decoded, other.num_readings) == (0, 0)
@@ -469,7 +469,7 @@ def test_people_are_told_in_three_lines() -> None:
     )
     assert hardest.count("(agreement 0.") == 3
     assert {name[-2:] for name in hardest.split() if name.startswith("skip.")} <= {"00", "05"}
-    assert f"{len(outlook.pool.candidates)} masks predicted on 6 texts; best" in best
+    assert f"{len(outlook.pool.candidates)} configs predicted on 6 texts; best" in best
     assert "mask 6:1-4" in best
 
 
@@ -615,7 +615,7 @@ def slow_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_stops_after_a_handful_and_goes_on_by_force(
     tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [*tiny_study, "--trials", "9"]  # the last one given counts
+    flags = [*tiny_study, "--drafters", "layer_skip", "--trials", "9"]  # the last one given counts
     best, summary = tmp_path / "study/best.json", tmp_path / "study/summary.json"
     assert run.main(flags) == 0
     output = capsys.readouterr().out

@@ -319,7 +319,7 @@ def test_a_study_that_searched_share_prefix_is_read_whole(tmp_path: Path) -> Non
     assert SearchRun(subject, make_spec(trials=8, share_prefix=True), bench.paths, tools).run() == 0
     storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
     record = read_record(optuna.load_study(study_name=tmp_path.name, storage=storage))
-    assert space_of(record.measured[0]) == space
+    assert space_of(record.measured) == space
     assert record.leader is not None
     config = DecodeConfig(**record.attrs["config"])
     assert record.held_out is not None
