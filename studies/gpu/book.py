@@ -48,24 +48,26 @@ class Book:
         self._steps[step] = {"state": WAITING, "bound_s": bound_s, "seconds": None, "error": None, "rows": []}
         self._write()
 
-    def begin(self, step: str) -> None:
-        self._set(step, state=RUNNING)
+    def begin(self, step: str, before: Mapping[str, Any]) -> None:
+        """before: the state of the machine."""
+        self.note(step, state=RUNNING, before=dict(before))
 
     def add_row(self, step: str, row: Mapping[str, Any]) -> None:
         self._steps[step]["rows"].append(dict(row))
         self._write()
 
     def end(self, step: str, state: str, seconds: float | None = None, error: str | None = None) -> None:
-        self._set(step, state=state, seconds=None if seconds is None else round(seconds, 3), error=error)
+        self.note(step, state=state, seconds=None if seconds is None else round(seconds, 3), error=error)
+
+    def note(self, step: str, **values: object) -> None:
+        """Facts of a step beside its rows."""
+        self._steps[step] |= values
+        self._write()
 
     @property
     def _steps(self) -> dict[str, dict[str, Any]]:
         steps: dict[str, dict[str, Any]] = self.record["steps"]
         return steps
-
-    def _set(self, step: str, **values: object) -> None:
-        self._steps[step] |= values
-        self._write()
 
     def _write(self) -> None:
         write_atomically(self.file, json.dumps(self.record, indent=1, default=str) + "\n")

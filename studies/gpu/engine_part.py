@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from studies.gpu.runner import Job, Step
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 ENGINES = ("cuda_graph", "fused", "eager")
 DAMPING = 0.4
-"""Of all steps but `speedup`: a draft of half the layers is accepted some five times in six."""
+"""Until `speedup` chooses others: a draft of half the layers is accepted some five times in six."""
 _BOUNDS_S = {
     "plain": 100.0,
     "rounds": 60.0,
@@ -30,9 +30,12 @@ _BOUNDS_S = {
     "recordings": 60.0,
     "lockstep": 60.0,
     "contexts": 60.0,
+    "attention": 30.0,
     "auto": 60.0,
 }
 """The steps in the order of what convinces most, and the most seconds of each."""
+_LEFT_OUT = {"3b": ("identity", "auto"), "8b": ("identity", "ties", "recordings", "lockstep", "auto")}
+"""What another size has shown already, or what takes long to load once more."""
 
 
 @dataclass
@@ -45,7 +48,9 @@ class Subject:
     num_new_tokens: int
     """Of every timed text."""
     repeats: int
-    _models: dict[float, Any] = field(default_factory=dict)
+    damping: float = DAMPING
+    """Of the model at hand. Seconds do not depend on it."""
+    _weights: Any = None
     _graph: LayerSkipModel | None = None
 
     @property
@@ -56,23 +61,27 @@ class Subject:
         """All of them, or the first in a rehearsal, which finds broken steps and no numbers."""
         return values[:1] if self.is_rehearsal else values
 
-    def weights(self, damping: float = DAMPING) -> Any:
-        """The Hugging Face model; one at a time is kept."""
+    def weights(self) -> Any:
+        """The Hugging Face model."""
         from studies.gpu.models import SHAPES, random_llama
 
-        if damping not in self._models:
-            self.forget()
-            self._models[damping] = random_llama(SHAPES[self.size], self.device, self.dtype, damping=damping)
-        return self._models[damping]
+        if self._weights is None:
+            self._weights = random_llama(SHAPES[self.size], self.device, self.dtype, damping=self.damping)
+        return self._weights
 
-    def graph(self, damping: float = DAMPING) -> LayerSkipModel:
-        """On the graph engine, kept from step to step: recording anew would only cost time."""
+    def graph(self) -> LayerSkipModel:
+        """On the graph engine, kept from step to step: compiling and recording anew would only cost time."""
         from studies.gpu.models import on_engine
 
-        weights = self.weights(damping)
         if self._graph is None:
-            self._graph = on_engine(weights, "cuda_graph")
+            self._graph = on_engine(self.weights(), "cuda_graph")
         return self._graph
+
+    def damp(self, damping: float) -> None:
+        """From now on a model of this damping."""
+        if damping != self.damping:
+            self.forget()
+            self.damping = damping
 
     def on(self, engine: str) -> LayerSkipModel:
         """On any engine; what the last one of another kind has left is freed before."""
@@ -93,8 +102,7 @@ class Subject:
         """Free all models."""
         from studies.gpu.machine import free_memory
 
-        self._models.clear()
-        self._graph = None
+        self._weights = self._graph = None
         free_memory()
 
 
@@ -108,7 +116,8 @@ class EnginePart:
         self._subject: Subject | None = None
 
     def steps(self) -> Sequence[Step]:
-        return [Step(name, bound_s) for name, bound_s in _BOUNDS_S.items()]
+        left_out = _LEFT_OUT.get(self.size, ())
+        return [Step(name, bound_s) for name, bound_s in _BOUNDS_S.items() if name not in left_out]
 
     def facts(self) -> dict[str, Any]:
         import torch
@@ -122,11 +131,16 @@ class EnginePart:
             raise RuntimeError(f"part a at size {self.size} needs a CUDA device, torch {torch.__version__} sees none")
         if device.type == "cpu":
             torch.set_num_threads(1)  # more would wait for each other longer than a tiny model computes
-        new_tokens, repeats = (8, 1) if self.size == "tiny" else (96, 3)
+        new_tokens, repeats = (8, 1) if self.size == "tiny" else (64, 3)
         self._subject = Subject(self.size, device, torch.bfloat16, new_tokens, repeats)
         facts = machine_facts() | {"copy_bytes_per_s": copy_bandwidth(device)}
         free_memory()
         return facts
+
+    def moment(self) -> dict[str, Any]:
+        from studies.gpu.machine import moment
+
+        return moment()
 
     def is_sound(self) -> bool:
         from studies.gpu.machine import device_is_sound
@@ -147,6 +161,7 @@ class EnginePart:
             "compiled": speed.compiled,
             "contexts": speed.contexts,
             "auto": inside.automatic,
+            "attention": inside.attention,
             "profile": inside.profiles,
             "recordings": inside.recordings,
             "identity": sameness.identity,

@@ -40,6 +40,10 @@ class GpuTests:
     def facts(self) -> dict[str, Any]:
         return machine_facts()
 
+    def moment(self) -> dict[str, Any]:
+        """Nothing: it would take longer than most tests."""
+        return {}
+
     def is_sound(self) -> bool:
         return device_is_sound()
 

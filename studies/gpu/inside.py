@@ -11,6 +11,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.profiling import profile_steps
 from layerskip.engines.cuda_graph import CudaGraphEngine
+from layerskip.engines.static_lean import LeanExecutor
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of
@@ -68,6 +69,15 @@ def profiles(subject: Subject, job: Job) -> None:
         for one in profile_steps(model, draft_of(model.num_layers, 0.5, 4), case, top=12):
             job.add(engine=engine, **asdict(one))
         del model  # before the next engine asks how much memory is free
+
+
+def attention(subject: Subject, job: Job) -> None:
+    """Microseconds of every kernel that may compute attention in recorded steps, and which is taken where."""
+    executor = subject.graph().engine.executor
+    if isinstance(executor, LeanExecutor):
+        for (kernel, num_tokens, num_visible), seconds in executor.attention.times.items():
+            job.add(kernel=kernel, num_tokens=num_tokens, num_visible=num_visible, us=1e6 * seconds)
+    job.add(taken=executor.attention_backend)
 
 
 def automatic(subject: Subject, job: Job) -> None:

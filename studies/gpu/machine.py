@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from layerskip.machine import cpu_name, device_name, git_commit, package_version
+from layerskip.nvidia import gpu_states, unit_name
 from studies.gpu.environment import ROOT
 
 _COPIES, _TIMES = 10, 5
@@ -31,6 +32,17 @@ def machine_facts() -> dict[str, Any]:
         "commit": git_commit(ROOT),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def moment() -> dict[str, Any]:
+    """What driver and allocator say now: clocks, power, temperature, and the most memory since the last call."""
+    if not torch.cuda.is_available():
+        return {}
+    unit = unit_name(str(torch.cuda.get_device_properties(0).uuid))
+    found = {"gpus": [state.to_dict() for state in gpu_states([unit])]}
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found | {"peak_allocated_bytes": peak}
 
 
 def device_is_sound() -> bool:

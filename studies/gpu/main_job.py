@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from studies.gpu.machine import device_is_sound, free_memory, machine_facts
+from studies.gpu.machine import device_is_sound, free_memory, machine_facts, moment
 from studies.gpu.runner import Job, Step
 
 HERE = Path(__file__).resolve().parent
@@ -71,6 +71,9 @@ class MainJob:
 
     def facts(self) -> dict[str, Any]:
         return machine_facts()
+
+    def moment(self) -> dict[str, Any]:
+        return moment()
 
     def is_sound(self) -> bool:
         return device_is_sound()

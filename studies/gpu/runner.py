@@ -61,6 +61,10 @@ class Part(Protocol):
         """Of the machine. Called once in each process that runs steps, before the first."""
         ...
 
+    def moment(self) -> dict[str, Any]:
+        """The state of the machine, called before and after each step."""
+        ...
+
     def run(self, step: str, job: Job) -> None:
         """One step. Raises: whatever goes wrong."""
         ...
@@ -128,11 +132,13 @@ class _Turn:
         elif kind == "begin":
             self._is_running = True
             self._wait(self._steps[self._num_over].bound_s)
-            self._book.begin(name)
+            self._book.begin(name, value)
         elif kind == "row":
             self._book.add_row(name, value)
         elif kind == "end":
-            self._end(DONE if value is None else FAILED, value)
+            error, after = value
+            self._book.note(name, after=after)
+            self._end(DONE if error is None else FAILED, error)
             self._wait(START_S)
         elif kind == "broken":
             while self._num_over < len(self._steps):
@@ -157,13 +163,13 @@ def _work(part: Part, steps: Sequence[Step], connection: Connection) -> None:
         connection.send(("broken", traceback.format_exc()))
         return
     for step in steps:
-        connection.send(("begin", None))
+        connection.send(("begin", part.moment()))
         error = None
         try:
             part.run(step.name, Job(connection, step.bound_s))
         except Exception:  # noqa: BLE001 (whatever it is, it is written down, and the next step has its turn)
             error = traceback.format_exc()
-        connection.send(("end", error))
+        connection.send(("end", (error, {} if error else part.moment())))
         if error is not None and not part.is_sound():
             return
 

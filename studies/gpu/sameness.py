@@ -54,6 +54,7 @@ def ties(subject: Subject, job: Job) -> None:
         spread = (rows - single).abs().amax(-1)
         quantiles = torch.quantile(spread, torch.tensor([0.5, 0.99, 1.0], device=spread.device)).tolist()
         job.add(
+            damping=subject.damping,
             num_rows=num_rows,
             positions=len(text),
             other_token=int((rows.argmax(-1) != single.argmax(-1)).sum()),

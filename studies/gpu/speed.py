@@ -11,10 +11,11 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.benchmark.memory import step_bytes
-from layerskip.benchmark.names import HF_COMPILED, HF_GENERATE, PLAIN, SPECULATIVE
+from layerskip.benchmark.names import FREE_RUNNING, HF_COMPILED, HF_GENERATE, PLAIN, SPECULATIVE
 from layerskip.benchmark.run import Plan, run_benchmark
-from layerskip.benchmark.ways import OwnWay, Sample
+from layerskip.benchmark.ways import FreeRunningWay, OwnWay, Sample, Way
 from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.machine_watch import MachineWatch
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
 from studies.gpu.engine_part import ENGINES, Subject
@@ -23,22 +24,25 @@ from studies.gpu.runner import Job
 GAMMAS = (1, 2, 4, 6, 8)
 KEPT_SHARES = (0.125, 0.25, 0.5, 0.75)
 DAMPINGS = (0.4, 0.1, 1.0)
-"""Of the late layers, from accepted some five times in six to nearly always and then seldom."""
+"""Of the late layers: accepted some five times in six, nearly always, and seldom. The largest size has the first alone,
+for each takes a model of its own."""
 CONTEXTS = (128, 512, 2048, 4096, 8000)
 _RESERVE_S = 5.0
 """Loops begin nothing new with less time than this left."""
 
 
 def plain(subject: Subject, job: Job) -> None:
-    """Plain decoding on each engine: milliseconds a token, and the bytes that a step must read."""
+    """Plain decoding on each engine, token by token and free-running: milliseconds a token, bytes that a step reads."""
     subject.weights()
     for engine in ENGINES:
         before, start = _allocated_bytes(), time.perf_counter()
         model = subject.on(engine)
-        load_s = time.perf_counter() - start
-        row = plain_row(model, decode(model, DecodeConfig.plain(model.num_layers), subject), subject)
-        job.add(**row, load_s=load_s, added_bytes=_allocated_bytes() - before)
-        del model  # before the next engine asks how much memory is free
+        load_s, watch = time.perf_counter() - start, MachineWatch(model)
+        for way in (OwnWay(PLAIN, model, DecodeConfig.plain(model.num_layers)), FreeRunningWay(model)):
+            row = plain_row(model, decode(way, subject), subject)
+            job.add(way=way.name, **row, load_s=load_s, added_bytes=_allocated_bytes() - before)
+        job.add(engine=engine, machine=watch.record())
+        del model, way, watch  # before the next engine asks how much memory is free
 
 
 def plain_row(model: LayerSkipModel, samples: Sequence[Sample], subject: Subject) -> dict[str, Any]:
@@ -48,7 +52,6 @@ def plain_row(model: LayerSkipModel, samples: Sequence[Sample], subject: Subject
     return {
         "engine": model.engine_name,
         "reason": model.engine_reason,
-        "attention_backend": model.engine.attention_backend,
         "ms_per_token": statistics.median(ms),
         "ms_of_each_text": ms,
         "end_to_end_tokens_per_s": statistics.median(one.end_to_end_tokens_per_s or 0.0 for one in samples),
@@ -86,13 +89,15 @@ def round_ms(model: LayerSkipModel, config: DecodeConfig, subject: Subject, *, w
 
 def speedup(subject: Subject, job: Job) -> None:
     """Speculative against plain decoding, where a draft is accepted often, seldom and in between."""
-    for damping in subject.some(DAMPINGS):
+    for damping in DAMPINGS[:1] if subject.size == "8b" else subject.some(DAMPINGS):
+        subject.damp(damping)
         for kept in subject.some((0.5, 0.25)):
             for gamma in subject.some((4, 2, 8)):
                 if job.left_s < _RESERVE_S:
                     return
-                model = subject.graph(damping)
+                model = subject.graph()
                 job.add(damping=damping, **speedup_row(model, draft_of(model.num_layers, kept, gamma), subject))
+                del model  # before the next one asks how much memory is free
 
 
 def speedup_row(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def speedup_row(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -
 
 def generate(subject: Subject, job: Job) -> None:
     """Hugging Face's `generate`, with its growing cache, beside ours."""
-    _benchmark(subject, job, (HF_GENERATE, PLAIN), compiled=False)
+    _benchmark(subject, job, (HF_GENERATE, PLAIN, FREE_RUNNING), compiled=False)
 
 
 def compiled(subject: Subject, job: Job) -> None:
@@ -132,7 +137,7 @@ def compiled(subject: Subject, job: Job) -> None:
     if subject.is_rehearsal:
         job.add(name=HF_COMPILED, reason="left out of a rehearsal: on a CPU it compiles for half a minute")
         return
-    _benchmark(subject, job, (HF_COMPILED, PLAIN), compiled=True)
+    _benchmark(subject, job, (HF_COMPILED, PLAIN, FREE_RUNNING), compiled=True)
 
 
 def contexts(subject: Subject, job: Job) -> None:
@@ -157,9 +162,8 @@ def kept_share(mask: SkipMask) -> float:
     return 1 - mask.num_skipped / (2 * mask.num_layers)
 
 
-def decode(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> list[Sample]:
+def decode(way: Way, subject: Subject) -> list[Sample]:
     """One sample a repeat, each of another text, after one that is not counted."""
-    way = OwnWay(PLAIN, model, config)
     way.run(subject.prompt(), subject.num_new_tokens)
     return [way.run(subject.prompt(seed=seed), subject.num_new_tokens) for seed in range(subject.repeats)]
 
@@ -170,7 +174,7 @@ def _allocated_bytes() -> int:
 
 
 def _plain_ms(model: LayerSkipModel, subject: Subject) -> float:
-    samples = decode(model, DecodeConfig.plain(model.num_layers), subject)
+    samples = decode(OwnWay(PLAIN, model, DecodeConfig.plain(model.num_layers)), subject)
     return statistics.median(1000 / rate for one in samples if (rate := one.tokens_per_s))
 
 
@@ -186,4 +190,4 @@ def _benchmark(subject: Subject, job: Job, names: Sequence[str], *, compiled: bo
     found = run_benchmark(subject.graph(), None, prompts, plan)
     for row in found.rows:
         job.add(**row)
-    job.add(name="facts", **found.facts, steps=found.steps)
+    job.add(name="facts", **found.facts, steps=found.steps, machine=found.machine)

@@ -18,6 +18,7 @@ TITLES = {
     "generate": "Beside Hugging Face's generate",
     "compiled": "Beside Hugging Face's compiled generate",
     "contexts": "Long texts",
+    "attention": "Attention kernels: microseconds a call of one token / of several",
     "identity": "Identity in float32",
     "ties": "Ties in bfloat16",
     "lockstep": "Lockstep",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerskip.machine_watch import describe_machine
+
 Rows = Sequence[Mapping[str, Any]]
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9, 0.95)
 
@@ -27,15 +29,19 @@ def plain(rows: Rows, facts: Mapping[str, Any]) -> str:
     """Plain decoding on each engine, held against a large copy."""
     lines = []
     for row in rows:
+        if "machine" in row:
+            continue
         per_s = 1000 * row["step_bytes"] / row["ms_per_token"]
-        line = [row["engine"], f"{row['ms_per_token']:.3f}", f"{1000 / row['ms_per_token']:.1f}"]
+        line = [row["engine"], row["way"], f"{row['ms_per_token']:.3f}", f"{1000 / row['ms_per_token']:.1f}"]
         line += [f"{row['end_to_end_tokens_per_s']:.1f}", f"{row['step_bytes'] / 1e9:.3f}"]
         line += [percent(per_s / facts["copy_bytes_per_s"])]
         lines.append([*line, f"{row['load_s']:.1f}", f"{row['added_bytes'] / 2**30:.2f}"])
-    header = ["engine", "ms a token", "tokens/s", "prompt included", "GB a step", "of a copy's bandwidth"]
+    header = ["engine", "way", "ms a token", "tokens/s", "prompt included", "GB a step", "of a copy's bandwidth"]
     header += ["s to load", "GiB beside the model"]
-    reasons = [f"- {row['engine']}: {row['reason']}; attention: {row['attention_backend']}." for row in rows]
-    return "\n".join([markdown(header, lines), "", *reasons])
+    said = {row["engine"]: row["reason"] for row in rows if "reason" in row}
+    machines = {row["engine"]: describe_machine(row["machine"]) for row in rows if "machine" in row}
+    notes = [f"- {engine}: {reason}. {machines.get(engine, '')}" for engine, reason in said.items()]
+    return "\n".join([markdown(header, lines), "", *notes])
 
 
 def benchmark(rows: Rows, _facts: Mapping[str, Any]) -> str:
@@ -153,6 +159,24 @@ def profile(rows: Rows, _facts: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def attention(rows: Rows, _facts: Mapping[str, Any]) -> str:
+    """Microseconds of a call over one token and over several, by kernel and visible positions."""
+    us: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows[:-1]:
+        us.setdefault((row["kernel"], row["num_visible"]), {})[row["num_tokens"]] = row["us"]
+    sizes = sorted({size for _, size in us})
+    lines = [
+        [kernel, *(_pair(us.get((kernel, size), {})) for size in sizes)] for kernel in dict.fromkeys(k for k, _ in us)
+    ]
+    table = [markdown(["kernel", *(f"{size} positions" for size in sizes)], lines)] if lines else []
+    return "\n\n".join([*table, f"Taken: {rows[-1]['taken']}."])
+
+
+def _pair(us: Mapping[int, float]) -> str:
+    fewest, most = min(us, default=1), max(us, default=1)
+    return f"{_us(us.get(1))} / {_us(us.get(most) if most > fewest else None)}"
+
+
 def auto(rows: Rows, _facts: Mapping[str, Any]) -> str:
     return "\n".join(f"`{row['engine']}`: {row['reason']}." for row in rows)
 
@@ -169,12 +193,17 @@ TABLES: dict[str, Callable[[Rows, Mapping[str, Any]], str]] = {
     "recordings": recordings,
     "lockstep": lockstep,
     "contexts": contexts,
+    "attention": attention,
     "auto": auto,
 }
 
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _is_lossless(row: Mapping[str, Any]) -> bool:

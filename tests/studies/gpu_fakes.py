@@ -33,6 +33,9 @@ class Mishaps:
             raise RuntimeError("no such device")
         return {"pid": os.getpid()}
 
+    def moment(self) -> dict[str, Any]:
+        return {"clock": 1}
+
     def is_sound(self) -> bool:
         return not self.breaks_device
 

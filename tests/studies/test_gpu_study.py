@@ -39,7 +39,7 @@ def test_the_parts_fit_into_the_time() -> None:
         assert max(bounds) < command.SECONDS["c", size] <= sum(bounds)
     for size in ("1b", "3b", "8b"):
         assert max(step.bound_s for step in EnginePart(size).steps()) < command.SECONDS["a", size]
-    names = [step.name for step in EnginePart("3b").steps()]
+    names = [step.name for step in EnginePart("1b").steps()]
     assert names[:5] == ["plain", "rounds", "speedup", "generate", "compiled"]
     assert set(names) == set(tables.TABLES)
 
@@ -178,11 +178,23 @@ def test_the_rounds_table_by_hand() -> None:
     assert tables.expected_tokens(0.5, 2) == pytest.approx(1.75)
 
 
+def test_attention_kernels_are_told_by_visible_positions() -> None:
+    rows = [
+        {"kernel": kernel, "num_tokens": tokens, "num_visible": visible, "us": us}
+        for kernel, tokens, visible, us in (("math", 1, 256, 9.0), ("math", 5, 256, 11.5), ("split keys", 1, 512, 4.0))
+    ]
+    text = tables.attention([*rows, {"taken": "split keys"}], {})
+    assert "| kernel | 256 positions | 512 positions |" in text
+    assert "| math | 9.0 / 11.5 | - / - |" in text
+    assert "| split keys | - / - | 4.0 / - |" in text
+    assert "Taken: split keys." in text
+
+
 def test_bandwidth_is_held_against_a_large_copy() -> None:
-    row = {"engine": "fused", "reason": "asked for", "attention_backend": "flash", "ms_per_token": 4.0}
+    row = {"engine": "fused", "way": "plain", "reason": "asked for", "ms_per_token": 4.0}
     row |= {"step_bytes": 6_000_000_000, "end_to_end_tokens_per_s": 200.0, "load_s": 9.0, "added_bytes": 3 << 30}
     text = tables.plain([row], {"copy_bytes_per_s": 3e12})
-    assert "| fused | 4.000 | 250.0 | 200.0 | 6.000 | 50.0 % | 9.0 | 3.00 |" in text
+    assert "| fused | plain | 4.000 | 250.0 | 200.0 | 6.000 | 50.0 % | 9.0 | 3.00 |" in text
 
 
 def test_a_page_tells_what_failed_and_which_file_is_broken(tmp_path: Path) -> None:
@@ -256,12 +268,18 @@ def rows_of(record: dict[str, Any], step: str) -> list[dict[str, Any]]:
 def test_part_a_runs_on_a_cpu(tmp_path: Path) -> None:
     record = rehearse("a", tmp_path)
     assert list(record["steps"]) == list(tables.TABLES)
-    plain = {row["engine"]: row for row in rows_of(record, "plain")}
-    assert list(plain) == ["cuda_graph", "fused", "eager"]
-    assert all(row["ms_per_token"] > 0 for row in plain.values())
+    plain = [row for row in rows_of(record, "plain") if "machine" not in row]
+    engines, ways = ("cuda_graph", "fused", "eager"), ("plain", "plain_free_running")
+    assert [(row["engine"], row["way"]) for row in plain] == [(one, way) for one in engines for way in ways]
+    assert all(row["ms_per_token"] > 0 for row in plain)
     assert rows_of(record, "rounds")[1]["ms"] > 0
     assert 0 < rows_of(record, "speedup")[0]["acceptance_rate"] <= 1
-    assert [row["name"] for row in rows_of(record, "generate")] == ["hf_generate", "plain", "facts"]
+    assert [row["name"] for row in rows_of(record, "generate")] == [
+        "hf_generate",
+        "plain",
+        "plain_free_running",
+        "facts",
+    ]
     assert "left out of a rehearsal" in rows_of(record, "compiled")[0]["reason"]
     assert all(row["identical"] == row["outputs"] > 0 for row in rows_of(record, "identity"))
     assert all(tables._is_lossless(row) for row in rows_of(record, "ties") if "is_tie" in row)
