@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import ClassVar
@@ -129,14 +130,19 @@ class _Pool:
         self.handle = torch.cuda.graph_pool_handle()
         self.num_graphs = 0
 
+    def lose_graph(self) -> None:
+        self.num_graphs -= 1
+
 
 class _CudaReplay:
     def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int, place: _CapturePlace, pool: _Pool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._place = place
-        self._pool = pool
         pool.num_graphs += 1
         self.num_bytes = num_bytes
+        # Also where an engine is dropped without having released it: its graph is gone then, and with the last one the
+        # pool, and to capture into a pool that is gone fails.
+        self._is_lost = weakref.finalize(self, pool.lose_graph)
 
     def __call__(self) -> None:
         if self._graph is None:
@@ -149,4 +155,4 @@ class _CudaReplay:
         torch.cuda.synchronize()  # it may still be running
         self._graph.reset()
         self._graph = None
-        self._pool.num_graphs -= 1
+        self._is_lost()

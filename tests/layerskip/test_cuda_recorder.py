@@ -192,6 +192,19 @@ def test_a_pool_is_not_used_again_after_its_last_graph(cuda: FakeCuda) -> None:
         first()
 
 
+def test_a_pool_is_not_used_again_after_its_last_graph_was_dropped_with_its_engine(cuda: FakeCuda) -> None:
+    """Nobody released it: the next capture asked for a pool that had gone, which torch refuses."""
+    first: Any = CudaRecorder(DEVICE).record(lambda: None, ())
+    kept: Any = CudaRecorder(DEVICE).record(lambda: None, ())
+    pool = first._graph.pool
+    del first
+    third: Any = CudaRecorder(DEVICE).record(lambda: None, ())
+    assert third._graph.pool == kept._graph.pool == pool
+    kept.release()
+    del kept, third
+    assert CudaRecorder(DEVICE).record(lambda: None, ())._graph.pool != pool  # type: ignore[attr-defined]
+
+
 def test_replays_on_different_streams_wait_for_each_other(cuda: FakeCuda) -> None:
     """They share the pool's memory, whoever recorded them."""
     one, other = (CudaRecorder(DEVICE).record(lambda: None, ()) for _ in range(2))
