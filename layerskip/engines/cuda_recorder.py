@@ -32,13 +32,15 @@ class CudaRecorder:
     _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
     """Graphs whose capture failed: torch keeps pointers to a graph from the beginning of its capture until it ends
     well, so they must not be freed."""
+    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
+    """Two threads must not capture on one stream together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def record(self, work: Callable[[], None], preserve: Sequence[torch.Tensor]) -> Replay:
-        with torch.cuda.device(self._device):
+        with self._one_at_a_time, torch.cuda.device(self._device):
             place = self._places.get(self._index) or _CapturePlace(self._device)
             self._places[self._index] = place
             current = torch.cuda.current_stream()

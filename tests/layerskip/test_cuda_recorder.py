@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,6 +181,24 @@ def test_all_recorders_of_a_device_use_one_pair_of_streams_and_one_pool(cuda: Fa
     assert cuda.num_streams == 2
     assert len({one for _, one in cuda.streams_used}) == 1
     assert len({one._graph.pool for one in replays}) == 1
+
+
+def test_threads_record_one_after_the_other(cuda: FakeCuda) -> None:
+    """A stream that is capturing cannot begin another capture."""
+    busy, overlaps = threading.Lock(), []
+
+    def work() -> None:
+        overlaps.append(not busy.acquire(blocking=False))
+        time.sleep(0.002)
+        if not overlaps[-1]:
+            busy.release()
+
+    threads = [threading.Thread(target=CudaRecorder(DEVICE).record, args=(work, ())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == [False] * 8  # warming up and capturing, four times
 
 
 def test_a_pool_is_not_used_again_after_its_last_graph(cuda: FakeCuda) -> None:

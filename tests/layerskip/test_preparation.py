@@ -46,7 +46,7 @@ class LoggingEngine(TableEngine):
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         if self.cache.length:
-            assert num_logits == len(input_ids)
+            assert num_logits == (len(input_ids) if mask is None else 1)
             self.forwards.append((mask is not None, len(input_ids), self.cache.length))
         return super().forward(input_ids, mask, num_logits=num_logits)
 
@@ -79,6 +79,33 @@ def test_the_plans_are_the_forwards_that_decoding_may_run(
         kinds = [{kind[:2] for kind in kinds} for kinds in (engine.forwards, planned(engine.plans))]
         assert kinds[0] == kinds[1]
         assert draft_threshold or set(engine.forwards) == planned(engine.plans)  # with one, not all happen to be drawn
+
+
+LOOKUP = {"method": "prompt_lookup", "max_match": 2, "min_match": 1, "gamma": 3}
+
+
+@pytest.mark.parametrize("continues", [None, False, True])
+@pytest.mark.parametrize("target_threshold", [0.0, 0.5])
+def test_the_plans_hold_what_lookups_have_verified_too(continues: bool | None, target_threshold: float) -> None:
+    """None is a lookup alone."""
+    settings: dict[str, Any] = {"target_threshold": target_threshold}
+    if continues is None:
+        lookup = {name: value for name, value in LOOKUP.items() if name != "gamma"}
+        settings |= {"drafter": "prompt_lookup", "skip_mask": SkipMask.none(2), "gamma": 3, "lookup": lookup}
+    else:
+        settings |= {"drafter": "hybrid", "skip_mask": SkipMask.from_layers(2, [1]), "gamma": 2, "lookup": LOOKUP}
+        settings |= {"continue_lookup": continues}
+    config = DecodeConfig(**settings)
+    sampler = Sampler(SamplingParams(do_sample=True, top_k=0), torch.Generator().manual_seed(0))
+    engine: Any = LoggingEngine()
+    looked_up = 0
+    for first in range(60):
+        stats, prompt = DecodeStats(), [first % VOCAB, 1, 2]
+        for _ in DecodeLoop(engine, config, sampler).run(DecodeRequest(prompt, 9), stats):
+            pass
+        looked_up += stats.num_looked_up
+    assert looked_up > 30
+    assert set(engine.forwards) <= planned(engine.plans)
 
 
 def test_rounds_start_while_two_tokens_are_wanted_and_the_target_alone_may_take_the_last() -> None:
