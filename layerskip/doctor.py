@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from layerskip.cli import OneLineParser, quiet_libraries, run_command
 from layerskip.command_model import add_device_map_argument, device_map_of
 from layerskip.config import ENGINE_NAMES, DecodeConfig
+from layerskip.lookup_settings import SuffixLookup
 from layerskip.skip_mask import SkipMask
+from layerskip.usual_lookups import lookup_alone, lookup_else_mask
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -95,7 +97,8 @@ def describe(model: LayerSkipModel) -> dict[str, Any]:
 
 
 def examine(model: LayerSkipModel, *, num_tokens: int) -> list[Check]:
-    """Decode a few tokens under several masks and compare with `model.generate`; compare draft logits two ways.
+    """Decode a few tokens under several masks and lookups and compare with `model.generate`; compare draft logits two
+    ways.
 
     Cost: about a dozen generations of `num_tokens`.
     """
@@ -106,7 +109,8 @@ def examine(model: LayerSkipModel, *, num_tokens: int) -> list[Check]:
     masks = _masks(model)
     configs = [("plain decoding", DecodeConfig.plain(model.num_layers))]
     configs += [(f"{name}, gamma {g}", DecodeConfig(skip_mask=m, gamma=g)) for name, m in masks for g in (1, 4)]
-    checks = [_check_identity(model, name, config, prompt_ids, reference) for name, config in configs]
+    checks = [_check_identity(model, name, prompt_ids, reference, config=config) for name, config in configs]
+    checks += _check_lookups(model, prompt_ids, reference)
     return checks + [_check_draft_logits(model, name, mask, prompt_ids) for name, mask in masks]
 
 
@@ -137,15 +141,42 @@ def _masks(model: LayerSkipModel) -> list[tuple[str, SkipMask]]:
     return masks
 
 
+def _check_lookups(model: LayerSkipModel, prompt_ids: list[int], reference: list[int]) -> list[Check]:
+    """In the text itself with layer skipping behind it, and in an earlier text that is right in most places."""
+    from layerskip.drafters import TextStore
+
+    earlier = list(reference)
+    earlier[4::5] = earlier[3 : len(earlier) - 1 : 5]  # so that some drafts are rejected
+    store = TextStore(len(prompt_ids) + len(earlier))
+    store.add([*prompt_ids, *earlier])
+    lookup = SuffixLookup(min_match=1, factor=4.0)
+    half = DecodeConfig(skip_mask=SkipMask.early_exit(model.num_layers, max(1, model.num_layers // 2)), gamma=4)
+    hybrid = lookup_else_mask(half, lookup, 2).model_copy(update={"continue_lookup": True})
+    return [
+        _check_identity(model, "lookup in the text, then half the layers", prompt_ids, reference, config=hybrid),
+        _check_identity(
+            model,
+            "lookup in an earlier text, gamma 8",
+            prompt_ids,
+            reference,
+            config=lookup_alone(model.num_layers, lookup, 8),
+            text_store=store,
+        ),
+    ]
+
+
 def _check_identity(
-    model: LayerSkipModel, name: str, config: DecodeConfig, prompt_ids: list[int], reference: list[int]
+    model: LayerSkipModel, name: str, prompt_ids: list[int], reference: list[int], **decoding: Any
 ) -> Check:
+    """decoding: what `generate` is told besides the prompt and the length."""
     from layerskip.identity import check_greedy
 
-    output = model.generate(prompt_ids, config=config, max_new_tokens=max(1, len(reference)), do_sample=False)
+    output = model.generate(prompt_ids, max_new_tokens=max(1, len(reference)), do_sample=False, **decoding)
     report = check_greedy(model, prompt_ids, output.ids, reference)
     rate = output.stats.acceptance_rate
     accepted = f", acceptance {rate:.2f}" if rate is not None else ""
+    if output.stats.num_looked_up:
+        accepted += f", {output.stats.num_looked_up_accepted} of {output.stats.num_looked_up} looked-up tokens accepted"
     if report.identical:
         detail = f"{len(reference)} of {len(reference)} tokens identical to generate{accepted}"
     elif report.is_tie:

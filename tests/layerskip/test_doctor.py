@@ -1,13 +1,17 @@
 """python -m layerskip.doctor: says what works, and notices what does not."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import layerskip.decode
 from layerskip import LayerSkipModel
 from layerskip.doctor import examine, main
+from layerskip.verifier import Verdict
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
 
@@ -21,6 +25,9 @@ def test_reports_a_healthy_model(capsys) -> None:
     assert report["skippable"] == "attention, MLP and whole layers"
     assert len(report["checks"]) >= 12
     assert all(check["passed"] for check in report["checks"])
+    lookups = [check["detail"] for check in report["checks"] if check["name"].startswith("lookup in an earlier")]
+    accepted, drafted = re.search(r", (\d+) of (\d+) looked-up", "".join(lookups)).groups()
+    assert 0 < int(accepted) < int(drafted)
 
 
 def test_prints_the_verdict_for_a_person(capsys) -> None:
@@ -40,6 +47,19 @@ def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("layerskip.adapter.torch.arange", stale)
     failed = [check.name for check in examine(model, num_tokens=8) if not check.passed]
     assert any(name.startswith("draft logits") for name in failed)
+
+
+def test_notices_a_lookup_that_is_believed_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu")
+    right = layerskip.decode.verify_greedy
+
+    def believes(draft_ids: torch.Tensor, logits: torch.Tensor, **arguments: bool) -> Verdict:
+        return replace(right(draft_ids, logits, **arguments), num_accepted=len(draft_ids))
+
+    monkeypatch.setattr(layerskip.decode, "verify_greedy", believes)
+    failed = {check.name for check in examine(model, num_tokens=12) if not check.passed}
+    assert "lookup in an earlier text, gamma 8" in failed
+    assert "plain decoding" not in failed
 
 
 @pytest.mark.parametrize(
