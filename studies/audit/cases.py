@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from layerskip import DecodeConfig, SkipMask
 from tests.layerskip import zoo
 
+VERSION = 2
+"""Of what is drawn for a number: a record goes on only with cases of the version that it began with."""
 DTYPES = ("float32", "float32", "bfloat16")
 """Every third case is in reduced precision: there a difference may be a tie, so the claim is weaker."""
 LEAN, MODULES = "cuda_graph lean", "cuda_graph modules"
@@ -20,6 +22,7 @@ _TARGET_THRESHOLDS = (0.0, 0.0, 0.0, 0.2, 0.35, 0.5, 0.8, 1.0)
 _PROMPT_LENGTHS = (1, 2, 3, 5, 7, 11, 17)
 _NUM_PROMPTS = 3
 """Texts of each length; their references are shared by all cases."""
+_DRAFTERS = ("layer_skip", "layer_skip", "prompt_lookup", "suffix", "hybrid", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,18 @@ class Case:
     draft_threshold: float
     target_threshold: float
     share_prefix: bool
+    drafter: str = "layer_skip"
+    lookup: dict[str, Any] | None = None
+    continue_lookup: bool = False
+    has_store: bool = False
+    """Whether an earlier text is given that is like the one to come."""
 
     @property
     def config(self) -> DecodeConfig:
         """How the case decodes."""
-        return DecodeConfig(
-            skip_mask=SkipMask.parse(self.skip_mask),
-            gamma=self.gamma,
-            draft_threshold=self.draft_threshold,
-            target_threshold=self.target_threshold,
-            share_prefix=self.share_prefix,
-        )
+        names = ("gamma", "draft_threshold", "target_threshold", "share_prefix", "drafter", "lookup", "continue_lookup")
+        fields = {name: getattr(self, name) for name in names}
+        return DecodeConfig(skip_mask=SkipMask.parse(self.skip_mask), **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -82,7 +86,7 @@ def draw_case(seed: int, number: int) -> Case:
     draw = random.Random(f"{seed} {number}")
     architecture, engine = draw.choice(PAIRS)
     length = draw.choice(_PROMPT_LENGTHS)
-    return Case(
+    case = Case(
         number=number,
         architecture=architecture,
         engine=engine,
@@ -97,6 +101,29 @@ def draw_case(seed: int, number: int) -> Case:
         target_threshold=draw.choice(_TARGET_THRESHOLDS),
         share_prefix=draw.random() < 0.3,
     )
+    drafter = draw.choice(_DRAFTERS)
+    if drafter == "layer_skip" or case.gamma == 0:
+        return case
+    return _with_lookup(draw, case, drafter)
+
+
+def _with_lookup(draw: random.Random, case: Case, drafter: str) -> Case:
+    """The case with another drafter; half of the prompts come twice, so that there is something to look up at once."""
+    prompt = case.prompt * draw.choice((1, 2))
+    method = draw.choice(("prompt_lookup", "suffix")) if drafter == "hybrid" else drafter
+    least = draw.choice((1, 1, 1, 2, 3))
+    lookup: dict[str, Any] = {"method": method, "min_match": least}
+    if method == "suffix":
+        lookup |= {"factor": draw.choice((0.5, 1.0, 4.0)), "min_probability": draw.choice((0.0, 0.1, 0.5))}
+    else:
+        lookup |= {"max_match": least + draw.choice((0, 2)), "continuation": draw.choice(("recent", "frequent"))}
+    case = replace(case, prompt=prompt, drafter=drafter, lookup=lookup, has_store=draw.random() < 0.5)
+    if drafter != "hybrid":
+        none = str(SkipMask.none(zoo.NUM_LAYERS))
+        return replace(case, skip_mask=none, draft_threshold=0.0, share_prefix=False)
+    if draw.random() < 0.7:
+        lookup |= {"gamma": draw.choice(_GAMMAS[1:]), "target_threshold": draw.choice(_TARGET_THRESHOLDS)}
+    return replace(case, continue_lookup=draw.random() < 0.5)
 
 
 def _draw_mask(draw: random.Random, *, sublayers: bool) -> SkipMask:

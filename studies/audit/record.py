@@ -14,13 +14,14 @@ from studies.audit.subjects import Outcome
 
 VERDICTS = ("identical", "tie", "failure")
 _COUNTED = ("num_emitted", "num_rounds", "num_drafted", "num_accepted", "num_bonus", "num_target_only", "num_cut")
-_SAME = ("seed", "versions")
+_COUNTED += ("num_lookup_rounds", "num_looked_up", "num_looked_up_accepted")
+_SAME = ("seed", "versions", "cases_version")
 """What a file must share with the run that goes on with it."""
 
 
 @dataclass
 class Record:
-    """Counts by dtype, engine and architecture; every tie and every failure with its case."""
+    """Counts by dtype, engine, architecture and drafter; every tie and every failure with its case."""
 
     facts: dict[str, Any]
     """Command, machine, versions, commit and seed."""
@@ -28,6 +29,8 @@ class Record:
     by_dtype: dict[str, dict[str, int]] = field(default_factory=dict)
     by_engine: dict[str, dict[str, int]] = field(default_factory=dict)
     by_architecture: dict[str, dict[str, int]] = field(default_factory=dict)
+    by_drafter: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Empty in records of the first version, whose cases skip layers all."""
     decoded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     """Counters added up: drafts that are never right, or always, would show nothing."""
     ties: list[dict[str, Any]] = field(default_factory=list)
@@ -37,7 +40,8 @@ class Record:
         """Count one more case."""
         self.num_done += 1
         verdict = outcome.verdict
-        named = ((self.by_dtype, case.dtype), (self.by_engine, case.engine), (self.by_architecture, case.architecture))
+        named = [(self.by_dtype, case.dtype), (self.by_engine, case.engine), (self.by_architecture, case.architecture)]
+        named.append((self.by_drafter, case.drafter))
         for table, name in named:
             table.setdefault(name, dict.fromkeys(VERDICTS, 0))[verdict] += 1
         for name in _COUNTED if outcome.stats is not None else ():
@@ -53,7 +57,7 @@ class Record:
     def save(self, path: Path) -> None:
         """Replace the file by this state."""
         data = asdict(self)
-        for name in ("by_dtype", "by_engine", "by_architecture"):
+        for name in ("by_dtype", "by_engine", "by_architecture", "by_drafter"):
             data[name] = dict(sorted(data[name].items()))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(data.pop("facts") | data, indent=1) + "\n")
@@ -61,10 +65,10 @@ class Record:
     @classmethod
     def load(cls, path: Path) -> Record:
         """What `save` wrote. Raises: ValueError naming the file if it is no such record, FileNotFoundError."""
-        names = [name for name in cls.__dataclass_fields__ if name != "facts"]
+        names = [name for name in cls.__dataclass_fields__ if name not in ("facts", "by_drafter")]
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            state = {name: data.pop(name) for name in names}
+            state = {name: data.pop(name) for name in names} | {"by_drafter": data.pop("by_drafter", {})}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path}: not a record of this audit ({type(error).__name__}: {error})") from None
         return cls(facts=data, **state)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from studies.audit.cases import Case, draw_case
+from studies.audit.cases import VERSION, Case, draw_case
 from studies.audit.record import VERDICTS, Record
 from studies.audit.subjects import Outcome, Subjects
 from studies.engine.results import facts, say
@@ -76,13 +76,18 @@ def campaign(record: Record, seed: int, num_cases: int, path: Path) -> None:
 
 def summary(record: Record) -> list[str]:
     """The record in a few lines."""
-    rows = [(f"{name:20}", counts) for table in (record.by_dtype, record.by_engine) for name, counts in table.items()]
+    tables = (record.by_dtype, record.by_engine, record.by_drafter)
+    rows = [(f"{name:20}", counts) for table in tables for name, counts in table.items()]
     lines = [f"{record.num_done} runs, seed {record.facts['seed']}"]
     lines += [name + "".join(f"  {counts[one]:6} {one}" for one in VERDICTS) for name, counts in rows]
     done = record.decoded
     share = done["num_accepted"] / max(1, done["num_drafted"])
     drafted = f"{done['num_drafted']} drafted, {share:.0%} accepted"
-    return [*lines, f"{done['num_emitted']} tokens, {done['num_rounds']} rounds, {drafted}"]
+    lines.append(f"{done['num_emitted']} tokens, {done['num_rounds']} rounds, {drafted}")
+    if found := done.get("num_looked_up"):
+        share = done["num_looked_up_accepted"] / found
+        lines.append(f"{done['num_lookup_rounds']} rounds with {found} looked-up tokens, {share:.0%} accepted")
+    return lines
 
 
 def describe(case: Case, outcome: Outcome) -> list[str]:
@@ -97,7 +102,7 @@ def describe(case: Case, outcome: Outcome) -> list[str]:
 
 
 def _open(arguments: argparse.Namespace) -> Record:
-    about: dict[str, Any] = {**facts(f"python -m {PROG}"), "seed": arguments.seed}
+    about: dict[str, Any] = {**facts(f"python -m {PROG}"), "seed": arguments.seed, "cases_version": VERSION}
     if arguments.fresh or not arguments.out.exists():
         return Record(about)
     record = Record.load(arguments.out)

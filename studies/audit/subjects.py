@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layerskip import DecodeStats, LayerSkipModel
+from layerskip import DecodeStats, LayerSkipModel, TextStore
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.identity import IdentityReport, check_greedy
 from studies.audit.cases import LEAN, LONGEST, MODULES, Case
@@ -46,10 +46,24 @@ class Subjects:
         expected = self.reference(case)
         try:
             model = self.model(case.architecture, case.engine, case.dtype)
-            out = model.generate(case.prompt, max_new_tokens=case.budget, eos_token_id=case.eos, config=case.config)
+            out = model.generate(
+                case.prompt,
+                max_new_tokens=case.budget,
+                eos_token_id=case.eos,
+                config=case.config,
+                text_store=self._store(case) if case.has_store else None,
+            )
         except Exception as error:  # noqa: BLE001 (a campaign goes on; each is a failure of its case)
             return Outcome([], expected, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return Outcome(out.ids, expected, check_greedy(model, case.prompt, out.ids, expected), out.stats)
+
+    def _store(self, case: Case) -> TextStore:
+        """One earlier text: the one to come, with every fifth token another one."""
+        text = list(self._continuation(case.architecture, case.dtype, case.prompt))
+        text[4::5] = [(token + 1) % zoo.VOCAB for token in text[4::5]]
+        store = TextStore(len(case.prompt) + len(text))
+        store.add([*case.prompt, *text])
+        return store
 
     def reference(self, case: Case) -> list[int]:
         """Hugging Face's own greedy output: the longest one, cut where budget or end of text would end it."""

@@ -39,10 +39,39 @@ def test_cases_reach_everything_and_follow_from_their_number() -> None:
     assert {case.architecture for case in cases} == set(zoo.NAMES)
     assert {case.dtype for case in cases} == {"float32", "bfloat16"}
     assert {case.budget for case in cases} == set(range(1, LONGEST + 1))
-    for name in ("share_prefix", "draft_threshold", "target_threshold", "gamma", "eos"):
+    assert {case.config.drafter for case in cases} == {"layer_skip", "prompt_lookup", "suffix", "hybrid"}
+    for name in (
+        *("share_prefix", "draft_threshold", "target_threshold", "gamma", "eos"),
+        *("lookup", "continue_lookup", "has_store"),
+    ):
         some = Counter(bool(getattr(case, name)) for case in cases)
         assert min(some[True], some[False]) > 100, name
     assert all(Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case for case in cases[:50])
+
+
+def test_lookups_are_right_now_and_then_and_wrong_too() -> None:
+    subjects, found = Subjects(), Counter[str]()
+    cases = [case for case in (draw_case(0, number) for number in range(400)) if case.lookup is not None]
+    for case in [case for case in cases if case.architecture in ("llama", "gpt2") and case.dtype == "float32"]:
+        outcome = subjects.run(case)
+        assert outcome.verdict == "identical"
+        assert outcome.stats is not None
+        found.update(drafted=outcome.stats.num_looked_up, kept=outcome.stats.num_looked_up_accepted)
+    assert 0.1 < found["kept"] / found["drafted"] < 0.9
+
+
+def test_a_record_of_before_there_were_drafters_is_read_but_not_continued(tmp_path: Path, capsys) -> None:
+    old = {"command": "c", "seed": 0, "versions": audit.facts("")["versions"], "num_done": 1, "ties": []}
+    old |= {"by_dtype": {}, "by_engine": {}, "by_architecture": {}, "decoded": {"num_emitted": 1}}
+    case = draw_case(0, 0).to_dict()
+    for name in ("drafter", "lookup", "continue_lookup", "has_store"):
+        del case[name]
+    (tmp_path / "result.json").write_text(json.dumps(old | {"failures": [{"case": case}]}))
+    record = Record.load(tmp_path / "result.json")
+    assert [one.config.drafter for one in record.found_cases] == ["layer_skip"]
+    assert main(tmp_path, "--replay") == 0
+    assert main(tmp_path) == 2
+    assert "cases_version: must be 2 to be continued, got None; start anew with --fresh" in capsys.readouterr().err
 
 
 def test_the_reference_is_generates_own_with_end_of_text() -> None:
