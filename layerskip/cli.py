@@ -54,6 +54,11 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         return 130
 
 
+def split_list(text: str) -> tuple[str, ...]:
+    """The items of a flag's list, separated by commas; empty ones are left out."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
 def check_least(arguments: argparse.Namespace, **least: int) -> None:
     """Raises: ValueError naming the first of these flags whose value lies below its least."""
     for name, bound in least.items():

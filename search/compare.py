@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
 from layerskip.device_map import refuse_torchrun
 from search.run import add_output_flags, demo_folder
 from search.spec import StudyPaths, StudySpec, load_spec
@@ -82,12 +82,12 @@ def make_plan(arguments: argparse.Namespace, spec: StudySpec) -> ComparisonPlan:
 
     if spec.share_prefix:
         raise ValueError("share_prefix: must be off in a comparison, the published strategies do not have it; got True")
-    names = tuple(STRATEGIES) if arguments.strategies is None else _split(arguments.strategies)
+    names = tuple(STRATEGIES) if arguments.strategies is None else split_list(arguments.strategies)
     if arguments.checkpoints is None:
         trials = arguments.trials
         checkpoints = (*(one for one in _CHECKPOINTS if one < trials), trials)
     else:
-        checkpoints = tuple(_whole("--checkpoints", text) for text in _split(arguments.checkpoints))
+        checkpoints = tuple(_whole("--checkpoints", text) for text in split_list(arguments.checkpoints))
     return ComparisonPlan(
         strategies=names,
         seeds=tuple(range(spec.seed, spec.seed + max(arguments.seeds, 0))),
@@ -138,10 +138,6 @@ def _write_tables(out: Path) -> int:
         raise FileNotFoundError(f"{file}: no such file; a comparison that reaches its end writes it")
     sys.stdout.write(write_results(read_record(file), out))
     return 0
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(one.strip() for one in text.split(",") if one.strip())
 
 
 def _whole(flag: str, text: str) -> int:

@@ -13,6 +13,11 @@ from search.proposals import Proposal, ProposeOptions, measured_keys, not_taken,
 from search.space import (
     DRAFT_THRESHOLD,
     GAMMA,
+    LOOKUP_GAMMA,
+    LOOKUP_THRESHOLD,
+    MIN_MATCH,
+    MIN_MATCH_MAX,
+    MIN_PROBABILITY,
     SHARE_PREFIX,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
@@ -26,6 +31,7 @@ _LOCAL_SHARE = 0.7
 """Of the trials that are neither warm starts nor repeats; Optuna's sampler draws the rest."""
 _FLIP_SHARE = 0.7
 """Of those, while the leader has neighbours left that nobody has measured."""
+_THRESHOLD_CHANCES = {DRAFT_THRESHOLD: 0.3, TARGET_THRESHOLD: 0.1, LOOKUP_THRESHOLD: 0.1, MIN_PROBABILITY: 0.3}
 
 
 class LocalProposer:
@@ -70,17 +76,18 @@ def unmeasured_flips(
     finds the one sublayer too many or too few that random moves of several bits seldom isolate.
     """
     tried = measured_keys(trials)
-    flips = [dict(params) | {name: not params[name]} for name in space.bit_names]
+    flips = [dict(params) | {name: not params[name]} for name in space.bit_names if name in params]
     return [flip for flip in flips if key_of(flip) not in tried]
 
 
 def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
-    """A neighbour: one or a few bits flipped or a skipped and a kept one swapped; gamma and thresholds now and then.
+    """A neighbour of the same drafter: one or a few bits flipped or a skipped and a kept one swapped; gamma, thresholds
+    and the rest now and then.
 
-    Always differs from `params` where the space has more than one point.
+    Always differs from `params` where the space has more than one point of this drafter.
     """
     moved = dict(params)
-    bits = list(space.bit_names)
+    bits = [name for name in space.bit_names if name in moved]
     if bits and rng.random() < 0.8:
         on = [name for name in bits if moved[name]]
         off = [name for name in bits if not moved[name]]
@@ -91,14 +98,15 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
             chosen = [str(name) for name in rng.choice(bits, size=count, replace=False)]
         for name in chosen:
             moved[name] = not moved[name]
-    if rng.random() < 0.3:
-        moved[GAMMA] = int(np.clip(moved[GAMMA] + rng.choice([-2, -1, 1, 2]), 1, space.gamma_max))
-    for name, chance in ((DRAFT_THRESHOLD, 0.3), (TARGET_THRESHOLD, 0.1)):
-        if rng.random() < chance:
+    for name, most in ((GAMMA, space.gamma_max), (MIN_MATCH, MIN_MATCH_MAX), (LOOKUP_GAMMA, space.lookup_gamma_max)):
+        if name in moved and rng.random() < 0.3:
+            moved[name] = int(np.clip(moved[name] + rng.choice([-2, -1, 1, 2]), 1, most))
+    for name, chance in _THRESHOLD_CHANCES.items():
+        if name in moved and rng.random() < chance:
             moved[name] = snap_threshold(float(np.clip(moved[name] + rng.normal(0, 0.15), 0, THRESHOLD_MAX)))
-    if space.share_prefix and rng.random() < 0.2:
+    if SHARE_PREFIX in moved and rng.random() < 0.2:
         moved[SHARE_PREFIX] = not moved[SHARE_PREFIX]
     if moved == dict(params):
-        name = str(rng.choice(bits)) if bits else DRAFT_THRESHOLD
+        name = str(rng.choice(bits)) if bits else DRAFT_THRESHOLD if DRAFT_THRESHOLD in moved else LOOKUP_THRESHOLD
         moved[name] = not moved[name] if bits else snap_threshold(0.5 if moved[name] != 0.5 else 0.0)
     return moved

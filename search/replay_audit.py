@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command, split_list
 from search.run import demo_folder
 from search.spec import StudySpec, load_spec
 
@@ -34,6 +34,7 @@ def build_parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--study", help="study folder, or its study.toml (default: the demo study)")
+    parser.add_argument("--drafters", metavar="LIST", help="ways to draft, as for search.run (default: the study's)")
     parser.add_argument("--settings", type=int, default=200, metavar="N", help="random configs (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="tuning prompts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the configs (default: %(default)s)")
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     check_least(arguments, settings=1, prompts=1, seed=0)
-    spec, paths = load_spec({}, arguments.study, demo=demo_folder())
+    flags = {} if arguments.drafters is None else {"drafters": split_list(arguments.drafters)}
+    spec, paths = load_spec(flags, arguments.study, demo=demo_folder())
     from search.preflight import open_subject
     from search.prompts import load_prompts
     from search.terminal.reporter import Reporter
@@ -91,7 +93,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers)
     forcing = subject.decoder.teacher_forcing([ForcedText(case.prompt_ids, case.reference_ids) for case in cases])
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
-    predictor = Predictor(forcing, rows, free_costs(subject.space, spec.gamma_max))
+    predictor = Predictor(forcing, rows, free_costs(subject.space, subject.space.gamma_limit), spec.gamma_max)
     rng = np.random.default_rng(seed)
     records, violations = [], []
     for _ in range(num_settings):
@@ -104,10 +106,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
         sharp, ranked = predictor.counts(config, sharp=True), predictor.counts(config, sharp=False)
         records.append(
             {
-                "skip_mask": str(config.skip_mask),
-                "gamma": config.gamma,
-                "draft_threshold": config.draft_threshold,
-                "target_threshold": config.target_threshold,
+                "config": config.bare().model_dump(mode="json", exclude_none=True),
                 "live": live.tolist(),
                 "sharp": sharp.total()[0].tolist(),
                 "ranked": ranked.total()[0].tolist(),
@@ -122,11 +121,28 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
 
 
 def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
-    """A third each: bits at random, more skipped towards the end, an early exit with a few bits flipped.
+    """Any drafter of the space. Of masks a third each: bits at random, more skipped towards the end, an early exit with
+    a few bits flipped.
 
     Each threshold is off half of the time and anywhere on its grid otherwise.
     """
-    from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, THRESHOLD_MAX, snap_threshold
+    from search.space import (
+        DRAFT_THRESHOLD,
+        DRAFTER,
+        FACTOR,
+        FACTORS,
+        GAMMA,
+        LOOKUP_GAMMA,
+        LOOKUP_METHOD,
+        LOOKUP_THRESHOLD,
+        MIN_MATCH,
+        MIN_MATCH_MAX,
+        MIN_PROBABILITY,
+        SHARE_PREFIX,
+        TARGET_THRESHOLD,
+        THRESHOLD_MAX,
+        snap_threshold,
+    )
 
     names = space.bit_names
     depth = np.array([int(name.rpartition(".")[2]) for name in names]) / space.num_layers
@@ -143,7 +159,18 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         params[name] = snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0
     if space.share_prefix:
         params[SHARE_PREFIX] = bool(rng.integers(2))
-    return params
+    if not space.lookup_methods:
+        return params
+    params |= {
+        DRAFTER: space.drafters[int(rng.integers(len(space.drafters)))],
+        LOOKUP_METHOD: space.lookup_methods[int(rng.integers(len(space.lookup_methods)))],
+        MIN_MATCH: int(rng.integers(1, MIN_MATCH_MAX + 1)),
+        LOOKUP_GAMMA: int(rng.integers(1, space.lookup_gamma_max + 1)),
+        FACTOR: float(rng.choice(FACTORS)),
+        MIN_PROBABILITY: snap_threshold(rng.uniform(0, THRESHOLD_MAX)),
+        LOOKUP_THRESHOLD: snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0,
+    }
+    return space.reduce(params)
 
 
 if __name__ == "__main__":

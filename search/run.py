@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command
+from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
 from layerskip.config import DRAFTERS
 from layerskip.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
 from search.spec import (
@@ -90,7 +90,7 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument(
         "--drafters",
-        type=lambda text: [one.strip() for one in text.split(",")],
+        type=split_list,
         metavar="LIST",
         help=f"ways to draft that are searched, of {','.join(DRAFTERS)} (default: all)",
     )

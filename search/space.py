@@ -154,7 +154,7 @@ class SearchSpace:
             names.append(LOOKUP_METHOD)
         if drafter != "layer_skip":
             names += [MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD]
-        if (method or drafter) == "suffix":
+        if (method if drafter == "hybrid" else drafter) == "suffix":
             names += [FACTOR, MIN_PROBABILITY]
         return names
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerskip.config import DecodeConfig
+from layerskip.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.skip_mask import SkipMask
 from search.leaderboard import key_of
 from search.space import SearchSpace
@@ -23,7 +24,8 @@ class WarmStart:
 
 
 def warm_starts(space: SearchSpace) -> tuple[WarmStart, ...]:
-    """About a dozen known shapes at a plausible gamma and draft threshold, duplicates removed.
+    """A config of every drafter that looks up, and about a dozen known shapes at a plausible gamma and draft threshold,
+    duplicates removed.
 
     The cheap draft of an early exit is often wrong, so it gets a short gamma and a threshold; a mask that keeps most
     layers gets a longer one. The search moves both from there.
@@ -45,8 +47,27 @@ def warm_starts(space: SearchSpace) -> tuple[WarmStart, ...]:
         ("early-attention", SkipMask.from_sublayers(count, attention=early_half[1:]), 5, 0.4),
     ]
     starts: dict[tuple[tuple[str, Any], ...], WarmStart] = {}
-    for origin, mask, gamma, threshold in shapes:
-        config = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold)
+    found = [
+        (origin, DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold))
+        for origin, mask, gamma, threshold in shapes
+    ]
+    if "layer_skip" not in space.drafters:
+        found = []
+    for origin, config in (*_lookup_starts(space), *found):
         params = space.to_params(config)
         starts.setdefault(key_of(params), WarmStart(origin, params))
     return tuple(starts.values())
+
+
+def _lookup_starts(space: SearchSpace) -> list[tuple[str, DecodeConfig]]:
+    """What the field uses: n-grams of 2 tokens and more, a suffix with a factor, and each before a middling mask."""
+    none, middle = SkipMask.none(space.num_layers), SkipMask.contiguous(space.num_layers, space.num_layers // 4, 1)
+    ngrams = PromptLookup(min_match=2, max_match=16)
+    suffix = SuffixLookup(min_match=2, factor=4.0, min_probability=0.1)
+    before = ngrams.model_copy(update={"min_match": 3, "gamma": 10, "target_threshold": 0.0})
+    starts = {
+        "prompt_lookup": DecodeConfig(drafter="prompt_lookup", skip_mask=none, gamma=10, lookup=ngrams),
+        "suffix": DecodeConfig(drafter="suffix", skip_mask=none, gamma=16, lookup=suffix),
+        "hybrid": DecodeConfig(drafter="hybrid", skip_mask=middle, gamma=3, draft_threshold=0.4, lookup=before),
+    }
+    return [(name, config) for name, config in starts.items() if name in space.drafters]

@@ -54,7 +54,20 @@ def test_it_prints_and_writes_the_three_figures(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "audit.json"
-    flags = ("--study", study, "--settings", NUM_SETTINGS, "--prompts", 3, "--seed", 5, "--out", out)
+    flags = (
+        "--study",
+        study,
+        "--drafters",
+        "layer_skip",
+        "--settings",
+        NUM_SETTINGS,
+        "--prompts",
+        3,
+        "--seed",
+        5,
+        "--out",
+        out,
+    )
     assert run_main(*flags) == 0
     result = json.loads(out.read_text())
     said = {found["name"]: found for found in re.finditer(_LINE, capsys.readouterr().out)}
@@ -102,18 +115,23 @@ def test_long_rounds_with_wrong_and_sure_drafts_are_counted_exactly(
     assert result["checks"]["sharp"]["median_error"] == 0.0
 
 
+def test_lookups_and_hybrids_are_counted_exactly(study: Path, tmp_path: Path) -> None:
+    out = tmp_path / "audit.json"
+    drafters = "prompt_lookup,suffix,hybrid"
+    assert run_main("--study", study, "--drafters", drafters, "--settings", 40, "--prompts", 4, "--out", out) == 0
+    found = json.loads(out.read_text())["settings"]
+    assert {one["config"]["drafter"] for one in found} == set(drafters.split(","))
+    assert [one["sharp"] for one in found] == [one["live"] for one in found]
+    assert sum(one["live"][1] for one in found) > 100  # there are rounds to count
+
+
 def test_live_counts_are_those_of_decoding_the_first_prompts(study: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
     assert run_main("--study", study, "--settings", 4, "--prompts", 2, "--out", out) == 0
     model = LayerSkipModel.from_pretrained(tiny_model, engine="eager", device="cpu")
     texts = [json.loads(line)["prompt"] for line in (study / "tuning.jsonl").read_text().splitlines()]
     for one in json.loads(out.read_text())["settings"]:
-        config = DecodeConfig(
-            skip_mask=SkipMask.parse(one["skip_mask"]),
-            gamma=one["gamma"],
-            draft_threshold=one["draft_threshold"],
-            target_threshold=one["target_threshold"],
-        )
+        config = DecodeConfig(**one["config"])
         counts = np.zeros(3, dtype=int)
         for text in texts[:2]:
             stats = model.generate(text, config=config, max_new_tokens=20, do_sample=False).stats
@@ -126,7 +144,7 @@ def test_sharp_and_ranked_replays_are_told_apart(study: Path, tmp_path: Path, mo
 
     def counts(self: Predictor, config: DecodeConfig, *, sharp: bool) -> Counts:
         one = np.full((1, self.num_texts), 1.0 if sharp else 100.0)
-        return Counts(one, one, one, one)
+        return Counts(one, np.zeros_like(one), one, one, one)
 
     monkeypatch.setattr(Predictor, "counts", counts)
     out = tmp_path / "audit.json"
@@ -196,8 +214,9 @@ def test_a_negative_seed_is_refused_by_name(study: Path, capsys: pytest.CaptureF
         (space_of(12), 200),
         (space_of(6, whole=True), 40),
         (SearchSpace(4, 2, (1, 2, 3), (1, 2, 3), (0,)), 80),
+        (SearchSpace(6, 4, tuple(range(6)), tuple(range(6)), (), drafters=("layer_skip", "hybrid")), 200),
     ],
-    ids=["one layer", "twelve layers", "whole layers", "some whole layers"],
+    ids=["one layer", "twelve layers", "whole layers", "some whole layers", "hybrids"],
 )
 def test_random_configs_are_points_of_the_space_of_many_kinds(space: SearchSpace, num_masks: int) -> None:
     rng, seen = np.random.default_rng(0), Counter[str]()

@@ -10,10 +10,11 @@ import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from layerskip import DecodeConfig, SkipMask
 from search.local_proposer import local_move, unmeasured_flips
-from search.space import SearchSpace, snap_threshold
+from search.space import DRAFTERS, SearchSpace, snap_threshold
 from search.warm_starts import warm_starts
 
 
@@ -22,20 +23,27 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
     whole = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=14)))
     granularity = draw(st.sampled_from(["layer", "sublayer"]))
     model = SimpleNamespace(num_layers=len(whole), whole_layers_only=whole)
-    gamma_max, share_prefix = draw(st.integers(1, 12)), draw(st.booleans())
-    return SearchSpace.for_model(model, gamma_max=gamma_max, granularity=granularity, share_prefix=share_prefix)
+    return SearchSpace.for_model(
+        model,
+        gamma_max=draw(st.integers(1, 12)),
+        granularity=granularity,
+        share_prefix=draw(st.booleans()),
+        drafters=draw(st.lists(st.sampled_from(DRAFTERS), min_size=1, unique=True)),
+    )
 
 
 @st.composite
 def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
     space = draw(spaces())
-    params: dict[str, Any] = {name: draw(st.booleans()) for name in space.bit_names}
-    params["gamma"] = draw(st.integers(1, space.gamma_max))
-    for name in ("draft_threshold", "target_threshold"):
-        params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
-    if space.share_prefix:
-        params["share_prefix"] = draw(st.booleans())
-    return space, params
+    params: dict[str, Any] = {}
+    for name, one in space.distributions.items():
+        if isinstance(one, CategoricalDistribution):
+            params[name] = draw(st.sampled_from(one.choices))
+        elif isinstance(one, IntDistribution):
+            params[name] = draw(st.integers(one.low, one.high))
+        else:
+            params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
+    return space, space.reduce(params)
 
 
 @given(points())
@@ -70,22 +78,25 @@ def test_a_local_move_is_another_point_of_the_space(point: tuple[SearchSpace, di
 @given(points(), st.data())
 def test_flips_are_the_untried_neighbours(point: tuple[SearchSpace, dict[str, Any]], data: st.DataObject) -> None:
     space, params = point
-    tried = data.draw(st.sets(st.sampled_from(space.bit_names)))
+    bits = [name for name in space.bit_names if name in params]  # a lookup alone has none
+    tried = data.draw(st.sets(st.sampled_from(bits))) if bits else set()
+    known = {name: space.distributions[name] for name in params}
     trials = [
-        optuna.trial.create_trial(
-            params=params | {name: not params[name]}, distributions=space.distributions, value=1.0
-        )
+        optuna.trial.create_trial(params=params | {name: not params[name]}, distributions=known, value=1.0)
         for name in sorted(tried)
     ]
     flips = unmeasured_flips(params, trials, space)
     changed = [[name for name in params if flip[name] != params[name]] for flip in flips]
-    assert changed == [[name] for name in space.bit_names if name not in tried]
+    assert changed == [[name] for name in bits if name not in tried]
 
 
 @given(spaces())
 def test_warm_starts_are_distinct_points_of_the_space(space: SearchSpace) -> None:
     starts = warm_starts(space)
-    assert starts[0].origin == "no-skip"
+    origins = [start.origin for start in starts]
+    lookups = {"prompt_lookup", "suffix", "hybrid"}
+    assert lookups & set(space.drafters) == lookups & set(origins)
+    assert ("no-skip" in origins) == ("layer_skip" in space.drafters)
     assert len({tuple(sorted(start.params.items())) for start in starts}) == len(starts)
     for start in starts:
         assert space.to_params(space.to_config(start.params)) == start.params
