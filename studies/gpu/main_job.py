@@ -43,7 +43,7 @@ SIZES = {
     "demo": _Size(
         ("--trials", "200", "--timeout", "60"),
         ("--num-prompts", "8", "--repeats", "3", "--compile"),
-        {"search": 140, "bench": 100},
+        {"search": 130, "bench": 90},
     ),
     "1b": _Size(
         ("--trials", "200", "--timeout", "60"),
