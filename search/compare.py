@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     refuse_torchrun("start it as one process")
-    spec, paths = load_spec({}, arguments.study, demo=demo_folder())
+    # Strategies choose masks and their settings: ours may look nothing up either.
+    spec, paths = load_spec({"drafters": ("layer_skip",)}, arguments.study, demo=demo_folder())
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"
     if arguments.tables:
         return _write_tables(out)
