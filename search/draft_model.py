@@ -46,14 +46,16 @@ def export_draft_model(model: Any, config: DecodeConfig, folder: Path, *, neares
     """Write the kept layers and settings.json and README.md beside them.
 
     `model` is the LayerSkipModel that the config was made for; its `name_or_path` goes into the settings.
-    Raises: ValueError if the config does not speculate, if its mask has lone sublayers (unless `nearest`), or if the
-    nearest mask leaves nothing out; UnsupportedModelError if the architecture cannot be cut.
+    Raises: ValueError if the config does not speculate or only looks tokens up, if its mask has lone sublayers (unless
+    `nearest`), or if the nearest mask leaves nothing out; UnsupportedModelError if the architecture cannot be cut.
     """
     from layerskip.draft_checkpoint import lone_sublayers, write_draft_checkpoint
 
     if not config.speculates:
         reason = f" ({config.reason})" if config.reason else ""
         raise ValueError(f"gamma: must be above 0, this config says not to speculate{reason}; got 0")
+    if not config.drafts_by_mask:
+        raise ValueError(f"drafter: must draft under a mask to have a draft model, got {config.drafter}")
     mask = config.skip_mask
     if lone := lone_sublayers(mask):
         if not nearest:

@@ -148,7 +148,7 @@ def huggingface_ways(
 
 def _exit_layer(config: DecodeConfig | None) -> int | None:
     """The first layer that the draft skips whole; None if there is none or nothing would be left before it."""
-    if config is None or not config.speculates:
+    if config is None or not config.drafts_by_mask:
         return None
     return next((layer for layer in config.skip_mask.skipped_layers[:1] if layer > 0), None)
 

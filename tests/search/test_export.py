@@ -224,6 +224,12 @@ def test_lone_sublayers_are_refused_or_exported_with_a_warning(
     ("mask", "fields", "flags", "said"),
     [
         ("4:none", {"gamma": 0, "reason": "nothing wins"}, [], "this config says not to speculate (nothing wins)"),
+        (
+            "4:none",
+            {"drafter": "suffix", "draft_threshold": 0.0, "lookup": {"method": "suffix", "min_match": 2}},
+            [],
+            "drafter: must draft under a mask to have a draft model, got suffix",
+        ),
         ("4:a1", {}, ["--nearest"], "keeps some layers and leaves some out, got 4:none"),
         ("4:0-3", {}, [], "keeps some layers and leaves some out, got 4:0-3"),
         ("4:1", {}, ["--group", "x"], "this config has no groups, got 'x'"),
