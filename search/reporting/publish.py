@@ -44,9 +44,10 @@ class Publisher:
         Cost: a few seconds at 200 trials. A failure of either is one line.
         """
         self.attempt("no figures for the dashboard", lambda: self._push(study))
-        if self._page and "verdict" in study.user_attrs:
-            self.attempt(f"no {self._paths.archive.name}", lambda: self._archive(study))
-        if not self._page or not self.attempt("no report.html", lambda: self._write(study)):
+        if not self._page:
+            return None
+        self.attempt(f"no {self._paths.archive.name}", lambda: self._archive(study))
+        if not self.attempt("no report.html", lambda: self._write(study)):
             return None
         self.attempt("no files for the dashboard", lambda: self._attach(study))
         return self._paths.report
@@ -66,7 +67,8 @@ class Publisher:
     def _archive(self, study: optuna.Study) -> None:
         from search.reporting.archive import write_archive
 
-        write_archive(study, self._paths.archive)
+        if "verdict" in study.user_attrs:
+            write_archive(study, self._paths.archive)
 
     def _attach(self, study: optuna.Study) -> None:
         from search.reporting.artifacts import attach

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,22 @@ from tests.browser.conftest import Visit
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-@pytest.fixture
-def address(winning_study: Path) -> Iterator[str]:
+@contextmanager
+def serving(study: Path) -> Iterator[str]:
     """The study's page, served on loopback."""
-    app, page, _ = open_app(str(winning_study), None)
+    app, page, _ = open_app(str(study), None)
     with bind(app, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/{page}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def address(winning_study: Path) -> Iterator[str]:
+    with serving(winning_study) as one:
+        yield one
 
 
 def test_the_studys_page_shows_our_figures_and_files(visit: Visit, address: str) -> None:
@@ -37,6 +45,19 @@ def test_the_studys_page_shows_our_figures_and_files(visit: Visit, address: str)
     visit.page.get_by_text("report.html").first.wait_for()
     visit.page.get_by_text("best.json").first.wait_for()
     assert visit.complaints == []
+
+
+def test_a_study_that_is_an_archive_alone_is_shown(visit: Visit, winning_study: Path, tmp_path: Path) -> None:
+    """As in a fresh clone, where nothing has been run."""
+    clone = tmp_path / winning_study.name
+    clone.mkdir()
+    for name in ("study.toml", "study.jsonl.xz"):
+        shutil.copy(winning_study / name, clone)
+    with serving(clone) as address:
+        visit.page.goto(address, wait_until="commit")
+        for name in FIGURES:
+            visit.page.locator(f"[id='user-defined-plot:{name}'] .main-svg").first.wait_for()
+        assert visit.complaints == []
 
 
 def test_the_note_tells_the_verdict_and_the_command(visit: Visit, address: str, winning_study: Path) -> None:
