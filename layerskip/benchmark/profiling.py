@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -83,12 +84,21 @@ def _profile(name: str, step: Callable[[], None], top: int, *, cuda: bool) -> li
     with profile(activities=activities, acc_events=True) as found:
         for _ in range(_TIMES):
             step()
-    clocks = [("cpu", "self_cpu_time_total")] + ([("cuda", "self_device_time_total")] if cuda else [])
-    profiles = []
-    for clock, field in clocks:
-        events = [(event.key, float(getattr(event, field)), event.count) for event in found.key_averages()]
-        total = sum(us for _, us, _ in events)
-        costliest = sorted(events, key=lambda event: -event[1])[:top]
-        operations = tuple(Operation(key, us / total, count / _TIMES) for key, us, count in costliest if us > 0)
-        profiles.append(StepProfile(name, clock, total / _TIMES / 1000, operations))
-    return profiles
+    clocks = ["cpu", "cuda"] if cuda else ["cpu"]
+    return [_read(name, clock, found.key_averages(), top) for clock in clocks]
+
+
+def _read(name: str, clock: str, events: Iterable[Any], top: int) -> StepProfile:
+    """The events of a clock, as seconds of a step.
+
+    On the device's clock only what runs there: operations of the host bear the time of the kernels that they launch
+    as well, and all would count twice.
+    """
+    field = "self_cpu_time_total"
+    if clock == "cuda":
+        field, events = "self_device_time_total", [one for one in events if one.device_type.name == "CUDA"]
+    found = [(event.key, float(getattr(event, field)), event.count) for event in events]
+    total = sum(us for _, us, _ in found)
+    costliest = sorted(found, key=lambda event: -event[1])[:top]
+    operations = tuple(Operation(key, us / total, count / _TIMES) for key, us, count in costliest if us > 0)
+    return StepProfile(name, clock, total / _TIMES / 1000, operations)

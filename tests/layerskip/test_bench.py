@@ -9,12 +9,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, bench
 from layerskip.benchmark import memory, profiling, run, steps
@@ -714,6 +716,28 @@ def test_bandwidth_is_the_better_of_reading_and_copying() -> None:
 
 
 # --- profile and plot
+
+
+def test_on_a_device_a_kernel_counts_once() -> None:
+    """The operation that launched it has its time too; both were counted, so that every share was halved."""
+
+    def event(key: str, kind: DeviceType, cpu_us: float, device_us: float) -> Any:
+        return SimpleNamespace(
+            key=key, device_type=kind, self_cpu_time_total=cpu_us, self_device_time_total=device_us, count=8
+        )
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 100.0, 800.0),
+        event("gemm", DeviceType.CUDA, 0.0, 600.0),
+        event("splitk", DeviceType.CUDA, 0.0, 200.0),
+    ]
+    found = profiling._read("plain step", "cuda", events, 8)
+    assert [(one.name, one.share, one.calls) for one in found.operations] == [
+        ("gemm", 0.75, 1.0),
+        ("splitk", 0.25, 1.0),
+    ]
+    assert found.ms == pytest.approx(0.1)
+    assert [one.name for one in profiling._read("plain step", "cpu", events, 8).operations] == ["aten::mm"]
 
 
 def test_the_profile_names_operations_that_the_steps_run() -> None:
