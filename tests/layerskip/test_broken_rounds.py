@@ -13,6 +13,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip import decode as decode_module
 from layerskip import device_round as device_round_module
+from layerskip import round_work as round_work_module
 from layerskip.drafters import layer_skip as drafter_module
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.kv_cache import SharedLengthCache, StaticCache
@@ -93,7 +94,7 @@ _ONCE_A_ROUND: dict[str, Owner] = {
     "settling": lambda _: (decode_module, "_settle"),
 }
 _ONCE_A_DEVICE_ROUND: dict[str, Owner] = {
-    "verdict": lambda _: (device_round_module._RoundWork, "_verify_greedy"),
+    "verdict": lambda _: (round_work_module.RoundWork, "_verify_greedy"),
     "read": lambda _: (device_round_module.DeviceRound, "_read"),
     "move": lambda _: (StaticCache, "moved_to"),
     "settling": lambda _: (decode_module, "_settle"),
