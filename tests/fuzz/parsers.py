@@ -10,7 +10,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from layerskip.config import DecodeConfig
 from layerskip.prompts import Prompt, read_prompts
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, parse
@@ -21,6 +20,7 @@ from search.comparison.journal import Journal
 from search.comparison.runs import read_trials
 from search.space import SearchSpace
 from search.spec import StudySpec, load_spec, to_toml
+from tests.fuzz.configs import CONFIGS, check_config, read_config_file
 
 _ALL = tuple(range(4))
 SPACE = SearchSpace(num_layers=4, gamma_max=8, attention_bits=_ALL, mlp_bits=_ALL, layer_bits=())
@@ -142,37 +142,7 @@ PROMPT_LINES = st.one_of(
     ),
 )
 
-# Decode configs and masks
-
-
-def _read_config_file(data: bytes, folder: Path) -> DecodeConfig:
-    return DecodeConfig.load(_in_file(folder, "best.json", data))
-
-
-def _check_config(config: DecodeConfig, folder: Path) -> None:
-    said = json.loads((folder / "best.json").read_text(encoding="utf-8"))
-    for name in ("gamma", "draft_threshold", "target_threshold", "share_prefix", "reason"):
-        assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
-    assert DecodeConfig.from_json(config.to_json()) == config
-
-
-_SETTING = {"skip_mask": st.sampled_from(["4:none", "4:1-2,a3", "4:m0"]), "gamma": st.integers(0, 64)}
-_CONFIRMED = {"tokens_per_s": 2.0, "plain_tokens_per_s": 1.0, "speedup": 2.0, "speedup_ci_low": 1.5}
-_CONFIRMED |= {"speedup_ci_high": 2.5, "num_prompts": 3, "num_identical": 3, "num_repeats": 1}
-_ORIGIN = {"model": "./model", "weights_fingerprint": "00ff", "device": "cpu", "dtype": "float32", "num_layers": 4}
-_THRESHOLDS = {"draft_threshold": st.floats(0, 1), "target_threshold": st.floats(0, 1), "share_prefix": st.booleans()}
-CONFIGS = st.fixed_dictionaries(
-    {"schema_version": st.just(1), **_SETTING},
-    optional={
-        **_THRESHOLDS,
-        "reason": st.text(max_size=5),
-        "confirmed": st.just(_CONFIRMED),
-        "provenance": st.just({**_ORIGIN, "versions": {"torch": "2"}, "trial": 3, "seed": 0}),
-        "groups": st.dictionaries(
-            st.sampled_from(["qa", "code"]), st.fixed_dictionaries(_SETTING, optional=_THRESHOLDS), min_size=1
-        ),
-    },
-)
+# Masks
 
 
 def _check_mask(mask: SkipMask, _folder: Path) -> None:
@@ -304,7 +274,7 @@ def _as_numbers(value: Any) -> Any:
 PARSERS = (
     Parser("study.toml", STUDIES, _toml, _read_study, _check_study),
     Parser("prompt file", PROMPT_LINES, _line, _read_prompt_file, _check_prompts),
-    Parser("decode config", CONFIGS, _json, _read_config_file, _check_config),
+    Parser("decode config", CONFIGS, _json, read_config_file, check_config),
     Parser("mask", MASKS, _dump_mask, _read_mask, _check_mask, names_file=False, only_field="skip_mask"),
     Parser("completion request", COMPLETIONS, _json, _reader_of(CompletionRequest), _check_request, names_file=False),
     Parser("chat request", CHATS, _json, _reader_of(ChatRequest), _check_request, names_file=False),
