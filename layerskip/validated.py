@@ -32,6 +32,9 @@ def describe_validation_error(error: ValidationError) -> str:
             message = "unknown field"
         elif item["type"] == "missing":
             message = "is required"
+        elif item["type"] == "union_tag_invalid":  # whose message repeats what it got, however long
+            named = item["ctx"]
+            message = f"{named['discriminator']} must be one of {named['expected_tags']}, got {_short(named['tag'])!r}"
         elif item["type"] != "value_error":
             message = f"{message[0].lower()}{message[1:]}, got {_short(item['input'])!r}"
         lines.append(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)

@@ -349,6 +349,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "hybrid", "lookup": LOOKUP | {"max_match": 1}}, "max_match: must be at least min_match, 2, got 1"),
     ({"drafter": "hybrid", "lookup": LOOKUP | {"factor": 2.0}}, "factor: unknown field"),
     ({"drafter": "hybrid", "lookup": {"min_match": 2}}, "lookup: unable to extract tag using discriminator 'method'"),
+    (
+        {"drafter": "hybrid", "lookup": {"method": "x" * 5_000}},
+        f"lookup: 'method' must be one of 'prompt_lookup', 'suffix', got '{'x' * 80}'",
+    ),
     ({"continue_lookup": True}, "continue_lookup: needs the drafter hybrid, got layer_skip"),
 ]
 
