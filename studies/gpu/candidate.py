@@ -19,7 +19,7 @@ def bench_config(best: DecodeConfig, summary: Mapping[str, Any]) -> DecodeConfig
     A losing setting is worth a row too. Without any candidate that was lossless, the exported config all the same.
     """
     able = [one for one in summary["candidates"] if one["speedup"] is not None and not one["excluded"]]
-    if best.gamma or not able:
+    if best.speculates or not able:
         return best
     leader = max(able, key=lambda one: float(one["speedup"]))
     config = DecodeConfig.model_validate_json(json.dumps(leader["config"]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from layerskip.config import DecodeConfig
 from studies.gpu import tables
 from studies.gpu.book import DONE, read
 from studies.gpu.tables import Rows, percent
@@ -144,18 +146,22 @@ def search(facts: Mapping[str, Any]) -> str:
 
 
 def confirmed(numbers: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The number that may be quoted: held-out prompts, interval over prompts."""
-    setting = (
-        f"`{config['skip_mask']}`, gamma {config['gamma']}, draft_threshold {config['draft_threshold']:g}, "
-        f"target_threshold {config['target_threshold']:g}"
-    )
+    """The number that may be quoted: held-out prompts, interval over prompts, prompt apart and included."""
+    from search.confirm import describe  # which imports torch: pages without this number are to come at once
+
+    found = DecodeConfig.model_validate_json(json.dumps(config))
+    repeated = numbers["repeated_ngram_share"]
     return (
-        f"- {setting if config['gamma'] else 'The best candidate'}: on {numbers['num_prompts']} held-out prompts x "
-        f"{numbers['num_repeats']} {numbers['speedup']:.3f}x "
-        f"({numbers['speedup_ci_low']:.3f}..{numbers['speedup_ci_high']:.3f}), {numbers['tokens_per_s']:.1f} against "
+        f"- {describe(found) if found.speculates else 'The best candidate'}: on {numbers['num_prompts']} held-out "
+        f"prompts x {numbers['num_repeats']} {_speedup(numbers, 'speedup')}, prompt included "
+        f"{_speedup(numbers, 'end_to_end_speedup')}; {numbers['tokens_per_s']:.1f} against "
         f"{numbers['plain_tokens_per_s']:.1f} tok/s; identical outputs {numbers['num_identical']}, ties "
-        f"{numbers['num_ties']}."
+        f"{numbers['num_ties']}; repeated 4-grams {percent(repeated)}. Machine: {numbers['machine']}."
     )
+
+
+def _speedup(numbers: Mapping[str, Any], name: str) -> str:
+    return f"{numbers[name]:.3f}x ({numbers[f'{name}_ci_low']:.3f}..{numbers[f'{name}_ci_high']:.3f})"
 
 
 def bench(record: Mapping[str, Any]) -> str:

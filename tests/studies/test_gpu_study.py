@@ -211,6 +211,20 @@ def test_a_page_tells_what_failed_and_which_file_is_broken(tmp_path: Path) -> No
         summarise.page(tmp_path)
 
 
+def test_the_number_to_quote_stands_with_its_config_interval_and_end_to_end_value() -> None:
+    numbers = {"speedup": 1.5, "speedup_ci_low": 1.25, "speedup_ci_high": 1.75}
+    numbers |= {f"end_to_end_{name}": value - 0.125 for name, value in numbers.items()}
+    numbers |= {"num_prompts": 16, "num_repeats": 2, "tokens_per_s": 300.0, "plain_tokens_per_s": 200.0}
+    facts = {"num_identical": 15, "num_ties": 1, "repeated_ngram_share": 0.25, "machine": "load 1"}
+    config = {"skip_mask": "4:2-3", "gamma": 3, "draft_threshold": 0.5}
+    assert summarise.confirmed(numbers | facts, config) == (
+        "- mask 4:2-3, gamma 3, draft_threshold 0.5: on 16 held-out prompts x 2 1.500x (1.250..1.750), prompt included "
+        "1.375x (1.125..1.625); 300.0 against 200.0 tok/s; identical outputs 15, ties 1; repeated 4-grams 25.0 %. "
+        "Machine: load 1."
+    )
+    assert summarise.confirmed(numbers | facts, {"skip_mask": "4:none", "gamma": 0}).startswith("- The best candidate:")
+
+
 def test_outcomes_of_tests_are_counted_and_what_did_not_pass_is_named() -> None:
     def of(outcome: str, reason: str = "", **properties: float) -> dict[str, Any]:
         row = {"outcome": outcome, "reason": reason, "properties": properties}
