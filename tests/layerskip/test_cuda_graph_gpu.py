@@ -13,6 +13,7 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.decode import DecodeRequest
 from layerskip.draft_stopping import Stopping
 from layerskip.engines import EagerEngine, choice
 from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
@@ -20,6 +21,7 @@ from layerskip.engines.cuda_recorder import CudaRecorder
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.engines.static_lean import LeanExecutor
+from layerskip.free_running import FreeRunning
 from layerskip.identity import check_greedy, logit_difference
 from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler, SamplingParams
@@ -112,6 +114,21 @@ def test_with_the_kernels_of_production_output_is_identical_in_float32(kernels: 
         expected = reference_of(model, prompt)
         for config in configs_of(kernels):
             assert model.generate(prompt, config=config, max_new_tokens=NEW_TOKENS).ids == expected, config
+
+
+@with_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_free_running_gives_what_plain_decoding_gives(dtype: torch.dtype, device: str) -> None:
+    """In bfloat16 too: both run the same steps of one token."""
+    model = of_shape("window", device, dtype)
+    for seed, length in enumerate((1, 70)):
+        prompt = zoo.prompt_of(length, seed)
+        plain = model.generate(prompt, max_new_tokens=NEW_TOKENS).ids
+        run = FreeRunning(model.engine, DecodeRequest(prompt, NEW_TOKENS, frozenset([plain[-3]])), read_every=7)
+        run.prepare()
+        recorded = model.engine.num_preparations
+        assert [token for some in run.run() for token in some] == plain[: plain.index(plain[-3]) + 1]
+        assert model.engine.num_preparations == recorded
 
 
 @with_devices
