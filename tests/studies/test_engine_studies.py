@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from layerskip.benchmark import memory
 from layerskip.step_times import StepTimer
-from studies.engine import growth, results, sizes, switches
+from studies.demo.corpus import Module
+from studies.engine import growth, lookups, results, sizes, switches
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 
 
@@ -92,6 +94,32 @@ def test_switches_tells_seconds_and_memory_of_different_masks(tmp_path: Path, mo
     assert all(mask.num_skipped < 2 * mask.num_layers for mask in masks)
 
 
+def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(lookups.TEXTS, "natural", lambda count: [3, 1, 4, 1, 5] * (count // 5))
+    ticks = itertools.count()
+    monkeypatch.setattr(lookups.time, "perf_counter_ns", lambda: 2_000 * next(ticks))
+    assert lookups.main(["--lengths", "50", "200", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "lookups.json").read_text())
+    found = {(one["lookup"], one["text"], one["num_tokens"]): one for one in record["results"]}
+    assert len(found) == 2 * 3 * 2
+    for one in found.values():
+        assert one["token_us"] == one["proposal_us"] == [2.0, 2.0]
+    assert found["prompt_lookup", "natural", 200]["mean_proposed"] == pytest.approx(10 * (199 - 6) / 199)
+    assert found["suffix", "natural", 200]["share_right"] > 0.9
+    assert found["suffix", "looping", 50]["mean_proposed"] > 0
+    assert found["suffix", "random", 50]["share_right"] in (None, pytest.approx(0, abs=0.2))
+    assert "| prompt_lookup | looping | 200 | 2.0 | 2.0 | 2.0 | 2.0 |" in (tmp_path / "lookups.md").read_text()
+
+
+def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
+    module = Module("a.py", "import os\n\n\ndef read(path):\n    return os.open(path)\n")
+    monkeypatch.setattr(lookups, "read_modules", lambda: [module, module])
+    text = lookups.natural_text(25)
+    assert len(text) == 25
+    with pytest.raises(ValueError, match=r"--lengths: must be at most the standard library's \d+ tokens, got 1000"):
+        lookups.natural_text(1_000)
+
+
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
@@ -99,6 +127,8 @@ def test_switches_tells_seconds_and_memory_of_different_masks(tmp_path: Path, mo
         (switches.main, ["--layers", "4"], "--layers: must have more than 1100 different masks, got 4"),
         (growth.main, ["--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
+        (lookups.main, ["--lengths", "1"], "--lengths: must be at least 2, got 1"),
+        (lookups.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
         (sizes.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
     ],
