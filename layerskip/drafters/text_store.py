@@ -15,7 +15,8 @@ class TextStore:
 
     What is in a store is drafted from in other texts: give every user, or API key, a store of its own.
 
-    Cost: `add` a hash a token, and as much for every token dropped; memory some hundred bytes a token.
+    Cost: `add` a hash a token, and as much for every token dropped; memory 100 to 400 bytes a token for each
+    `min_match` that is looked with.
     """
 
     def __init__(self, max_tokens: int) -> None:
