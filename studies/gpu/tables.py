@@ -127,9 +127,14 @@ def ties(rows: Rows, _facts: Mapping[str, Any]) -> str:
     ]
     header = ["rows a forward", "other token than one row", "spread: median", "p99", "largest", "largest logit"]
     count = sum(row["identical"] for row in outputs), sum(row["is_tie"] for row in outputs)
-    wrong = [f"- DIFFERING: {row['skip_mask']} gamma {row['gamma']}" for row in outputs if not _is_lossless(row)]
+    parted = [
+        f"- {'tie' if row['is_tie'] else 'DIFFERING'}: {row['skip_mask']} gamma {row['gamma']} from token "
+        f"{row['first_difference']}: {row['logit_gap']:.3f} below the best logit, {row['tolerance']:.3f} are rounding"
+        for row in outputs
+        if not row["identical"]
+    ]
     said = f"{len(outputs)} speculative outputs: {count[0]} identical to plain decoding, {count[1]} part at a tie."
-    return "\n".join([markdown(header, lines), "", said, *wrong])
+    return "\n".join([markdown(header, lines), "", said, *parted])
 
 
 def lockstep(rows: Rows, _facts: Mapping[str, Any]) -> str:
@@ -204,10 +209,6 @@ def _ms(value: float | None) -> str:
 
 def _us(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
-
-
-def _is_lossless(row: Mapping[str, Any]) -> bool:
-    return bool(row["identical"] or row["is_tie"])
 
 
 def _interval(row: Mapping[str, Any] | None, name: str, form: str) -> str:

@@ -41,6 +41,18 @@ def test_attention_kernels_are_told_by_visible_positions() -> None:
     assert "Taken: split keys." in text
 
 
+def test_a_tie_and_a_difference_are_told_apart_with_what_rounding_explains() -> None:
+    several = {"num_rows": 5, "other_token": 1, "positions": 64, "largest_logit": 20.0}
+    several["logit_spread"] = {"median": 0.0, "p99": 0.125, "largest": 0.25}
+    same = {"skip_mask": "4:3", "gamma": 2, "identical": True, "is_tie": False, "first_difference": None}
+    tie = same | {"identical": False, "is_tie": True, "first_difference": 7, "logit_gap": 0.125, "tolerance": 0.5}
+    text = tables.ties([several, same, tie, tie | {"is_tie": False, "logit_gap": 2.0}], {})
+    assert "| 5 | 1 of 64 | 0.000 | 0.125 | 0.250 | 20.0 |" in text
+    assert "3 speculative outputs: 1 identical to plain decoding, 1 part at a tie." in text
+    assert "- tie: 4:3 gamma 2 from token 7: 0.125 below the best logit, 0.500 are rounding" in text
+    assert "- DIFFERING: 4:3 gamma 2 from token 7: 2.000 below the best logit" in text
+
+
 def test_bandwidth_is_held_against_a_large_copy() -> None:
     row = {"engine": "fused", "way": "plain", "reason": "asked for", "ms_per_token": 4.0}
     row |= {"step_bytes": 6_000_000_000, "end_to_end_tokens_per_s": 200.0, "load_s": 9.0, "added_bytes": 3 << 30}
