@@ -23,6 +23,7 @@ from layerskip.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.loading import load_pretrained, weights_fingerprint
 from layerskip.lockstep import decode_in_lockstep
 from layerskip.placement import Placement
+from layerskip.rounding import RoundingSpread, measure_rounding
 from layerskip.sampling import Sampler, SamplingParams
 from layerskip.stats import DecodeStats
 from layerskip.text_stream import TextStream
@@ -129,6 +130,8 @@ class LayerSkipModel:
         choice = make_engine(engine, self._adapter)
         self._engine, self.engine_reason = choice.engine, choice.reason
         self._fingerprint: str | None = None
+        self.rounding: RoundingSpread | None = None
+        """What a difference between two greedy outputs is judged by in reduced precision; see `rounding_spread`."""
         self._config = DecodeConfig.plain(self.num_layers)
         if config is not None:
             self.config = config if isinstance(config, DecodeConfig) else DecodeConfig.load(config)
@@ -392,6 +395,13 @@ class LayerSkipModel:
         """The full model's logits (num_logits, V) at the last positions of `ids`, in one forward from scratch."""
         with self._engine.session(len(ids)):
             return self._engine.forward(torch.tensor(list(ids), device=self.device), num_logits=num_logits).clone()
+
+    def rounding_spread(self, prompts: Sequence[Sequence[int]]) -> RoundingSpread:
+        """What rounding alone does to logits in this model's dtype: `rounding`, measured on these prompts if it is not
+        there yet. See `measure_rounding`."""
+        if self.rounding is None:
+            self.rounding = measure_rounding(self._adapter, prompts)
+        return self.rounding
 
     def _sampling(self, given: GenerateArguments) -> SamplingParams:
         names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
