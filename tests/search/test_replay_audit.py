@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
+from layerskip.identity import IdentityReport
 from search import replay_audit
 from search.decoder import Decoded, ModelDecoder
 from search.predictor import Predictor
@@ -115,6 +116,31 @@ def test_long_rounds_with_wrong_and_sure_drafts_are_counted_exactly(
     assert result["checks"]["sharp"]["median_error"] == 0.0
 
 
+def test_texts_that_part_at_a_tie_are_left_out_and_counted(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if the first text parted under every config: its counts are those of another text."""
+    own = ModelDecoder.decode
+
+    def parts(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+        out = own(self, prompt_ids, config)
+        first = seen.setdefault("prompt", tuple(prompt_ids))
+        if config.speculates and tuple(prompt_ids) == first:
+            return Decoded((*out.ids[:-1], out.ids[-1] + 1), DecodeStats(num_drafted=10_000))
+        return out
+
+    seen: dict[str, tuple[int, ...]] = {}
+    tie = IdentityReport(identical=False, is_tie=True)
+    monkeypatch.setattr(ModelDecoder, "decode", parts)
+    monkeypatch.setattr(ModelDecoder, "check", lambda *_: tie)
+    out = tmp_path / "audit.json"
+    assert run_main("--study", study, "--settings", 5, "--prompts", 3, "--out", out) == 0
+    result = json.loads(out.read_text())
+    assert result["num_parted"] == 5
+    assert [one["sharp"] for one in result["settings"]] == [one["live"] for one in result["settings"]]
+    assert "5 outputs parted from the target's at logit ties and are not compared" in capsys.readouterr().out
+
+
 def test_lookups_and_hybrids_are_counted_exactly(study: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
     drafters = "prompt_lookup,suffix,hybrid"
@@ -142,8 +168,8 @@ def test_live_counts_are_those_of_decoding_the_first_prompts(study: Path, tiny_m
 def test_sharp_and_ranked_replays_are_told_apart(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tiny model both are exact; here the sharp one counts 1 forward of a kind and text, the other 100."""
 
-    def counts(self: Predictor, config: DecodeConfig, *, sharp: bool) -> Counts:
-        one = np.full((1, self.num_texts), 1.0 if sharp else 100.0)
+    def counts(self: Predictor, config: DecodeConfig, *, sharp: bool, texts: Sequence[int]) -> Counts:
+        one = np.full((1, len(texts)), 1.0 if sharp else 100.0)
         return Counts(one, np.zeros_like(one), one, one, one)
 
     monkeypatch.setattr(Predictor, "counts", counts)
