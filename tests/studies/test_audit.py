@@ -154,3 +154,6 @@ def test_the_committed_result_holds_what_is_claimed() -> None:
         assert found["report"]["logit_gap"] <= found["report"]["tolerance"]
     drafted, accepted = record.decoded["num_drafted"], record.decoded["num_accepted"]
     assert 0.1 < accepted / drafted < 0.9
+    assert record.by_drafter.keys() == {"layer_skip", "prompt_lookup", "suffix", "hybrid"}
+    assert min(sum(counts.values()) for counts in record.by_drafter.values()) > 1_000
+    assert 0.1 < record.decoded["num_looked_up_accepted"] / record.decoded["num_looked_up"] < 0.9
