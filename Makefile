@@ -2,14 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+MINIMUM := $(VENV)-minimum
+FREE ?= torch
 
-.PHONY: search test lint format notebooks dashboard audit fuzz security lock demo-model stock-model clean
+.PHONY: search test test-minimum lint format notebooks dashboard audit fuzz security lock demo-model stock-model clean
 
 search: $(VENV)/.installed
 	$(BIN)/python -m search.run --trials 200
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# Are the lower bounds in pyproject.toml true? Its own environment of the lowest versions admitted, and the fast tests there.
+# torch is left to pip: the older wheels that PyPI has bring gigabytes of CUDA libraries. `FREE=` holds it down too.
+test-minimum: $(MINIMUM)/.installed
+	$(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not browser and not gpu"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -53,7 +60,7 @@ lock:
 	rm -rf $(VENV).lock
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MINIMUM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
@@ -66,3 +73,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@ $(VENV)/.installed
+
+$(MINIMUM)/.installed: pyproject.toml .ci/minimum.py | $(VENV)/bin/python
+	rm -rf $(MINIMUM)
+	$(BIN)/python -m venv $(MINIMUM)
+	$(BIN)/python .ci/minimum.py --extra test --free $(FREE) > $(MINIMUM)/constraints.txt
+	$(MINIMUM)/bin/python -m pip install --quiet --disable-pip-version-check -c $(MINIMUM)/constraints.txt -e ".[test]"
+	touch $@

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3MoeConfig
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
@@ -62,7 +64,10 @@ def test_the_draft_says_what_the_masked_model_says(name: str, tmp_path: Path) ->
 
 
 @zoo.each(ASSISTED)
-def test_assisted_generation_with_it_is_plain_greedy(name: str, tmp_path: Path) -> None:
+def test_assisted_generation_with_it_is_plain_greedy(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if Version(transformers.__version__) < Version("5.18") and any(zoo.layerskip_of(name).adapter.windows):
+        reason = "before 5.18, Transformers' assisted generation makes masks too long for a sliding window"
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError))
     write_draft_checkpoint(zoo.layerskip_of(name), whole(3), tmp_path / "draft", ASSISTANT)
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert {key: getattr(draft.generation_config, key) for key in ASSISTANT} == ASSISTANT
