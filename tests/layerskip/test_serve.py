@@ -52,7 +52,9 @@ def test_as_a_program_it_says_where_it_serves_and_ends_cleanly_on_sigterm(tmp_pa
         confirmed = DecodeConfig.load(DEMO_CONFIG).confirmed
         assert isinstance(confirmed, Confirmed)
         assert lines[1].startswith("model     model: LlamaForCausalLM, 12 layers, float32 on cpu, engine fused, 1 thr")
-        assert f"mask {DecodeConfig.load(DEMO_CONFIG).skip_mask}, gamma" in lines[2]
+        setting = DecodeConfig.load(DEMO_CONFIG)
+        assert f"gamma {setting.gamma}" in lines[2]
+        assert (f"mask {setting.skip_mask}" in lines[2]) == setting.drafts_by_mask
         assert lines[3].startswith(f"confirmed {confirmed.speedup:.2f}x plain decoding (95 %")
         # The example works as it stands; read as a shell would, since curl may not be there.
         assert KEY not in lines[5]

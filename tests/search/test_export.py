@@ -274,9 +274,18 @@ def test_a_config_of_other_weights_is_refused(
 
 @pytest.mark.slow
 def test_the_demo_model_with_its_draft(tmp_path: Path) -> None:
-    assert (
-        export.main(["--config", str(DEMO / "best.json"), "--draft-model", str(tmp_path / "draft"), "--nearest"]) == 0
+    exported = DecodeConfig.load(DEMO / "best.json")
+    made_for = exported.provenance
+    assert made_for is not None
+    config = DecodeConfig(
+        skip_mask=SkipMask.parse("12:3,5-11,m1,m4"),
+        gamma=7,
+        draft_threshold=0.4,
+        provenance=made_for.model_copy(update={"model": str(DEMO / "model")}),
     )
+    config.save(tmp_path / "layer_skip.json")
+    flags = ["--config", str(tmp_path / "layer_skip.json"), "--draft-model", str(tmp_path / "draft"), "--nearest"]
+    assert export.main(flags) == 0
     # float32: in bfloat16 a verified row may differ from a single step by rounding.
     target = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float32)
