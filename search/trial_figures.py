@@ -24,6 +24,7 @@ from search.space import (
     DRAFTER,
     GAMMA,
     LOOKUP_GAMMA,
+    LOOKUP_GAMMA_MAX,
     MIN_MATCH,
     SHARE_PREFIX,
     TARGET_THRESHOLD,
@@ -130,7 +131,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         layers,
         share_prefix=SHARE_PREFIX in seen,
         drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
-        lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", 1)),
+        lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
     )
 
 

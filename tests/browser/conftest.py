@@ -67,7 +67,8 @@ def visiting(browser: Browser, width: int = 1280) -> Iterator[Visit]:
 def real_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished search on a tiny random model, decoded and timed for real; it may well end with plain decoding."""
     folder = tmp_path_factory.mktemp("real")
-    assert run.main(tiny_flags(save_tiny_model(folder / "model"), folder)) == 0
+    flags = [*tiny_flags(save_tiny_model(folder / "model"), folder), "--drafters", "layer_skip"]
+    assert run.main(flags) == 0
     return folder / "study"
 
 

@@ -28,7 +28,7 @@ SIZES = {
 """Pixels; None where they follow from what is shown."""
 WORDS = {
     "terminal.svg": ["trials", "machine", "3 of 4", "plain"],
-    "generate.svg": ["--show-drafts", "accepted", "rejected", "tokens identical: yes"],
+    "generate.svg": ["--show-drafts", "tokens: ", "rejected", "tokens identical: yes"],
 }
 
 

@@ -101,8 +101,11 @@ def test_the_numbers_shown_are_the_exported_ones(shown: Visit, study: Path) -> N
     for element in shown.page.locator("data").all():
         name = str(element.get_attribute("id")).removeprefix("number-")
         values[name] = float(str(element.get_attribute("value")))
-        text = element.inner_text().rstrip("×")
-        assert float(text) == pytest.approx(values[name], abs=0.51 * 10 ** -len(text.partition(".")[2]))
+        text = element.inner_text()
+        unit = 0.01 if text.endswith("%") else 1.0
+        text = text.rstrip("×%").strip()
+        step = unit * 10 ** -len(text.partition(".")[2])
+        assert unit * float(text) == pytest.approx(values[name], abs=0.51 * step)
     assert {"speedup", "tokens_per_s", "plain_tokens_per_s"} <= values.keys()
     assert values == {name: confirmed[name] for name in values}
     verdict = shown.page.locator("#verdict").inner_text()
