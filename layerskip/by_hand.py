@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import get_args
 
-from layerskip.config import DecodeConfig, DrafterName
+from layerskip.config import DRAFTERS, DecodeConfig
 from layerskip.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.skip_mask import SkipMask
 from layerskip.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES, lookup_alone, lookup_else_mask
 
-_DRAFTERS = get_args(DrafterName)
 _BY_MASK = ("layer_skip", "hybrid")
 _BY_NGRAMS = ("prompt_lookup", "hybrid")
 
@@ -19,7 +17,7 @@ _BY_NGRAMS = ("prompt_lookup", "hybrid")
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `setting_by_hand` reads."""
     group = parser.add_argument_group("a setting by hand, with --model")
-    group.add_argument("--drafter", choices=_DRAFTERS, help="who proposes tokens; default: layer_skip, with --mask")
+    group.add_argument("--drafter", choices=DRAFTERS, help="who proposes tokens; default: layer_skip, with --mask")
     group.add_argument("--mask", metavar="MASK", help="skip mask such as 12:3,5-11,m1, of layer_skip and hybrid")
     group.add_argument(
         "--gamma", type=int, help=f"most draft tokens per round; with a mask those drafted by it, else {NUM_TOKENS}"
@@ -63,7 +61,7 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
             if getattr(arguments, name) is None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
                 raise ValueError(f"{flag}: needs --{name}")
-    needed = {"mask": _BY_MASK, "gamma": _DRAFTERS, "draft_threshold": _BY_MASK}
+    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _BY_MASK}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack, get_args
 
@@ -48,6 +48,12 @@ def _check_group_name(name: str) -> str:
     if not is_group_name(name):
         raise ValueError(f"group name {GROUP_NAME_RULE}, got {name[:80]!a}")
     return name
+
+
+def check_drafters(names: Sequence[str]) -> None:
+    """Raises: ValueError unless these are one or more drafters, each once."""
+    if not names or len(set(names)) < len(names) or not set(names) <= set(DRAFTERS):
+        raise ValueError(f"drafters: must be one or more of {', '.join(DRAFTERS)}, each once; got {list(names)}")
 
 
 def _read_mask(value: object) -> SkipMask:

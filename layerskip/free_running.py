@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from layerskip.decode import DecodeRequest
-from layerskip.device_steps import greedy_token
+from layerskip.device_free_steps import greedy_token
 from layerskip.engines import Engine
 from layerskip.preparation import ForwardPlan
 

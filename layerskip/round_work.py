@@ -11,7 +11,7 @@ import torch
 from layerskip.device_number import DeviceNumber
 from layerskip.draft_stopping import Stopping
 from layerskip.kv_cache import StaticCache
-from layerskip.sampling import Sampler, SamplingParams
+from layerskip.sampling import Sampler, SamplingParams, top_probability
 from layerskip.skip_mask import SkipMask
 from layerskip.verifier import recovery_weights
 
@@ -172,7 +172,7 @@ class RoundWork:
             token, logits = self._draft(token, self._position + buffers.offsets[i : i + 1], noise, rows)
             tokens.append(token)
             if self._watches:
-                unsure.append(_top_probability(logits).double() < threshold)
+                unsure.append(top_probability(logits).double() < threshold)
         limit = self._host.limit.tensor
         if unsure:
             limit = torch.minimum(limit, _prefix_length(~torch.cat(unsure)) + 1)
@@ -186,7 +186,7 @@ class RoundWork:
         noise = None if buffers.noise is None else buffers.noise.draft.index_select(0, index)
         token, logits = self._draft(buffers.current, self._position + index, noise, rows)
         if self._watches:
-            buffers.confidence.copy_(_top_probability(logits))
+            buffers.confidence.copy_(top_probability(logits))
         buffers.drafts.index_copy_(0, index, token)
         if buffers.draft_probs is not None:
             buffers.draft_probs.index_copy_(0, index, rows[0])
@@ -263,11 +263,6 @@ class RoundWork:
 def _prefix_length(kept: torch.Tensor) -> torch.Tensor:
     """(1,) int64: how many are True before the first False."""
     return kept.long().cumprod(0).sum(0, keepdim=True)
-
-
-def _top_probability(logits: torch.Tensor) -> torch.Tensor:
-    """(1,): the largest softmax probability of a row (1, V)."""
-    return (logits.max() - logits.logsumexp(-1)).exp()
 
 
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

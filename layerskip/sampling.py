@@ -155,6 +155,11 @@ class Sampler:
             noise.exponential_(generator=self._generator)
 
 
+def top_probability(logits: torch.Tensor) -> torch.Tensor:
+    """(1,): the largest softmax probability of a row (1, V), which a `draft_threshold` looks at."""
+    return (logits.max() - logits.logsumexp(-1)).exp()
+
+
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
     """In `generate`'s order."""
     warpers: list[LogitsProcessor] = []

@@ -13,9 +13,17 @@ SUFFIXES = SuffixLookup(min_match=2)
 """Factor and least probability are the defaults that vLLM has for its suffix decoding."""
 
 
-def lookup_alone(num_layers: int, lookup: PromptLookup | SuffixLookup, gamma: int = NUM_TOKENS) -> DecodeConfig:
+def lookup_alone(
+    num_layers: int, lookup: PromptLookup | SuffixLookup, gamma: int = NUM_TOKENS, target_threshold: float = 0.0
+) -> DecodeConfig:
     """The target drafts nothing; where the lookup finds nothing it decodes alone."""
-    return DecodeConfig(drafter=lookup.method, skip_mask=SkipMask.none(num_layers), gamma=gamma, lookup=lookup)
+    return DecodeConfig(
+        drafter=lookup.method,
+        skip_mask=SkipMask.none(num_layers),
+        gamma=gamma,
+        target_threshold=target_threshold,
+        lookup=lookup,
+    )
 
 
 def mask_alone(config: DecodeConfig) -> DecodeConfig:

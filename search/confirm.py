@@ -78,9 +78,8 @@ class Confirmation:
     @property
     def by_drafter(self) -> dict[str, Candidate]:
         """The fastest candidate of each drafter on the choosing pass, fastest first."""
-        able = sorted((one for one in self.candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
         found: dict[str, Candidate] = {}
-        for one in able:
+        for one in _fastest_first(self.candidates):
             found.setdefault(one.entry.config.drafter, one)
         return found
 
@@ -152,7 +151,7 @@ def confirm(
 
 def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidate]:
     """Candidates in the order of preference (see the module's rule); excluded ones are left out."""
-    able = sorted((one for one in candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
+    able = _fastest_first(candidates)
     if not able:
         return []
     tolerance = max(TIE, math.sqrt(2) * noise_sigma / math.sqrt(len(able[0].ratios)))
@@ -160,6 +159,11 @@ def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidat
     tied = [one for one in able if _log_difference(best.ratios, one.ratios) <= tolerance]
     tied.sort(key=lambda one: _simplicity(one.entry.config))
     return tied + [one for one in able if one not in tied]
+
+
+def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """By their ratios; excluded ones are left out."""
+    return sorted((one for one in candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
 
 
 def summarise(passes: Sequence[Sequence[Pair]], *, seed: int, repeated_ngram_share: float | None = None) -> Confirmed:

@@ -43,15 +43,14 @@ def read_lookups(texts: Sequence[ForcedText], settings: LookupSettings, gamma: i
     """
     proposed, right = np.zeros((2, len(texts), width), dtype=np.int64)
     for place, text in enumerate(texts):
-        ids = [*text.prompt_ids, *text.continuation_ids]
-        start = len(text.prompt_ids)
+        context = list(text.prompt_ids)
         session = LookupSession(settings, gamma, 0.0)
-        for row in range(len(text.continuation_ids)):
-            session.follow(ids[: start + row + 1])
+        for row, token in enumerate(text.continuation_ids):
+            context.append(token)
+            session.follow(context)
             tokens = session.look_up(gamma)
-            following = ids[start + row + 1 :]
             proposed[place, row] = len(tokens)
-            right[place, row] = _common_start(tokens, following)
+            right[place, row] = _common_start(tokens, text.continuation_ids[row + 1 : row + 1 + gamma])
     return LookupReadings(proposed, right)
 
 

@@ -248,13 +248,13 @@ def texts_to_time(reference: Reference, gamma_max: int, most_new: int | None = N
     cases = [case for case in reference.cases if len(case.reference_ids) > room]
     cases.sort(key=lambda case: len(case.prompt_ids) + len(case.reference_ids))
     middle = max(0, (len(cases) - _NUM_TIMED_TEXTS) // 2)
-    return tuple(
-        case.prompt_ids
-        + case.reference_ids[
-            : min(len(case.reference_ids) // 2, len(case.reference_ids) - room, most_new or room << 20)
-        ]
-        for case in cases[middle : middle + _NUM_TIMED_TEXTS]
-    )
+
+    def cut(length: int) -> int:
+        found = min(length // 2, length - room)
+        return found if most_new is None else min(found, most_new)
+
+    chosen = cases[middle : middle + _NUM_TIMED_TEXTS]
+    return tuple(case.prompt_ids + case.reference_ids[: cut(len(case.reference_ids))] for case in chosen)
 
 
 def _relative_price(cost: CostModel) -> float:

@@ -16,6 +16,7 @@ from search.cost_model import CostModel, CostOptions, measure_costs, pool_costs
 from search.decoder import Decoder, TextForcing
 from search.fingerprint import Fingerprint
 from search.forecast import Candidate, Candidates, Pool, make_pool
+from search.lookup_choice import LookupChoice, read_choice, write_choice
 from search.more_texts import MAX_MORE, Beyond, MoreOptions, MoreText, make_more_texts
 from search.outlook import (
     COSTS,
@@ -35,7 +36,7 @@ from search.predictor import Predictor
 from search.prompts import EncodedPrompt
 from search.reference import Reference
 from search.refinement import Refiner, refine_pool
-from search.replay import LookupChoice, TextRows, read_choice, write_choice
+from search.replay import TextRows
 from search.sensitivity import Sensitivity, measure_sensitivity
 from search.setting_effects import SettingEffects
 from search.space import SearchSpace

@@ -18,8 +18,9 @@ from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search.cost_model import CostModel, Timer, relative_draft
 from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
 from search.learnt_costs import CostLearner, TimingTrust
+from search.lookup_choice import LookupChoice
 from search.lookup_readings import LookupReadings, read_lookups
-from search.replay import Counts, Floats, LookupChoice, Round, Settings, TextRows, replay, walk
+from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.setting_effects import SettingEffects
 from search.space import (
     FACTORS,

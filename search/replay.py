@@ -20,16 +20,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from layerskip.config import DecodeConfig
-from layerskip.lookup_settings import LookupSettings, PromptLookup, SuffixLookup
-from layerskip.skip_mask import SkipMask
+from layerskip.lookup_settings import LookupSettings
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import DraftReadings
+from search.lookup_choice import LookupChoice
 from search.lookup_readings import LookupReadings
 
-_LOOKUP: TypeAdapter[PromptLookup | SuffixLookup] = TypeAdapter(LookupSettings)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -58,52 +56,6 @@ class TextRows:
         """The texts at these places."""
         chosen = list(texts)
         return TextRows(self.lengths[chosen], self.target_probs[chosen], self.max_new_tokens)
-
-
-@dataclass(frozen=True)
-class LookupChoice:
-    """How tokens are looked up, and when."""
-
-    settings: LookupSettings
-    """Without a gamma and a threshold of their own."""
-    gamma: int
-    target_threshold: float = 0.0
-
-    @classmethod
-    def of(cls, config: DecodeConfig) -> LookupChoice | None:
-        """A config's; None if it looks nothing up."""
-        if config.lookup is None:
-            return None
-        bare = config.lookup.model_copy(update={"gamma": None, "target_threshold": None})
-        return cls(bare, config.lookup_gamma, config.lookup_target_threshold)
-
-    def alone(self, num_layers: int) -> DecodeConfig:
-        """The config that does nothing but look up."""
-        return DecodeConfig(
-            drafter=self.settings.method,
-            skip_mask=SkipMask.none(num_layers),
-            gamma=self.gamma,
-            target_threshold=self.target_threshold,
-            lookup=self.settings,
-        )
-
-    def in_hybrid(self) -> LookupSettings:
-        """The `lookup` of a hybrid's config."""
-        return self.settings.model_copy(update={"gamma": self.gamma, "target_threshold": self.target_threshold})
-
-
-def write_choice(choice: LookupChoice | None) -> dict[str, Any] | None:
-    """As JSON values."""
-    return None if choice is None else choice.in_hybrid().model_dump()
-
-
-def read_choice(data: dict[str, Any] | None) -> LookupChoice | None:
-    """The inverse of `write_choice`. Raises: ValueError if it cannot be read."""
-    if data is None:
-        return None
-    lookup = _LOOKUP.validate_python(data)
-    bare = lookup.model_copy(update={"gamma": None, "target_threshold": None})
-    return LookupChoice(bare, lookup.gamma or 1, lookup.target_threshold or 0.0)
 
 
 @dataclass(frozen=True)
@@ -256,8 +208,9 @@ def walk(
         while emitted < length:
             row = emitted - 1
             most = max(0, rows.max_new_tokens - emitted - 1)
-            if looked_up := min(most, int(lookups.proposed[0, text, row])):
-                accepted = min(looked_up, int(lookups.right[0, text, row]))
+            proposed, right = lookups.one(text, row)
+            if looked_up := min(most, proposed):
+                accepted = min(looked_up, right)
                 found.append(Round(text, row, 0, accepted, room=looked_up, wrong_and_sure=False, looked_up=looked_up))
                 emitted += accepted + 1
                 continue
@@ -315,20 +268,41 @@ def check_replay(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Re
 
 
 class _Lookups:
-    """(L, P, T): tokens that each lookup proposes at each place, and how many of them are right."""
+    """What each of L lookups proposes at a place, and how much of it is right.
+
+    Readings are kept for settings that differ, (R, P, T): lookups that differ in gamma or threshold alone share one.
+    """
 
     def __init__(self, rows: TextRows, lookups: Sequence[LookupChoice | None], read_lookup: ReadLookup | None) -> None:
-        self.any = any(one is not None for one in lookups)
-        self.proposed, self.right = np.zeros((2, len(lookups), *rows.target_probs.shape), dtype=np.int64)
-        for i, one in enumerate(lookups):
-            if one is None:
-                continue
-            if read_lookup is None:
-                raise ValueError("read_lookup: is required where settings look tokens up")
-            reading = read_lookup(one.settings)
-            unsure = rows.target_probs < one.target_threshold
-            self.proposed[i] = np.where(unsure, 0, np.minimum(reading.proposed, one.gamma))
-            self.right[i] = reading.right
+        chosen = [one for one in lookups if one is not None]
+        self.any = bool(chosen)
+        if not chosen:
+            return
+        if read_lookup is None:
+            raise ValueError("read_lookup: is required where settings look tokens up")
+        distinct = list(dict.fromkeys(one.settings for one in chosen))
+        readings = [read_lookup(one) for one in distinct]
+        self._proposed = np.stack([one.proposed for one in readings])
+        self._right = np.stack([one.right for one in readings])
+        self._target_probs = rows.target_probs
+        # Without a lookup nothing is proposed, whatever reading stands in.
+        self._reading = np.array([0 if one is None else distinct.index(one.settings) for one in lookups])
+        self._gamma = np.array([0 if one is None else one.gamma for one in lookups])
+        self._threshold = np.array([0.0 if one is None else one.target_threshold for one in lookups])
+
+    def at(self, lookup: Ints, text: Ints, row: Ints) -> tuple[Ints, Ints]:
+        """(tokens proposed, how many of them are right) by these lookups at these places."""
+        reading = self._reading[lookup]
+        is_unsure = self._target_probs[text, row] < self._threshold[lookup]
+        proposed = np.minimum(self._proposed[reading, text, row], self._gamma[lookup])
+        return np.where(is_unsure, 0, proposed), self._right[reading, text, row]
+
+    def one(self, text: int, row: int) -> tuple[int, int]:
+        """The same of the first lookup at one place; nothing without a lookup."""
+        if not self.any:
+            return 0, 0
+        proposed, right = self.at(np.array(0), np.array(text), np.array(row))
+        return int(proposed), int(right)
 
 
 @dataclass(frozen=True)
@@ -363,9 +337,9 @@ class _Steps:
         if not self._lookups.any:
             nothing = np.zeros_like(count)
             return _Step(count, nothing, nothing)
-        lookup = self.settings.lookup[setting]
-        looked_up = np.maximum(np.minimum(self._lookups.proposed[lookup, text, last], room), 0)
-        right = np.minimum(self._lookups.right[lookup, text, last], looked_up)
+        proposed, right = self._lookups.at(self.settings.lookup[setting], text, last)
+        looked_up = np.maximum(np.minimum(proposed, room), 0)
+        right = np.minimum(right, looked_up)
         return _Step(np.where(looked_up > 0, 0, count), looked_up, right)
 
 

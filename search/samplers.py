@@ -87,7 +87,8 @@ class ProposalSampler(BaseSampler):
         for attempt in range(_MAX_ATTEMPTS):
             rng = np.random.default_rng([self._seed, index, attempt])
             proposal = self._proposer.propose(seen, index, rng)
-            params = proposal.params or self._space.reduce(self._draw(study, trial, search_space, rng))
+            given = proposal.params
+            params = given if given is not None else self._space.reduce(self._draw(study, trial, search_space, rng))
             if not taken or key_of(params) not in taken:
                 break
         self._latest = (trial.number, proposal)
@@ -107,7 +108,7 @@ class ProposalSampler(BaseSampler):
         """All parameters from the Optuna sampler: those it draws jointly, then the others one by one."""
         self._inner = self._make_inner(int(rng.integers(2**32)))
         params = self._inner.sample_relative(study, trial, search_space)
-        for name, one in search_space.items():
+        for name, one in self._space.distributions.items():
             if name not in params:
                 params[name] = self._inner.sample_independent(study, trial, name, one)
         return params

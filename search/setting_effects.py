@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerskip.config import DecodeConfig
-from search.replay import Floats, LookupChoice, Settings, read_choice, write_choice
+from search.lookup_choice import LookupChoice, read_choice, write_choice
+from search.replay import Floats, Settings
 
 _KEPT_SHARE = 0.5
 """Of the settings: those that are best on average are looked at further."""

@@ -10,9 +10,10 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from layerskip.config import DRAFTERS, DecodeConfig, DrafterName
+from layerskip.config import DecodeConfig, DrafterName, check_drafters
 from layerskip.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.skip_mask import SkipMask
+from search.lookup_choice import LookupChoice
 
 GAMMA = "gamma"
 DRAFT_THRESHOLD = "draft_threshold"
@@ -28,8 +29,8 @@ LOOKUP_GAMMA_MAX = 24
 """Text that repeats itself rewards long proposals: on the demo most are best at the end of this range."""
 FACTORS = (1.0, 2.0, 4.0, 16.0)
 _MAX_MATCH = 16
-"""Of prompt lookup, not searched: on the demo 16 is within 0.1 % of the best of 1 to 64 at every `min_match`, and
-the most recent continuation is never worse than the most frequent one."""
+"""Of prompt lookup, not searched: on the demo 16 with the most recent continuation is within 0.13 % of the best of 1 to
+64 with that or the most frequent one, at every `min_match` (`studies/LOG.md`)."""
 
 _METHODS = ("prompt_lookup", "suffix")
 
@@ -58,9 +59,7 @@ class SearchSpace:
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
 
     def __post_init__(self) -> None:
-        unknown = [one for one in self.drafters if one not in DRAFTERS]
-        if unknown or not self.drafters or len(set(self.drafters)) < len(self.drafters):
-            raise ValueError(f"drafters: must be some of {', '.join(DRAFTERS)}, each once; got {list(self.drafters)}")
+        check_drafters(self.drafters)
 
     @classmethod
     def for_model(
@@ -196,13 +195,10 @@ class SearchSpace:
             raise ValueError(f"params: must be the space's parameters, differ in {different}")
         if drafter == "layer_skip":
             return DecodeConfig(**self._mask_fields(params))
-        lookup = _lookup_of(params, params.get(LOOKUP_METHOD, drafter))
-        gamma, threshold = int(params[LOOKUP_GAMMA]), snap_threshold(params[LOOKUP_THRESHOLD])
+        choice = _choice_of(params, params.get(LOOKUP_METHOD, drafter))
         if drafter == "hybrid":
-            own = {"gamma": gamma, "target_threshold": threshold}
-            return DecodeConfig(drafter=drafter, **self._mask_fields(params), lookup=lookup.model_copy(update=own))
-        mask = SkipMask.none(self.num_layers)
-        return DecodeConfig(drafter=drafter, skip_mask=mask, gamma=gamma, target_threshold=threshold, lookup=lookup)
+            return DecodeConfig(drafter=drafter, **self._mask_fields(params), lookup=choice.in_hybrid())
+        return choice.alone(self.num_layers)
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -245,8 +241,9 @@ class SearchSpace:
             params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
         if DRAFTER in self.distributions:
             params[DRAFTER] = config.drafter
-        if (lookup := config.lookup) is None:
+        if (choice := LookupChoice.of(config)) is None:
             return params
+        lookup = choice.settings
         if config.drafter == "hybrid":
             params[LOOKUP_METHOD] = lookup.method
         if isinstance(lookup, SuffixLookup):
@@ -254,8 +251,8 @@ class SearchSpace:
             params[MIN_PROBABILITY] = snap_threshold(lookup.min_probability)
         return params | {
             MIN_MATCH: min(lookup.min_match, MIN_MATCH_MAX),
-            LOOKUP_GAMMA: min(config.lookup_gamma, self.lookup_gamma_max),
-            LOOKUP_THRESHOLD: snap_threshold(config.lookup_target_threshold),
+            LOOKUP_GAMMA: min(choice.gamma, self.lookup_gamma_max),
+            LOOKUP_THRESHOLD: snap_threshold(choice.target_threshold),
         }
 
 
@@ -266,9 +263,10 @@ def lookup_settings(method: str, min_match: int, factor: float, min_probability:
     return SuffixLookup(min_match=min_match, factor=factor, min_probability=min_probability)
 
 
-def _lookup_of(params: Mapping[str, Any], method: str) -> PromptLookup | SuffixLookup:
+def _choice_of(params: Mapping[str, Any], method: str) -> LookupChoice:
     probability = snap_threshold(params.get(MIN_PROBABILITY, 0.0))
-    return lookup_settings(method, int(params[MIN_MATCH]), float(params.get(FACTOR, 1.0)), probability)
+    settings = lookup_settings(method, int(params[MIN_MATCH]), float(params.get(FACTOR, 1.0)), probability)
+    return LookupChoice(settings, int(params[LOOKUP_GAMMA]), snap_threshold(params[LOOKUP_THRESHOLD]))
 
 
 def _ask(trial: optuna.Trial, name: str, one: BaseDistribution) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_THREADS, DrafterName
+from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_THREADS, DrafterName, check_drafters
 from layerskip.device_map import check_device_map
 from layerskip.validated import MAX_GAMMA, describe_validation_error
 from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
@@ -116,8 +116,7 @@ class StudySpec(BaseModel):
     @field_validator("drafters")
     @classmethod
     def _check_drafters(cls, drafters: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
-        if not drafters or len(set(drafters)) < len(drafters):
-            raise ValueError(f"drafters: must be one or more of {', '.join(DRAFTERS)}, each once; got {list(drafters)}")
+        check_drafters(drafters)
         return drafters
 
     @model_validator(mode="after")

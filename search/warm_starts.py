@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerskip.config import DecodeConfig
-from layerskip.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.lookup_settings import SuffixLookup
 from layerskip.skip_mask import SkipMask
+from layerskip.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
 from search.leaderboard import key_of
 from search.space import SearchSpace
 
@@ -47,27 +48,26 @@ def warm_starts(space: SearchSpace) -> tuple[WarmStart, ...]:
         ("early-attention", SkipMask.from_sublayers(count, attention=early_half[1:]), 5, 0.4),
     ]
     starts: dict[tuple[tuple[str, Any], ...], WarmStart] = {}
-    found = [
-        (origin, DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold))
-        for origin, mask, gamma, threshold in shapes
-    ]
-    if "layer_skip" not in space.drafters:
-        found = []
-    for origin, config in (*_lookup_starts(space), *found):
+    found = _lookup_starts(space)
+    if "layer_skip" in space.drafters:
+        found += [
+            (origin, DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold))
+            for origin, mask, gamma, threshold in shapes
+        ]
+    for origin, config in found:
         params = space.to_params(config)
         starts.setdefault(key_of(params), WarmStart(origin, params))
     return tuple(starts.values())
 
 
 def _lookup_starts(space: SearchSpace) -> list[tuple[str, DecodeConfig]]:
-    """What the field uses: n-grams of 2 tokens and more, a suffix with a factor, and each before a middling mask."""
-    none, middle = SkipMask.none(space.num_layers), SkipMask.contiguous(space.num_layers, space.num_layers // 4, 1)
-    ngrams = PromptLookup(min_match=2, max_match=16)
+    """What the field uses: n-grams of 2 tokens and more, a suffix with a factor, and n-grams before a middling mask."""
+    count = space.num_layers
+    middle = DecodeConfig(skip_mask=SkipMask.contiguous(count, count // 4, 1), gamma=3, draft_threshold=0.4)
     suffix = SuffixLookup(min_match=2, factor=4.0, min_probability=0.1)
-    before = ngrams.model_copy(update={"min_match": 3, "gamma": 10, "target_threshold": 0.0})
     starts = {
-        "prompt_lookup": DecodeConfig(drafter="prompt_lookup", skip_mask=none, gamma=10, lookup=ngrams),
-        "suffix": DecodeConfig(drafter="suffix", skip_mask=none, gamma=16, lookup=suffix),
-        "hybrid": DecodeConfig(drafter="hybrid", skip_mask=middle, gamma=3, draft_threshold=0.4, lookup=before),
+        "prompt_lookup": lookup_alone(count, NGRAMS),
+        "suffix": lookup_alone(count, suffix, gamma=16),
+        "hybrid": lookup_else_mask(middle, NGRAMS.model_copy(update={"min_match": 3})),
     }
     return [(name, config) for name, config in starts.items() if name in space.drafters]

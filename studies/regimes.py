@@ -62,7 +62,7 @@ class Row:
 def ways_of(summary: Mapping[str, Any], config: DecodeConfig) -> dict[str, DecodeConfig]:
     """Usual n-grams, the exported config, and the fastest finalist of every drafter, by name."""
     ways = {"n-grams as usual": lookup_alone(config.skip_mask.num_layers, NGRAMS), "exported": config.bare()}
-    for candidate in sorted(summary["candidates"], key=lambda one: -(one["speedup"] or 0.0)):
+    for candidate in sorted(summary.get("candidates", ()), key=lambda one: -(one["speedup"] or 0.0)):
         found = DecodeConfig(**candidate["config"])
         ways.setdefault(f"best {found.drafter}", found.bare())
     return ways

@@ -14,7 +14,7 @@ from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.preparation import Starts
 from layerskip.round_work import RoundPlan
-from layerskip.sampling import Sampler
+from layerskip.sampling import Sampler, top_probability
 from layerskip.skip_mask import SkipMask
 
 
@@ -107,7 +107,7 @@ class LayerSkipDrafter:
             if needs_ids:
                 seen.append(int(token))
             threshold = self._settings.draft_threshold
-            if threshold > 0.0 and float(_top_probability(logits)) < threshold:
+            if threshold > 0.0 and float(top_probability(logits)) < threshold:
                 break
         engine.cache.rollback_to(start)
         return Draft(torch.cat(tokens), torch.cat(rows) if rows else None, len(looked_up), prefix)
@@ -122,8 +122,3 @@ class LayerSkipDrafter:
         if prefix is None:
             return self._engine.forward(ids, self._settings.skip_mask)
         return cast(PrefixEngine, self._engine).draft_shared(ids, self._settings.skip_mask, prefix)
-
-
-def _top_probability(logits: torch.Tensor) -> torch.Tensor:
-    """Largest softmax probability of a (1, V) row."""
-    return (logits.max() - logits.logsumexp(-1)).exp()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.adapter import ModelAdapter
+from layerskip.device_free_steps import DeviceFreeSteps
 from layerskip.device_number import DeviceNumber
 from layerskip.device_round import DeviceRound
-from layerskip.device_steps import DeviceSteps
 from layerskip.draft_stopping import Stopping
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.fused import FusedEngine
@@ -156,9 +156,9 @@ class CudaGraphEngine(SessionEngine):
         """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
         return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None
 
-    def make_free_steps(self) -> DeviceSteps:
+    def make_free_steps(self) -> DeviceFreeSteps:
         """See `FreeSteps`."""
-        return DeviceSteps(self, self._no_skip.num_layers)
+        return DeviceFreeSteps(self, self._no_skip.num_layers)
 
     def close(self) -> None:
         """Free the recordings and the cache's buffers; the next session makes new ones."""

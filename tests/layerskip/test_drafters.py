@@ -88,7 +88,7 @@ def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
     assert stats.num_looked_up_accepted <= stats.num_looked_up <= stats.num_drafted
     mixed = stats.num_rounds - sum(stats.rounds_by_drafted) - sum(stats.lookup_rounds_by_drafted)
     assert mixed == 0 or config.continue_lookup
-    assert sum(stats.lookup_rounds_by_drafted) + mixed <= stats.num_lookup_rounds + mixed
+    assert sum(stats.lookup_rounds_by_drafted) + mixed == stats.num_lookup_rounds
     if not config.drafts_by_mask:
         assert stats.num_looked_up == stats.num_drafted
     if stats.num_cut == 0:

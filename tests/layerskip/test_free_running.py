@@ -9,7 +9,7 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.decode import DecodeRequest
-from layerskip.device_steps import DeviceSteps
+from layerskip.device_free_steps import DeviceFreeSteps
 from layerskip.engines.sync_watch import SyncError, SyncWatch
 from layerskip.free_running import FreeRunning
 from tests.layerskip import zoo
@@ -103,7 +103,7 @@ def test_more_steps_than_the_cache_holds_are_refused() -> None:
     with engine.session(8):
         engine.forward(torch.tensor(zoo.prompt_of(5)))
         steps = engine.make_free_steps()
-        assert isinstance(steps, DeviceSteps)
+        assert isinstance(steps, DeviceFreeSteps)
         steps.begin(1)
         with pytest.raises(ValueError, match="cache: capacity is 8 tokens, 4 steps need 9"):
             steps.run(4)

@@ -16,7 +16,7 @@ from search.fingerprint import FingerprintMismatch, compare
 from search.leaderboard import counted
 from search.storage import open_storage
 from search.study import as_before
-from tests.search.fakes import FINGERPRINT, Bench, make_spec, true_speedup
+from tests.search.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
 
 
 def trials_of(bench: Bench) -> list[optuna.trial.FrozenTrial]:
@@ -96,6 +96,18 @@ def test_stop_and_resume_equals_uninterrupted(
     resumed = Bench(bench.folder)
     resumed.run(trials=20, sampler=sampler)
     assert history(resumed) == history(whole)
+
+
+@pytest.mark.parametrize("sampler", ["local-tpe", "tpe", "random"])
+def test_a_parameter_with_one_value_is_searched_too(
+    bench: Bench, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.search.fakes.SPACE", dataclasses.replace(SPACE, gamma_max=1))
+    bench.run(trials=20, sampler=sampler)
+    trials = trials_of(bench)
+    assert len(trials) >= 20
+    assert {trial.params["gamma"] for trial in trials} == {1}
+    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
 
 
 def test_an_interrupted_trial_is_queued_again(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:

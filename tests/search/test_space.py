@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.config import DRAFTERS
 from search.local_proposer import local_move, unmeasured_flips
-from search.space import DRAFTERS, SearchSpace, snap_threshold
+from search.space import SearchSpace, snap_threshold
 from search.warm_starts import warm_starts
 
 

@@ -1,4 +1,4 @@
-"""DeviceSteps: greedy steps of the target alone whose tokens stay on the device until they are asked for."""
+"""DeviceFreeSteps: greedy steps of the target alone whose tokens stay on the device until they are asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layerskip.skip_mask import SkipMask
 _GREEDY = Sampler(SamplingParams())
 
 
-class DeviceSteps:
+class DeviceFreeSteps:
     """See `FreeSteps`. Recorded steps that read and write the text by position, in the cache's own buffer of it."""
 
     def __init__(self, host: RoundHost, num_layers: int) -> None:
