@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from layerskip.config import DecodeConfig
-from layerskip.identity import IdentityReport, check_greedy
+from layerskip.identity import IdentityReport, check_identity
 from layerskip.model import GenerateOutput, LayerSkipModel
 from layerskip.repetition import repeated_ngram_share
 
@@ -34,7 +36,7 @@ class Comparison:
     repeated_ngram_share: float | None
     """See `layerskip.repetition`; of the last speculative output."""
     identity: IdentityReport | None
-    """None when sampling: two runs draw different tokens."""
+    """None when sampling from a caller's generator, which no two runs draw the same numbers from."""
 
 
 def compare(
@@ -42,8 +44,14 @@ def compare(
 ) -> Comparison:
     """Decode `prompt_ids` plainly and under `config` in turns, the order flipped every repeat, after one warm-up each.
 
-    Arguments are those of `LayerSkipModel.generate`. Cost: 2 × num_repeats generations.
+    Arguments are those of `LayerSkipModel.generate`; both ways of a repeat sample with the same seed, every repeat with
+    another one. Cost: 2 × num_repeats generations.
     """
+    seeds: list[dict[str, int]] = [{}] * num_repeats
+    if arguments.get("generator") is None:
+        first_seed = arguments.pop("seed", None)
+        first_seed = int(torch.randint(1 << 62, ())) if first_seed is None else first_seed
+        seeds = [{"seed": first_seed + repeat} for repeat in range(num_repeats)]
     plain_config = DecodeConfig.plain(model.num_layers)
     warm_up = arguments | {"max_new_tokens": min(_WARM_UP_TOKENS, arguments.get("max_new_tokens", _WARM_UP_TOKENS))}
     for each in (plain_config, config):
@@ -51,13 +59,14 @@ def compare(
     pairs: list[tuple[GenerateOutput, GenerateOutput]] = []
     for repeat in range(num_repeats):
         order = (plain_config, config) if repeat % 2 == 0 else (config, plain_config)
-        first, second = (model.generate(prompt_ids, config=each, **arguments) for each in order)
+        first, second = (model.generate(prompt_ids, config=each, **arguments, **seeds[repeat]) for each in order)
         pairs.append((first, second) if repeat % 2 == 0 else (second, first))
     plain, speculative = pairs[-1]
     plain_rate, rate, speedup = _medians([(p.stats.tokens_per_s, s.stats.tokens_per_s) for p, s in pairs])
     end_to_end = [(p.stats.end_to_end_tokens_per_s, s.stats.end_to_end_tokens_per_s) for p, s in pairs]
     plain_end_to_end_rate, end_to_end_rate, end_to_end_speedup = _medians(end_to_end)
-    greedy = not speculative.sampled
+    comparable = not speculative.sampled or bool(seeds[-1])
+    sampler = model.sampler(**arguments, **seeds[-1]) if speculative.sampled else None
     return Comparison(
         output=speculative,
         plain_output=plain,
@@ -68,7 +77,7 @@ def compare(
         plain_end_to_end_tokens_per_s=plain_end_to_end_rate,
         end_to_end_speedup=end_to_end_speedup,
         repeated_ngram_share=repeated_ngram_share([(prompt_ids, speculative.ids)]),
-        identity=check_greedy(model, prompt_ids, speculative.ids, plain.ids) if greedy else None,
+        identity=check_identity(model, prompt_ids, speculative.ids, plain.ids, sampler) if comparable else None,
     )
 
 

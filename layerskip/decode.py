@@ -19,7 +19,7 @@ from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 from layerskip.step_clock import StepClock
-from layerskip.verifier import Verdict, verify_greedy, verify_sampled
+from layerskip.verifier import Verdict, verify
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
 LOOKED_UP = "looked-up"
@@ -53,7 +53,7 @@ class DecodeRequest:
 class DecodeLoop:
     """Decodes one request under a config.
 
-    Greedy output is token-identical to the target alone; sampled output follows the target's distribution.
+    The output is token-identical to that of the target alone, sampled output to what it draws from the same generator.
     Cost a round: the draft's, and one full forward over the drafted tokens and one more. Memory: one cache of
     prompt + max_new_tokens + gamma positions.
     """
@@ -90,8 +90,9 @@ class DecodeLoop:
         return self._config
 
     @property
-    def sampler(self) -> Sampler:
-        return self._sampler
+    def needs_target_prob(self) -> bool:
+        """Whether its steps tell the target's probability of the token they end with."""
+        return self._with_prob
 
     def run(self, request: DecodeRequest, stats: DecodeStats) -> Iterator[Emitted]:
         """`begin`, then `complete`."""
@@ -104,13 +105,17 @@ class DecodeLoop:
         """
         with self._engine.session(run.capacity):
             self.prepare(run)
-            while not run.finished:
-                yield self.step(run)
+            try:
+                while not run.finished:
+                    yield self.step(run)
+            finally:
+                self._sampler.end(len(run.context))
 
     def begin(self, request: DecodeRequest, stats: DecodeStats) -> Run:
         """The request before its first step. Computes nothing."""
         stats.num_prompt_tokens = len(request.prompt_ids)
         stats.make_room(self._gamma)
+        self._sampler.begin(len(request.prompt_ids))
         capacity = len(request.prompt_ids) + request.max_new_tokens + self._gamma
         drafting = None if self._drafter is None else self._drafter.begin()
         return Run(request, stats, list(request.prompt_ids), capacity, drafting)
@@ -154,6 +159,7 @@ class DecodeLoop:
             emitted = _settle(run, settled)
             seconds = clock.lap()
             run.stats.count_seconds(settled.num_looked_up, len(settled.draft_ids), seconds)
+        self._sampler.settle(len(run.context))
         run.stats.add_step(seconds, len(emitted.ids))
         return emitted
 
@@ -164,7 +170,8 @@ class DecodeLoop:
         """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
         ids = torch.tensor(list(new_ids), device=self._engine.device)
         logits = self._sampler.shape(self._engine.forward(ids), context)
-        return self._verify(torch.empty(0, dtype=torch.long, device=logits.device), None, logits)
+        nothing = torch.empty(0, dtype=torch.long, device=logits.device)
+        return verify(nothing, logits, self._sampler, len(context), with_prob=self._with_prob)
 
     def _target_alone(self, run: Run) -> Verdict:
         if self._device_target is not None:
@@ -194,7 +201,7 @@ class DecodeLoop:
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
         """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
         engine = self._engine
-        if self._device_verify is not None and draft.probs is None and draft.num_looked_up == len(draft.ids):
+        if self._device_verify is not None and draft.num_looked_up == len(draft.ids):
             return self._device_verify.verify(context[-1], draft.ids)
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)
@@ -203,7 +210,8 @@ class DecodeLoop:
             logits = engine.forward(ids, num_logits=len(ids))
         else:
             logits = cast(PrefixEngine, engine).verify_shared(ids, draft.prefix)
-        verdict = self._verify(draft_ids, draft.probs, self._sampler.shape(logits, context, draft_ids))
+        shaped = self._sampler.shape(logits, context, draft_ids)
+        verdict = verify(draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob)
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
 
@@ -217,11 +225,6 @@ class DecodeLoop:
         result = draft.round.run(run.context[-1], draft.max_drafts, after_draft=apart)
         run.stats.verify_s += clock.lap() if run.request.profile else 0.0
         return _Round(result.draft_ids, 0, result.verdict)
-
-    def _verify(self, ids: torch.Tensor, probs: torch.Tensor | None, logits: torch.Tensor) -> Verdict:
-        if self._sampler.greedy:
-            return verify_greedy(ids, logits, with_prob=self._with_prob)
-        return verify_sampled(ids, probs, logits.softmax(dim=-1), self._sampler)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class OffersRounds(Protocol):
 class DeviceRound:
     """Rounds under one plan; what is recorded for them is the engine's, so plans come and go for nothing.
 
-    The tokens are those of the host loop, drawn ones from the same distribution (by other random numbers: the noise of
-    a round is drawn before it, from the run's own generator, so that no generator is part of a recording).
+    The tokens are those of the host loop. The noise of drawn ones is copied into place before a round, so that no
+    generator is part of a recording.
 
     Cost: one device sync; one recorded piece, or one for each draft and one for the verification (`RoundPlan.whole`).
     With a `draft_threshold` a whole round either drafts on and drops what follows the first unsure token, at the same
@@ -78,7 +78,7 @@ class DeviceRound:
         Raises: ValueError if the cache is too small.
         """
         work = self._begin(last_token)
-        self._draw_noise(work)
+        self._place_noise(work)
         result = self._round(work, max_drafts, after_draft, takes_all=takes_all)
         if self._stopping is not None and not takes_all:
             self._stopping.add(len(result.draft_ids))
@@ -86,19 +86,19 @@ class DeviceRound:
 
     @torch.inference_mode()
     def verify(self, last_token: int, draft_ids: torch.Tensor) -> Verdict:
-        """The verdict on up to gamma draft tokens (G,) of the host's, each certain to be proposed; else as `run`."""
+        """The verdict on up to gamma draft tokens (G,) of the host's; else as `run`."""
         work = self._begin(last_token)
-        self._draw_noise(work)
+        self._place_noise(work)
         work.buffers.drafts[: len(draft_ids)].copy_(draft_ids)
         self._host.limit.set(len(draft_ids))
-        return self._conclude(work.certain_verification(), work.result(self._plan.gamma)).verdict
+        return self._conclude(work.host_verification(), work.result(self._plan.gamma)).verdict
 
     @torch.inference_mode()
     def prepare_verify(self, starts: range) -> None:
         """As `prepare`, for `verify`."""
         self._host.cache.position_on_device()
         for num_visible in self._host.visible_sizes(starts, self._plan.gamma + 1):
-            self._host.prepare_piece(self._work(num_visible).certain_verification())
+            self._host.prepare_piece(self._work(num_visible).host_verification())
 
     @torch.inference_mode()
     def prepare(self, starts: range, *, apart: bool = False) -> None:
@@ -135,9 +135,11 @@ class DeviceRound:
         cache.position_on_device()
         return work
 
-    def _draw_noise(self, work: RoundWork) -> None:
+    def _place_noise(self, work: RoundWork) -> None:
         if (noise := work.buffers.noise) is not None:
-            self._sampler.fill_noise(noise.uniform, noise.draft, noise.final)
+            # The last token is not in the cache yet, so the first draft's place is one further.
+            count, place = self._plan.gamma + 1, self._host.cache.length + 1
+            noise[:count].copy_(self._sampler.noise(place, count, noise.shape[1], noise.device))
 
     def _round(
         self, work: RoundWork, max_drafts: int, after_draft: Callable[[], None] | None = None, *, takes_all: bool
@@ -218,8 +220,8 @@ class DeviceRound:
         num_drafts, num_accepted, next_token, *drafts = map(int, ids)
         host.token.known(next_token)
         cache.moved_to(start + num_accepted + 1)
-        wanted = self._plan.with_prob or not self._sampler.greedy
-        return RoundResult(drafts[:num_drafts], Verdict(num_accepted, next_token, min(1.0, prob) if wanted else None))
+        told = min(1.0, prob) if self._plan.with_prob else None
+        return RoundResult(drafts[:num_drafts], Verdict(num_accepted, next_token, told))
 
     @staticmethod
     def _read(result: torch.Tensor) -> list[float]:

@@ -169,10 +169,10 @@ def _check_identity(
     model: LayerSkipModel, name: str, prompt_ids: list[int], reference: list[int], **decoding: Any
 ) -> Check:
     """decoding: what `generate` is told besides the prompt and the length."""
-    from layerskip.identity import check_greedy
+    from layerskip.identity import check_identity
 
     output = model.generate(prompt_ids, max_new_tokens=max(1, len(reference)), do_sample=False, **decoding)
-    report = check_greedy(model, prompt_ids, output.ids, reference)
+    report = check_identity(model, prompt_ids, output.ids, reference)
     rate = output.stats.acceptance_rate
     accepted = f", acceptance {rate:.2f}" if rate is not None else ""
     if output.stats.num_looked_up:

@@ -23,14 +23,12 @@ def decode_in_lockstep(engine: Engine, loops: Sequence[DecodeLoop], request: Dec
     """The finished runs of one request under several loops of this engine, each step timed by itself.
 
     The prompt's own forward is the same for all and is computed once, with the token after it, its seconds written into
-    each run's `prefill_s`; the samplers of all loops then draw on from the same state. No other step of any run is left
-    out or shared.
+    each run's `prefill_s`. No other step of any run is left out or shared.
 
     While the texts are the same, whichever run is furthest behind takes the next step, on a cache rolled back to its
     own place: what a run ahead of it wrote up to there is what it would have written itself, up to rounding. Between
-    runs that are level, who goes first alternates. Texts part where tokens are drawn, and in reduced precision where
-    two logits tie. From there on each run goes on with its own text and its own keys and values (`KeptPositions`), in
-    turns of `TURN_TOKENS`.
+    runs that are level, who goes first alternates. Texts part in reduced precision, where two tokens tie. From there on
+    each run goes on with its own text and its own keys and values (`KeptPositions`), in turns of `TURN_TOKENS`.
 
     A clock that wanders within a tenth of a second spoils the ratio of two runs one after the other, and hardly
     touches this one. Cost: that of the runs one by one, less the prompt's forwards; where texts part, untimed, one
@@ -43,12 +41,11 @@ def decode_in_lockstep(engine: Engine, loops: Sequence[DecodeLoop], request: Dec
     with engine.session(max(run.capacity for run in runs)):
         for loop, run in zip(loops, runs, strict=True):
             loop.prepare(run)
-        first = max(order, key=lambda place: loops[place].config.target_threshold)
+        first = max(order, key=lambda place: loops[place].needs_target_prob)
         loops[first].step(runs[first])
         for place in order:
             if place != first:
                 runs[place].begin_as(runs[first])
-                loops[place].sampler.go_on_from(loops[first].sampler)
         turns = _Turns(engine, runs)
         while open_places := [place for place in order if not runs[place].finished]:
             place = turns.next(open_places)

@@ -305,8 +305,9 @@ class LayerSkipModel:
     def generate(self, prompt: Prompt, **arguments: Any) -> GenerateOutput:
         """Decode a whole continuation. Arguments: see `GenerateArguments`; unknown ones raise TypeError.
 
-        Greedy output is token-identical to `model.generate` in float32, and identical up to logit ties in bfloat16 and
-        float16; sampled output follows the same distribution.
+        Output is token-identical to that of Hugging Face's `generate` in float32, and identical up to ties in bfloat16
+        and float16; sampled output too, where both draw from the same state of a generator: under any config, the same
+        seed gives the same text.
         Raises: ValueError naming the argument for bad values and for prompts longer than the model's positions.
         """
         stream = self.stream(prompt, **arguments)
@@ -326,13 +327,20 @@ class LayerSkipModel:
             self.check_config(given.config)
         if given.group is not None:
             config = config.for_group(given.group)
-        sampler = Sampler(self._sampling(given), self._generator(given))
+        sampler = self._sampler(given)
         return GenerationStream(
             DecodeLoop(self._engine, config, sampler, store=given.text_store),
             self._request(prompt, given),
             self.tokenizer,
             sampled=not sampler.greedy,
         )
+
+    def sampler(self, **arguments: Any) -> Sampler:
+        """What `generate` with these arguments shapes logits with and chooses tokens by."""
+        return self._sampler(GenerateArguments(**arguments))
+
+    def _sampler(self, given: GenerateArguments) -> Sampler:
+        return Sampler(self._sampling(given), self._generator(given))
 
     def generate_in_lockstep(
         self, prompt: Prompt, configs: Sequence[DecodeConfig], **arguments: Any
@@ -341,8 +349,8 @@ class LayerSkipModel:
 
         Each output is what `generate` gives under its config, and its `stats` hold the seconds of its own steps alone.
         Drawn tokens come from the same random numbers for every config, those of `seed` or `generator`. Outputs may
-        part, when sampling or by a logit tie: `first_difference` tells where, `DecodeStats.tokens_per_s_of_first`
-        compares speeds over equal numbers of tokens.
+        part by a tie in reduced precision: `first_difference` tells where, `DecodeStats.tokens_per_s_of_first` compares
+        speeds over equal numbers of tokens.
         An engine that records rounds records them in pieces here (see `RoundPlan.whole`), so that a new config costs
         little; `generate` records them whole, which makes a round somewhat shorter.
         Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see

@@ -99,15 +99,22 @@ class SamplingParams:
 
 
 class Sampler:
-    """Shapes logits and draws tokens for one run; draft and target use the same one.
+    """Shapes logits and chooses tokens for one run; draft and target use the same one.
 
-    `generator` must live on the logits' device; None uses torch's global one, as `generate` does.
+    A drawn token is decided by its place in the text: with the place's own exponential noise e, the token is the one
+    with the largest probability / e. Whoever draws for a place, draft or target, uses the same noise, so a draft close
+    to the target mostly says what the target will say, and the output does not depend on the draft at all: it is what
+    `torch.multinomial` draws one token after another from the same generator, and so what `generate` samples.
+    Ref: Gumbel coupling, Daliri, Musco and Suresh 2024 (2408.07978).
+
+    `generator` must live on the logits' device; None uses that device's default one, as `generate` does. Cost of a
+    drawn token: the numbers of one row of the vocabulary, once for every place, and their memory until it is settled.
     """
 
     def __init__(self, params: SamplingParams, generator: torch.Generator | None = None) -> None:
         self.params = params
         self.greedy = not params.do_sample
-        self._generator = generator
+        self._noise = PlaceNoise(generator)
         self._penalty = (
             RepetitionPenaltyLogitsProcessor(params.repetition_penalty) if params.repetition_penalty != 1.0 else None
         )
@@ -135,24 +142,103 @@ class Sampler:
         rows = [[*context, *drafted[:i], *([context[-1]] * (len(drafted) - i))] for i in range(scores.shape[0])]
         return torch.tensor(rows, device=scores.device)
 
-    def go_on_from(self, other: Sampler) -> None:
-        """Draw from now on what `other` would draw. Nothing to do for two that draw from one generator, or greedily."""
-        if self._generator is not None and other._generator is not None:
-            self._generator.set_state(other._generator.get_state())
+    def begin(self, place: int) -> None:
+        """A text of so many tokens is about to be continued."""
+        self._noise.begin(place)
 
-    def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        """One token per row of `probs` (T, V) -> (T,) int64."""
-        return torch.multinomial(probs, 1, generator=self._generator).squeeze(-1)
+    def choose(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
+        """The tokens at `place` and after it, (T,) int64, from shaped logits (T, V)."""
+        return choose(
+            shaped, None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
+        )
 
-    def uniform(self, num: int, device: torch.device) -> torch.Tensor:
-        """(num,) float32 in [0, 1)."""
-        return torch.rand(num, generator=self._generator, device=device)
+    @property
+    def nbytes(self) -> int:
+        """Of the noise that it holds."""
+        return self._noise.nbytes
 
-    def fill_noise(self, uniform: torch.Tensor, *exponential: torch.Tensor) -> None:
-        """Fresh numbers in place, uniform in [0, 1) and exponential with mean 1, for draws made without a generator."""
-        uniform.uniform_(generator=self._generator)
-        for noise in exponential:
-            noise.exponential_(generator=self._generator)
+    def noise(self, place: int, count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """(count, vocab_size): what decides the tokens at `place` and after it."""
+        return self._noise.rows(place, count, vocab_size, device)
+
+    def settle(self, place: int) -> None:
+        """The tokens before `place` are chosen for good; their noise is dropped."""
+        self._noise.settle(place)
+
+    def end(self, place: int) -> None:
+        """The text ends before `place`: the generator goes back to where one token after another would have left it."""
+        self._noise.end(place)
+
+
+def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> Sampler:
+    """One that draws what `generate` draws with this seed on this device."""
+    # Not every device has generators, and a greedy one needs none.
+    return Sampler(params, torch.Generator(device=device).manual_seed(seed) if params.do_sample else None)
+
+
+class PlaceNoise:
+    """Exponential numbers with mean 1, a row for each place of a text, drawn in the order of the places."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+        self._first = 0
+        """Place of the first row held."""
+        self._rows: list[torch.Tensor] = []
+        self._states: list[torch.Tensor] = []
+        """Of the generator before each row."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows held."""
+        return sum(row.nbytes for row in self._rows)
+
+    def begin(self, place: int) -> None:
+        """Rows from this place on are wanted; those of an earlier text are dropped."""
+        self._first, self._rows, self._states = place, [], []
+
+    def rows(self, place: int, count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """(count, vocab_size). Raises: ValueError for a place that is settled."""
+        if place < self._first:
+            raise ValueError(f"place: must be at least {self._first}, those before are settled, got {place}")
+        generator = _generator_of(device) if self._generator is None else self._generator
+        start = place - self._first
+        while len(self._rows) < start + count:
+            self._states.append(generator.get_state())
+            self._rows.append(torch.empty(1, vocab_size, device=device).exponential_(generator=generator))
+        return torch.cat(self._rows[start : start + count])
+
+    def settle(self, place: int) -> None:
+        """Rows before this place are not wanted any more."""
+        num_done = min(max(0, place - self._first), len(self._rows))
+        self._first += num_done
+        del self._rows[:num_done], self._states[:num_done]
+
+    def end(self, place: int) -> None:
+        """Take back the rows from this place on."""
+        self.settle(place)
+        if self._rows:
+            generator = _generator_of(self._rows[0].device) if self._generator is None else self._generator
+            generator.set_state(self._states[0])
+        self.begin(place)
+
+
+def choose(shaped: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """A token per row of shaped logits (T, V), (T,) int64: the likeliest, or by noise (T, V) a drawn one."""
+    if noise is None:
+        return shaped.max(dim=-1).indices
+    return (shaped.softmax(dim=-1) / noise).argmax(dim=-1)
+
+
+def chosen_probability(shaped: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """(T,): the softmax probability of each chosen token (T,) in shaped logits (T, V)."""
+    return (shaped.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - shaped.logsumexp(dim=-1)).exp()
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    """What random numbers on this device come from where no generator is given."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
 
 
 def top_probability(logits: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from layerskip.config import DecodeConfig
 from layerskip.device_round import OffersRounds
 from layerskip.model import LayerSkipModel
+from layerskip.sampling import SamplingParams, seeded_sampler
 from layerskip.skip_mask import SkipMask
 from layerskip.step_clock import StepClock
 from layerskip.timed_steps import DeviceEngine, DeviceSteps, HostSteps, Step, StepMaker, TextEnd
@@ -19,7 +20,8 @@ _LEAST_SHARE = 0.001
 
 
 class StepTimer:
-    """Times single steps of greedy decoding after a given text. Every call is one repeat: interleave and repeat.
+    """Times single steps of decoding after a given text, greedy or sampled. Every call is one repeat: interleave and
+    repeat.
 
     Where the engine runs rounds on the device, those are timed: in pieces for the cost of a draft and of a
     verification, as lockstep and so a search's trials run them, and as `generate` runs them for whole rounds. A draft
@@ -28,13 +30,15 @@ class StepTimer:
     Cost of a call: the steps timed and, untimed, a forward over the text and what has not been recorded before.
     """
 
-    def __init__(self, model: LayerSkipModel, gamma_max: int) -> None:
+    def __init__(self, model: LayerSkipModel, gamma_max: int, sampling: SamplingParams | None = None) -> None:
+        """sampling: how tokens are chosen, greedily without it. Raises: ValueError where rounds cannot do that."""
         self._engine = model.engine
+        self._sampler = seeded_sampler(sampling or SamplingParams(), 0, model.device)
         self._gamma_max = gamma_max
         self._on_device: DeviceSteps | None = None
         if isinstance(model.engine, OffersRounds):
-            self._on_device = DeviceSteps(cast(DeviceEngine, model.engine))
-        self._steps: StepMaker = self._on_device or HostSteps(model.engine)
+            self._on_device = DeviceSteps(cast(DeviceEngine, model.engine), self._sampler)
+        self._steps: StepMaker = self._on_device or HostSteps(model.engine, self._sampler)
 
     @property
     def rounds_on_device(self) -> bool:
@@ -105,7 +109,14 @@ class StepTimer:
             end = TextEnd(text, int(logits[-1].argmax()))
             for step in steps:
                 step.place(end)
+                self._draw_noise(len(text) + 1, step.num_verified, logits.shape[-1])
                 clock = StepClock(engine)
                 step.run(end)
                 seconds.append(clock.lap())
         return seconds
+
+    def _draw_noise(self, place: int, count: int, vocab_size: int) -> None:
+        """As decoding would have left it: what a verification rejects has drawn its places' numbers for the next."""
+        self._sampler.begin(place)
+        if not self._sampler.greedy and count:
+            self._sampler.noise(place, count, vocab_size, self._engine.device)

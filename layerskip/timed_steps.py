@@ -1,4 +1,4 @@
-"""Single steps of greedy decoding, to be timed: on the host step by step, or on the device as recorded work."""
+"""Single steps of decoding, to be timed: on the host step by step, or on the device as recorded work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
 from layerskip.engines import Engine
 from layerskip.preparation import ForwardPlan
 from layerskip.round_work import RoundHost, RoundPlan
-from layerskip.sampling import Sampler, SamplingParams
+from layerskip.sampling import Sampler
 from layerskip.skip_mask import SkipMask
-from layerskip.verifier import verify_greedy
+from layerskip.verifier import verify
 
 _NEVER = 1e-30
 """A draft_threshold that is looked at after every token and never reached."""
-_GREEDY = Sampler(SamplingParams(), None)
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class Step(Protocol):
 
     def prepare(self, length: int) -> None:
         """Before a text of this length has gone through the model; see `Engine.prepare`. Not timed."""
+        ...
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens that it verifies and does not draft."""
         ...
 
     def place(self, end: TextEnd) -> None:
@@ -78,20 +82,21 @@ class HostSteps:
 
     draft_verifies = False
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, sampler: Sampler) -> None:
+        self._engine, self._sampler = engine, sampler
 
     def verification(self, num_tokens: int) -> Step:
-        return _HostStep(self._engine, None, num_tokens - 1, verifies=True)
+        return _HostStep(self._engine, self._sampler, None, num_tokens - 1, verifies=True)
 
     def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
         settings = LayerSkipSettings(mask, gamma, _NEVER if threshold else 0.0)
-        return _HostStep(self._engine, settings, gamma, verifies=False)
+        return _HostStep(self._engine, self._sampler, settings, gamma, verifies=False)
 
 
 @dataclass(frozen=True)
 class _HostStep:
     engine: Engine
+    sampler: Sampler
     settings: LayerSkipSettings | None
     """None: the drafts are copies of the last token, and not timed."""
     num_drafts: int
@@ -108,19 +113,23 @@ class _HostStep:
     def room(self) -> int:
         return self.num_drafts + 1
 
+    @property
+    def num_verified(self) -> int:
+        return self.num_drafts if self.settings is None else 0
+
     def place(self, end: TextEnd) -> None:
         self.engine.cache.rollback_to(len(end.text_ids))
 
     def run(self, end: TextEnd) -> None:
-        engine, context = self.engine, [*end.text_ids, end.next_id]
+        engine, sampler, context = self.engine, self.sampler, [*end.text_ids, end.next_id]
         if self.settings is None:
             drafts = torch.tensor([end.next_id] * self.num_drafts, dtype=torch.long, device=engine.device)
         else:
-            drafts = LayerSkipDrafter(engine, _GREEDY, self.settings).draft(context, self.num_drafts).ids
+            drafts = LayerSkipDrafter(engine, sampler, self.settings).draft(context, self.num_drafts).ids
         if self.verifies:
             ids = torch.cat([torch.tensor([end.next_id], device=engine.device), drafts])
             logits = engine.forward(ids, num_logits=self.num_drafts + 1)
-            verify_greedy(drafts, _GREEDY.shape(logits, context, drafts), with_prob=False)
+            verify(drafts, sampler.shape(logits, context, drafts), sampler, len(context), with_prob=False)
             engine.cache.rollback_to(len(end.text_ids))
 
 
@@ -129,8 +138,8 @@ class DeviceSteps:
 
     draft_verifies = True
 
-    def __init__(self, engine: DeviceEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: DeviceEngine, sampler: Sampler) -> None:
+        self._engine, self._sampler = engine, sampler
 
     def verification(self, num_tokens: int) -> Step:
         no_skip = SkipMask.none(self._engine.num_layers)
@@ -145,8 +154,9 @@ class DeviceSteps:
         return self._step(RoundPlan(config.skip_mask, config.gamma, config.draft_threshold, with_prob), num_drafts)
 
     def _step(self, plan: RoundPlan, num_drafts: int, *, verifies_only: bool = False) -> Step:
-        device_round = self._engine.make_round(plan, _GREEDY)
-        assert device_round is not None  # only a repetition penalty prevents one
+        device_round = self._engine.make_round(plan, self._sampler)
+        if device_round is None:
+            raise ValueError("repetition_penalty: rounds on the device cannot be timed with it, must be 1.0")
         return _DeviceStep(self._engine, device_round, plan.gamma, num_drafts, verifies_only)
 
 
@@ -169,6 +179,10 @@ class _DeviceStep:
     @property
     def room(self) -> int:
         return self.gamma + 1
+
+    @property
+    def num_verified(self) -> int:
+        return self.gamma if self.verifies_only else 0
 
     def place(self, end: TextEnd) -> None:
         self.engine.cache.rollback_to(len(end.text_ids))

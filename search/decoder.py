@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy.typing import NDArray
 
 from layerskip.config import DecodeConfig
-from layerskip.identity import IdentityReport, check_greedy
+from layerskip.identity import IdentityReport, check_identity
 from layerskip.machine import trim_heap
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import ForcedText
@@ -102,7 +102,7 @@ class ModelDecoder:
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
-        return check_greedy(self.model, prompt_ids, ids, reference_ids)
+        return check_identity(self.model, prompt_ids, ids, reference_ids)
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """What drafts would say at every position of these texts. Cost: about a target forward over each."""

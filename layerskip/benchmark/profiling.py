@@ -15,7 +15,7 @@ from layerskip.config import DecodeConfig
 from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
 from layerskip.model import LayerSkipModel
 from layerskip.sampling import Sampler, SamplingParams
-from layerskip.verifier import verify_greedy
+from layerskip.verifier import verify
 
 _TIMES = 8
 
@@ -56,20 +56,20 @@ def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, to
     drafter = LayerSkipDrafter(engine, sampler, settings)
     ids = torch.tensor(text[:1] * (gamma + 1), device=engine.device)
 
-    def verify(count: int) -> None:
+    def verification(count: int) -> None:
         logits = engine.forward(ids[:count], num_logits=count)
-        verify_greedy(ids[1:count], sampler.shape(logits, text, ids[1:count]), with_prob=False)
+        verify(ids[1:count], sampler.shape(logits, text, ids[1:count]), sampler, len(text), with_prob=False)
         engine.cache.rollback_to(len(text))
 
     def draft() -> None:
         drafter.draft(text, 1)
         engine.synchronize()
 
-    steps: list[tuple[str, Callable[[], None]]] = [("plain step", lambda: verify(1))]
+    steps: list[tuple[str, Callable[[], None]]] = [("plain step", lambda: verification(1))]
     if config.drafts_by_mask:
         steps.append(("draft step", draft))
     if config.speculates:
-        steps.append((f"verify of {gamma + 1} tokens", lambda: verify(gamma + 1)))
+        steps.append((f"verify of {gamma + 1} tokens", lambda: verification(gamma + 1)))
     profiles = []
     with torch.inference_mode(), engine.session(len(text) + gamma + 1):
         engine.forward(torch.tensor(text, device=engine.device))

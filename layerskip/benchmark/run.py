@@ -19,7 +19,7 @@ from layerskip.benchmark.steps import StepTurn, forward_share
 from layerskip.benchmark.summary import row_records
 from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
 from layerskip.config import DecodeConfig
-from layerskip.identity import IdentityReport, check_greedy
+from layerskip.identity import IdentityReport, check_identity
 from layerskip.machine import device_name, git_commit, package_version
 from layerskip.machine_watch import MachineWatch
 from layerskip.model import LayerSkipModel
@@ -108,7 +108,7 @@ def _rows(
     ours, also_refused = own_ways(model, settings, plan.names, has_config=config is not None)
 
     def check(prompt: Sequence[int], ids: Sequence[int], reference: Sequence[int]) -> IdentityReport:
-        return check_greedy(model, prompt, ids, reference)
+        return check_identity(model, prompt, ids, reference)
 
     ways: list[Way] = [*theirs, *ours]
     rows = [Row(way, cases, plan.max_new_tokens, check) for way in ways]

@@ -17,13 +17,10 @@ from layerskip.preparation import Starts
 class Draft:
     """Tokens to verify.
 
-    Shapes: ids (G,) int64, G at least 1; probs (D, V) float32, the distributions that the last D tokens were drawn
-    from, D at most G. A token without one was certain to be proposed (a point mass): every token of a greedy draft,
-    and every token that was looked up.
+    Shape: ids (G,) int64, G at least 1.
     """
 
     ids: torch.Tensor
-    probs: torch.Tensor | None = None
     num_looked_up: int = 0
     """How many of the tokens, the first ones, were found in text and not computed."""
     prefix: PrefixStates | None = None

@@ -35,8 +35,7 @@ class LayerSkipDrafter:
     """Autoregressive drafting under `skip_mask`. Has no state of its own, so it is its own session.
 
     `draft_threshold`: drafting stops *after* the first token whose distribution has a top probability below it. The
-    low-confidence token stays in the draft: dropping a token that was sampled, for a reason that depends on it, would
-    shift the output distribution; and its forward is paid for already.
+    low-confidence token stays in the draft: its forward is paid for already.
 
     Cost: one masked forward a token; one device sync a token with a threshold or a penalty, else none. On an engine
     that offers rounds, a part of the round's one piece of device work.
@@ -93,16 +92,11 @@ class LayerSkipDrafter:
         prefix = self._new_prefix() if not looked_up else None
         token = torch.tensor([context[-1], *looked_up], device=engine.device)
         tokens = [token[1:]] if looked_up else []
-        rows: list[torch.Tensor] = []
         seen = [*context, *looked_up]
         needs_ids = sampler.params.repetition_penalty != 1.0
-        for _ in range(limit - len(looked_up)):
+        for place in range(len(seen), len(context) + limit):
             logits = sampler.shape(self._forward(token, prefix), seen)
-            if sampler.greedy:
-                token = logits.max(dim=-1).indices
-            else:
-                rows.append(logits.softmax(dim=-1))
-                token = sampler.draw(rows[-1])
+            token = sampler.choose(logits, place)
             tokens.append(token)
             if needs_ids:
                 seen.append(int(token))
@@ -110,7 +104,7 @@ class LayerSkipDrafter:
             if threshold > 0.0 and float(top_probability(logits)) < threshold:
                 break
         engine.cache.rollback_to(start)
-        return Draft(torch.cat(tokens), torch.cat(rows) if rows else None, len(looked_up), prefix)
+        return Draft(torch.cat(tokens), len(looked_up), prefix)
 
     def _new_prefix(self) -> PrefixStates | None:
         """None where the config does not share, and where the engine cannot: the output is the same."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from layerskip.sampling import Sampler, SamplingParams
+from layerskip.sampling import SamplingParams, choose, chosen_probability, seeded_sampler
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
 
@@ -29,12 +29,11 @@ class DraftReadings:
     """
 
     accepted: Floats
-    """Probability that verification keeps the drafted token: 0 or 1 when greedy. 0 at a text's last row, whose next
-    token is unknown."""
+    """1 where the drafted token is the text's, else 0; 0 at a text's last row, whose next token is unknown."""
     confidence: Floats
     """Top probability of the draft's distribution: what `draft_threshold` looks at."""
     choices: Ints
-    """The draft's likeliest token."""
+    """The token that the draft proposes."""
 
     @property
     def nbytes(self) -> int:
@@ -76,13 +75,17 @@ class TeacherForcing(ABC):
     """
 
     keys: str
-    sampler: Sampler
 
-    def __init__(self, texts: Sequence[ForcedText], device: torch.device) -> None:
+    def __init__(self, texts: Sequence[ForcedText], device: torch.device, sampling: SamplingParams | None) -> None:
+        """sampling: how the continuations were chosen, and so would drafts be; greedily without it."""
         if not texts:
             raise ValueError("texts: must hold at least one text, got none")
         self.texts = tuple(texts)
         self._device = device
+        params = sampling or SamplingParams()
+        self._samplers = [seeded_sampler(params, one.seed, device) for one in self.texts]
+        for sampler, text in zip(self._samplers, self.texts, strict=True):
+            sampler.begin(len(text.prompt_ids))
         self.lengths = np.array([len(text.continuation_ids) for text in texts])
         """Continuation tokens per text, (P,)."""
         self._continuations = [torch.tensor(text.continuation_ids, device=device) for text in texts]
@@ -97,7 +100,12 @@ class TeacherForcing(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that it holds, at most: the target's keys and values, and what is kept from one reading to the next."""
+        """Bytes that it holds, at most: the target's keys and values, the noise of sampled texts, and what is kept from
+        one reading to the next."""
+
+    @property
+    def _noise_bytes(self) -> int:
+        return sum(sampler.nbytes for sampler in self._samplers)
 
     @abstractmethod
     def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
@@ -119,7 +127,7 @@ class TeacherForcing(ABC):
 
     @torch.inference_mode()
     def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
-        """Greedy decoding: is the draft's first choice the target's token, and how sure is it?
+        """Does the draft propose the target's token, and how sure is it?
 
         `texts`: places of the texts to read, ascending; the arrays hold these alone. All without it.
         Cost: at most depth + 1 draft forwards over all continuation tokens of these texts.
@@ -127,37 +135,27 @@ class TeacherForcing(ABC):
         readings = []
         places = range(len(self.texts)) if texts is None else texts
         for i, logits in zip(places, self.draft_logits(mask, depth, texts), strict=True):
-            ids = self._continuations[i]
-            best = logits.float().max(dim=-1)
-            top = (best.values - logits.float().logsumexp(dim=-1)).exp()
-            right = best.indices[:, :-1] == ids[1:]
+            text, ids = self.texts[i], self._continuations[i]
+            context, rest = [*text.prompt_ids, text.continuation_ids[0]], ids[1:]
+            shaped = torch.stack([self._samplers[i].shape(level, context, rest) for level in logits])
+            chosen, top = self._choose(i, shaped, 1 + torch.arange(len(ids)))
+            right = chosen[:, :-1] == rest
             # Ids are exact in float64, and one transfer serves all.
-            readings.append(torch.stack([F.pad(right.double(), (0, 1)), top.double(), best.indices.double()]))
+            readings.append(torch.stack([F.pad(right.double(), (0, 1)), top.double(), chosen.double()]))
         return self._collect(readings)
 
-    @torch.inference_mode()
-    def read_sampled(self, mask: SkipMask, params: SamplingParams, depth: int = 0) -> DraftReadings:
-        """Sampled decoding: the chance that a token drawn from the draft is kept, sum of min(target, draft).
+    def _choose(self, i: int, shaped: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens chosen from shaped logits (..., R, V) of one text, and the top probabilities; (..., R) both.
 
-        Both distributions are shaped by `params` first. Cost: that of `read`, and once more the target's logits.
-        Raises: ValueError for greedy parameters or a repetition penalty, which depends on the draft drawn so far.
-        Ref: Leviathan et al. 2023 (2211.17192), theorem 3.5.
+        rows: (R,) which continuation tokens they are proposed for, the one after the last included.
         """
-        if not params.do_sample:
-            raise ValueError("do_sample: must be True to read sampled acceptance, got False")
-        if params.repetition_penalty != 1.0:
-            raise ValueError(f"repetition_penalty: cannot be predicted, must be 1.0, got {params.repetition_penalty}")
-        sampler = Sampler(params, None)
-        readings = []
-        for draft, target in zip(self.draft_logits(mask, depth), self.target_logits(), strict=True):
-            shape = draft.shape
-            draft_probs = sampler.shape(draft.flatten(0, 1), [0]).softmax(dim=-1).view(shape)
-            target_probs = sampler.shape(target[1:], [0]).softmax(dim=-1)
-            kept = torch.minimum(draft_probs, target_probs).sum(dim=-1)
-            best = draft_probs.max(dim=-1)
-            kept = F.pad(kept[:, :-1], (0, 1))
-            readings.append(torch.stack([kept.double(), best.values.double(), best.indices.double()]))
-        return self._collect(readings)
+        best = shaped.max(dim=-1)
+        top = (best.values - shaped.logsumexp(dim=-1)).exp()
+        if self._samplers[i].greedy:
+            return best.indices, top
+        start, count = len(self.texts[i].prompt_ids), int(rows.max()) + 1
+        noise = self._samplers[i].noise(start, count, shaped.shape[-1], shaped.device)
+        return choose(shaped, noise[rows]), top
 
     def _collect(self, readings: Sequence[torch.Tensor]) -> DraftReadings:
         """One array for texts of different lengths, from (3, D + 1, T_p) each."""
@@ -168,7 +166,7 @@ class TeacherForcing(ABC):
 
     @torch.inference_mode()
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
-        """How many tokens greedy drafting adds after each wrong one before its confidence falls below `threshold`.
+        """How many tokens drafting adds after each wrong one before its confidence falls below `threshold`.
 
         Each goes on from its round, of which it sees the draft's own keys and values, one token at a time, all of them
         side by side. Cost: as many draft forwards over these rounds' tokens as the longest of them has after the wrong
@@ -185,16 +183,31 @@ class TeacherForcing(ABC):
             found: dict[int, tuple[int, float]] = {}
             for place, logits in zip(places, self.logits(mask, rows), strict=True):
                 if place:
-                    last = logits[[row for _, row in place]].float()
-                    best = last.max(dim=-1)
-                    top = (best.values - last.logsumexp(dim=-1)).exp()
-                    for (chain, _), token, sure in zip(place, best.indices.tolist(), top.tolist(), strict=True):
+                    i, last = wrong[place[0][0]].text, logits[[row for _, row in place]]
+                    chains = [chain for chain, _ in place]
+                    shaped = self._shape_chains(i, last, [(wrong[c], tokens[c]) for c in chains])
+                    rows_after = [wrong[c].row - wrong[c].drafted + len(tokens[c]) for c in chains]
+                    chosen, top = self._choose(i, shaped, torch.tensor(rows_after))
+                    for chain, token, sure in zip(chains, chosen.tolist(), top.tolist(), strict=True):
                         found[chain] = (token, sure)
             for chain, (token, _) in found.items():
                 tokens[chain].append(token)
                 added[chain] += 1
             going = [c for c in going if found[c][1] >= threshold and added[c] < wrong[c].room]
         return added
+
+    def _shape_chains(
+        self, i: int, logits: torch.Tensor, chains: Sequence[tuple[WrongDraft, Sequence[int]]]
+    ) -> torch.Tensor:
+        """(C, V): logits (C, V) after what each chain's round has drafted, shaped."""
+        sampler, text = self._samplers[i], self.texts[i]
+        if sampler.params.repetition_penalty == 1.0:
+            return sampler.shape(logits, ())
+        rows = []
+        for row, (wrong, drafted) in zip(logits, chains, strict=True):
+            before = text.continuation_ids[: wrong.row - wrong.drafted]
+            rows.append(sampler.shape(row.unsqueeze(0), [*text.prompt_ids, *before, *drafted]))
+        return torch.cat(rows)
 
     def _chain_rows(
         self, wrong: Sequence[WrongDraft], tokens: Sequence[Sequence[int]], going: Sequence[int]
@@ -222,6 +235,5 @@ class TeacherForcing(ABC):
     def _note_target(self, i: int, logits: torch.Tensor) -> None:
         """Fill `target_probs` of one text from the target's logits (T_p + 1, V) or more rows."""
         ids = self._continuations[i]
-        rows = logits[: len(ids)].float()
-        chosen = rows.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        self.target_probs[i, : len(ids)] = (chosen - rows.logsumexp(dim=-1)).exp().cpu().numpy()
+        shaped = self._samplers[i].shape(logits[: len(ids)], self.texts[i].prompt_ids, ids[:-1])
+        self.target_probs[i, : len(ids)] = chosen_probability(shaped, ids).cpu().numpy()

@@ -12,6 +12,7 @@ from layerskip.engines.cuda_graph import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.identity import logit_difference
 from layerskip.model import LayerSkipModel
+from layerskip.sampling import SamplingParams
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.base import TeacherForcing
 from layerskip.teacher_forcing.layerwise import LayerwiseForcing
@@ -21,28 +22,31 @@ from layerskip.teacher_forcing.whole_model import WholeModelForcing
 LOG = logging.getLogger(__name__)
 
 
-def make_teacher_forcing(model: LayerSkipModel, texts: Sequence[ForcedText]) -> TeacherForcing:
+def make_teacher_forcing(
+    model: LayerSkipModel, texts: Sequence[ForcedText], sampling: SamplingParams | None = None
+) -> TeacherForcing:
     """The best way that this model allows, found by comparing readings with live draft steps.
 
     `.keys` says which: `target` where earlier positions are the target's, as when drafting; `own` where that cannot be
-    had and the readings are an approximation. Cost: one target forward a text, and a few to check.
+    had and the readings are an approximation. sampling: how the continuations were chosen, greedily without it.
+    Cost: one target forward a text, and a few to check.
     """
     engine = model.engine
     lean = engine.lean if isinstance(engine, CudaGraphEngine) else engine
     if isinstance(lean, FusedEngine):
-        forcing: TeacherForcing = LayerwiseForcing(lean, texts)
+        forcing: TeacherForcing = LayerwiseForcing(lean, texts, sampling)
         if matches_live(forcing, engine, model.num_layers):
             return forcing
         LOG.warning("layer-by-layer teacher forcing does not match live drafting; using the model's own modules")
     try:
-        forcing = WholeModelForcing(model.adapter, texts, keys="target")
+        forcing = WholeModelForcing(model.adapter, texts, sampling, keys="target")
         if matches_live(forcing, engine, model.num_layers):
             return forcing
         reason = "the draft's logits differ from a live step's"
     except Exception as error:  # noqa: BLE001 (an architecture may refuse a mask of ours in any way it likes)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     LOG.info("the target's keys cannot be substituted (%s): predictions use the draft's own", reason)
-    return WholeModelForcing(model.adapter, texts, keys="own")
+    return WholeModelForcing(model.adapter, texts, sampling, keys="own")
 
 
 @torch.inference_mode()

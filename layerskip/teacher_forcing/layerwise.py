@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import rotary_table
 from layerskip.growing_keys import over_growing_keys
+from layerskip.sampling import SamplingParams
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.base import TeacherForcing
 from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
@@ -36,8 +37,15 @@ class LayerwiseForcing(TeacherForcing):
 
     keys = "target"
 
-    def __init__(self, engine: FusedEngine, texts: Sequence[ForcedText], *, cache_bytes: int = CACHE_BYTES) -> None:
-        super().__init__(texts, engine.device)
+    def __init__(
+        self,
+        engine: FusedEngine,
+        texts: Sequence[ForcedText],
+        sampling: SamplingParams | None = None,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        super().__init__(texts, engine.device, sampling)
         self._engine = engine
         self.num_layers = len(engine.layers)
         self._capacity = max(len(text.ids) for text in texts)
@@ -50,7 +58,7 @@ class LayerwiseForcing(TeacherForcing):
     @property
     def nbytes(self) -> int:
         """See `TeacherForcing`; the cache of hidden states counts as full."""
-        return sum(one.nbytes for one in (*self._keys, *self._values)) + self._cache_bytes
+        return sum(one.nbytes for one in (*self._keys, *self._values)) + self._cache_bytes + self._noise_bytes
 
     def embed(self) -> torch.Tensor:
         """Hidden states (rows, hidden) before layer 0; rows are the continuation tokens of all texts in order."""

@@ -13,6 +13,8 @@ class ForcedText:
 
     prompt_ids: tuple[int, ...]
     continuation_ids: tuple[int, ...]
+    seed: int = 0
+    """Of the random numbers that a sampled continuation was drawn by."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.continuation_ids:

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from layerskip.adapter import ForcedPositions, ModelAdapter
+from layerskip.sampling import SamplingParams
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing.base import TeacherForcing
 from layerskip.teacher_forcing.rows import ForcedText, RowGeometry
@@ -21,8 +22,10 @@ class WholeModelForcing(TeacherForcing):
     Cost: per text a target forward at construction and a draft forward a reading. Memory: the target's keys and values.
     """
 
-    def __init__(self, adapter: ModelAdapter, texts: Sequence[ForcedText], *, keys: str) -> None:
-        super().__init__(texts, adapter.device)
+    def __init__(
+        self, adapter: ModelAdapter, texts: Sequence[ForcedText], sampling: SamplingParams | None = None, *, keys: str
+    ) -> None:
+        super().__init__(texts, adapter.device, sampling)
         self._adapter = adapter
         self.keys = keys
         self._caches: list[Any] = []
@@ -37,7 +40,8 @@ class WholeModelForcing(TeacherForcing):
     @property
     def nbytes(self) -> int:
         """See `TeacherForcing`."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for cache in self._caches for layer in cache.layers)
+        keys: int = sum(layer.keys.nbytes + layer.values.nbytes for cache in self._caches for layer in cache.layers)
+        return keys + self._noise_bytes
 
     def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
         for i, one in enumerate(rows):

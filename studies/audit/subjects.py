@@ -10,7 +10,7 @@ import torch
 
 from layerskip import DecodeStats, LayerSkipModel, TextStore
 from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.identity import IdentityReport, check_greedy
+from layerskip.identity import IdentityReport, check_identity
 from studies.audit.cases import LEAN, LONGEST, MODULES, Case
 from tests.layerskip import zoo
 from tests.layerskip.tape import on_graphs
@@ -55,7 +55,7 @@ class Subjects:
             )
         except Exception as error:  # noqa: BLE001 (a campaign goes on; each is a failure of its case)
             return Outcome([], expected, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        return Outcome(out.ids, expected, check_greedy(model, case.prompt, out.ids, expected), out.stats)
+        return Outcome(out.ids, expected, check_identity(model, case.prompt, out.ids, expected), out.stats)
 
     def _store(self, case: Case) -> TextStore:
         """One earlier text: the one to come, with every fifth token another one."""

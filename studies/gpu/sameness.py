@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.identity import check_greedy
+from layerskip.identity import check_identity
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.machine import free_memory
 from studies.gpu.models import SHAPES, on_engine, random_llama, random_prompt
@@ -65,7 +65,7 @@ def ties(subject: Subject, job: Job) -> None:
         if job.left_s < _RESERVE_S:
             return
         ids = model.generate(prompt, config=config, max_new_tokens=subject.num_new_tokens).ids
-        report = check_greedy(model, prompt, ids, text)
+        report = check_identity(model, prompt, ids, text)
         job.add(
             skip_mask=str(config.skip_mask),
             gamma=config.gamma,

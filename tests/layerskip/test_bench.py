@@ -193,12 +193,12 @@ def test_bad_input_is_one_line_and_exit_code_2(folder: Path, arguments: list[str
 
 
 def test_an_output_of_ours_that_differs_is_told_and_exits_with_1(folder: Path, monkeypatch, capsys) -> None:
-    real = run.check_greedy
+    real = run.check_identity
 
     def lies(model: LayerSkipModel, prompt: Any, ids: Sequence[int], reference: Sequence[int]) -> IdentityReport:
         return real(model, prompt, [*ids[:-1], ids[-1] ^ 1], reference)
 
-    monkeypatch.setattr(run, "check_greedy", lies)
+    monkeypatch.setattr(run, "check_identity", lies)
     arguments = ("--config", folder / "best.json", "--num-prompts", 1, "--repeats", 1, "--only", "plain")
     assert command(*arguments) == 1
     assert "plain: output differs from Hugging Face's" in capsys.readouterr().err

@@ -89,12 +89,12 @@ _STEPS: dict[str, Owner] = {
 """Called for the prompt, every draft and the verification."""
 _ONCE_A_ROUND: dict[str, Owner] = {
     "draft": lambda _: (drafter_module.LayerSkipDrafter, "draft"),
-    "verdict": lambda _: (decode_module, "verify_greedy"),
+    "verdict": lambda _: (decode_module, "verify"),
     "rollback": lambda _: (SharedLengthCache, "rollback_to"),
     "settling": lambda _: (decode_module, "_settle"),
 }
 _ONCE_A_DEVICE_ROUND: dict[str, Owner] = {
-    "verdict": lambda _: (round_work_module.RoundWork, "_verify_greedy"),
+    "verdict": lambda _: (round_work_module, "choose"),
     "read": lambda _: (device_round_module.DeviceRound, "_read"),
     "move": lambda _: (StaticCache, "moved_to"),
     "settling": lambda _: (decode_module, "_settle"),
@@ -131,9 +131,9 @@ def test_every_stage_of_a_round(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_drawing(engine: str, models: dict[str, LayerSkipModel], monkeypatch: Any) -> None:
-    """Draws of draft tokens, the acceptances' random numbers, and on the device the noise of a whole round."""
+    """Of draft tokens and of the target's, and on the device the noise of a whole round."""
     model = models[engine]
-    names = {"fill_noise": 2} if engine.startswith("graph") else {"draw": GAMMA + 2, "uniform": 2}
+    names = {"noise": 2} if engine.startswith("graph") else {"choose": GAMMA + 2, "noise": GAMMA + 2}
     sampling: dict[str, Any] = {"do_sample": True, "seed": 3}
     expected = run(model, **sampling)
     for name, num_calls in names.items():

@@ -22,7 +22,7 @@ from layerskip.engines.fused import FusedEngine
 from layerskip.engines.graph_pool import RerunRecorder
 from layerskip.engines.static_lean import LeanExecutor
 from layerskip.free_running import FreeRunning
-from layerskip.identity import check_greedy, logit_difference
+from layerskip.identity import check_identity, logit_difference
 from layerskip.round_work import RoundPlan
 from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
@@ -138,7 +138,7 @@ def test_with_the_kernels_of_production_bfloat16_differs_by_ties_alone(kernels: 
     expected = reference_of(model, prompt)
     for config in configs_of(kernels):
         ids = model.generate(prompt, config=config, max_new_tokens=NEW_TOKENS).ids
-        assert check_greedy(model, prompt, ids, expected).lossless, config
+        assert check_identity(model, prompt, ids, expected).lossless, config
 
 
 @with_devices
@@ -222,7 +222,7 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
         ids = torch.tensor([prompt], device="cuda")
         expected = model.model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(prompt) :].tolist()
         ids_out = model.generate(prompt, config=config, max_new_tokens=24).ids
-        assert check_greedy(model, prompt, ids_out, expected).lossless, config  # float32: the same ids
+        assert check_identity(model, prompt, ids_out, expected).lossless, config  # float32: the same ids
 
 
 @needs_cuda

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.decode import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
-from layerskip.identity import check_greedy
+from layerskip.identity import check_identity
+from layerskip.lookup_settings import SuffixLookup
 from layerskip.model import GenerateOutput
 from tests.layerskip import zoo
 
@@ -78,6 +79,38 @@ def test_greedy_equals_generate(name: str) -> None:
     assert 0.03 < accepted / drafted < 0.97, "drafts always or never right show nothing"
     assert target_only > 0, "the target threshold never fired"
     assert stopped_early > 0, "the draft threshold never fired"
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_p": 0.9, "top_k": 0},
+    {"repetition_penalty": 1.3, "min_p": 0.02},
+]
+
+
+@zoo.each(zoo.RUNS + zoo.GRAPH_RUNS)
+def test_sampled_equals_generate(name: str) -> None:
+    """Token by token from one seed, whatever drafts; and torch's own generator is left where `generate` leaves it."""
+    model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(4), *zoo.prompt_of(4)]
+    suffix, mask = SuffixLookup(min_match=1), zoo.masks_of(name)["interior"]
+    configs = [
+        DecodeConfig(skip_mask=mask, gamma=4, draft_threshold=0.1, target_threshold=0.05),
+        DecodeConfig(drafter="suffix", skip_mask=SkipMask.none(zoo.NUM_LAYERS), gamma=6, lookup=suffix),
+        DecodeConfig(drafter="hybrid", skip_mask=mask, gamma=3, lookup=suffix),
+    ]
+    drafted = accepted = 0
+    for seed, sampling in enumerate(SAMPLINGS):
+        torch.manual_seed(seed)
+        out = model.model.generate(torch.tensor([prompt]), max_new_tokens=zoo.LONGEST, do_sample=True, **sampling)
+        expected, state = out[0, len(prompt) :].tolist(), torch.random.get_rng_state()
+        for config in (DecodeConfig.plain(zoo.NUM_LAYERS), *configs):
+            torch.manual_seed(seed)
+            ours = model.generate(prompt, max_new_tokens=zoo.LONGEST, do_sample=True, config=config, **sampling)
+            assert (ours.ids, ours.sampled) == (expected, True), (sampling, config)
+            assert torch.equal(torch.random.get_rng_state(), state)
+            drafted += ours.stats.num_drafted
+            accepted += ours.stats.num_accepted
+    assert 0 < accepted < drafted
 
 
 @zoo.each(("llama", "llama fused", "gemma3", "gpt2", "falcon-alibi", "llama graph"))
@@ -300,17 +333,17 @@ def test_bfloat16_differs_by_ties_alone(name: str) -> None:
         prompt = zoo.prompt_of(6, seed)
         reference = model.generate(prompt, max_new_tokens=20, config=DecodeConfig.plain(4)).ids
         out = model.generate(prompt, max_new_tokens=20, config=config).ids
-        report = check_greedy(model, prompt, out, reference)
+        report = check_identity(model, prompt, out, reference)
         assert report.lossless, report
         assert report.identical == (out == reference)
         planted = [*out[:7], (out[7] + 1) % zoo.VOCAB, *out[8:]]
-        report = check_greedy(model, prompt, planted, out)
+        report = check_identity(model, prompt, planted, out)
         assert not report.lossless
         assert report.first_difference == 7
         assert report.logit_gap > report.tolerance
         # A text that stops too early is no tie either.
-        assert not check_greedy(model, prompt, out[:9], out).lossless
-        assert not check_greedy(model, prompt, [], out).lossless
+        assert not check_identity(model, prompt, out[:9], out).lossless
+        assert not check_identity(model, prompt, [], out).lossless
 
 
 def test_a_tie_is_told_from_a_difference() -> None:
@@ -323,7 +356,7 @@ def test_a_tie_is_told_from_a_difference() -> None:
         with torch.no_grad():
             hf.lm_head.weight[other] = hf.lm_head.weight[first]
         model = LayerSkipModel(hf.to(dtype), engine="eager")
-        reports.append(check_greedy(model, prompt, [other], [first]))
+        reports.append(check_identity(model, prompt, [other], [first]))
     assert reports[0].is_tie
     assert reports[0].logit_gap == 0.0
     assert not reports[1].lossless

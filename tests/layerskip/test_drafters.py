@@ -33,7 +33,8 @@ from tests.layerskip.test_sampling import (
     VOCAB,
     Exact,
     TableEngine,
-    broken_verify,
+    accepted_with_the_targets_probability,
+    correct,
     enumerate_exactly,
     p_values,
 )
@@ -251,23 +252,11 @@ def test_rounds_on_the_device_follow_it_too(drafter: str) -> None:
     assert stats.num_looked_up_accepted > 100
 
 
-def point_masses(ids: Any, draft_probs: Any, target_probs: Any) -> Any:
-    """The draft's distributions, those of looked-up tokens written out."""
-    rows = torch.zeros(len(ids), target_probs.shape[-1]).scatter(1, ids.unsqueeze(-1), 1.0)
-    if draft_probs is not None and len(draft_probs):
-        rows[-len(draft_probs) :] = draft_probs
-    return rows
-
-
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid continued"])
-@pytest.mark.parametrize("broken", [False, True], ids=["right", "recovered from the target"])
+@pytest.mark.parametrize("broken", [False, True], ids=["right", "accepted with the target's probability"])
 def test_a_broken_verifier_fails_the_same_test(drafter: str, broken: bool, monkeypatch: Any) -> None:
-    part = {"recovery": lambda target, _: target} if broken else {}
-
-    def verify(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Any:
-        return broken_verify(ids, point_masses(ids, draft_probs, target_probs), target_probs, sampler, **part)
-
-    monkeypatch.setattr(layerskip.decode, "verify_sampled", verify)
+    verifier = accepted_with_the_targets_probability if broken else correct
+    monkeypatch.setattr(layerskip.decode, "verify", verifier)
     values = p_values(draw_many(TableEngine(), drafters(MASK, gamma=3)[drafter], 13, NUM_DRAWS)[0], exactly())
     assert min(values.values()) < FAILS if broken else min(values.values()) > PASSES, values
 

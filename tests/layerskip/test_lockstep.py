@@ -13,7 +13,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.decode import DecodeLoop, Emitted, Run
 from layerskip.engines.cuda_graph import CudaGraphEngine
-from layerskip.identity import check_greedy, first_difference
+from layerskip.identity import check_identity, first_difference
 from layerskip.lockstep import TURN_TOKENS
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
@@ -128,15 +128,13 @@ def test_once_texts_have_parted_turns_are_longer(monkeypatch: pytest.MonkeyPatch
 def test_drawn_texts_are_those_drawn_alone(name: str) -> None:
     model, configs, prompt = zoo.layerskip_of(name), configs_of(name), zoo.prompt_of(5)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_p": 0.95}
-    parted = 0
     for seed in range(2):
         outs = model.generate_in_lockstep(prompt, configs, max_new_tokens=20, seed=seed, **sampling)
         for config, out in zip(configs, outs, strict=True):
             alone = model.generate(prompt, max_new_tokens=20, seed=seed, config=config, **sampling)
             assert (out.ids, out.sampled) == (alone.ids, True)
             assert out.stats.counters() == alone.stats.counters()
-        parted += len({tuple(out.ids) for out in outs}) > 1
-    assert parted == 2
+        assert len({tuple(out.ids) for out in outs}) == 1
 
 
 def test_where_random_numbers_come_from() -> None:
@@ -215,7 +213,7 @@ def test_ties_in_bfloat16_part_texts_and_lose_none() -> None:
         for out in (plain, draft):
             assert len(out.ids) == 40
             assert out.stats.tokens_per_s
-            assert check_greedy(model, prompt, out.ids, plain.ids).lossless
+            assert check_identity(model, prompt, out.ids, plain.ids).lossless
     assert 0 < num_parted < 12
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.identity import IdentityReport, check_greedy
+from layerskip.identity import IdentityReport, check_identity
 from layerskip.rounding import measure_rounding
 from tests.layerskip import zoo
 from tests.layerskip.planted_bugs import EAGER, EAGER_SLIDING, FUSED, FUSED_SLIDING, LOOP, Bug, planted
@@ -58,7 +58,7 @@ def judged(name: str) -> list[IdentityReport]:
     for seed in range(NUM_PROMPTS):
         prompt = zoo.prompt_of(6, seed)
         ids = model.generate(prompt, config=draw_config(zoo.NUM_LAYERS, draw), max_new_tokens=NUM_TOKENS).ids
-        reports.append(check_greedy(model, prompt, ids, plain_ids(name, prompt)))
+        reports.append(check_identity(model, prompt, ids, plain_ids(name, prompt)))
     return reports
 
 
@@ -95,7 +95,7 @@ def judged_demo() -> list[IdentityReport]:
     for prompt, plain in cases:
         config = draw_config(model.num_layers, draw)
         ids = model.generate(prompt, config=config, max_new_tokens=48, do_sample=False).ids
-        reports.append(check_greedy(model, prompt, ids, plain))
+        reports.append(check_identity(model, prompt, ids, plain))
     return reports
 
 

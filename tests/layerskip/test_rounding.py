@@ -10,7 +10,7 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.identity import check_greedy, first_difference
+from layerskip.identity import check_identity, first_difference
 from layerskip.rounding import RoundingSpread, StockForward, measure_rounding
 from tests.layerskip import zoo
 
@@ -66,16 +66,16 @@ def test_near_the_models_last_position_fewer_are_measured() -> None:
 def test_it_is_measured_once_and_only_where_two_texts_differ_in_reduced_precision() -> None:
     model, prompt = LayerSkipModel(zoo.build("llama").to(torch.bfloat16), engine="eager"), zoo.prompt_of(6)
     ids = model.generate(prompt, max_new_tokens=12).ids
-    assert check_greedy(model, prompt, ids, ids).identical
+    assert check_identity(model, prompt, ids, ids).identical
     assert model.rounding is None
-    report = check_greedy(model, prompt, [*ids[:4], (ids[4] + 1) % zoo.VOCAB, *ids[5:]], ids)
+    report = check_identity(model, prompt, [*ids[:4], (ids[4] + 1) % zoo.VOCAB, *ids[5:]], ids)
     assert model.rounding == measure_rounding(model.adapter, [prompt])
     assert report.tolerance == model.rounding.tolerance
     model.rounding = RoundingSpread(largest=100.0, num_positions=1)
-    assert check_greedy(model, prompt, [*ids[:4], (ids[4] + 1) % zoo.VOCAB, *ids[5:]], ids).is_tie
+    assert check_identity(model, prompt, [*ids[:4], (ids[4] + 1) % zoo.VOCAB, *ids[5:]], ids).is_tie
     exact = zoo.layerskip_of("llama")
     ids = exact.generate(prompt, max_new_tokens=12).ids
-    report = check_greedy(exact, prompt, [*ids[:4], (ids[4] + 1) % zoo.VOCAB, *ids[5:]], ids)
+    report = check_identity(exact, prompt, [*ids[:4], (ids[4] + 1) % zoo.VOCAB, *ids[5:]], ids)
     assert (report.lossless, report.tolerance, exact.rounding) == (False, 0.0, None)
 
 
@@ -89,6 +89,6 @@ def test_both_texts_must_be_the_targets_where_they_part() -> None:
     config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [2, 3]), gamma=4)
     wrong = model.generate(prompt, config=config, max_new_tokens=NUM_TOKENS).ids
     assert first_difference(wrong, stock) is not None
-    assert not check_greedy(model, prompt, wrong, stock).lossless
+    assert not check_identity(model, prompt, wrong, stock).lossless
     # Nor may what it is compared with be wrong.
-    assert not check_greedy(model, prompt, stock, wrong).lossless
+    assert not check_identity(model, prompt, stock, wrong).lossless

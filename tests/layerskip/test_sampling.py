@@ -15,13 +15,11 @@ from scipy.stats import chi2
 from transformers import GenerationConfig
 
 import layerskip.decode
-import layerskip.drafters.choice
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.decode import DecodeLoop, DecodeRequest
-from layerskip.drafters import Draft, LayerSkipDrafter
 from layerskip.kv_cache import SharedLengthCache
 from layerskip.sampling import Sampler, SamplingParams
-from layerskip.verifier import Verdict, recovery_weights
+from layerskip.verifier import Verdict
 from tests.layerskip import zoo
 
 VOCAB, PROMPT, NUM_TOKENS, NUM_DRAWS = 4, (1, 2), 4, 8_000
@@ -185,66 +183,70 @@ def test_output_follows_the_targets_distribution(setting: str) -> None:
         assert stats.num_drafted < stats.num_rounds * 2
 
 
-def recovered_from_the_target(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
-    return broken_verify(ids, draft_probs, target_probs, sampler, recovery=lambda target, _: target)
+def test_every_config_draws_what_the_target_alone_draws() -> None:
+    for params in (PLAIN, SamplingParams(True, 0.8, 3, 0.9, 0.05, 1.3)):
+        expected = draw_texts(params, config_of(0))
+        for config in (config_of(1), config_of(3), config_of(3, 0.6, 0.3)):
+            assert draw_texts(params, config) == expected
 
 
-def accepted_with_the_targets_probability(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
-    return broken_verify(ids, draft_probs, target_probs, sampler, accept=lambda p, _: p)
+def draw_texts(params: SamplingParams, config: DecodeConfig, num: int = 500) -> list[list[int]]:
+    """Drawn one after the other from one generator, which each must leave where the target alone would."""
+    loop = DecodeLoop(TableEngine(), config, Sampler(params, torch.Generator().manual_seed(1)))
+    request = DecodeRequest(PROMPT, NUM_TOKENS)
+    return [[token for emitted in loop.run(request, DecodeStats()) for token in emitted.ids] for _ in range(num)]
 
 
-def bonus_from_the_draft(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
-    rows = torch.cat([target_probs[:-1], draft_probs[-1:] if len(ids) else target_probs[-1:]])
-    return broken_verify(ids, draft_probs, rows, sampler)
+def accepted_with_the_targets_probability(draft: Any, logits: Any, sampler: Sampler, place: int, **_: Any) -> Verdict:
+    return broken_verify(draft, logits, sampler, place, accepts=lambda p, _: float(torch.rand(1)) < p)
 
 
-def correct(ids: Any, draft_probs: Any, target_probs: Any, sampler: Sampler) -> Verdict:
-    return broken_verify(ids, draft_probs, target_probs, sampler)
+def accepted_among_the_two_likeliest(draft: Any, logits: Any, sampler: Sampler, place: int, **_: Any) -> Verdict:
+    return broken_verify(draft, logits, sampler, place, accepts=lambda p, row: p >= float(row.topk(2).values[-1]))
+
+
+def token_after_a_rejection_by_the_numbers_of_the_next_place(
+    draft: Any, logits: Any, sampler: Sampler, place: int, **_: Any
+) -> Verdict:
+    return broken_verify(draft, logits, sampler, place, further=1)
+
+
+def correct(draft: Any, logits: Any, sampler: Sampler, place: int, **_: Any) -> Verdict:
+    return broken_verify(draft, logits, sampler, place)
 
 
 def broken_verify(
-    ids: Any,
-    draft_probs: Any,
-    target_probs: Any,
-    sampler: Sampler,
-    accept: Any = lambda p, q: min(1.0, p / q),
-    recovery: Any = recovery_weights,
+    draft: Any, logits: Any, sampler: Sampler, place: int, accepts: Any = None, further: int = 0
 ) -> Verdict:
-    """Rejection sampling with one part replaced; with none replaced it is right, and the test says so."""
-    for i, token in enumerate(ids.tolist()):
-        p, q = float(target_probs[i, token]), float(draft_probs[i, token])
-        if float(sampler.uniform(1, torch.device("cpu"))) >= accept(p, q):
-            return Verdict(i, int(sampler.draw(recovery(target_probs[i], draft_probs[i]).unsqueeze(0))), 1.0)
-    return Verdict(len(ids), int(sampler.draw(target_probs[-1:])), 1.0)
+    """`verify` with one part replaced; with none replaced it is right, and the test says so."""
+    probs = logits.softmax(-1)
+    for i, token in enumerate(draft.tolist()):
+        said = int(sampler.choose(logits[i : i + 1], place + i))
+        if not (accepts(float(probs[i, token]), probs[i]) if accepts else token == said):
+            return Verdict(i, int(sampler.choose(logits[i : i + 1], place + i + further)), 1.0)
+    return Verdict(len(draft), int(sampler.choose(logits[-1:], place + len(draft))), 1.0)
 
 
 def test_the_harness_of_the_broken_verifiers_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layerskip.decode, "verify_sampled", correct)
+    expected = draw_texts(PLAIN, config_of(0))
+    monkeypatch.setattr(layerskip.decode, "verify", correct)
+    assert draw_texts(PLAIN, config_of(2)) == expected
     values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
     assert min(values.values()) > PASSES, values
 
 
 @pytest.mark.parametrize(
-    "verifier", [recovered_from_the_target, accepted_with_the_targets_probability, bonus_from_the_draft]
+    "verifier",
+    [
+        accepted_with_the_targets_probability,
+        accepted_among_the_two_likeliest,
+        token_after_a_rejection_by_the_numbers_of_the_next_place,
+    ],
 )
-def test_a_broken_verifier_fails_the_same_test(verifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layerskip.decode, "verify_sampled", verifier)
-    values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
-    assert min(values.values()) < FAILS, values
-
-
-class DropsUnsureTokens(LayerSkipDrafter):
-    """The trap: a sampled token is dropped because its own probability is low, and its place drawn anew."""
-
-    def draft(self, context: Sequence[int], limit: int, looked_up: Sequence[int] = ()) -> Draft:
-        draft = super().draft(context, limit, looked_up)
-        sampled = draft.probs.gather(-1, draft.ids.unsqueeze(-1)).squeeze(-1)
-        keep = int((sampled >= 0.3).long().cumprod(0).sum())
-        return Draft(draft.ids[:keep], draft.probs[:keep])
-
-
-def test_dropping_unsure_sampled_tokens_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layerskip.drafters.choice, "LayerSkipDrafter", DropsUnsureTokens)
+def test_a_broken_verifier_fails_the_same_tests(verifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = draw_texts(PLAIN, config_of(0))
+    monkeypatch.setattr(layerskip.decode, "verify", verifier)
+    assert draw_texts(PLAIN, config_of(2)) != expected
     values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
     assert min(values.values()) < FAILS, values
 

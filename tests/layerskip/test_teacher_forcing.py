@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
 from layerskip import LayerSkipModel, SkipMask
-from layerskip.sampling import SamplingParams
+from layerskip.sampling import Sampler, SamplingParams
 from layerskip.teacher_forcing import (
     ForcedText,
     LayerwiseForcing,
@@ -125,25 +126,33 @@ def test_readings_of_the_whole_model(engine: str) -> None:
         np.testing.assert_allclose(reading.confidence[0, i, : count - 1], forcing.target_probs[i, 1:count], rtol=1e-4)
 
 
-def test_sampled_acceptance_is_the_overlap_of_the_two_distributions() -> None:
-    model = LayerSkipModel(zoo.build("llama"), engine="eager")
-    texts = texts_of(model)
-    forcing = make_teacher_forcing(model, texts)
-    mask = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
-    params = SamplingParams(do_sample=True, temperature=0.7, top_k=0)
-    reading = forcing.read_sampled(mask, params)
-    text, k = texts[1], 4
-    draft = (live_row(model, text, k, mask) / 0.7).softmax(-1)
-    target = (live_row(model, text, k, SkipMask.none(zoo.NUM_LAYERS)) / 0.7).softmax(-1)
-    assert reading.accepted[0, 1, k] == pytest.approx(float(torch.minimum(draft, target).sum()), abs=1e-4)
-    assert reading.confidence[0, 1, k] == pytest.approx(float(draft.max()), abs=1e-4)
-    assert 0 < reading.accepted[0, 1, k] < 1
-    whole = forcing.read_sampled(SkipMask.none(zoo.NUM_LAYERS), params)
-    np.testing.assert_allclose(whole.accepted[0, 1, :-1], 1.0, atol=1e-4)
-    with pytest.raises(ValueError, match="do_sample"):
-        forcing.read_sampled(mask, SamplingParams())
-    with pytest.raises(ValueError, match=r"repetition_penalty: .* got 1\.2"):
-        forcing.read_sampled(mask, SamplingParams(do_sample=True, repetition_penalty=1.2))
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@zoo.each(("llama", "llama fused"))
+def test_a_sampled_text_is_read_by_the_numbers_that_it_was_drawn_by(name: str, penalty: float) -> None:
+    model, mask = zoo.layerskip_of(name), SkipMask.from_layers(zoo.NUM_LAYERS, [2])
+    params = SamplingParams(do_sample=True, temperature=0.7, top_k=0, top_p=0.9, repetition_penalty=penalty)
+    texts = []
+    for seed in range(3):
+        prompt = zoo.prompt_of(4 + seed, seed)
+        out = model.generate(prompt, max_new_tokens=12, seed=seed, **asdict(params))
+        texts.append(ForcedText(tuple(prompt), tuple(out.ids), seed))
+    forcing = make_teacher_forcing(model, texts, params)
+    assert forcing.read(SkipMask.none(zoo.NUM_LAYERS)).accepted[0, :, :-1].all()
+    reading, num_right = forcing.read(mask), 0
+    for i, text in enumerate(texts):
+        sampler = Sampler(params, torch.Generator().manual_seed(text.seed))
+        sampler.begin(len(text.prompt_ids))
+        for k in range(len(text.continuation_ids) - 1):
+            so_far = [*text.prompt_ids, *text.continuation_ids[: k + 1]]
+            shaped = sampler.shape(live_row(model, text, k, mask).unsqueeze(0), so_far)
+            drafted = int(sampler.choose(shaped, len(so_far)))
+            right = drafted == text.continuation_ids[k + 1]
+            assert (reading.choices[0, i, k], reading.accepted[0, i, k]) == (drafted, right)
+            assert reading.confidence[0, i, k] == pytest.approx(float(shaped.softmax(-1).max()), abs=1e-4)
+            num_right += right
+    assert 0 < num_right < 33
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(make_teacher_forcing(model, texts).read(mask).choices, reading.choices)
 
 
 def test_own_keys_are_told_apart_from_the_targets() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from layerskip.sampling import Sampler, SamplingParams
-from layerskip.verifier import recovery_weights, verify_greedy, verify_sampled
+from layerskip.verifier import verify
+
+GREEDY = Sampler(SamplingParams())
 
 
 def one_hot_logits(*tokens: int) -> torch.Tensor:
@@ -34,7 +36,7 @@ def one_hot_logits(*tokens: int) -> torch.Tensor:
 def test_greedy_table(draft: list[int], target: list[int], accepted: int, token: int) -> None:
     ids = torch.tensor(draft, dtype=torch.long)
     for with_prob in (False, True):
-        verdict = verify_greedy(ids, one_hot_logits(*target), with_prob=with_prob)
+        verdict = verify(ids, one_hot_logits(*target), GREEDY, 0, with_prob=with_prob)
         assert (verdict.num_accepted, verdict.next_token) == (accepted, token)
         expected = math.exp(2) / (math.exp(2) + 4) if with_prob else None
         assert verdict.next_token_prob == (None if expected is None else pytest.approx(expected, rel=1e-5))
@@ -42,89 +44,81 @@ def test_greedy_table(draft: list[int], target: list[int], accepted: int, token:
 
 def test_greedy_takes_the_first_of_equal_logits_as_argmax_does() -> None:
     logits = torch.zeros(2, 5)
-    assert verify_greedy(torch.tensor([0]), logits).num_accepted == int(logits[0].argmax() == 0)
+    assert verify(torch.tensor([0]), logits, GREEDY, 0).num_accepted == int(logits[0].argmax() == 0)
 
 
 def test_large_token_ids_survive_the_transfer() -> None:
     # Ids and a probability travel in one float tensor: it must be one that holds ids above 2**24 (float32 would not).
     logits = torch.zeros(1, 2**24 + 3)
     logits[0, 2**24 + 1] = 5.0
-    assert verify_greedy(torch.empty(0, dtype=torch.long), logits).next_token == 2**24 + 1
-
-
-class Scripted(Sampler):
-    """Uniform numbers from a list; draws the likeliest token and remembers the weights."""
-
-    def __init__(self, uniforms: list[float]) -> None:
-        super().__init__(SamplingParams(do_sample=True))
-        self.uniforms = uniforms
-        self.weights = torch.empty(0)
-
-    def uniform(self, num: int, device: torch.device) -> torch.Tensor:
-        assert num == len(self.uniforms)
-        return torch.tensor(self.uniforms)
-
-    def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        self.weights = probs[0]
-        return probs.argmax(-1)
+    assert verify(torch.empty(0, dtype=torch.long), logits, GREEDY, 0).next_token == 2**24 + 1
 
 
 TARGET = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.6, 0.3, 0.0], [0.0, 0.2, 0.2, 0.6]])
-DRAFT = torch.tensor([[0.25, 0.6, 0.15, 0.0], [0.0, 0.3, 0.1, 0.6]])
+DRAFT = torch.tensor([[0.25, 0.6, 0.15, 0.0], [0.0, 0.3, 0.1, 0.6], [0.3, 0.3, 0.2, 0.2]])
+NUM_DRAWS = 20_000
 
 
-@pytest.mark.parametrize(
-    ("draft", "uniforms", "accepted", "weights"),
-    [
-        ([0, 1], [0.999, 0.999], 2, TARGET[2]),  # target above draft: always kept; bonus from the last row
-        ([1, 1], [0.49, 0.999], 2, TARGET[2]),  # kept with probability .3 / .6
-        ([1, 1], [0.51, 0.0], 0, [0.25, 0.0, 0.05, 0.0]),  # rejected; what follows does not count
-        ([0, 3], [0.0, 0.0], 1, [0.1, 0.3, 0.2, 0.0]),  # the target never says 3: rejected even at u = 0
-        ([2, 2], [0.0, 0.99], 2, TARGET[2]),
-    ],
-)
-def test_sampled_table(draft: list[int], uniforms: list[float], accepted: int, weights: list[float]) -> None:
-    sampler = Scripted(uniforms)
-    verdict = verify_sampled(torch.tensor(draft), DRAFT, TARGET, sampler)
-    assert verdict.num_accepted == accepted
-    torch.testing.assert_close(sampler.weights, torch.as_tensor(weights))
-    assert verdict.next_token == int(sampler.weights.argmax())
-    # The probability is the target's own, not that of the residual.
-    assert verdict.next_token_prob == pytest.approx(float(TARGET[accepted, verdict.next_token]))
+def drawing(seed: int = 0, place: int = 7) -> Sampler:
+    sampler = Sampler(SamplingParams(do_sample=True), torch.Generator().manual_seed(seed))
+    sampler.begin(place)
+    return sampler
 
 
-def test_sampled_gamma_1_and_0() -> None:
-    assert verify_sampled(torch.tensor([1]), DRAFT[:1], TARGET[:2], Scripted([0.4])).num_accepted == 1
-    assert verify_sampled(torch.tensor([1]), DRAFT[:1], TARGET[:2], Scripted([0.6])).num_accepted == 0
-    nothing = Scripted([])
-    verdict = verify_sampled(torch.empty(0, dtype=torch.long), DRAFT[:0], TARGET[2:], nothing)
-    assert (verdict.num_accepted, verdict.next_token) == (0, 3)
-    assert torch.equal(nothing.weights, TARGET[2])
+def test_tokens_are_those_of_multinomial_one_after_another() -> None:
+    sampler, generator = drawing(3), torch.Generator().manual_seed(3)
+    rows = torch.rand(50, 11).softmax(-1)
+    expected = [int(torch.multinomial(row.unsqueeze(0), 1, generator=generator)) for row in rows]
+    assert sampler.choose(rows[:20].log(), 7).tolist() == expected[:20]
+    assert sampler.choose(rows[10:40].log(), 17).tolist() == expected[10:40]  # of places asked for before, the same
+    sampler.settle(40)
+    assert sampler.choose(rows[33:].log(), 40).tolist() == expected[33:]
+    with pytest.raises(ValueError, match="place: must be at least 40, those before are settled, got 39"):
+        sampler.choose(rows[:1].log(), 39)
 
 
-def test_equal_rows_are_always_accepted() -> None:
-    almost_one = 1.0 - 2.0**-24
-    ids = torch.tensor([0, 1])
-    assert verify_sampled(ids, TARGET[:2], TARGET, Scripted([almost_one, almost_one])).num_accepted == 2
+def test_the_generator_goes_back_to_the_end_of_the_text() -> None:
+    generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
+    sampler = Sampler(SamplingParams(do_sample=True), generator)
+    sampler.begin(4)
+    sampler.choose(torch.zeros(9, 6), 4)
+    sampler.settle(6)
+    sampler.end(7)
+    for _ in range(3):
+        torch.multinomial(torch.ones(1, 6), 1, generator=other)
+    assert torch.equal(generator.get_state(), other.get_state())
 
 
-def test_zero_residual_draws_from_the_target() -> None:
-    # Equal rows leave no residual to draw from: dividing by its sum would give NaN, and multinomial an error.
-    torch.testing.assert_close(recovery_weights(TARGET[0], TARGET[0]), TARGET[0])
-    torch.testing.assert_close(recovery_weights(TARGET[0], DRAFT[0]), torch.tensor([0.25, 0.0, 0.05, 0.0]))
+def test_sampled_verification_keeps_what_the_target_says_itself() -> None:
+    for seed in range(200):
+        own = drawing(seed).choose(TARGET.log(), 7).tolist()
+        for draft in ([own[0], own[1]], [own[0], 3 - own[1]], [(own[0] + 1) % 4, own[1]]):
+            accepted = next((i for i in range(2) if draft[i] != own[i]), 2)
+            verdict = verify(torch.tensor(draft), TARGET.log(), drawing(seed), 7)
+            assert (verdict.num_accepted, verdict.next_token) == (accepted, own[accepted])
+            assert verdict.next_token_prob == pytest.approx(float(TARGET[accepted, own[accepted]]))
+            nothing = verify(torch.empty(0, dtype=torch.long), TARGET[:1].log(), drawing(seed), 7, with_prob=False)
+            assert (nothing.next_token, nothing.next_token_prob) == (own[0], None)
 
 
-def test_a_draft_probability_that_underflowed_is_no_division_by_zero() -> None:
-    draft = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
-    assert verify_sampled(torch.tensor([0]), draft, TARGET[:2], Scripted([0.9])).num_accepted == 1
+@pytest.mark.parametrize("row", range(3))
+def test_draft_and_target_agree_as_often_as_coupled_draws_can(row: int) -> None:
+    sampler = drawing()
+    drafted, said = (sampler.choose(probs[row].log().expand(NUM_DRAWS, 4), 7) for probs in (DRAFT, TARGET))
+    p, q = TARGET[row].tolist(), DRAFT[row].tolist()
+    # The chance that one token has the smallest noise / probability in both, over all tokens.
+    both = [i for i in range(4) if p[i] > 0 and q[i] > 0]
+    exact = sum(1 / sum(max(p[j] / p[i], q[j] / q[i]) for j in range(4)) for i in both)
+    assert float((drafted == said).float().mean()) == pytest.approx(exact, abs=4 * (0.25 / NUM_DRAWS) ** 0.5)
+    distance = sum(abs(one - other) for one, other in zip(p, q, strict=True)) / 2
+    assert (1 - distance) / (1 + distance) - 1e-9 <= exact <= 1 - distance + 1e-9
+    certain = torch.zeros(4).scatter(0, torch.tensor([1]), 1.0).log().expand(NUM_DRAWS, 4)
+    kept = float((sampler.choose(certain, 7) == said).float().mean())
+    assert kept == pytest.approx(p[1], abs=4 * (0.25 / NUM_DRAWS) ** 0.5)  # as rejection sampling would
 
 
 def test_shapes_are_checked() -> None:
     for ids, rows in ((torch.zeros(2).long(), 2), (torch.zeros(2).long(), 4), (torch.zeros(1, 2).long(), 3)):
-        with pytest.raises(ValueError, match="target: must have one row per draft token and one more"):
-            verify_greedy(ids, torch.zeros(rows, 4))
-        with pytest.raises(ValueError, match="target: must have one row per draft token and one more"):
-            verify_sampled(ids, DRAFT, torch.zeros(rows, 4), Scripted([0.5, 0.5]))
-    for draft in (torch.cat([DRAFT, DRAFT])[:3], DRAFT[:, :3]):
-        with pytest.raises(ValueError, match="draft_probs: must have at most 2 rows of 4"):
-            verify_sampled(torch.tensor([0, 1]), draft, TARGET, Scripted([0.5, 0.5]))
+        for sampler in (GREEDY, drawing()):
+            with pytest.raises(ValueError, match="target: must have one row per draft token and one more"):
+                verify(ids, torch.zeros(rows, 4), sampler, 7)

@@ -100,20 +100,20 @@ def test_an_interrupted_audit_goes_on_where_it_was(tmp_path: Path, capsys: pytes
     assert "seed: must be 1 to be continued, got 0; start anew with --fresh" in capsys.readouterr().err
 
 
-def accept_one_more(draft_ids: torch.Tensor, logits: torch.Tensor, **arguments: Any) -> Verdict:
+def accept_one_more(draft_ids: torch.Tensor, *arguments: Any, **options: Any) -> Verdict:
     """A verifier that keeps one draft token too many."""
-    verdict = right_verdict(draft_ids, logits, **arguments)
+    verdict = right_verdict(draft_ids, *arguments, **options)
     return replace(verdict, num_accepted=min(len(draft_ids), verdict.num_accepted + 1))
 
 
-right_verdict = decode.verify_greedy
+right_verdict = decode.verify
 
 
 def test_a_wrong_token_is_a_failure_in_either_dtype_and_can_be_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "verify_greedy", accept_one_more)
+        patch.setattr(decode, "verify", accept_one_more)
         assert main(tmp_path, "--cases", "16") == 1
         failures = stored(tmp_path)["failures"]
         assert {"float32", "bfloat16"} <= {found["case"]["dtype"] for found in failures}
@@ -127,7 +127,7 @@ def test_an_exception_is_a_failure_and_the_audit_goes_on(tmp_path: Path, monkeyp
     def broken(*_arguments: Any, **_named: Any) -> Verdict:
         raise RuntimeError("no\nsuch thing")
 
-    monkeypatch.setattr(decode, "verify_greedy", broken)
+    monkeypatch.setattr(decode, "verify", broken)
     assert main(tmp_path, "--cases", "4") == 1
     found = stored(tmp_path)
     assert found["num_done"] == 4
