@@ -19,6 +19,8 @@ _WARM_UP_TOKENS = 16
 class Comparison:
     """Repeats of one prompt, plain and speculative in turns."""
 
+    config: DecodeConfig
+    """What the speculative runs followed: of a config with regimes, the setting for their sampling."""
     output: GenerateOutput
     """The last speculative run."""
     plain_output: GenerateOutput
@@ -44,6 +46,7 @@ def compare(
 
     Arguments are those of `LayerSkipModel.generate`. Cost: 2 × num_repeats generations.
     """
+    config = model.stream(prompt_ids, config=config, **arguments).config  # decodes nothing
     plain_config = DecodeConfig.plain(model.num_layers)
     warm_up = arguments | {"max_new_tokens": min(_WARM_UP_TOKENS, arguments.get("max_new_tokens", _WARM_UP_TOKENS))}
     for each in (plain_config, config):
@@ -59,6 +62,7 @@ def compare(
     plain_end_to_end_rate, end_to_end_rate, end_to_end_speedup = _medians(end_to_end)
     greedy = not speculative.sampled
     return Comparison(
+        config=config,
         output=speculative,
         plain_output=plain,
         tokens_per_s=rate,

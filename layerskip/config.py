@@ -338,13 +338,18 @@ class DecodeConfig(_Setting, _Versioned):
         return self._narrowed(self.groups[name])
 
     @property
+    def samplings(self) -> tuple[Sampling, ...]:
+        """The ways to choose tokens that it has settings for, the default's first; none where they are not known."""
+        return () if self.sampling is None else (self.sampling, *(one.sampling for one in self.regimes or ()))
+
+    @property
     def regime_names(self) -> tuple[str, ...]:
-        """The names of the ways to choose tokens that it has settings for, the default's first; none if not known."""
-        return () if self.sampling is None else tuple(one.name for one in self._samplings(self.sampling))
+        """Their names."""
+        return tuple(one.name for one in self.samplings)
 
     def regime_for(self, params: SamplingParams) -> str | None:
         """The name of the regime whose setting `for_sampling` gives; None where none is known."""
-        return None if self.sampling is None else self.regime_names[self._place_for(self.sampling, params)]
+        return None if self.sampling is None else self.regime_names[nearest(Sampling.of(params), self.samplings)]
 
     def for_sampling(self, params: SamplingParams) -> DecodeConfig:
         """The config for requests whose tokens are chosen so, without `regimes`: its own, or the nearest regime's.
@@ -356,17 +361,10 @@ class DecodeConfig(_Setting, _Versioned):
         plainly.
         The provenance is kept as it is: its `trial` and `searched_tokens_per_s` are the default's.
         """
-        if self.sampling is None or self.regimes is None:
+        if self.regimes is None:
             return self
-        place = self._place_for(self.sampling, params)
+        place = nearest(Sampling.of(params), self.samplings)  # the default's is the first
         return self._narrowed(self.regimes[place - 1]) if place else self.model_copy(update={"regimes": None})
-
-    def _samplings(self, own: Sampling) -> list[Sampling]:
-        return [own, *(regime.sampling for regime in self.regimes or ())]
-
-    def _place_for(self, own: Sampling, params: SamplingParams) -> int:
-        """0 is the default, i the regime before place i."""
-        return nearest(Sampling.of(params), self._samplings(own))
 
     def _narrowed(self, setting: _Setting) -> DecodeConfig:
         """A config of this setting alone."""
