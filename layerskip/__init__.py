@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from layerskip.config import Confirmed, DecodeConfig, GroupSetting, Provenance
+from layerskip.config import Confirmed, DecodeConfig, GroupSetting, Provenance, RegimeSetting
 from layerskip.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.sampling_regime import Sampling
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 
@@ -22,6 +23,8 @@ __all__ = [
     "LayerSkipModel",
     "PromptLookup",
     "Provenance",
+    "RegimeSetting",
+    "Sampling",
     "SkipMask",
     "StreamPiece",
     "SuffixLookup",

@@ -13,6 +13,7 @@ from layerskip.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.cli import CommandError, OneLineParser, print_error, run_command
 from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 from layerskip.config import DecodeConfig, write_atomically
+from layerskip.sampling_params import SamplingParams
 from layerskip.usual_lookups import NUM_TOKENS
 
 if TYPE_CHECKING:
@@ -62,18 +63,21 @@ def _run(arguments: argparse.Namespace) -> int:
     if by_hand is not None:
         model.config = by_hand(model.num_layers)
     has_setting = config is not None or by_hand is not None
-    config = model.config if model.config.speculates or has_setting else None
+    own = model.config.for_sampling(SamplingParams())  # every row is greedy
+    config = own if own.speculates or has_setting else None
     new_tokens = max_new_tokens(arguments, config)
     longest_draft = NUM_TOKENS if config is None else max(NUM_TOKENS, config.max_gamma)
     prompts = _prompts(model, arguments, prompts_file, new_tokens + longest_draft)
     benchmark, profiles = _measure(model, config, prompts, new_tokens, arguments)
+    facts = benchmark.facts | {"prompts_file": None if prompts_file is None else prompts_file.name}
+    facts["regime"] = None if config is None or config.sampling is None else config.sampling.name
     if arguments.json is not None:
-        write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, prompts_file), indent=1) + "\n")
+        write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, facts), indent=1) + "\n")
     if arguments.plot is not None:
         from layerskip.benchmark.plot import write_plot
 
-        write_plot(arguments.plot, benchmark.rows, _facts_line(benchmark.facts))
-    _print(benchmark, profiles)
+        write_plot(arguments.plot, benchmark.rows, _facts_line(facts))
+    _print(benchmark, profiles, facts)
     for name in benchmark.broken:
         print_error(PROG, f"{name}: output differs from Hugging Face's: please report this as a bug")
     return 1 if benchmark.broken else 0
@@ -148,10 +152,9 @@ def _measure(
     return benchmark, profile_steps(model, config or DecodeConfig.plain(model.num_layers), benchmark.cases[0])
 
 
-def _record(benchmark: Benchmark, profiles: list[StepProfile], prompts_file: Path | None) -> dict[str, Any]:
+def _record(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, Any]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    facts = benchmark.facts | {"prompts_file": None if prompts_file is None else prompts_file.name}
     return {
         "schema_version": 2,
         "rows": benchmark.rows,
@@ -164,10 +167,11 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], prompts_file: Pat
 
 
 def _facts_line(facts: dict[str, Any]) -> str:
+    tuned = "" if facts["regime"] is None else f"; the config's setting for {facts['regime']}"
     return (
         f"{facts['model_class']}, {facts['num_layers']} layers, {facts['dtype']} on {facts['device']}, "
         f"{facts['num_threads']} threads, engine {facts['engine']}; {facts['num_prompts']} prompts × "
-        f"{facts['repeats']} repeats × {facts['max_new_tokens']} tokens, batch 1, greedy"
+        f"{facts['repeats']} repeats × {facts['max_new_tokens']} tokens, batch 1, greedy{tuned}"
     )
 
 
@@ -177,7 +181,7 @@ def _console() -> Any:
     return Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
 
 
-def _print(benchmark: Benchmark, profiles: list[StepProfile]) -> None:
+def _print(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, Any]) -> None:
     from rich.console import Console
 
     from layerskip.benchmark.report import print_profiles, print_rows, print_steps
@@ -185,7 +189,7 @@ def _print(benchmark: Benchmark, profiles: list[StepProfile]) -> None:
 
     # A pipe or a file has no width; 80 columns would break the intervals off.
     console = Console(highlight=False, markup=False, file=sys.stdout, width=None if sys.stdout.isatty() else 130)
-    console.print(_facts_line(benchmark.facts), soft_wrap=True)
+    console.print(_facts_line(facts), soft_wrap=True)
     console.print(describe_machine(benchmark.machine), soft_wrap=True)
     print_rows(console, benchmark.rows)
     if benchmark.steps is not None:

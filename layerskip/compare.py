@@ -21,6 +21,8 @@ _WARM_UP_TOKENS = 16
 class Comparison:
     """Repeats of one prompt, plain and speculative in turns."""
 
+    config: DecodeConfig
+    """What the speculative runs followed: of a config with regimes, the setting for their sampling."""
     output: GenerateOutput
     """The last speculative run."""
     plain_output: GenerateOutput
@@ -52,6 +54,7 @@ def compare(
         first_seed = arguments.pop("seed", None)
         first_seed = int(torch.randint(1 << 62, ())) if first_seed is None else first_seed
         seeds = [{"seed": first_seed + repeat} for repeat in range(num_repeats)]
+    config = model.stream(prompt_ids, config=config, **arguments).config  # decodes nothing
     plain_config = DecodeConfig.plain(model.num_layers)
     warm_up = arguments | {"max_new_tokens": min(_WARM_UP_TOKENS, arguments.get("max_new_tokens", _WARM_UP_TOKENS))}
     for each in (plain_config, config):
@@ -68,6 +71,7 @@ def compare(
     comparable = not speculative.sampled or bool(seeds[-1])
     sampler = model.sampler(**arguments, **seeds[-1]) if speculative.sampled else None
     return Comparison(
+        config=config,
         output=speculative,
         plain_output=plain,
         tokens_per_s=rate,

@@ -8,10 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack, get_args
 
-from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from layerskip.hub import HubArguments, PushArguments, check_file_name, locate_config, upload_config
 from layerskip.lookup_settings import LookupSettings, SuffixLookup
+from layerskip.sampling_params import SamplingParams
+from layerskip.sampling_regime import Sampling, nearest
 from layerskip.skip_mask import SkipMask
 from layerskip.strict_json import parse_json
 from layerskip.validated import MAX_GAMMA, Count, Frozen, Probability, Rate, describe_validation_error
@@ -25,6 +35,7 @@ MAX_THREADS = 1024
 ENGINE_NAMES = ("auto", "eager", "fused", "cuda_graph")
 MAX_GROUPS = 64
 MAX_GROUP_NAME = 64
+MAX_REGIMES = 16
 DEFAULT_GROUP = "default"
 """What tables call the setting for text of no group, so no group may have this name."""
 GROUP_NAME_RULE = (
@@ -156,6 +167,8 @@ class _Setting(Frozen):
     """How tokens are looked up, for every drafter but `layer_skip`."""
     continue_lookup: bool = False
     """Of a hybrid: a lookup shorter than gamma is drafted on by layer skipping."""
+    sampling: Sampling | None = None
+    """How tokens were chosen where this was tuned and confirmed; None = not known, and it is used for every request."""
     reason: str | None = None
     """Why the search decided so, where it says not to speculate or gives a group the default's setting."""
     confirmed: Confirmed | None = None
@@ -218,16 +231,34 @@ class GroupSetting(_Setting):
     """How to decode the prompts of one group; `confirmed` was measured on that group's held-out prompts."""
 
 
+class RegimeSetting(_Setting):
+    """How to decode where tokens are chosen as `sampling` says; `confirmed` was measured on held-out text chosen so."""
+
+    sampling: Sampling
+
+
+def _read_regimes(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Regimes = Annotated[
+    tuple[RegimeSetting, ...], Field(min_length=1, max_length=MAX_REGIMES), BeforeValidator(_read_regimes)
+]
+
+
 class DecodeConfig(_Setting, _Versioned):
     """How to decode: skip mask, gamma and thresholds. gamma = 0 is plain decoding.
 
-    With `groups`, these are the default for text of no group, and `for_group` gives each group's own.
+    With `groups`, these are the default for text of no group, and `for_group` gives each group's own. With `regimes`,
+    they are one of several settings, and `for_sampling` gives the one for a way to choose tokens.
     Raises: ValueError naming the field, the rule and the value got; unknown fields are refused.
     """
 
     provenance: Provenance | None = None
     groups: Annotated[Mapping[GroupName, GroupSetting], Field(min_length=1, max_length=MAX_GROUPS)] | None = None
     """Settings by prompt group, searched on prompts of that group alone."""
+    regimes: Regimes | None = None
+    """Settings for other ways to choose tokens than the default's, which `sampling` then tells. Not with `groups`."""
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -248,6 +279,28 @@ class DecodeConfig(_Setting, _Versioned):
                     f"groups.{name}.skip_mask: must have the default's {self.skip_mask.num_layers} layers, "
                     f"got {setting.skip_mask.num_layers}"
                 )
+        for place, regime in enumerate(self.regimes or ()):
+            if regime.skip_mask.num_layers != self.skip_mask.num_layers:
+                raise ValueError(
+                    f"regimes.{place}.skip_mask: must have the default's {self.skip_mask.num_layers} layers, "
+                    f"got {regime.skip_mask.num_layers}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_regimes(self) -> DecodeConfig:
+        if self.regimes is None:
+            return self
+        if self.groups is not None:
+            raise ValueError("regimes: must be left out where there are groups, a config has one of them; got both")
+        if self.sampling is None:
+            raise ValueError("sampling: is required where there are regimes, to tell whose setting the default is")
+        for place, regime in enumerate(self.regimes):
+            if regime.sampling.name in self.regime_names[: place + 1]:
+                raise ValueError(
+                    f"regimes.{place}.sampling: must be another than every setting's before it and the default's, "
+                    f"got {regime.sampling.name}"
+                )
         return self
 
     @classmethod
@@ -260,13 +313,14 @@ class DecodeConfig(_Setting, _Versioned):
         return self.gamma > 0
 
     def bare(self) -> DecodeConfig:
-        """What the decoder follows, and nothing else: without reason, confirmed numbers, provenance and groups."""
-        return self.model_copy(update=dict.fromkeys(("reason", "confirmed", "provenance", "groups")))
+        """What the decoder follows by default, and nothing else: no reason, number or origin, no groups, no regimes."""
+        names = ("sampling", "reason", "confirmed", "provenance", "groups", "regimes")
+        return self.model_copy(update=dict.fromkeys(names))
 
     @property
     def looks_into_stores(self) -> bool:
-        """Whether any of its settings, groups included, drafts from a `TextStore` where one is given."""
-        settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values())
+        """Whether any of its settings, groups and regimes included, drafts from a `TextStore` where one is given."""
+        settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values(), *(self.regimes or ()))
         return any(isinstance(one.lookup, SuffixLookup) for one in settings)
 
     def for_group(self, name: str | None) -> DecodeConfig:
@@ -281,7 +335,39 @@ class DecodeConfig(_Setting, _Versioned):
             raise ValueError(f"group: this config has no groups, got {str(name)[:80]!a}")
         if name not in self.groups:
             raise ValueError(f"group: must be one of {', '.join(self.groups)}; got {str(name)[:80]!a}")
-        setting = self.groups[name]
+        return self._narrowed(self.groups[name])
+
+    @property
+    def samplings(self) -> tuple[Sampling, ...]:
+        """The ways to choose tokens that it has settings for, the default's first; none where they are not known."""
+        return () if self.sampling is None else (self.sampling, *(one.sampling for one in self.regimes or ()))
+
+    @property
+    def regime_names(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(one.name for one in self.samplings)
+
+    def regime_for(self, params: SamplingParams) -> str | None:
+        """The name of the regime whose setting `for_sampling` gives; None where none is known."""
+        return None if self.sampling is None else self.regime_names[nearest(Sampling.of(params), self.samplings)]
+
+    def for_sampling(self, params: SamplingParams) -> DecodeConfig:
+        """The config for requests whose tokens are chosen so, without `regimes`: its own, or the nearest regime's.
+
+        A config that does not know its `sampling` is taken as it is. Of one that does, it is the default's or a
+        regime's setting: the one with the same `sampling`, or where there is none the nearest in temperature. Greedy
+        counts as temperature 0, so a greedy request takes a greedy setting if there is one. Of equally near ones it is
+        that with the nearer top_p, then the first. A setting whose search said not to speculate has gamma 0 and decodes
+        plainly.
+        The provenance is kept as it is: its `trial` and `searched_tokens_per_s` are the default's.
+        """
+        if self.regimes is None:
+            return self
+        place = nearest(Sampling.of(params), self.samplings)  # the default's is the first
+        return self._narrowed(self.regimes[place - 1]) if place else self.model_copy(update={"regimes": None})
+
+    def _narrowed(self, setting: _Setting) -> DecodeConfig:
+        """A config of this setting alone."""
         fields = {field: getattr(setting, field) for field in GroupSetting.model_fields}
         return DecodeConfig(**fields, provenance=self.provenance)
 

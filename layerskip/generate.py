@@ -71,7 +71,10 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_comparison(model, comparison, arguments)
         return 0
     if arguments.json:
-        _print_json(model.generate(prompt_ids, **generation))
+        stream = model.stream(prompt_ids, **generation)
+        for _ in stream:
+            pass
+        _print_json(stream.output(), stream.config)
         return 0
     _stream(model, prompt_ids, generation, show_drafts=arguments.show_drafts)
     return 0
@@ -118,6 +121,7 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
     sys.stdout.write("\n")
     sys.stdout.flush()
     _print_summary(stream.output(), show_legend=show_drafts)
+    sys.stderr.write("".join(f"{line}\n" for line in _regime_words(model.config, stream.config)))
 
 
 class MarkedText:
@@ -174,7 +178,7 @@ def _print_summary(output: GenerateOutput, *, show_legend: bool = False) -> None
 
 def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        _print_json(comparison.output, comparison)
+        _print_json(comparison.output, comparison.config, comparison)
         return
     if arguments.show_drafts:
         from rich.console import Console
@@ -199,8 +203,18 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
         ]
     if comparison.repeated_ngram_share is not None:
         lines.append(f"repeated {NGRAM}-grams: {comparison.repeated_ngram_share:.0%} of the output's")
-    lines += [f"tokens identical: {_identity_words(comparison)}", *_confirmed_words(model.config)]
+    lines.append(f"tokens identical: {_identity_words(comparison)}")
+    lines += [*_regime_words(model.config, comparison.config), *_confirmed_words(comparison.config)]
     sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _regime_words(config: DecodeConfig, followed: DecodeConfig) -> list[str]:
+    """Which of a config's settings was followed, where it has one for each of several regimes."""
+    if config.regimes is None or followed.sampling is None:
+        return []
+    how = f"gamma {followed.gamma}" if followed.speculates else "plain decoding"
+    reason = f" ({' '.join(followed.reason.split())})" if followed.reason else ""
+    return [f"regime {followed.sampling.name} (of {', '.join(config.regime_names)}): {how}{reason}"]
 
 
 def _confirmed_words(config: DecodeConfig) -> list[str]:
@@ -228,12 +242,13 @@ def _identity_words(comparison: Comparison) -> str:
     return f"NO, from token {identity.first_difference} on: please report this as a bug"
 
 
-def _print_json(output: GenerateOutput, comparison: Comparison | None = None) -> None:
+def _print_json(output: GenerateOutput, followed: DecodeConfig, comparison: Comparison | None = None) -> None:
     record: dict[str, Any] = {
         "text": output.text,
         "tokens": output.ids,
         "origins": output.origins,
         "finish_reason": output.finish_reason,
+        "regime": None if followed.sampling is None else followed.sampling.name,
         "tokens_per_s": output.stats.tokens_per_s,
     }
     if comparison is not None:

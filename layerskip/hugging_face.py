@@ -54,6 +54,7 @@ class CustomGenerate:
 
     Make it once and pass the same object to every call: the first call with a model wraps it (two short forwards, and
     on the fused engine a second copy of its layers), later ones with that model reuse this. It holds the latest model.
+    Of a config with regimes each call follows the setting for its own sampling (`DecodeConfig.for_sampling`).
     Raises: ValueError naming the argument, the rule and the value got, before anything is decoded.
     """
 
@@ -88,7 +89,8 @@ class CustomGenerate:
         request = _request(input_ids, stopping_criteria, wrapped)
         stats = self.stats = DecodeStats()
         emitted: list[int] = []
-        loop = DecodeLoop(wrapped.engine, self.config, Sampler(params), store=self.text_store)
+        config = self.config.for_sampling(params)
+        loop = DecodeLoop(wrapped.engine, config, Sampler(params), store=self.text_store)
         with closing(loop.run(request, stats)) as rounds:  # type: ignore[type-var]
             for one in rounds:
                 emitted += one.ids

@@ -218,6 +218,11 @@ class LayerSkipModel:
                 self._adapter.check_mask(setting.skip_mask)
             except ValueError as error:
                 raise ValueError(f"groups.{name}.{error}") from None
+        for place, regime in enumerate(config.regimes or ()):
+            try:
+                self._adapter.check_mask(regime.skip_mask)
+            except ValueError as error:
+                raise ValueError(f"regimes.{place}.{error}") from None
         made_for = config.provenance
         if made_for is not None and made_for.weights_fingerprint != self.weights_fingerprint():
             raise ValueError(
@@ -318,6 +323,7 @@ class LayerSkipModel:
     def stream(self, prompt: Prompt, **arguments: Any) -> GenerationStream:
         """Decode piece by piece: iterate for a `StreamPiece` per round, then read `.stats` or `.output()`.
 
+        Of a config with regimes it follows the setting that `DecodeConfig.for_sampling` gives; `.config` tells which.
         Leaving the iteration early (break, an exception, `.close()`) frees the cache and the model.
         """
         given = GenerateArguments(**arguments)
@@ -329,7 +335,7 @@ class LayerSkipModel:
             config = config.for_group(given.group)
         sampler = self._sampler(given)
         return GenerationStream(
-            DecodeLoop(self._engine, config, sampler, store=given.text_store),
+            DecodeLoop(self._engine, config.for_sampling(sampler.params), sampler, store=given.text_store),
             self._request(prompt, given),
             self.tokenizer,
             sampled=not sampler.greedy,
@@ -353,6 +359,7 @@ class LayerSkipModel:
         speeds over equal numbers of tokens.
         An engine that records rounds records them in pieces here (see `RoundPlan.whole`), so that a new config costs
         little; `generate` records them whole, which makes a round somewhat shorter.
+        Of a config with regimes the setting for these arguments is taken, as in `generate`.
         Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see
         `layerskip.lockstep` for why not one by one.
         Raises: ValueError as `generate`.
@@ -367,9 +374,10 @@ class LayerSkipModel:
         self.check_text_store(given.text_store)
         sampling, request = self._sampling(given), self._request(prompt, given)
         generators = self._equal_generators(given, len(configs)) if sampling.do_sample else [None] * len(configs)
+        settings = [config.for_sampling(sampling) for config in configs]
         loops = [
-            DecodeLoop(self._engine, config, Sampler(sampling, generator), store=given.text_store, whole_rounds=False)
-            for config, generator in zip(configs, generators, strict=True)
+            DecodeLoop(self._engine, setting, Sampler(sampling, generator), store=given.text_store, whole_rounds=False)
+            for setting, generator in zip(settings, generators, strict=True)
         ]
         runs = decode_in_lockstep(self._engine, loops, request)
         return [self._output(run, request, sampled=sampling.do_sample) for run in runs]
@@ -463,6 +471,8 @@ class GenerationStream:
 
     def __init__(self, loop: DecodeLoop, request: DecodeRequest, tokenizer: Any, *, sampled: bool) -> None:
         self.stats = DecodeStats()
+        self.config = loop.config
+        """What the run follows: of a config with regimes, the setting for this request's sampling."""
         self._request = request
         self._sampled = sampled
         self._tokenizer = tokenizer

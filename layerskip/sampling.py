@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from transformers.generation.logits_process import (
@@ -17,85 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-# Generation settings that would change the output and that this loop does not apply. Refused, never ignored.
-_UNSUPPORTED_WHEN_SET = {
-    "num_beams": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-    "penalty_alpha": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "exponential_decay_length_penalty": None,
-    "watermarking_config": None,
-    "max_time": None,
-}
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a token is chosen from logits. Same meaning and order as in Hugging Face's `generate`.
-
-    Greedy (`do_sample=False`) ignores temperature, top_k, top_p and min_p, not the repetition penalty.
-    """
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    """Above 0; lower is sharper."""
-    top_k: int = 50
-    """Keep the k likeliest tokens; 0 = off. 50 is what `generate` uses where nobody says otherwise."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this probability, in (0, 1]; 1 = off."""
-    min_p: float = 0.0
-    """Keep tokens at least this share of the likeliest one's probability, in [0, 1]; 0 = off."""
-    repetition_penalty: float = 1.0
-    """Above 0; tokens already in the text get their logit divided (or multiplied, if negative) by it; 1 = off."""
-
-    def __post_init__(self) -> None:
-        rules = (
-            (
-                "temperature",
-                0 < self.temperature < math.inf,
-                "must be above 0 (use do_sample=False for greedy) and finite",
-            ),
-            ("top_k", self.top_k >= 0 and self.top_k % 1 == 0, "must be a whole number of at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0 and finite"),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{name}: {rule}, got {getattr(self, name)}")
-
-    @classmethod
-    def from_generation_config(cls, generation_config: Any, **overrides: Any) -> SamplingParams:
-        """The model's own generation defaults under the caller's arguments (None = not given), as `generate` does.
-
-        Raises: ValueError if the generation config asks for something that changes the output and is not supported.
-        """
-        for name, neutral in _UNSUPPORTED_WHEN_SET.items():
-            value = getattr(generation_config, name, None)
-            if value is not None and value != neutral:
-                raise ValueError(f"generation_config.{name}: not supported by this decoder, got {value!r}")
-        settings: dict[str, Any] = {}
-        for field in fields(cls):
-            value = overrides.get(field.name)
-            if value is None:
-                value = getattr(generation_config, field.name, None)
-            if value is not None:
-                settings[field.name] = value
-        return cls(**settings)
+from layerskip.sampling_params import SamplingParams as SamplingParams
 
 
 class Sampler:

@@ -185,6 +185,7 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
         f"{str(model.dtype).removeprefix('torch.')} on {model.placement}, engine {model.engine_name}{threads}",
         f"config    {config_file or 'none'}: {_setting(config)}",
         f"confirmed {_confirmed(config)}",
+        *_regimes(config),
         f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "
         f"{settings.queue_limit} requests waiting, {'no' if settings.api_key is None else 'an'} API key",
         *_kept(config, settings),
@@ -200,13 +201,25 @@ def _kept(config: DecodeConfig, settings: ServerSettings) -> list[str]:
     return [f"store     up to {settings.store_tokens} tokens of earlier requests in memory, to draft from"]
 
 
+def _regimes(config: DecodeConfig) -> list[str]:
+    """What requests are decoded with that choose tokens in another way than the default's."""
+    if config.regimes is None:
+        return []
+    others = [(one.sampling.name, config.for_sampling(one.sampling.params())) for one in config.regimes]
+    return [
+        f"regimes   {', '.join(config.regime_names)}; {config.regime_names[0]} is the default above, and a request of "
+        "none of them takes the nearest",
+        *(f"regime    {name}: {_setting(one)}; confirmed {_confirmed(one)}" for name, one in others),
+    ]
+
+
 def _setting(config: DecodeConfig) -> str:
     if not config.speculates:
         text = "gamma 0, plain decoding" + (f" ({' '.join(config.reason.split())})" if config.reason else "")
     else:
         text = "" if config.drafter == "layer_skip" else f"{config.drafter}: "
         text += (f"mask {config.skip_mask}, " if config.drafts_by_mask else "") + f"gamma {config.gamma}"
-        said = ("drafter", "skip_mask", "gamma", "lookup", "reason", "confirmed")
+        said = ("drafter", "skip_mask", "gamma", "lookup", "sampling", "reason", "confirmed")
         for name, field in GroupSetting.model_fields.items():
             value = getattr(config, name)
             if name not in said and value != field.default:

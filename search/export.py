@@ -23,9 +23,10 @@ PROG = "search.export"
 _EPILOG = """\
 --draft-model writes the kept layers as an ordinary checkpoint (config.json, safetensors, tokenizer) with settings for
 Transformers, vLLM, SGLang and llama.cpp. A mask that skips attention or MLP alone has no such checkpoint: --nearest
-keeps those layers whole instead, and that draft was not measured. STUDY with --config-out writes a finished study's
-best.json again, from its storage; with --archive the whole study, into one small file that report and dashboard read
-where the study has no database (a run writes it as study.jsonl.xz in the study folder). Nothing is measured."""
+keeps those layers whole instead, and that draft was not measured. Of a config with regimes it is the default's mask.
+STUDY with --config-out writes a finished study's best.json again, from its storage; with --archive the whole study,
+into one small file that report and dashboard read where the study has no database (a run writes it as study.jsonl.xz in
+the study folder). Nothing is measured."""
 
 
 def build_parser() -> OneLineParser:

@@ -41,7 +41,7 @@ class Service:
 
     def __init__(self, model: LayerSkipModel, settings: ServerSettings) -> None:
         self.settings = settings
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(model.config.regime_names)
         self.store = text_store(model.config, settings)
         self.preparer = Preparer(model, settings, self.store)
         self.worker = DecodeWorker(self.metrics, settings.queue_limit, lambda: _warm_up(model), self.store)
@@ -82,7 +82,10 @@ def _warm_up(model: LayerSkipModel) -> None:
     torch.set_num_threads(torch.get_num_threads())
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)
-    model.generate([0], max_new_tokens=_WARM_UP_TOKENS, eos_token_id=[], stop_strings=[])
+    arguments: dict[str, Any] = {"max_new_tokens": _WARM_UP_TOKENS, "eos_token_id": [], "stop_strings": []}
+    model.generate([0], **arguments)
+    for sampling in model.config.samplings if model.config.regimes is not None else ():
+        model.generate([0], **arguments, **sampling.model_dump())
 
 
 def create_app(model: LayerSkipModel, settings: ServerSettings) -> FastAPI:

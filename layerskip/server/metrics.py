@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from layerskip.stats import DecodeStats
@@ -17,11 +19,20 @@ class ServerMetrics:
     each source of drafts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, regimes: Sequence[str] = ()) -> None:
+        """regimes: whose settings the config has, if it tells."""
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "layerskip_requests", "Requests ended, by path and status", ["path", "status"], registry=self.registry
         )
+        self._by_regime = Counter(
+            "layerskip_requests_by_regime",
+            "Requests whose decoding ended, by the regime whose setting they were decoded with",
+            ["regime"],
+            registry=self.registry,
+        )
+        for regime in regimes:
+            self._by_regime.labels(regime)
         counts = {
             "prompt_tokens": "Tokens of prompts that were decoded",
             "emitted_tokens": "Tokens emitted, those of a last round past a stop string included",
@@ -56,8 +67,10 @@ class ServerMetrics:
         # Resident memory, CPU seconds, open files; nothing where there is no /proc.
         ProcessCollector(registry=self.registry)
 
-    def count_run(self, stats: DecodeStats, *, cancelled: bool, failed: bool) -> None:
-        """A run has ended, whole or not."""
+    def count_run(self, stats: DecodeStats, regime: str | None, *, cancelled: bool, failed: bool) -> None:
+        """A run has ended, whole or not; regime: whose setting it followed, None where that is not known."""
+        if regime is not None:
+            self._by_regime.labels(regime).inc()
         values = {
             "prompt_tokens": stats.num_prompt_tokens if stats.num_emitted else 0,
             "emitted_tokens": stats.num_emitted,

@@ -45,7 +45,9 @@ class Preparer:
             raise ApiError(404, message, param="model", code="model_not_found")
         run = asyncio.get_running_loop().run_in_executor
         ids, stream = await run(self._executor, self._ids_and_stream, asked)
-        return Job(stream, self._model.tokenizer, ticket, asked.stop, prompt_ids=ids)
+        known = stream.config.sampling
+        regime = None if known is None else known.name
+        return Job(stream, self._model.tokenizer, ticket, asked.stop, prompt_ids=ids, regime=regime)
 
     def close(self) -> None:
         """End the thread."""

@@ -86,6 +86,8 @@ class Job:
     ticket: Ticket
     stops: tuple[str, ...] = ()
     prompt_ids: Sequence[int] = ()
+    regime: str | None = None
+    """Whose setting it is decoded with; None where that is not known."""
     arrived_s: float = field(default_factory=time.monotonic)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -187,7 +189,7 @@ class DecodeWorker:
             if job in self._waiting:
                 self._waiting.remove(job)
                 self._metrics.queue_length.set(len(self._waiting))
-                self._metrics.count_run(DecodeStats(), cancelled=True, failed=False)
+                self._metrics.count_run(DecodeStats(), job.regime, cancelled=True, failed=False)
 
     def cancel_all(self, reason: ApiError) -> None:
         """End every job, telling its request why."""
@@ -242,7 +244,7 @@ class DecodeWorker:
             failed, end = True, model_failed()
         finally:
             job.decoding.close()
-            self._metrics.count_run(job.decoding.stats, cancelled=end is None, failed=failed)
+            self._metrics.count_run(job.decoding.stats, job.regime, cancelled=end is None, failed=failed)
         return end
 
     def _keep(self, job: Job, end: Finished | None) -> None:

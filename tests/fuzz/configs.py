@@ -24,6 +24,10 @@ def check_config(config: DecodeConfig, folder: Path) -> None:
         *("drafter", "continue_lookup"),
     ):
         assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
+    if "sampling" in said:
+        assert config.sampling is not None
+        assert config.sampling.model_dump(include=set(said["sampling"])) == said["sampling"]
+    assert len(config.regimes or ()) == len(said.get("regimes", ()))
     lookup = said.get("lookup")
     assert (None if config.lookup is None else config.lookup.model_dump(exclude_unset=True)) == lookup
     assert DecodeConfig.from_json(config.to_json()) == config
@@ -40,6 +44,13 @@ _SUFFIX = {"method": st.just("suffix"), **_LOOKUP}
 _SUFFIX_OPTIONS = {"factor": st.floats(0.01, 64), "min_probability": st.floats(0, 1)}
 _OWN = {"gamma": st.integers(1, 64), "target_threshold": st.floats(0, 1)}
 """What the lookup of a hybrid may have for itself."""
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "repetition_penalty": 1.5},
+    "warm": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    "hot": {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "min_p": 0.5},
+}
 
 
 def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -63,9 +74,26 @@ def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
     )
 
 
-CONFIGS = _settings(
-    reason=st.text(max_size=5),
-    confirmed=st.just(_CONFIRMED),
-    provenance=st.just({**_ORIGIN, "versions": {"torch": "2"}, "trial": 3, "seed": 0}),
-    groups=st.dictionaries(st.sampled_from(["qa", "code"]), _settings(), min_size=1),
+_ABOUT = {
+    "reason": st.text(max_size=5),
+    "confirmed": st.just(_CONFIRMED),
+    "provenance": st.just({**_ORIGIN, "versions": {"torch": "2"}, "trial": 3, "seed": 0}),
+}
+
+
+@st.composite
+def _in_regimes(draw: st.DrawFn) -> dict[str, Any]:
+    """The default's setting and one or two others, each for its own way to choose tokens."""
+    own, *others = draw(st.permutations(list(_WAYS.values())))
+    regimes = [draw(_settings()) | {"sampling": way} for way in others[: draw(st.integers(1, 2))]]
+    return draw(_settings(**_ABOUT)) | {"sampling": own, "regimes": regimes}
+
+
+CONFIGS = st.one_of(
+    _settings(
+        **_ABOUT,
+        sampling=st.sampled_from(list(_WAYS.values())),
+        groups=st.dictionaries(st.sampled_from(["qa", "code"]), _settings(), min_size=1),
+    ),
+    _in_regimes(),
 ).map(lambda setting: {"schema_version": 1, **setting})

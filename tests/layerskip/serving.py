@@ -179,6 +179,10 @@ class GatedStream:
     def stats(self) -> Any:
         return self._real.stats
 
+    @property
+    def config(self) -> DecodeConfig:
+        return self._real.config
+
     def __next__(self) -> Any:
         self.num_begun += 1
         assert self._permits.acquire(timeout=PATIENCE_S)

@@ -122,6 +122,22 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert "<html>" in (tmp_path / "bench.html").read_text()
 
 
+def test_of_a_config_with_regimes_the_setting_for_greedy_is_measured(folder: Path, tmp_path: Path, capsys) -> None:
+    """Its rows are all greedy; the default may be for sampled text."""
+    data = json.loads((folder / "best.json").read_text())
+    greedy = {"skip_mask": "4:1", "gamma": 2, "sampling": {"do_sample": False}}
+    data |= {"sampling": {"do_sample": True, "temperature": 0.7}, "regimes": [greedy]}
+    data["provenance"]["model"] = str(folder / "model")
+    (tmp_path / "best.json").write_text(json.dumps(data))
+    arguments = ("--config", tmp_path / "best.json", "--prompt", "def f(", "--repeats", 1, "--max-new-tokens", 4)
+    assert command(*arguments, "--only", "speculative", "--json", tmp_path / "bench.json") == 0
+    record = json.loads((tmp_path / "bench.json").read_text())
+    settings = record["rows"][0]["settings"]
+    assert (settings["skip_mask"], settings["gamma"], record["facts"]["regime"]) == ("4:1", 2, "greedy")
+    assert not {"sampling", "regimes"} & set(settings)
+    assert "batch 1, greedy; the config's setting for greedy\n" in capsys.readouterr().out
+
+
 def test_only_restricts_the_rows_and_their_steps(folder: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "bench.json"
     arguments = ("--model", folder / "model", "--prompt", "def f(", "--max-new-tokens", 3, "--repeats", 1)

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip import Confirmed, DecodeConfig, GroupSetting, LayerSkipModel, Provenance, SkipMask
-from layerskip.config import MAX_GAMMA, MAX_GROUP_NAME, MAX_GROUPS, is_group_name, write_atomically
+from layerskip import (
+    Confirmed,
+    DecodeConfig,
+    GroupSetting,
+    LayerSkipModel,
+    Provenance,
+    RegimeSetting,
+    Sampling,
+    SkipMask,
+)
+from layerskip.config import MAX_GAMMA, MAX_GROUP_NAME, MAX_GROUPS, MAX_REGIMES, is_group_name, write_atomically
 from layerskip.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
+from layerskip.sampling import SamplingParams
 from tests.layerskip import zoo
 
 PROVENANCE: dict[str, Any] = {
@@ -55,6 +67,18 @@ probabilities = st.floats(0, 1)
 rates = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False)
 texts = st.text(max_size=20)
 group_names = st.text(min_size=1, max_size=MAX_GROUP_NAME).filter(is_group_name)
+above_0 = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+greedy_params = st.builds(SamplingParams, repetition_penalty=st.just(1.0) | above_0)
+sampled_params = st.builds(
+    SamplingParams,
+    do_sample=st.just(True),
+    temperature=above_0,
+    top_k=st.just(50) | st.integers(0, 10**6),
+    top_p=st.just(1.0) | st.floats(0, 1, exclude_min=True),
+    min_p=st.just(0.0) | probabilities,
+    repetition_penalty=st.just(1.0) | above_0,
+)
+samplings = (greedy_params | sampled_params).map(Sampling.of)
 
 
 @st.composite
@@ -92,6 +116,11 @@ def configs(draw: st.DrawFn) -> DecodeConfig:
         "reason": st.none() | texts,
         "confirmed": st.none() | confirmed,
     }
+    if draw(st.booleans()):
+        ways = draw(st.lists(samplings, min_size=1, max_size=4, unique_by=lambda one: one.name))
+        own, *others = [settings | {"sampling": st.just(way)} for way in ways]
+        regimes = st.tuples(*(st.builds(RegimeSetting, **other) for other in others)) if others else st.none()
+        return draw(st.builds(DecodeConfig, **own, provenance=st.none() | provenance, regimes=regimes))
     groups = st.dictionaries(group_names, st.builds(GroupSetting, **settings), min_size=1, max_size=3)
     return draw(st.builds(DecodeConfig, **settings, provenance=st.none() | provenance, groups=st.none() | groups))
 
@@ -306,6 +335,224 @@ def test_a_group_that_is_given_twice_is_refused() -> None:
         DecodeConfig.from_json(text)
 
 
+# Regimes.
+
+GREEDY = Sampling()
+REGIMES: list[Any] = [
+    {"skip_mask": "4:none", "gamma": 16, "drafter": "suffix", "lookup": {"method": "suffix", "min_match": 2}},
+    {"skip_mask": "4:none", "gamma": 0, "reason": "slower"},
+]
+REGIMES[0] |= {"sampling": {"do_sample": True, "temperature": 0.7}, "confirmed": CONFIRMED | {"speedup": 1.25}}
+REGIMES[1] |= {"sampling": {"do_sample": True, "temperature": 1.0, "top_p": 0.9}}
+IN_REGIMES: dict[str, Any] = FULL | {"sampling": {"do_sample": False}, "regimes": REGIMES}
+
+
+def sampled(temperature: float, **others: Any) -> SamplingParams:
+    return SamplingParams(do_sample=True, temperature=temperature, **others)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("greedy", SamplingParams()),
+        ("greedy", SamplingParams(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1)),
+        ("greedy_r1.1", SamplingParams(repetition_penalty=1.1)),
+        ("t0.7", sampled(0.7)),
+        ("t1", sampled(1.0)),
+        ("t0.7_p0.9_k40_min0.05_r1.1", sampled(0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)),
+        ("t0.7_k0", sampled(0.7, top_k=0)),
+        ("t0.7_k1000000", sampled(0.7, top_k=1_000_000)),
+        ("t1e-05", sampled(1e-05)),
+        ("t0.7000000001", sampled(0.7000000001)),
+    ],
+)
+def test_a_way_to_choose_tokens_has_a_name_that_is_read_back(name: str, params: SamplingParams) -> None:
+    sampling = Sampling.of(params)
+    assert sampling.name == name
+    assert Sampling.parse(name) == sampling
+    assert sampling.params() == (
+        params if params.do_sample else SamplingParams(repetition_penalty=params.repetition_penalty)
+    )
+
+
+@given(samplings)
+def test_every_name_is_read_back(sampling: Sampling) -> None:
+    assert Sampling.parse(sampling.name) == sampling
+    assert Sampling.of(sampling.params()) == sampling
+
+
+def test_parts_of_a_name_come_in_any_order() -> None:
+    assert Sampling.parse("t0.70_k40_p0.9") == Sampling.parse("t0.7_p0.9_k40")
+    assert Sampling.parse("t0.7_k50_p1") == Sampling.parse("t0.7")
+
+
+RULE = "regime: must be greedy or tTEMPERATURE, then any of _pTOP_P, _kTOP_K, _minMIN_P and _rREPETITION_PENALTY, "
+RULE += "each once"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, f"{RULE}; got {name[:80]!a}") for name in ("", "t", "0.7", "Greedy", "sampled", "t0.7_", "t0.7_q1")),
+        *((name, f"{RULE}; got {name!a}") for name in ("t0.7_p0.9_p0.8", "t-1", "tnan", "tinf", "t0.7_k1.5", "t٣")),
+        ("t" + "9" * 5_000, f"{RULE}; got '{'t' + '9' * 79}'"),
+        ("t0", "regime 't0': temperature: must be above 0 (use do_sample=False for greedy) and finite, got 0.0"),
+        ("t0.7_p0", "regime 't0.7_p0': top_p: must be in (0, 1], got 0.0"),
+        ("t0.7_min2", "regime 't0.7_min2': min_p: must be in [0, 1], got 2.0"),
+        (
+            "greedy_p0.9",
+            "regime 'greedy_p0.9': top_p: must be left out where do_sample is false, greedy ignores it; got 0.9",
+        ),
+        ("two\nlines", f"{RULE}; got 'two\\nlines'"),
+    ],
+)
+def test_a_name_that_cannot_be_read_says_the_rule(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match="regime") as error:
+        Sampling.parse(name)
+    assert str(error.value) == message
+
+
+def in_regimes(**changes: Any) -> DecodeConfig:
+    return DecodeConfig.from_json(json.dumps(IN_REGIMES | changes))
+
+
+def test_a_request_takes_the_setting_of_its_regime() -> None:
+    config = in_regimes()
+    assert config.regime_names == ("greedy", "t0.7", "t1_p0.9")
+    greedy, warm, hot = (config.for_sampling(one) for one in (SamplingParams(), sampled(0.7), sampled(1.0, top_p=0.9)))
+    assert greedy == DecodeConfig.from_json(json.dumps(FULL | {"sampling": {}}))
+    assert (warm.drafter, warm.gamma, warm.sampling, warm.regimes) == ("suffix", 16, Sampling.parse("t0.7"), None)
+    assert warm.confirmed == Confirmed(**CONFIRMED | {"speedup": 1.25})
+    assert warm.provenance == config.provenance
+    assert (hot.gamma, hot.speculates, hot.reason, hot.confirmed) == (0, False, "slower", None)
+    assert config.looks_into_stores
+    assert not greedy.looks_into_stores
+    assert config.bare() == DecodeConfig.from_json(json.dumps(FULL)).bare()
+
+
+@pytest.mark.parametrize(
+    ("params", "regime"),
+    [
+        (SamplingParams(temperature=0.7), "greedy"),
+        (SamplingParams(repetition_penalty=1.2), "greedy"),
+        (sampled(0.3), "greedy"),  # .3 from greedy, .4 from .7
+        (sampled(0.4), "t0.7"),
+        (sampled(0.35), "greedy"),  # as far from both, as near in top_p: the first
+        (sampled(0.35, top_p=0.9), "greedy"),
+        (sampled(0.8), "t0.7"),
+        (sampled(0.85), "t0.7"),  # as far from .7 as from 1, whatever rounding says: the nearer top_p
+        (sampled(0.85, top_p=0.91), "t1_p0.9"),
+        (sampled(1.0), "t1_p0.9"),  # by temperature before top_p
+        (sampled(9.0), "t1_p0.9"),
+        (sampled(0.7, top_k=3, top_p=0.2), "t0.7"),
+    ],
+)
+def test_a_request_of_no_regime_takes_the_nearest(params: SamplingParams, regime: str) -> None:
+    config = in_regimes()
+    assert config.regime_for(params) == regime
+    sampling = config.for_sampling(params).sampling
+    assert sampling is not None
+    assert sampling.name == regime
+
+
+def test_the_same_sampling_comes_before_a_nearer_place() -> None:
+    sharp = {"skip_mask": "4:1", "gamma": 2, "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 5}}
+    config = in_regimes(regimes=[*REGIMES, sharp])
+    assert config.regime_for(sampled(0.7, top_k=5)) == "t0.7_k5"
+    assert config.regime_for(sampled(0.7, top_k=6)) == "t0.7"
+    only_sampled = in_regimes(sampling={"do_sample": True, "temperature": 0.5})
+    assert only_sampled.regime_for(SamplingParams()) == "t0.5"
+
+
+@given(configs(), greedy_params | sampled_params)
+def test_what_is_not_known_is_used_for_every_request(config: DecodeConfig, params: SamplingParams) -> None:
+    own = config.for_sampling(params)
+    assert own.regimes is None
+    assert own.provenance == config.provenance
+    assert DecodeConfig.from_json(own.to_json()) == own
+    assert own.for_sampling(params) is own
+    if config.sampling is None:
+        assert own is config
+        assert (config.regime_for(params), config.regime_names) == (None, ())
+    else:
+        assert own.sampling is not None
+        assert own.sampling.name == config.regime_for(params) == own.regime_for(params)
+        settings = [config.model_copy(update={"regimes": None}), *(config.regimes or ())]
+        assert own.model_dump() in [
+            one.model_dump() | own.model_dump(include={"schema_version", "provenance", "groups", "regimes"})
+            for one in settings
+        ]
+        assert {config.regime_for(name.params()) for name in map(Sampling.parse, config.regime_names)} == set(
+            config.regime_names
+        )
+
+
+WARM, HOT = REGIMES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"regimes": []}, "regimes: tuple should have at least 1 item"),
+        ({"regimes": {}}, "regimes: input should be a valid tuple"),
+        ({"regimes": [WARM] * (MAX_REGIMES + 1)}, f"regimes: tuple should have at most {MAX_REGIMES} items"),
+        ({"regimes": [WARM, WARM]}, "regimes.1.sampling: must be another than every setting's before it .* got t0.7$"),
+        (
+            {"sampling": {"do_sample": True, "temperature": 0.7}},
+            "regimes.0.sampling: must be another than every setting's before it and the default's, got t0.7$",
+        ),
+        ({"sampling": None}, "sampling: is required where there are regimes"),
+        ({"groups": GROUPS}, "regimes: must be left out where there are groups"),
+        (
+            {"regimes": [WARM, HOT | {"skip_mask": "5:1"}]},
+            "regimes.1.skip_mask: must have the default's 4 layers, got 5",
+        ),
+        ({"regimes": [HOT | {"turbo": 1}]}, "regimes.0.turbo: unknown field"),
+        ({"regimes": [HOT | {"provenance": PROVENANCE}]}, "regimes.0.provenance: unknown field"),
+        ({"regimes": [HOT | {"regimes": REGIMES}]}, "regimes.0.regimes: unknown field"),
+        ({"regimes": [{"skip_mask": "4:1", "gamma": 1}]}, "regimes.0.sampling: is required"),
+        ({"regimes": [HOT | {"sampling": None}]}, "regimes.0.sampling: input should be"),
+        ({"regimes": [HOT | {"gamma": 65}]}, "regimes.0.gamma: input should be less than or equal to 64, got '65'"),
+        (
+            {"sampling": {"do_sample": True, "temperature": 0}},
+            r"^sampling: temperature: must be above 0 \(use do_sample=False for greedy\) and finite, got 0.0$",
+        ),
+        (
+            {"sampling": {"temperature": 0.7}},
+            "^sampling: temperature: must be left out where do_sample is false, greedy ignores it; got 0.7$",
+        ),
+        ({"sampling": {"do_sample": True, "top_p": 1.5}}, r"^sampling: top_p: must be in \(0, 1\], got 1.5$"),
+        (
+            {"sampling": {"do_sample": True, "top_k": 2.5}},
+            "^sampling: top_k: input should be a valid integer, got '2.5'$",
+        ),
+        ({"sampling": {"do_sample": 1}}, "^sampling: do_sample: input should be a valid boolean, got '1'$"),
+        ({"sampling": {"do_sample": True, "typical_p": 0.5}}, "^sampling: typical_p: unknown field$"),
+        ({"sampling": "greedy"}, "^sampling: input should be"),
+    ],
+)
+def test_bad_regimes_name_field_rule_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        in_regimes(**changes)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_regimes_are_read_and_written() -> None:
+    config = in_regimes()
+    written = json.loads(config.to_json())
+    assert written["sampling"] == {name: getattr(GREEDY, name) for name in Sampling.model_fields}
+    assert [one["sampling"]["temperature"] for one in written["regimes"]] == [0.7, 1.0]
+    assert DecodeConfig.from_json(config.to_json()) == config
+    unknown = json.loads(DecodeConfig.from_json(json.dumps(FULL)).to_json())
+    assert not {"sampling", "regimes"} & set(unknown)
+
+
+def test_reading_a_config_does_not_import_torch() -> None:
+    code = "import layerskip, sys; layerskip.Sampling.parse('t0.7'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
 # Files.
 
 
@@ -448,6 +695,17 @@ def test_a_group_decodes_with_its_own_setting() -> None:
         model.generate([1, 2, 3], max_new_tokens=9, group="two")
     with pytest.raises(ValueError, match="group: this config has no groups, got 'three'"):
         model.generate([1, 2, 3], max_new_tokens=9, group="three", config=DecodeConfig.plain(4))
+
+
+def test_a_regime_whose_mask_does_not_fit_the_model_is_refused() -> None:
+    whole_layers_only = LayerSkipModel(zoo.model_of("opt-post-norm"), engine="eager")
+    regimes = (RegimeSetting(skip_mask=SkipMask.parse("4:a2"), gamma=1, sampling=Sampling.parse("t1")),)
+    config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, sampling=GREEDY, regimes=regimes)
+    with pytest.raises(ValueError, match=r"^regimes\.0\.skip_mask: layer 2 of this model can only be skipped whole"):
+        whole_layers_only.config = config
+    with pytest.raises(ValueError, match=r"^regimes\.0\.skip_mask: layer 2"):
+        whole_layers_only.generate([1], max_new_tokens=1, config=config)
+    LayerSkipModel(zoo.model_of("llama"), engine="eager").config = config
 
 
 def test_relative_models_are_relative_to_the_config() -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from layerskip import Confirmed, DecodeConfig, GroupSetting, LayerSkipModel, Provenance, SkipMask
+from layerskip import (
+    Confirmed,
+    DecodeConfig,
+    GroupSetting,
+    LayerSkipModel,
+    Provenance,
+    RegimeSetting,
+    Sampling,
+    SkipMask,
+)
 from layerskip.generate import MarkedText, main
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
@@ -212,6 +221,57 @@ def test_an_unknown_group_is_one_line(grouped_file: Path, config_file: Path, cap
     DecodeConfig.load(config_file).for_group("code").save(config_file)
     assert run("--config", config_file, "--prompt", "x", "--group", "code") == 2
     assert "group: this config has no groups, got 'code'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def regimes_file(config_file: Path) -> Path:
+    """Drafts one token when greedy, five at temperature 0.7, none at 1.2."""
+    none = SkipMask.none(DecodeConfig.load(config_file).skip_mask.num_layers)
+    interval = {"speedup_ci_low": 1.2, "speedup_ci_high": 1.3, "num_prompts": 12, "num_identical": 12, "num_repeats": 3}
+    measured = Confirmed(tokens_per_s=125.0, plain_tokens_per_s=100.0, speedup=1.25, **interval)
+    warm = RegimeSetting(skip_mask=none, gamma=5, sampling=Sampling.parse("t0.7"), confirmed=measured)
+    hot = RegimeSetting(skip_mask=none, gamma=0, sampling=Sampling.parse("t1.2"), reason="slower")
+    own = measured.model_copy(update={"speedup": 1.5})
+    changes = {"gamma": 1, "sampling": Sampling(), "regimes": (warm, hot), "confirmed": own}
+    DecodeConfig.load(config_file).model_copy(update=changes).save(config_file)
+    return config_file
+
+
+SAMPLED = ("--do-sample", "--seed", 5, "--temperature")
+
+
+@pytest.mark.parametrize(
+    ("flags", "regime", "gamma", "how", "speedup"),
+    [
+        ((), "greedy", 1, "gamma 1", "1.50"),
+        ((*SAMPLED, 0.7), "t0.7", 5, "gamma 5", "1.25"),
+        ((*SAMPLED, 0.8), "t0.7", 5, "gamma 5", "1.25"),
+        ((*SAMPLED, 1.1), "t1.2", 0, "plain decoding (slower)", None),
+    ],
+)
+def test_it_says_which_regimes_setting_is_used(
+    flags: tuple[object, ...], regime: str, gamma: int, how: str, speedup: str | None, regimes_file: Path, capsys
+) -> None:
+    arguments = ("--config", regimes_file, "--prompt", PROMPT, "--max-new-tokens", 8, *flags)
+    said = f"regime {regime} (of greedy, t0.7, t1.2): {how}\n"
+    assert run(*arguments, "--show-drafts") == 0
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert run(*arguments, "--compare", "--repeats", 1) == 0
+    compared = capsys.readouterr()
+    assert said in compared.err
+    assert re.findall(r"confirmed by the search: ([\d.]+)x", compared.err) == ([] if speedup is None else [speedup])
+    for more in ((), ("--compare", "--repeats", 1)):
+        assert run(*arguments, "--json", *more) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
+        assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
+
+
+def test_a_config_that_does_not_know_its_regime_says_nothing_of_it(config_file: Path, capsys) -> None:
+    for more in (("--show-drafts",), ("--compare", "--repeats", 1)):
+        assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, *more) == 0
+        assert "regime" not in capsys.readouterr().err
 
 
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:

@@ -330,6 +330,27 @@ def test_the_setting_of_a_group_and_the_engine_it_was_tuned_with() -> None:
         layerskip.custom_generate(grouped, group="prose")
 
 
+def test_each_call_follows_the_setting_of_its_regime() -> None:
+    config = DecodeConfig(
+        skip_mask=MASK,
+        gamma=3,
+        sampling={"do_sample": False},
+        regimes=[{"skip_mask": "4:none", "gamma": 5, "sampling": {"do_sample": True, "temperature": 0.7}}],
+    )
+    model, ours = zoo.model_of("llama"), callable_for(config)
+    gammas = []
+    for settings in ({"do_sample": True, "temperature": 0.7}, {"do_sample": False}, {"do_sample": True}):
+        torch.manual_seed(5)
+        out = model.generate(ids(), max_new_tokens=12, custom_generate=ours, **settings)
+        torch.manual_seed(5)
+        wrapped = LayerSkipModel(model, config=config, engine="eager")
+        assert out[0, len(PROMPT) :].tolist() == wrapped.generate(PROMPT, max_new_tokens=12, **settings).ids
+        assert ours.stats is not None
+        gammas.append(len(ours.stats.drafted_by_position))
+    assert gammas == [5, 3, 5]
+    assert ours.config == config
+
+
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid continued"])
 def test_lookups_draft_here_too(drafter: str) -> None:
     model, config = zoo.model_of("llama"), drafters(MASK)[drafter]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, RegimeSetting, Sampling, SkipMask
 from layerskip.drafters import TextStore
 from layerskip.text_stream import TextStream
 from tests.layerskip import zoo
@@ -46,6 +46,56 @@ def test_the_models_own_config_is_the_default_and_an_argument_overrides_it() -> 
     assert model.generate([1], max_new_tokens=9).stats.num_rounds > 0
     assert model.generate([1], max_new_tokens=9, config=DecodeConfig.plain(4)).stats.num_rounds == 0
     assert model.config == CONFIG
+
+
+REGIMES = (
+    RegimeSetting(skip_mask=SkipMask.none(4), gamma=3, sampling=Sampling.parse("t0.7_k0")),
+    RegimeSetting(skip_mask=SkipMask.none(4), gamma=0, reason="slower", sampling=Sampling.parse("t1.2")),
+)
+IN_REGIMES = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, sampling=Sampling(), regimes=REGIMES)
+"""A draft of the whole model is always accepted when greedy, so that its length tells which setting was followed."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "regime", "gamma"),
+    [
+        ({}, "greedy", 1),  # what the model's own generation config says
+        ({"do_sample": False, "temperature": 1.2}, "greedy", 1),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 0}, "t0.7_k0", 3),
+        ({"do_sample": True, "temperature": 0.6}, "t0.7_k0", 3),
+        ({"do_sample": True, "temperature": 1.1}, "t1.2", 0),
+    ],
+)
+def test_a_request_is_decoded_with_the_setting_of_its_regime(
+    arguments: dict[str, Any], regime: str, gamma: int
+) -> None:
+    model = LayerSkipModel(zoo.model_of("llama"), config=IN_REGIMES, engine="eager")
+    arguments = arguments | {"max_new_tokens": 9, "eos_token_id": [], "seed": 5}
+    stream = model.stream([1, 2, 3], **arguments)
+    assert stream.config == IN_REGIMES.for_sampling(Sampling.parse(regime).params())
+    for _ in stream:
+        pass
+    alone = DecodeConfig(skip_mask=SkipMask.none(4), gamma=gamma)
+    expected = model.generate([1, 2, 3], config=alone, **arguments)
+    in_turns, plain = model.generate_in_lockstep([1, 2, 3], [IN_REGIMES, DecodeConfig.plain(4)], **arguments)
+    for output in (
+        stream.output(),
+        model.generate([1, 2, 3], **arguments),
+        LayerSkipModel(zoo.model_of("llama"), engine="eager").generate([1, 2, 3], config=IN_REGIMES, **arguments),
+        in_turns,
+    ):
+        assert output.ids == expected.ids
+        assert output.stats.counters() == expected.stats.counters()
+        assert len(output.stats.drafted_by_position) == gamma
+    assert plain.stats.num_rounds == 0
+
+
+def test_a_config_that_does_not_know_its_sampling_is_used_for_every_request() -> None:
+    model = LayerSkipModel(zoo.model_of("llama"), config=CONFIG, engine="eager")
+    for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.5}):
+        assert model.stream([1, 2, 3], max_new_tokens=4, **arguments).config is CONFIG
+    known = CONFIG.model_copy(update={"sampling": Sampling()})
+    assert model.stream([1], max_new_tokens=4, do_sample=True, config=known).config is known
 
 
 def test_properties() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel, SkipMask, SuffixLookup
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, RegimeSetting, Sampling, SkipMask, SuffixLookup
 from layerskip.serve import KEY_VARIABLE, describe, main
 from layerskip.server.settings import ServerSettings
 from layerskip.usual_lookups import lookup_else_mask
@@ -131,6 +131,42 @@ def test_it_says_how_it_drafts_and_what_it_keeps(store_tokens: int, said: list[s
     assert [line for line in lines if line.startswith("store")] == said
     plain = describe(model, settings, None, "http://x")
     assert not [line for line in plain if line.startswith("store")]
+
+
+def test_it_says_what_each_regime_is_decoded_with() -> None:
+    rates = {"tokens_per_s": 125.0, "plain_tokens_per_s": 100.0, "speedup": 1.25}
+    confirmed = Confirmed(
+        **rates, speedup_ci_low=1.2, speedup_ci_high=1.3, num_prompts=24, num_identical=24, num_repeats=3
+    )
+    none, suffix = SkipMask.none(zoo.NUM_LAYERS), SuffixLookup(min_match=2)
+    regimes = (
+        RegimeSetting(
+            drafter="suffix",
+            skip_mask=none,
+            gamma=16,
+            lookup=suffix,
+            sampling=Sampling.parse("t0.7"),
+            confirmed=confirmed,
+        ),
+        RegimeSetting(skip_mask=none, gamma=0, sampling=Sampling.parse("t1"), reason="nothing wins"),
+    )
+    config = DecodeConfig(skip_mask=none, gamma=3, sampling=Sampling(), regimes=regimes)
+    model = LayerSkipModel(zoo.model_of("llama"), config=config, engine="eager")
+    lines = describe(model, ServerSettings("m", 96), None, "http://x")
+    unmeasured = "nothing: no speedup was measured for this setting"
+    measured = "1.25x plain decoding (95 % 1.20..1.30) on 24 held-out prompts"
+    assert lines[2:7] == [
+        "config    none: mask 4:none, gamma 3",
+        f"confirmed {unmeasured}",
+        "regimes   greedy, t0.7, t1; greedy is the default above, and a request of none of them takes the nearest",
+        f"regime    t0.7: suffix: gamma 16, lookup (suffix, min_match 2); confirmed {measured}",
+        f"regime    t1: gamma 0, plain decoding (nothing wins); confirmed {unmeasured}",
+    ]
+    alone = config.for_sampling(regimes[0].sampling.params())
+    lines = describe(
+        LayerSkipModel(model.model, config=alone, engine="eager"), ServerSettings("m", 96), None, "http://x"
+    )
+    assert not [line for line in lines if line.startswith("regime")]
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded(capsys, monkeypatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from layerskip import DecodeConfig, GroupSetting, LayerSkipModel, SkipMask
+from layerskip import DecodeConfig, GroupSetting, LayerSkipModel, RegimeSetting, Sampling, SkipMask
 from tests.layerskip import zoo
-from tests.layerskip.serving import MODEL_ID, Serving, serving
+from tests.layerskip.serving import MODEL_ID, Serving, serving, tiny_model
 
 DEMO_CONFIG = Path(__file__).parents[2] / "studies" / "demo" / "best.json"
 TEMPLATE = (
@@ -199,6 +199,39 @@ def test_a_group_has_its_own_setting_and_the_same_text(chat: Serving) -> None:
     assert len(prose.layerskip["drafted_by_position"]) == 1
     with pytest.raises(openai.BadRequestError, match="group: must be one of prose; got 'verse'"):
         client.completions.create(model=MODEL_ID, prompt="def", extra_body={"group": "verse"})
+
+
+def test_each_request_is_decoded_with_the_setting_of_its_regime_and_counted(tokenizer: Any) -> None:
+    mask = SkipMask.early_exit(zoo.NUM_LAYERS, 2)
+    regimes = (
+        RegimeSetting(skip_mask=mask, gamma=1, sampling=Sampling.parse("t0.7_k0")),
+        RegimeSetting(skip_mask=mask, gamma=0, sampling=Sampling.parse("t1.5")),
+    )
+    model = tiny_model(tokenizer, DecodeConfig(skip_mask=mask, gamma=4, sampling=Sampling(), regimes=regimes))
+    asked: list[tuple[dict[str, Any], int]] = [
+        ({"temperature": 0}, 4),
+        ({}, 4),  # the generation config is greedy
+        ({"temperature": 0.7, "extra_body": {"top_k": 0}}, 1),
+        ({"temperature": 0.6, "top_p": 0.9}, 1),
+        ({"top_p": 0.9}, 1),  # at temperature 1
+    ]
+    with serving(model) as server:
+        name = "layerskip_requests_by_regime_total"
+
+        def counted() -> dict[str, float]:
+            lines = [line for line in server.request("GET", "/metrics")[2].splitlines() if line.startswith(name)]
+            return {label: float(value) for label, _, value in (line.rpartition(" ") for line in lines)}
+
+        assert counted() == {f'{name}{{regime="{regime}"}}': 0.0 for regime in ("greedy", "t0.7_k0", "t1.5")}
+        for fields, gamma in asked:
+            answer = server.client().completions.create(model=MODEL_ID, prompt="def ", max_tokens=12, seed=3, **fields)
+            assert len(answer.layerskip["drafted_by_position"]) == gamma, fields
+        assert list(counted().values()) == [2.0, 3.0, 0.0]
+
+
+def test_a_server_that_does_not_know_its_regime_counts_none(chat: Serving) -> None:
+    chat.client().completions.create(model=MODEL_ID, prompt="def", max_tokens=2)
+    assert "requests_by_regime_total{" not in chat.request("GET", "/metrics")[2]
 
 
 def test_models_are_listed_and_found(chat: Serving) -> None:

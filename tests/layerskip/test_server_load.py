@@ -167,7 +167,7 @@ class FailingStream:
     def __init__(self, real: Any, num_good: int) -> None:
         self._real = real
         self._left = num_good
-        self.stats = real.stats
+        self.stats, self.config = real.stats, real.config
 
     def __next__(self) -> Any:
         self._left -= 1

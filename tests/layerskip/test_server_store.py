@@ -53,6 +53,7 @@ def test_what_was_answered_once_is_drafted_the_next_time(model: LayerSkipModel) 
         (SUFFIX, 10, True),
         (HYBRID, 10, True),
         (MASK.model_copy(update={"groups": {"qa": SUFFIX}}), 10, True),
+        (MASK.model_copy(update={"regimes": (SUFFIX,)}), 10, True),
         (SUFFIX, 0, False),
         (MASK, 10, False),
         (DecodeConfig.plain(zoo.NUM_LAYERS), 10, False),

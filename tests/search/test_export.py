@@ -204,6 +204,16 @@ def test_the_command_writes_checkpoint_settings_and_readme(
     assert "Not measured" not in text
 
 
+def test_of_a_config_with_regimes_the_defaults_mask_is_written(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"skip_mask": "4:a0", "gamma": 2, "sampling": {"do_sample": True}}
+    config = save_config(saved, "4:1-2", sampling={"do_sample": False}, regimes=[other])
+    assert export.main(["--config", str(config), "--draft-model", str(tmp_path / "draft")]) == 0
+    assert "layers 0,3 (2 of 4)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "draft" / "settings.json").read_text())["gamma"] == 5
+
+
 def test_lone_sublayers_are_refused_or_exported_with_a_warning(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
