@@ -234,7 +234,7 @@ def _confirmed_words(config: DecodeConfig) -> list[str]:
 def _identity_words(comparison: Comparison) -> str:
     identity = comparison.identity
     if identity is None:
-        return "not compared (sampling draws different tokens)"
+        return "not compared (drawn from a generator that goes on)"
     if identity.identical:
         return "yes"
     if identity.is_tie:

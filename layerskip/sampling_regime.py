@@ -95,6 +95,9 @@ class Sampling(Frozen):
             raise ValueError(f"regime {name[:80]!a}: {error}") from None
 
 
+GREEDY = Sampling()
+
+
 def nearest(wanted: Sampling, known: Sequence[Sampling]) -> int:
     """Which of `known`, at least one, is nearest: the same; else by temperature, greedy being 0; of equals by top_p.
 

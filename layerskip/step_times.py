@@ -31,12 +31,13 @@ class StepTimer:
     """
 
     def __init__(self, model: LayerSkipModel, gamma_max: int, sampling: SamplingParams | None = None) -> None:
-        """sampling: how tokens are chosen, greedily without it. Raises: ValueError where rounds cannot do that."""
+        """sampling: how tokens are chosen, greedily without it."""
         self._engine = model.engine
         self._sampler = seeded_sampler(sampling or SamplingParams(), 0, model.device)
         self._gamma_max = gamma_max
         self._on_device: DeviceSteps | None = None
-        if isinstance(model.engine, OffersRounds):
+        # Rounds that need the text on the host for a repetition penalty are run there, and so timed there.
+        if isinstance(model.engine, OffersRounds) and self._sampler.params.repetition_penalty == 1.0:
             self._on_device = DeviceSteps(cast(DeviceEngine, model.engine), self._sampler)
         self._steps: StepMaker = self._on_device or HostSteps(model.engine, self._sampler)
 

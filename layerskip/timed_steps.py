@@ -155,8 +155,7 @@ class DeviceSteps:
 
     def _step(self, plan: RoundPlan, num_drafts: int, *, verifies_only: bool = False) -> Step:
         device_round = self._engine.make_round(plan, self._sampler)
-        if device_round is None:
-            raise ValueError("repetition_penalty: rounds on the device cannot be timed with it, must be 1.0")
+        assert device_round is not None  # only a repetition penalty prevents one
         return _DeviceStep(self._engine, device_round, plan.gamma, num_drafts, verifies_only)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport, check_identity
 from layerskip.machine import trim_heap
+from layerskip.sampling import SamplingParams, seeded_sampler
+from layerskip.sampling_regime import Sampling
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import ForcedText
 from search.cost_model import Timer
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decoded:
-    """One greedy continuation: new token ids only, with synchronised timings."""
+    """One continuation: new token ids only, with synchronised timings."""
 
     ids: tuple[int, ...]
     stats: DecodeStats
@@ -37,17 +40,24 @@ class Watch(Protocol):
 
 
 class Decoder(Protocol):
-    """Greedy decoding of one model on one device."""
+    """Decoding of one model on one device, greedy or sampled.
+
+    A sampled continuation is drawn with a seed that follows from its prompt, the same under every config: so it is as
+    much the target's one and only as a greedy one.
+    """
 
     @property
     def devices(self) -> tuple[Any, ...]:
         """Where it computes: one torch.device or more, or None alone for one that does not compute."""
 
+    def with_sampling(self, sampling: Sampling) -> Decoder:
+        """The same model's decoder for another way to choose tokens."""
+
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
-        """Continue one prompt greedily under `config`."""
+        """Continue one prompt under `config`."""
 
     def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-        """Continue one prompt greedily under each config, in turns of a few steps. Outputs may part by a logit tie."""
+        """Continue one prompt under each config, in turns of a few steps. Outputs may part by a tie."""
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
@@ -75,18 +85,24 @@ class TextForcing(Forcing, Protocol):
 class ModelDecoder:
     """A LayerSkipModel as a Decoder."""
 
-    def __init__(self, model: Any, max_new_tokens: int) -> None:
+    def __init__(self, model: Any, max_new_tokens: int, params: SamplingParams | None = None, seed: int = 0) -> None:
+        """params: how tokens are chosen, greedily without them. seed: what seeds of prompts follow from."""
         self.model = model
         self.max_new_tokens = max_new_tokens
+        self._params, self._seed = params or SamplingParams(), seed
+
+    def with_sampling(self, sampling: Sampling) -> ModelDecoder:
+        """The same model's decoder for another way to choose tokens."""
+        return ModelDecoder(self.model, self.max_new_tokens, sampling.params(), self._seed)
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
-        """Continue one prompt greedily under `config`."""
-        out = self.model.generate(prompt_ids, config=config, **self._arguments)
+        """Continue one prompt under `config`."""
+        out = self.model.generate(prompt_ids, config=config, **self._arguments(prompt_ids))
         return Decoded(tuple(out.ids), out.stats)
 
     def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-        """Continue one prompt greedily under each config, in turns of a few steps. Outputs may part by a logit tie."""
-        outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments)
+        """Continue one prompt under each config, in turns of a few steps. Outputs may part by a tie."""
+        outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments(prompt_ids))
         return [Decoded(tuple(out.ids), out.stats) for out in outs]
 
     @property
@@ -95,26 +111,33 @@ class ModelDecoder:
         devices: tuple[Any, ...] = self.model.placement.devices
         return devices
 
-    @property
-    def _arguments(self) -> dict[str, Any]:
-        # A penalty in the model's generation_config would make the output another one than the argmax of the logits.
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
+    def _arguments(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Whatever the model's own generation_config says."""
+        seed = {"seed": self._seed_of(prompt_ids)} if self._params.do_sample else {}
+        return {"max_new_tokens": self.max_new_tokens, **asdict(self._params), **seed}
+
+    def _seed_of(self, prompt_ids: Sequence[int]) -> int:
+        """Of the random numbers that a prompt is continued with."""
+        text = f"{self._seed} {list(prompt_ids)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
-        return check_identity(self.model, prompt_ids, ids, reference_ids)
+        sampler = seeded_sampler(self._params, self._seed_of(prompt_ids), self.model.device)
+        return check_identity(self.model, prompt_ids, ids, reference_ids, sampler)
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """What drafts would say at every position of these texts. Cost: about a target forward over each."""
         from layerskip.teacher_forcing import make_teacher_forcing
 
-        return make_teacher_forcing(self.model, texts)
+        seeded = [replace(text, seed=self._seed_of(text.prompt_ids)) for text in texts]
+        return make_teacher_forcing(self.model, seeded, self._params)
 
     def timer(self, gamma_max: int) -> Timer:
         """Times single steps."""
         from layerskip.step_times import StepTimer
 
-        return StepTimer(self.model, gamma_max)
+        return StepTimer(self.model, gamma_max, self._params)
 
     def watch_machine(self) -> Watch:
         """Look at the machine's state now, to record it with what is measured from here on."""

@@ -39,6 +39,8 @@ class Fingerprint:
     space_version: int = SPACE_VERSION
     objective: str = "tokens_per_s"
     drafters: tuple[str, ...] = ("layer_skip",)
+    sampling: str = "greedy"
+    """How tokens are chosen; see `Sampling.name`."""
     device_map: str | None = None
     """Which layers are on which device; None for a model that is whole on one."""
 
@@ -52,7 +54,7 @@ class FingerprintMismatch(ValueError):  # noqa: N818 (reads as the fact it state
 
 
 def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: PromptSet) -> Fingerprint:
-    """The fingerprint of a run about to start. Cost: one pass over the weights."""
+    """The fingerprint of a greedy run about to start. Cost: one pass over the weights."""
     import torch
 
     return Fingerprint(
@@ -85,7 +87,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     """
     # Studies from before there was the choice:
     before: dict[str, Any] = {"share_prefix": False, "objective": "tokens_per_s", "device_map": None}
-    before["drafters"] = ["layer_skip"]
+    before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
     stored = before | dict(stored)
     stored["drafters"] = tuple(stored["drafters"])  # JSON made a list of it
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()

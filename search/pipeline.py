@@ -171,7 +171,8 @@ class SearchRun:
         spec, subject = self._spec, self._subject
         stored, now = study.user_attrs.get(_REFERENCE), None
         if stored is None:
-            self._say.phase("reference", f"plain decoding of tuning prompts, {spec.max_new_tokens} tokens each")
+            way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
+            self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
             options = ReferenceOptions(subject.space.num_layers, spec.seed, spec.trial_seconds, spec.prompts_per_trial)
             reference = make_reference(subject.decoder, subject.tuning, options)
             study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)
@@ -244,7 +245,7 @@ class SearchRun:
             commit=environment().get("commit"),
             plain_tokens_per_s=reference.plain_tokens_per_s,
         )
-        config = with_provenance(confirmation, self._subject.origin, facts)
+        config = with_provenance(confirmation, self._subject.origin, facts, self._subject.sampling)
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
         checks = check_predictions(trials, reference.noise_sigma)

@@ -9,6 +9,8 @@ from typing import Any
 from layerskip.config import DEFAULT_GROUP, DecodeConfig
 from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine import package_version
+from layerskip.sampling_params import SamplingParams
+from layerskip.sampling_regime import Sampling
 from search.decoder import ModelDecoder, load_model
 from search.fingerprint import take_fingerprint
 from search.measurement import pair_seconds
@@ -63,7 +65,19 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         drafters=spec.drafters,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
-    return Subject(ModelDecoder(model, spec.max_new_tokens), space, encoded[0], encoded[1], fingerprint, origin)
+    decoder = ModelDecoder(model, spec.max_new_tokens, seed=spec.seed)
+    subject = Subject(decoder, space, encoded[0], encoded[1], fingerprint, origin)
+    return subject.in_regime(first_regime(spec, model))
+
+
+def first_regime(spec: StudySpec, model: Any) -> Sampling:
+    """How tokens are chosen in the spec's first regime, or where it says nothing as the model's own defaults say.
+
+    Raises: ValueError for defaults that cannot be decoded with.
+    """
+    if spec.regimes:
+        return Sampling.parse(spec.regimes[0])
+    return Sampling.of(SamplingParams.from_generation_config(model.model.generation_config))
 
 
 @dataclass(frozen=True)

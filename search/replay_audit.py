@@ -35,6 +35,7 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument("--study", help="study folder, or its study.toml (default: the demo study)")
     parser.add_argument("--drafters", metavar="LIST", help="ways to draft, as for search.run (default: the study's)")
+    parser.add_argument("--regimes", metavar="NAME", help="how tokens are chosen, as for search.run; one regime")
     parser.add_argument("--settings", type=int, default=200, metavar="N", help="random configs (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="tuning prompts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the configs (default: %(default)s)")
@@ -51,8 +52,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     check_least(arguments, settings=1, prompts=1, seed=0)
-    flags = {} if arguments.drafters is None else {"drafters": split_list(arguments.drafters)}
+    lists = {"drafters": arguments.drafters, "regimes": arguments.regimes}
+    flags = {name: split_list(value) for name, value in lists.items() if value is not None}
     spec, paths = load_spec(flags, arguments.study, demo=demo_folder())
+    if arguments.regimes is not None and spec.has_several_regimes:
+        raise ValueError(f"regimes: must be one at a time, got {arguments.regimes!a}")
     from search.preflight import open_subject
     from search.prompts import load_prompts
     from search.terminal.reporter import Reporter
@@ -72,7 +76,7 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     if result["num_parted"]:
         say.phase(
             "replay",
-            f"{result['num_parted']} outputs parted from the target's at logit ties and are not compared; in float32 "
+            f"{result['num_parted']} outputs parted from the target's at ties and are not compared; in float32 "
             "there are none, and a run there is the proof of the code",
         )
     if arguments.out is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.config import DecodeConfig, Provenance, write_atomically
+from layerskip.sampling_regime import Sampling
 from search.confirm import Confirmation
 from search.spec import StudyPaths
 
@@ -47,7 +48,7 @@ class SearchFacts:
     """The study's reference plain speed on tuning prompts."""
 
 
-def with_provenance(confirmation: Confirmation, origin: Origin, facts: SearchFacts) -> DecodeConfig:
+def with_provenance(confirmation: Confirmation, origin: Origin, facts: SearchFacts, sampling: Sampling) -> DecodeConfig:
     """The confirmed config, complete: ready to be saved and loaded by `layerskip`."""
     winner = confirmation.winner
     provenance = Provenance(
@@ -73,7 +74,7 @@ def with_provenance(confirmation: Confirmation, origin: Origin, facts: SearchFac
         searched_tokens_per_s=winner.speedup * facts.plain_tokens_per_s if winner else None,
     )
     fields = {name: getattr(confirmation.config, name) for name in DecodeConfig.model_fields}
-    return DecodeConfig(**(fields | {"provenance": provenance}))
+    return DecodeConfig(**(fields | {"sampling": sampling, "provenance": provenance}))
 
 
 def save_best(config: DecodeConfig, paths: StudyPaths) -> Path | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
 from layerskip.config import DRAFTERS
 from layerskip.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
+from layerskip.sampling_regime import Sampling
 from search.spec import (
     DTypeName,
     EngineName,
@@ -63,6 +64,7 @@ _ABOUT_NUMBERS = {
         "seconds after which a trial that has not ended is failed; one that hangs ends the process",
     ),
 }
+_SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 _FIELDS = {"timeout": "timeout_s", "threads": "num_threads", "trial_timeout": "trial_timeout_s"}
 _NOT_OF_THE_SPEC = ("study", "dry_run", "quiet", "json", "workers", "devices", "reap")
 
@@ -93,6 +95,21 @@ def build_parser() -> OneLineParser:
         type=split_list,
         metavar="LIST",
         help=f"ways to draft that are searched, of {','.join(DRAFTERS)} (default: all)",
+    )
+    parser.add_argument(
+        "--regimes",
+        type=split_list,
+        metavar="LIST",
+        help="ways to choose tokens, such as greedy,t0.7,t1_p0.9, each searched apart with an equal share of the "
+        "trials and given a setting of its own (default: the one of the model's generation_config)",
+    )
+    for name, kind in _SAMPLING.items():
+        parser.add_argument(_flag(name), type=kind, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--do-sample",
+        action="store_true",
+        help="tune for sampled text, chosen by --temperature, --top-p, --top-k, --min-p and --repetition-penalty with "
+        "the defaults of generate: another way to name one regime",
     )
     parser.add_argument("--sampler", choices=get_args(SamplerName), help="who proposes configs")
     parser.add_argument(
@@ -143,6 +160,9 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     refuse_torchrun(
         "for a worker per device use --devices cuda:0,cuda:1, for a model larger than one device --device-map auto"
     )
+    flags["regimes"] = _regimes(arguments)
+    for name in ("do_sample", *_SAMPLING):
+        del flags[name]
     flags |= {"storage": storage_argument(arguments.storage), "device_map": parse_device_map(arguments.device_map)}
     spec, paths = load_spec(
         {_FIELDS.get(name, name): value for name, value in flags.items()}, arguments.study, demo=demo_folder()
@@ -161,6 +181,17 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
             return stop.exit_code
 
 
+def _regimes(arguments: argparse.Namespace) -> list[str] | None:
+    """Those of --regimes, or the one that the flags of `generate` describe."""
+    given = {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
+    if not given and not arguments.do_sample:
+        names: list[str] | None = arguments.regimes
+        return names
+    if arguments.regimes is not None:
+        raise ValueError("regimes: must be given alone, --do-sample and the flags beside it name one by themselves")
+    return [Sampling(do_sample=arguments.do_sample, **given).name]
+
+
 def _search(
     spec: StudySpec, paths: StudyPaths, arguments: argparse.Namespace, argv: list[str], stop: StopSignal
 ) -> int:
@@ -175,20 +206,22 @@ def _search(
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
     from search.preflight import open_subject
+    from search.regime_run import RegimeRun, regime_study
     from search.study import as_before
     from search.subject import Tools
     from search.terminal.reporter import make_reporter
 
     quiet_libraries()
     with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
-        subject = open_subject(as_before(spec, paths), paths, prompt_sets)
+        before = regime_study(spec, paths, spec.regimes[0])[0] if spec.regimes else spec
+        subject = open_subject(as_before(before, paths), paths, prompt_sets)
         _tell_plan(reporter, spec, subject)
         if arguments.dry_run:
             _tell_time(reporter, spec, subject)
             return 0
         _make_folder(reporter, spec, paths)
         load_s = time.perf_counter() - start
-        kind = GroupRun if spec.per_group else SearchRun
+        kind = GroupRun if spec.per_group else RegimeRun if spec.has_several_regimes else SearchRun
         return kind(subject, spec, paths, Tools(reporter, stop, command), load_s=load_s).run()
 
 
@@ -205,6 +238,8 @@ def _man(spec: StudySpec, arguments: argparse.Namespace) -> tuple[StudySpec, lis
     posts, warnings = assign_posts(devices, spec.num_threads, own_cores())
     if len(posts) > 1 and spec.per_group:
         raise ValueError(f"workers: must be 1 for a per-group search, got {len(posts)}")
+    if len(posts) > 1 and spec.has_several_regimes:
+        raise ValueError(f"workers: must be 1 for several regimes, got {len(posts)}; search them one by one")
     for text in warnings:
         sys.stderr.write(f"warning: {text}\n")
     return (spec.model_copy(update={"device": posts[0].device}) if len(posts) == 1 else spec), posts

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_THREADS, DrafterName, check_drafters
+from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_REGIMES, MAX_THREADS, DrafterName, check_drafters
 from layerskip.device_map import check_device_map
+from layerskip.sampling_regime import Sampling
 from layerskip.validated import MAX_GAMMA, describe_validation_error
 from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
 
@@ -77,6 +78,10 @@ class StudySpec(BaseModel):
     reading the weights is what costs (see the README)."""
     drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(_as_tuple)] = DRAFTERS
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask. Lookups cost nothing to predict."""
+    regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
+    """How tokens are chosen: `greedy`, `t0.7`, `t0.7_p0.9_k40` and so on, see `layerskip.Sampling.name`. Each is
+    searched apart, with an equal share of the trials, and all are exported in one config. None = the one that the
+    model's generation_config asks for."""
     objective: ObjectiveName = "tokens_per_s"
     """What is maximised. `speedup` lets workers on unlike devices share a study: each compares with its own plain
     decoding, and has costs and predictions of its own."""
@@ -118,6 +123,28 @@ class StudySpec(BaseModel):
     def _check_drafters(cls, drafters: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
         check_drafters(drafters)
         return drafters
+
+    @field_validator("regimes")
+    @classmethod
+    def _check_regimes(cls, regimes: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if regimes is None:
+            return None
+        if not 1 <= len(regimes) <= MAX_REGIMES + 1:
+            raise ValueError(f"must be 1 to {MAX_REGIMES + 1} names, got {len(regimes)}")
+        names = tuple(Sampling.parse(one).name for one in regimes)
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"must name each regime once, got {twice[0]} {names.count(twice[0])} times")
+        return names
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> StudySpec:
+        if self.per_group and self.has_several_regimes:
+            raise ValueError(f"regimes: must be one in a per-group search, got {len(self.regimes or ())}")
+        return self
+
+    @property
+    def has_several_regimes(self) -> bool:
+        return self.regimes is not None and len(self.regimes) > 1
 
     @model_validator(mode="after")
     def _check_device_map(self) -> StudySpec:

@@ -8,6 +8,7 @@ from typing import Any
 import optuna
 
 from layerskip.config import Confirmed, DecodeConfig, Provenance
+from layerskip.sampling_regime import Sampling
 from layerskip.skip_mask import SkipMask
 from search.leaderboard import counted
 from search.results import portable_model_name
@@ -35,6 +36,7 @@ def stored_config(study: optuna.Study, folder: Path) -> DecodeConfig:
     confirmed = attrs.get("confirmed") if setting["gamma"] else None
     return DecodeConfig(
         **setting,
+        sampling=Sampling.parse(attrs["fingerprint"].get("sampling", "greedy")),
         confirmed=Confirmed(**confirmed) if confirmed else None,
         provenance=_provenance(study, spec, SkipMask.parse(setting["skip_mask"]).num_layers, folder),
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from layerskip.sampling_regime import GREEDY, Sampling
 from search.decoder import Decoder
 from search.fingerprint import Fingerprint
 from search.prompts import EncodedPrompt
@@ -27,8 +28,19 @@ class Subject:
     held_out: tuple[EncodedPrompt, ...]
     fingerprint: Fingerprint
     origin: Origin
+    sampling: Sampling = GREEDY
+    """How tokens are chosen."""
     threads: ThreadChoice | None = None
     """How the number of CPU threads was measured; None where it was given."""
+
+    def in_regime(self, sampling: Sampling) -> Subject:
+        """The same model and prompts, decoded with tokens chosen so."""
+        return replace(
+            self,
+            decoder=self.decoder.with_sampling(sampling),
+            fingerprint=replace(self.fingerprint, sampling=sampling.name),
+            sampling=sampling,
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from search.results import SearchFacts
 from search.study import trials_by_state
 
 SCHEMA_VERSION = 1
+NOT_A_SETTING = {"confirmed", "provenance", "groups", "sampling", "regimes"}
+"""Of a decode config: fields left out where its setting alone is told."""
 CANDIDATES = "candidates"
 """Attribute of the study, see `candidates_of`."""
 
@@ -49,7 +51,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "verdict": "speculate" if confirmation.winner else "do not speculate",
         "reason": confirmation.config.reason,
         "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
-        "config": confirmation.config.model_dump(mode="json", exclude={"confirmed", "provenance", "groups"}),
+        "config": confirmation.config.model_dump(mode="json", exclude=NOT_A_SETTING),
         "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
         "seconds_in_trials": round(sum(trial.user_attrs.get("seconds", 0.0) for trial in given.trials), 3),
         "seconds": {name: round(value, 3) for name, value in given.seconds.items()},

@@ -40,6 +40,7 @@ class TuneOptions(TypedDict, total=False):
     granularity: Granularity
     share_prefix: bool
     drafters: Sequence[DrafterName]
+    regimes: Sequence[str]
     objective: ObjectiveName
     sampler: SamplerName
     force: bool
@@ -97,6 +98,7 @@ def _search(
     """The pipeline on a subject that is ready; the exported config."""
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
+    from search.regime_run import RegimeRun
     from search.subject import Tools
     from search.terminal.event import Event, Warned
     from search.terminal.reporter import Reporter
@@ -114,8 +116,9 @@ def _search(
     # Signals reach the main thread alone, so in another one there is nothing to handle.
     in_main = threading.current_thread() is threading.main_thread()
     with stop.installed() if in_main else nullcontext():
-        if spec.per_group:
-            code = GroupRun(subject, spec, paths, tools, load_s=load_s).run()
+        if spec.per_group or spec.has_several_regimes:
+            kind = GroupRun if spec.per_group else RegimeRun
+            code = kind(subject, spec, paths, tools, load_s=load_s).run()
             config = DecodeConfig.load(paths.best) if code == 0 else None
         else:
             run = SearchRun(subject, spec, paths, tools, load_s=load_s, exports=keeps)

@@ -13,6 +13,7 @@ from search.per_group.choice import Decision
 from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome
 from search.subject import Subject
+from search.summary import NOT_A_SETTING
 
 PER_GROUP = "per_group"
 """Attribute of the study over all prompts, see `matrix_facts`."""
@@ -61,7 +62,7 @@ def group_summary(result: GroupResult, config: DecodeConfig, *, group_field: str
     return result.outcomes[DEFAULT_GROUP].summary | {
         "verdict": "speculate" if config.speculates else "do not speculate",
         "reason": config.reason,
-        "config": config.model_dump(mode="json", exclude={"confirmed", "provenance", "groups"}),
+        "config": config.model_dump(mode="json", exclude=NOT_A_SETTING),
         "seconds": seconds,
         "not_lossless": result.violations,
         "per_group": {

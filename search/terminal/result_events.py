@@ -119,6 +119,33 @@ class GroupVerdict(Event):
 
 
 @dataclass(frozen=True)
+class RegimeVerdict(Event):
+    """What a regime gets in a search of several, with its study's confirmed numbers."""
+
+    name = "result"
+    study: str
+    regime: str
+    confirmation: Confirmation
+
+    def lines(self) -> list[Line]:
+        config, one = self.confirmation.config, self.confirmation.measured
+        words = f"{one.speedup:.3f}x ({one.speedup_ci_low:.3f}..{one.speedup_ci_high:.3f}), " if one else ""
+        style = "bold green" if config.speculates else "bold yellow"
+        return [Line(f"{self.regime}: {words}{describe(config)}", "result", style=style)]
+
+    def fields(self) -> dict[str, Any]:
+        one = self.confirmation
+        return {
+            "study": self.study,
+            "regime": self.regime,
+            "verdict": "speculate" if one.winner else "do not speculate",
+            "reason": one.config.reason,
+            "confirmed": one.measured.model_dump() if one.measured else None,
+            **config_fields(one.config),
+        }
+
+
+@dataclass(frozen=True)
 class Written(Event):
     """The results are on disk."""
 

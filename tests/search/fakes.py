@@ -11,6 +11,7 @@ from typing import Any
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
+from layerskip.sampling_regime import Sampling
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
 from search.fingerprint import Fingerprint
@@ -104,6 +105,9 @@ class FakeDecoder:
 
     def watch_machine(self) -> FakeWatch:
         return FakeWatch()
+
+    def with_sampling(self, sampling: Sampling) -> FakeDecoder:
+        return self
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
         return FakeForcing(texts, self.clock.advance)

@@ -1,0 +1,96 @@
+"""A search of several regimes, ways to choose tokens: one study each, and one config with a setting for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from layerskip.config import DecodeConfig, RegimeSetting, write_atomically
+from layerskip.sampling_regime import Sampling
+from search.pipeline import RunOutcome, SearchRun
+from search.results import save_best, save_summary
+from search.spec import StudyPaths, StudySpec, to_toml
+from search.subject import Subject, Tools
+from search.terminal.result_events import RegimeVerdict
+
+BY_REGIME = "by_regime"
+"""In summary.json: what each regime's study found."""
+_FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise")
+
+
+class RegimeRun:
+    """One run of all the studies; `run` returns the exit code, as SearchRun's does.
+
+    The first regime's study is the folder's own, each other one has a folder of its own in it and lies in the same
+    storage: every one of them is an ordinary study. Each goes on where it was stopped.
+    """
+
+    def __init__(
+        self, subject: Subject, spec: StudySpec, paths: StudyPaths, tools: Tools, *, load_s: float = 0.0
+    ) -> None:
+        self._subject, self._spec, self._paths, self._tools = subject, spec, paths, tools
+        self._load_s = load_s
+        self._start = tools.clock() - load_s
+
+    def run(self) -> int:
+        """Everything, in order. Raises: as SearchRun's."""
+        outcomes: dict[str, RunOutcome] = {}
+        codes = []
+        names = self._spec.regimes or ()
+        for place, name in enumerate(names):
+            spec, paths = regime_study(self._spec, self._paths, name)
+            self._tools.reporter.phase(
+                "regime", f"{place + 1} of {len(names)}, {name}: study {spec.study_name}, {spec.trials} trials"
+            )
+            if place:
+                paths.folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(paths.spec_file, to_toml(spec, paths.folder))
+            subject = self._subject.in_regime(Sampling.parse(name))
+            run = SearchRun(subject, spec, paths, self._tools, load_s=0.0 if place else self._load_s)
+            codes.append(run.run())
+            if run.outcome is None:
+                return max(codes)
+            outcomes[name] = run.outcome
+        self._export(outcomes)
+        return max(codes)
+
+    def _export(self, outcomes: dict[str, RunOutcome]) -> None:
+        config = combined_config([one.config for one in outcomes.values()])
+        summary = next(iter(outcomes.values())).summary | {
+            BY_REGIME: {name: found_in(outcome.summary) for name, outcome in outcomes.items()},
+        }
+        summary["seconds"] = summary["seconds"] | {"total": self._tools.clock() - self._start}
+        summary["not_lossless"] = [line for one in outcomes.values() for line in one.summary["not_lossless"]]
+        save_best(config, self._paths)
+        save_summary(summary, self._paths)
+        for name, outcome in outcomes.items():
+            self._tools.reporter.tell(RegimeVerdict(outcome.summary["study"]["name"], name, outcome.confirmation))
+
+
+def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySpec, StudyPaths]:
+    """The study of one regime, as a spec of its own and where it lies."""
+    names = spec.regimes or ()
+    whole = paths.study_name(spec)
+    is_first = name == names[0]
+    changes: dict[str, Any] = {
+        "regimes": (name,),
+        "study_name": whole if is_first else f"{whole}/{name}",
+        "storage": paths.storage_url(spec),
+        "trials": -(-spec.trials // len(names)),
+        "timeout_s": None if spec.timeout_s is None else spec.timeout_s / len(names),
+    }
+    return spec.model_copy(update=changes), paths if is_first else replace(paths, folder=paths.folder / name)
+
+
+def combined_config(configs: list[DecodeConfig]) -> DecodeConfig:
+    """The first one's, with the others' settings as regimes. Each has its `sampling`."""
+    first, *others = configs
+    names = RegimeSetting.model_fields
+    regimes = tuple(RegimeSetting(**{name: getattr(one, name) for name in names}) for one in others)
+    fields = {name: getattr(first, name) for name in DecodeConfig.model_fields}
+    return DecodeConfig(**(fields | {"regimes": regimes}))
+
+
+def found_in(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a regime's study found, of its summary."""
+    return {name: summary[name] for name in _FOUND}
