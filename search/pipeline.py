@@ -212,7 +212,7 @@ class SearchRun:
 
     def _candidates(self, study: optuna.Study, reference: Reference) -> tuple[Entry, ...]:
         standings = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference)
-        return shortlist(standings.entries, self._spec.num_confirm_candidates)
+        return shortlist(standings, self._spec.num_confirm_candidates)
 
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject

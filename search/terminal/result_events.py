@@ -24,13 +24,15 @@ class CandidateSeen(Event):
     def lines(self) -> list[Line]:
         one = self.candidate
         speed = f"{one.speedup:.3f}x" if one.speedup else f"excluded: {one.excluded}"
-        tuning = f"(tuning {one.entry.speedup:.3f}x)"
+        stopped = ", stopped early" if one.entry.stopped_early else ""
+        tuning = f"(tuning {one.entry.speedup:.3f}x{stopped})"
         return [Line(f"#{one.entry.trials[0]} {speed} {tuning}: {describe(one.entry.config)}", "confirm")]
 
     def fields(self) -> dict[str, Any]:
         one = self.candidate
         numbers = {"trial": one.entry.trials[0], "speedup": one.speedup, "tuning_speedup": one.entry.speedup}
-        return numbers | {"excluded": one.excluded, "lossless": one.lossless} | config_fields(one.entry.config)
+        verdict = {"stopped_early": one.entry.stopped_early, "excluded": one.excluded, "lossless": one.lossless}
+        return numbers | verdict | config_fields(one.entry.config)
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,7 @@ class Bench:
     reporter: Reporter | None = None
     """Tells plain lines to `output` if it is not given."""
     patience: Patience = field(default_factory=lambda: Patience(poll_s=0.02))
+    space: SearchSpace = SPACE
 
     @property
     def paths(self) -> StudyPaths:
@@ -224,7 +225,7 @@ class Bench:
         return Tools(reporter, self.stop, "python -m search.run", self.decoder.clock, self.patience)
 
     def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
-        subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
+        subject = Subject(self.decoder, self.space, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
         return SearchRun(subject, make_spec(**spec), self.paths, self.tools).run()
 
     def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
