@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,6 +75,12 @@ def check_greedy(
         logit_gap=worst,
         tolerance=tolerance,
     )
+
+
+def float32_command(model: str, *, device: str = "auto", trust_remote_code: bool = False) -> str:
+    """The command that proves the code on this model: in float32, where a difference is a difference."""
+    flags = ["--device", device] * (device != "auto") + ["--trust-remote-code"] * trust_remote_code
+    return shlex.join(["python", "-m", "layerskip.doctor", model, *flags, "--dtype", "float32"])
 
 
 def logit_difference(logits: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:

@@ -63,7 +63,8 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         drafters=spec.drafters,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
-    return Subject(ModelDecoder(model, spec.max_new_tokens), space, encoded[0], encoded[1], fingerprint, origin)
+    decoder = ModelDecoder(model, spec.max_new_tokens)
+    return Subject(decoder, space, encoded[0], encoded[1], fingerprint, origin, rounding=lambda: model.rounding)
 
 
 @dataclass(frozen=True)

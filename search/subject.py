@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from layerskip.rounding import RoundingSpread
 from search.decoder import Decoder
 from search.fingerprint import Fingerprint
 from search.prompts import EncodedPrompt
@@ -29,6 +30,8 @@ class Subject:
     origin: Origin
     threads: ThreadChoice | None = None
     """How the number of CPU threads was measured; None where it was given."""
+    rounding: Callable[[], RoundingSpread | None] = lambda: None
+    """What this process has judged logit ties by so far; None where nothing had to be judged."""
 
 
 @dataclass(frozen=True)

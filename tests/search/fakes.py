@@ -11,6 +11,7 @@ from typing import Any
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
+from layerskip.rounding import RoundingSpread
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
 from search.fingerprint import Fingerprint
@@ -67,6 +68,7 @@ class FakeDecoder:
     """Factor on the speed of a config on a prompt: what makes one config suit some prompts better."""
     num_tokens: int = 17
     num_decoded: int = 0
+    num_checked_ties: int = 0
     num_freed: int = 0
     devices: tuple[Any, ...] = (None,)
     pace: float = 1.0
@@ -97,6 +99,7 @@ class FakeDecoder:
         if tuple(ids) == tuple(reference_ids):
             return IdentityReport(identical=True, is_tie=False)
         tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
+        self.num_checked_ties += tie
         return IdentityReport(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
 
     def free_memory(self) -> None:
@@ -214,6 +217,7 @@ class Bench:
     """Tells plain lines to `output` if it is not given."""
     patience: Patience = field(default_factory=lambda: Patience(poll_s=0.02))
     space: SearchSpace = SPACE
+    rounding: Callable[[], RoundingSpread | None] = lambda: None
 
     @property
     def paths(self) -> StudyPaths:
@@ -225,7 +229,8 @@ class Bench:
         return Tools(reporter, self.stop, "python -m search.run", self.decoder.clock, self.patience)
 
     def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
-        subject = Subject(self.decoder, self.space, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
+        sets = prompts(12), prompts(12, first=500)
+        subject = Subject(self.decoder, self.space, *sets, fingerprint, ORIGIN, rounding=self.rounding)
         return SearchRun(subject, make_spec(**spec), self.paths, self.tools).run()
 
     def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
