@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -104,6 +105,12 @@ def _gaps(
     firm = uncut >= last_kept + (tolerance / temperature if bool((~kept).any()) else 0.0)
     best = scores.masked_fill(~firm, -torch.inf).max(dim=-1, keepdim=True).values
     return temperature * torch.maximum(best - scores, (last_kept - uncut).clamp_min(0.0))
+
+
+def float32_command(model: str, *, device: str = "auto", trust_remote_code: bool = False) -> str:
+    """The command that proves the code on this model: in float32, where a difference is a difference."""
+    flags = ["--device", device] * (device != "auto") + ["--trust-remote-code"] * trust_remote_code
+    return shlex.join(["python", "-m", "layerskip.doctor", model, *flags, "--dtype", "float32"])
 
 
 def logit_difference(logits: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Confirm: the best few against plain decoding on held-out prompts; one winner, or "do not speculate".
 
-The candidates: the leading configs by pooled lower bound, no more than half of them under one mask, see `shortlist`.
+The candidates: the leading configs by pooled lower bound, no more than half of them under one mask, and the best of
+every other drafter, see `shortlist`.
 First pass: plain and every candidate in lockstep on each prompt. It only chooses. Then fresh passes of the chosen one
 against plain, one after the other as a user runs them, give the number that is reported, so the luck that helped it win
 is not in it.
@@ -26,7 +27,7 @@ from layerskip.repetition import repeated_ngram_share
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoder
 from search.held_out import HeldOut, held_out_of
-from search.leaderboard import Entry
+from search.leaderboard import Entry, Standings
 from search.measurement import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
 from search.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 
@@ -91,14 +92,15 @@ class Confirmation:
         ]
 
 
-def shortlist(entries: Sequence[Entry], num: int) -> tuple[Entry, ...]:
+def shortlist(standings: Standings, num: int) -> tuple[Entry, ...]:
     """The first `num` of the standings, no more than half of them (rounded up) under one mask while there are others;
-    and the best of every other drafter besides, so that the verdict can tell what each is worth.
+    and the best of every other drafter besides, also of one whose trials were all stopped early, so that the verdict
+    can tell what each is worth.
 
     Configs of one mask do much the same on any text. Which mask suits text that was not searched on is what held-out
     prompts can tell.
     """
-    share = math.ceil(num / 2)
+    entries, share = standings.entries, math.ceil(num / 2)
     masks: Counter[tuple[str, SkipMask]] = Counter()
     within: list[int] = []
     beyond: list[int] = []
@@ -108,7 +110,8 @@ def shortlist(entries: Sequence[Entry], num: int) -> tuple[Entry, ...]:
         firsts.setdefault(config.drafter, place)
         masks[config.drafter, config.skip_mask] += 1
         (within if masks[config.drafter, config.skip_mask] <= share else beyond).append(place)
-    return tuple(entries[place] for place in sorted({*(within + beyond)[:num], *firsts.values()}))
+    chosen = tuple(entries[place] for place in sorted({*(within + beyond)[:num], *firsts.values()}))
+    return chosen + standings.stopped if chosen else ()
 
 
 def confirm(

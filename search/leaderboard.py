@@ -14,7 +14,7 @@ import numpy.typing as npt
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import DecodeConfig
-from search.space import SearchSpace
+from search.space import DRAFTER, SearchSpace
 
 MIN_SIGMA = 0.005
 """Nobody's clock is better than half a percent per pair; guards against runs that were quiet by chance."""
@@ -58,12 +58,14 @@ class Entry:
     config: DecodeConfig
     params: Mapping[str, Any]
     trials: tuple[int, ...]
-    """Numbers of its full trials, first measured first."""
+    """Numbers of its full trials, or of all where each was stopped early; first measured first."""
     num_pairs: int
     speedup: float
     """Estimate for the average prompt, see `Standings.trust`, drawn towards the forecast, see `make_standings`."""
     lower: float
     """One-sided 95 % lower bound of `speedup`."""
+    stopped_early: bool = False
+    """Whether every trial of it was."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Standings:
     """Every config that has a full trial, best lower bound first, and what was learnt about the prompts."""
 
     entries: tuple[Entry, ...]
+    """They alone can lead."""
     effects: Mapping[int, float]
     """Per prompt (its place in the reference): how far log ratios on it lie above the average first-trial prompt's."""
     sigma: float
@@ -78,6 +81,9 @@ class Standings:
     trust: float = 1.0
     """Share of a config's forecast taste for its prompts that is taken out of its ratios; 0 where some trial keeps no
     forecast. With it estimates are for the average of all prompts, else for that of a first trial."""
+    stopped: tuple[Entry, ...] = ()
+    """Of each drafter without an entry the config with the best lower bound, estimated from the prompts that it saw
+    before its trials were stopped early."""
 
     @property
     def leader(self) -> Entry | None:
@@ -170,15 +176,29 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     sigma = max(noise_sigma, PRIOR_SIGMA) if fit.sigma is None else max(fit.sigma, MIN_SIGMA)
     may_lead = np.array([any(is_full(trial) for trial in group) for group in groups.values()])
     means, errors = _towards_forecasts(fit, [_forecast_of(group) for group in groups.values()], sigma, may_lead)
-    entries = []
-    for i, (key, group) in enumerate(groups.items()):
-        full = tuple(sorted(trial.number for trial in group if is_full(trial)))
-        if full:
-            pairs, mean = int(fit.pairs[i]), float(means[i])
-            lower = math.exp(mean - _ONE_SIDED_95 * float(errors[i]))
-            entries.append(Entry(space.to_config(dict(key)), dict(key), full, pairs, math.exp(mean), lower))
+    keys, members, bounds = list(groups), list(groups.values()), means - _ONE_SIDED_95 * errors
+
+    def entry_of(i: int) -> Entry:
+        params, mean, lower = dict(keys[i]), float(means[i]), float(bounds[i])
+        trials = tuple(sorted(trial.number for trial in members[i] if is_full(trial) or not may_lead[i]))
+        pairs, bounded = int(fit.pairs[i]), (math.exp(mean), math.exp(lower))
+        return Entry(space.to_config(params), params, trials, pairs, *bounded, stopped_early=not may_lead[i])
+
+    entries = [entry_of(int(i)) for i in np.flatnonzero(may_lead)]
     entries.sort(key=lambda entry: (-entry.lower, entry.trials))
-    return Standings(tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.trust)
+    best_first = [int(i) for i in np.argsort(-bounds, kind="stable")]
+    stopped = _first_by_drafter(keys, [i for i in best_first if not may_lead[i]])
+    leading = {one.config.drafter for one in entries}
+    others = [entry_of(i) for drafter, i in stopped.items() if drafter not in leading]
+    return Standings(tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.trust, tuple(others))
+
+
+def _first_by_drafter(keys: Sequence[Key], places: Iterable[int]) -> dict[str, int]:
+    """The first of these places for each drafter. No config is made: that costs more than the fit of many trials."""
+    found: dict[str, int] = {}
+    for i in places:
+        found.setdefault(dict(keys[i]).get(DRAFTER, "layer_skip"), i)
+    return found
 
 
 def _forecast_of(trials: Sequence[FrozenTrial]) -> float | None:

@@ -24,6 +24,7 @@ from search.prediction_check import check_predictions
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference, plain_speed, warm_up
 from search.reporting.publish import Publisher
 from search.results import SearchFacts, save_best, save_summary, with_provenance
+from search.rounding_record import ROUNDING, RoundingRecord
 from search.samplers import quiet_optuna
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, near, open_storage, redact
@@ -33,7 +34,7 @@ from search.summary import CANDIDATES, SummaryInput, candidates_of, summarise_ru
 from search.surfaces import store_surfaces
 from search.terminal.event import Stopped
 from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
-from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Written
+from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Ties, Written
 from search.trial_phase import TrialPhase
 from search.workers.crew import Crew
 from search.workers.device import computing_on
@@ -78,6 +79,7 @@ class SearchRun:
         self._say = tools.reporter
         self._seconds: dict[str, float] = {"load": load_s}
         self._machine: dict[str, Any] = {}
+        self._rounding = RoundingRecord(subject.rounding)
         self._start = tools.clock() - load_s
         self._publisher = Publisher(paths, tools, page=exports)
 
@@ -112,6 +114,7 @@ class SearchRun:
                 return 0
             with self._phase("confirm"):
                 confirmation, dropped = self._confirm(study, reference)
+            self._rounding.keep(study)
             code = self._finish(study, reference, confirmation, dropped)
             self._crew.confirmed()  # first: the results are written, and what follows is extra
             self._publish(study)
@@ -213,7 +216,7 @@ class SearchRun:
 
     def _candidates(self, study: optuna.Study, reference: Reference) -> tuple[Entry, ...]:
         standings = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference)
-        return shortlist(standings.entries, self._spec.num_confirm_candidates)
+        return shortlist(standings, self._spec.num_confirm_candidates)
 
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
@@ -265,11 +268,14 @@ class SearchRun:
                 fingerprint=asdict(self._subject.fingerprint),
                 machine=self._machine,
                 prediction=checks | outlook_facts(study),
+                rounding=study.user_attrs.get(ROUNDING),
             )
         )
         self.outcome = RunOutcome(config, confirmation, reference, summary)
         self._write(study, config, summary, confirmation)
         self._say.tell(Result(study.study_name, confirmation))
+        if (ties := Ties.among(trials, confirmation.measured, summary["rounding"], self._spec)) is not None:
+            self._say.tell(ties)
         if self._exports:
             text = f"{near(self._paths.best)} and {self._paths.summary.name}"
             files = (str(self._paths.best), str(self._paths.summary))
@@ -294,7 +300,8 @@ class SearchRun:
             study.set_user_attr(HELD_OUT, confirmation.held_out.to_json())
 
     def _refresh(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        """The dashboard's figures, from one worker alone."""
+        """What a trial leaves besides; the dashboard's figures from one worker alone."""
+        self._rounding.keep(study)
         if self._crew.is_first():
             self._publisher(study, trial)
 

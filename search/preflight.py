@@ -66,7 +66,7 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
     decoder = ModelDecoder(model, spec.max_new_tokens, seed=spec.seed)
-    subject = Subject(decoder, space, encoded[0], encoded[1], fingerprint, origin)
+    subject = Subject(decoder, space, encoded[0], encoded[1], fingerprint, origin, rounding=lambda: model.rounding)
     return subject.in_regime(first_regime(spec, model))
 
 

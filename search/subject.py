@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from layerskip.rounding import RoundingSpread
 from layerskip.sampling_regime import GREEDY, Sampling
 from search.decoder import Decoder
 from search.fingerprint import Fingerprint
@@ -32,6 +33,8 @@ class Subject:
     """How tokens are chosen."""
     threads: ThreadChoice | None = None
     """How the number of CPU threads was measured; None where it was given."""
+    rounding: Callable[[], RoundingSpread | None] = lambda: None
+    """What this process has judged logit ties by so far; None where nothing had to be judged."""
 
     def in_regime(self, sampling: Sampling) -> Subject:
         """The same model and prompts, decoded with tokens chosen so."""

@@ -41,6 +41,8 @@ class SummaryInput:
     """Its state by phase, see `layerskip.machine_watch`."""
     prediction: Mapping[str, Any]
     """Replay and prediction against what was measured, and what was known before the first trial."""
+    rounding: Mapping[str, Any] | None
+    """What logit ties were judged by, see `search.rounding_record`."""
 
 
 def summarise_run(given: SummaryInput) -> dict[str, Any]:
@@ -71,6 +73,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "candidates": [_candidate(one) for one in confirmation.candidates],
         "held_out_too_short": list(given.held_out_dropped),
         "not_lossless": list(given.violations),
+        "rounding": given.rounding,
         "study": {"name": given.facts.study, "storage": given.storage, "seed": given.facts.seed},
         "command": given.facts.command,
         "commit": given.facts.commit,

@@ -13,6 +13,7 @@ from search.confirm import describe
 from search.per_group.export import PER_GROUP
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
+from search.rounding_record import ROUNDING, describe_rounding
 from search.storage import redact
 from search.study import trials_by_state
 from search.summary import CANDIDATES
@@ -185,6 +186,8 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
         rows.append(("attention", str(backend)))
     if machine := (attrs.get("confirmed") or {}).get("machine"):
         rows.append(("while confirming", machine))
+    if rounding := attrs.get(ROUNDING):
+        rows.append(("logit ties", f"a token may lie {describe_rounding(rounding)}"))
     prompts = [Path(str(spec[name])).name for name in ("prompts", "held_out") if spec.get(name)]
     hashes = f"{print_.get('tuning_prompts', '?')} and {print_.get('held_out_prompts', '?')}"
     rows.append(("prompts", f"{' and '.join(prompts) or '?'}, hashes {hashes}"))

@@ -39,6 +39,7 @@ _OF_THE_STUDY = (
     "cannot_win",
     "plain_tokens_per_s",
     "noise_sigma",
+    "rounding",
     "fingerprint",
     "environment",
     "command",

@@ -92,6 +92,7 @@ def numbers_of(attrs: Mapping[str, Any]) -> tuple[Number, ...]:
         ("mean accepted length", ("mean_accepted_length",), "{:.2f}"),
         (f"repeated {NGRAM}-grams", ("repeated_ngram_share",), "{:.0%}"),
         (f"identical of {confirmed['num_prompts']}", ("num_identical",), "{:d}"),
+        *((("logit ties", ("num_ties",), "{:d}"),) if confirmed.get("num_ties") else ()),
     )
     alone = confirmed["num_prompts"] == 1  # one prompt has no interval
     return tuple(

@@ -14,7 +14,7 @@ from rich.text import Text
 from search.results import finite
 from search.terminal.event import Event, Line, Note, Stopped, Warned
 
-_NAMES_OF_VERDICTS = ("result", "written")
+_NAMES_OF_VERDICTS = ("result", "ties", "written")
 
 
 class Reporter:

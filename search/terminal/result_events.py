@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optuna.trial import FrozenTrial
+
 from layerskip.config import Confirmed, DecodeConfig
+from layerskip.identity import float32_command
 from layerskip.repetition import NGRAM
 from search.confirm import Candidate, Confirmation, describe
 from search.prediction_check import describe_checks
+from search.rounding_record import describe_rounding
+from search.spec import StudySpec
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration
 
@@ -24,13 +29,15 @@ class CandidateSeen(Event):
     def lines(self) -> list[Line]:
         one = self.candidate
         speed = f"{one.speedup:.3f}x" if one.speedup else f"excluded: {one.excluded}"
-        tuning = f"(tuning {one.entry.speedup:.3f}x)"
+        stopped = ", stopped early" if one.entry.stopped_early else ""
+        tuning = f"(tuning {one.entry.speedup:.3f}x{stopped})"
         return [Line(f"#{one.entry.trials[0]} {speed} {tuning}: {describe(one.entry.config)}", "confirm")]
 
     def fields(self) -> dict[str, Any]:
         one = self.candidate
         numbers = {"trial": one.entry.trials[0], "speedup": one.speedup, "tuning_speedup": one.entry.speedup}
-        return numbers | {"excluded": one.excluded, "lossless": one.lossless} | config_fields(one.entry.config)
+        verdict = {"stopped_early": one.entry.stopped_early, "excluded": one.excluded, "lossless": one.lossless}
+        return numbers | verdict | config_fields(one.entry.config)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,44 @@ def _end_to_end(measured: Confirmed) -> str:
     if measured.repeated_ngram_share is not None:
         text += f"; {measured.repeated_ngram_share:.0%} of the outputs' {NGRAM}-grams repeat what came before"
     return text
+
+
+@dataclass(frozen=True)
+class Ties(Event):
+    """Outputs in reduced precision that differ from the target's by no more than rounding explains, and what would
+    show that the code is right."""
+
+    name = "ties"
+    num_in_trials: int
+    """Outputs."""
+    num_held_out: int
+    """Prompts."""
+    rounding: Mapping[str, Any] | None
+    """See `search.rounding_record`; None in a study of an earlier version."""
+    command: str
+
+    @classmethod
+    def among(
+        cls,
+        trials: Iterable[FrozenTrial],
+        measured: Confirmed | None,
+        rounding: Mapping[str, Any] | None,
+        spec: StudySpec,
+    ) -> Ties | None:
+        """None where there is none."""
+        num_in_trials = sum(trial.user_attrs.get("num_ties", 0) for trial in trials)
+        num_held_out = measured.num_ties if measured else 0
+        if num_in_trials + num_held_out == 0:
+            return None
+        command = float32_command(spec.model, device=spec.device, trust_remote_code=spec.trust_remote_code)
+        return cls(num_in_trials, num_held_out, rounding, command)
+
+    def lines(self) -> list[Line]:
+        text = f"logit ties: {self.num_in_trials} outputs of trials, {self.num_held_out} held-out prompts"
+        if self.rounding is not None:
+            text += f"; a token may lie {describe_rounding(self.rounding)}"
+        proof = f"the proof of the code is identity in float32: {self.command}"
+        return [Line(text, "result"), Line(proof, "result")]
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,16 @@ class Gate:
     def open(self) -> None:
         self.let_through(1_000_000)
 
+    def client_leaves(self, server: Serving, request: bytes) -> None:
+        """A client that asks for a stream leaves in its second round; opens once the server has seen it."""
+        client = server.open_socket(request)
+        self.let_through(1)
+        while b"data: " not in client.recv(4096):
+            pass
+        client.close()
+        wait_for(lambda: server.service.worker.num_admitted == 0, "the server sees it leave")
+        self.open()
+
 
 class GatedStream:
     """A stream of which every round waits for a permit."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import layerskip.decode
 from layerskip import LayerSkipModel
 from layerskip.doctor import examine, main
+from layerskip.identity import float32_command
 from layerskip.verifier import Verdict
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
@@ -34,6 +36,20 @@ def test_reports_a_healthy_model(capsys) -> None:
 def test_prints_the_verdict_for_a_person(capsys) -> None:
     assert main([str(DEMO_MODEL), "--device", "cpu", "--tokens", "4"]) == 0
     assert "works: every output is the target's own" in capsys.readouterr().out
+
+
+def test_in_reduced_precision_it_names_the_command_that_proves_the_code(capsys) -> None:
+    model = str(DEMO_MODEL)
+    assert main([model, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    said = "in bfloat16 ties pass; the proof of the code is identity in float32: python -m layerskip.doctor "
+    assert last.startswith(said)
+    assert main([*shlex.split(last.removeprefix(said)), "--tokens", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["dtype"], report["device"], report["proof"]) == ("float32", "cpu", None)
+    assert float32_command("a b", trust_remote_code=True) == (
+        "python -m layerskip.doctor 'a b' --trust-remote-code --dtype float32"
+    )
 
 
 def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:

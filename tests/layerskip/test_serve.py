@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -36,15 +38,30 @@ def _no_key(monkeypatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
 
+@contextmanager
+def program(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A program that does not outlive its test: Popen alone waits for it, and a server never ends by itself."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # nothing to one that has ended
+
+
+def test_a_program_ends_with_a_test_that_fails() -> None:
+    with pytest.raises(ZeroDivisionError), program([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        1 / 0  # noqa: B018 (a failure)
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_as_a_program_it_says_where_it_serves_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text(KEY + "\n")
     key_file.chmod(0o600)
     command = [sys.executable, "-m", "layerskip.serve", *DEMO, "--port", "0", "--api-key-file", str(key_file)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with program(command) as process:
         assert process.stdout is not None
         setting = DecodeConfig.load(DEMO_CONFIG)
         lines = [process.stdout.readline() for _ in range(6 + setting.looks_into_stores)]

@@ -112,14 +112,7 @@ def test_after_clients_that_leave_mid_stream(model: LayerSkipModel, monkeypatch:
         def ask_all() -> None:
             for _ in range(10):
                 with monkeypatch.context() as patch:
-                    gate = Gate(model, patch)
-                    client = server.open_socket(completion_request(stream=True))
-                    gate.let_through(1)
-                    while b"data: " not in client.recv(4096):
-                        pass
-                    client.close()
-                    wait_for(lambda: server.service.worker.num_admitted == 0, "the server sees it leave")
-                    gate.open()
+                    Gate(model, patch).client_leaves(server, completion_request(stream=True))
 
         assert_nothing_stays(server, ask_all, 10)
 

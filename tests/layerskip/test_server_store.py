@@ -111,13 +111,7 @@ def test_what_the_client_has_not_seen_is_not_kept(model: LayerSkipModel, monkeyp
             authorised = completion_request(stream=True).replace(
                 b"Host: localhost", b"Host: localhost\r\nAuthorization: Bearer correct-horse-battery"
             )
-            client = server.open_socket(authorised)
-            gate.let_through(1)
-            while b"data: " not in client.recv(4096):
-                pass
-            client.close()
-            wait_for(lambda: server.service.worker.num_admitted == 0, "the server sees it leave")
-            gate.open()
+            gate.client_leaves(server, authorised)
         wait_for(lambda: gate.streams[0].closed, "its run has ended")
         assert len(store) == 1
 

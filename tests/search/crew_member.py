@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -42,8 +44,7 @@ def work(order: Order) -> None:
     """One run; its lines go to the log."""
     Publisher.__call__ = lambda *_arguments: None  # type: ignore[method-assign]
     Publisher.publish = lambda *_arguments: None  # type: ignore[method-assign,assign,return-value]
-    with (order.folder / order.log).open("a", encoding="utf-8", buffering=1) as log:
-        sys.stderr = log
+    with (order.folder / order.log).open("a", encoding="utf-8", buffering=1) as log, redirect_stderr(log):
         bench = Bench(order.folder, output=log, patience=order.patience)  # type: ignore[arg-type]
         bench.decoder.break_on = lambda config: take_part(order, config)
         with bench.stop.installed():
@@ -57,6 +58,9 @@ def work(order: Order) -> None:
                 )
             except KeyboardInterrupt:
                 code = bench.stop.exit_code
+            except Exception:
+                traceback.print_exc()  # here: outside the log is closed
+                raise
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.identity import IdentityReport
+from layerskip.rounding import RoundingSpread
 from layerskip.sampling_regime import Sampling
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded
@@ -18,6 +20,7 @@ from search.fingerprint import Fingerprint
 from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
 from search.prompts import EncodedPrompt
+from search.regime_run import RegimeRun
 from search.results import Origin
 from search.space import SearchSpace
 from search.spec import StudyPaths, StudySpec
@@ -61,6 +64,7 @@ class FakeDecoder:
     noise: float = 0.02
     gain: float = 1.0
     """Scales all advantages: 0 makes every config as fast as plain decoding."""
+    gain_by_regime: Mapping[str, float] = field(default_factory=dict)
     break_on: Callable[[DecodeConfig], Exception | None] = lambda _config: None
     wrong_on: Callable[[DecodeConfig], bool] = lambda _config: False
     tie_on: Callable[[DecodeConfig], bool] = lambda _config: False
@@ -68,6 +72,7 @@ class FakeDecoder:
     """Factor on the speed of a config on a prompt: what makes one config suit some prompts better."""
     num_tokens: int = 17
     num_decoded: int = 0
+    num_checked_ties: int = 0
     num_freed: int = 0
     devices: tuple[Any, ...] = (None,)
     pace: float = 1.0
@@ -98,6 +103,7 @@ class FakeDecoder:
         if tuple(ids) == tuple(reference_ids):
             return IdentityReport(identical=True, is_tie=False)
         tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
+        self.num_checked_ties += tie
         return IdentityReport(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
 
     def free_memory(self) -> None:
@@ -107,7 +113,7 @@ class FakeDecoder:
         return FakeWatch()
 
     def with_sampling(self, sampling: Sampling) -> FakeDecoder:
-        return self
+        return dataclasses.replace(self, gain=self.gain_by_regime.get(sampling.name, self.gain))
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
         return FakeForcing(texts, self.clock.advance)
@@ -217,6 +223,8 @@ class Bench:
     reporter: Reporter | None = None
     """Tells plain lines to `output` if it is not given."""
     patience: Patience = field(default_factory=lambda: Patience(poll_s=0.02))
+    space: SearchSpace = SPACE
+    rounding: Callable[[], RoundingSpread | None] = lambda: None
 
     @property
     def paths(self) -> StudyPaths:
@@ -228,8 +236,15 @@ class Bench:
         return Tools(reporter, self.stop, "python -m search.run", self.decoder.clock, self.patience)
 
     def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
-        subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), fingerprint, ORIGIN)
+        sets = prompts(12), prompts(12, first=500)
+        subject = Subject(self.decoder, self.space, *sets, fingerprint, ORIGIN, rounding=self.rounding)
         return SearchRun(subject, make_spec(**spec), self.paths, self.tools).run()
+
+    def run_regimes(self, *regimes: str, **spec: object) -> int:
+        """The sampler is one that needs no predictions: nothing here depends on who proposes."""
+        subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+        fields = {"sampler": "local-tpe", "regimes": regimes} | spec
+        return RegimeRun(subject, make_spec(**fields), self.paths, self.tools).run()
 
     def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
         """A per-group search with so many tuning prompts of each group, and as many held-out ones if not told.

@@ -27,7 +27,6 @@ from search.learnt_costs import CostLearner
 from search.objective import standings_of
 from search.outlook import COSTS, SENSITIVITY
 from search.outlook_figures import cost_figure, sensitivity_figure
-from search.pipeline import SearchRun
 from search.prediction_check import prediction_check_of
 from search.reference import Reference
 from search.reporting.record import StudyRecord, read_record
@@ -35,11 +34,9 @@ from search.sensitivity import Sensitivity, SublayerWorth
 from search.space import SearchSpace
 from search.statistics import geometric_mean
 from search.storage import close_storage, open_storage
-from search.subject import Subject, Tools
-from search.terminal.reporter import Reporter
 from search.trial_figures import convergence_figure, leaders, prediction_figure, space_of
 from tests.search import outlook_fakes
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, make_spec, prompts
+from tests.search.fakes import SPACE, Bench
 from tests.search.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
@@ -202,10 +199,7 @@ def test_whole_layers_have_all_figures(tmp_path: Path) -> None:
 
 
 def run_on(folder: Path, space: SearchSpace, **spec: object) -> None:
-    bench = Bench(folder)
-    subject = Subject(bench.decoder, space, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
-    tools = Tools(Reporter(bench.output), bench.stop, "python -m search.run", bench.decoder.clock)
-    assert SearchRun(subject, make_spec(**spec), bench.paths, tools).run() == 0
+    assert Bench(folder, space=space).run(**spec) == 0
 
 
 def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished: optuna.Study) -> None:

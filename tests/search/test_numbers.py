@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from layerskip import DecodeConfig, DecodeStats, SkipMask
+from layerskip import DecodeConfig, DecodeStats, PromptLookup, SkipMask, SuffixLookup
+from layerskip.usual_lookups import lookup_alone
 from search.confirm import Candidate, choose, shortlist, summarise
 from search.leaderboard import Entry, Standings, counted, make_standings
 from search.measurement import Pair, Timed, add_up
 from search.reference import Reference, prompts_for
+from search.space import SearchSpace
 from search.statistics import geometric_mean, log_spread, prompt_interval, ratio_interval
 from tests.search.fakes import NUM_LAYERS, SPACE
 
@@ -142,17 +145,21 @@ def test_ties_go_to_fewer_skips_then_smaller_gamma() -> None:
     assert choose([out], 0.01) == []
 
 
+def standings_of(*entries: Entry) -> Standings:
+    return Standings(entries, {}, 0.1)
+
+
 def test_no_more_than_half_of_the_candidates_share_a_mask() -> None:
     first, second, third, fourth = (entry("6:1-4", gamma) for gamma in (4, 5, 3, 6))
     other, last = entry("6:1-3", 4), entry("6:2", 2)
-    standings = [first, second, third, other, fourth, last]
+    standings = standings_of(first, second, third, other, fourth, last)
     assert shortlist(standings, 4) == (first, second, other, last)
     assert shortlist(standings, 3) == (first, second, other)
     assert shortlist(standings, 1) == (first,)
     # Nobody else to ask: the same mask fills the places.
-    assert shortlist([first, second, third, fourth], 3) == (first, second, third)
-    assert shortlist([first, second, third, other], 4) == (first, second, third, other)
-    assert shortlist([], 4) == ()
+    assert shortlist(standings_of(first, second, third, fourth), 3) == (first, second, third)
+    assert shortlist(standings_of(first, second, third, other), 4) == (first, second, third, other)
+    assert shortlist(standings_of(), 4) == ()
 
 
 def trial(
@@ -165,11 +172,26 @@ def trial(
     forecasts: tuple[list[float], float] | None = None,
 ) -> FrozenTrial:
     config = DecodeConfig(skip_mask=SkipMask.parse(text), gamma=2)
-    distributions: dict[str, BaseDistribution] = SPACE.distributions
+    return trial_of(SPACE, config, steps, ratios, stopped=stopped, number=number, forecasts=forecasts)
+
+
+def trial_of(
+    space: SearchSpace,
+    config: DecodeConfig,
+    steps: list[int],
+    ratios: list[float],
+    *,
+    stopped: bool = False,
+    number: int = 0,
+    forecasts: tuple[list[float], float] | None = None,
+) -> FrozenTrial:
+    distributions: dict[str, BaseDistribution] = space.distributions
     attrs: dict[str, object] = {"lossless": True, "stopped_early": stopped, "prompt_steps": steps, "ratios": ratios}
     if forecasts:
         attrs |= {"forecast_ratios": forecasts[0], "forecast_speedup": forecasts[1]}
-    made = create_trial(params=SPACE.to_params(config), distributions=distributions, value=1.0, user_attrs=attrs)
+    params = space.to_params(config)
+    own = {name: distributions[name] for name in params}
+    made = create_trial(params=params, distributions=own, value=1.0, user_attrs=attrs)
     made.number = number
     return made
 
@@ -280,6 +302,32 @@ def test_stopped_trials_inform_but_never_lead() -> None:
     stopped = trial("6:1", [0], [9.0], stopped=True)
     assert make_standings([stopped], SPACE, 0.01, 4).leader is None
     assert not make_standings([], SPACE, 0.01, 4).entries
+
+
+def test_of_a_drafter_whose_trials_were_all_stopped_early_the_best_goes_to_the_confirm_stage() -> None:
+    space = replace(SPACE, drafters=("layer_skip", "prompt_lookup", "suffix"))
+    masks = [DecodeConfig(skip_mask=SkipMask.parse(text), gamma=2) for text in ("6:1", "6:2", "6:3")]
+    prompt, other = (lookup_alone(NUM_LAYERS, PromptLookup(min_match=least, max_match=16), 4) for least in (1, 2))
+    suffix = lookup_alone(NUM_LAYERS, SuffixLookup(min_match=2), 4)
+    trials = [
+        trial_of(space, masks[0], [0, 1, 2], [1.5, 1.4, 1.6], number=0),
+        trial_of(space, other, [0, 1], [0.9, 0.8], stopped=True, number=1),
+        trial_of(space, prompt, [0, 1], [1.1, 1.0], stopped=True, number=2),
+        trial_of(space, masks[1], [0], [1.0], stopped=True, number=3),
+        trial_of(space, prompt, [0], [1.1], stopped=True, number=4),
+    ]
+    standings = make_standings(trials, space, 0.01, 3)
+    assert [one.config for one in standings.entries] == [masks[0]]
+    (best,) = standings.stopped  # of layer skipping there is one that was measured in full
+    assert (best.config, best.trials, best.num_pairs, best.stopped_early) == (prompt, (2, 4), 3, True)
+    assert best.lower < best.speedup < 1.2
+    assert shortlist(standings, 1) == (*standings.entries, best)
+    # Where some config of the drafter was measured in full, none is taken that was not.
+    full = trial_of(space, other, [0, 1, 2], [0.9, 0.8, 0.9], number=5)
+    stopped = trial_of(space, suffix, [0], [1.2], stopped=True, number=6)
+    standings = make_standings([*trials, full, stopped], space, 0.01, 3)
+    assert [one.config for one in shortlist(standings, 1)] == [masks[0], other, suffix]
+    assert make_standings(trials[1:], space, 0.01, 3).leader is None
 
 
 def test_hopeless_is_two_standard_errors_below_the_leader() -> None:

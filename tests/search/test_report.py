@@ -23,7 +23,6 @@ from layerskip import DecodeConfig, SkipMask
 from search import report
 from search.figure_style import MissingData
 from search.held_out import HELD_OUT, Counters, HeldOut
-from search.pipeline import SearchRun
 from search.reporting.artifacts import attach
 from search.reporting.counters import counters_of, times_of
 from search.reporting.decode_figures import acceptance_figure, held_out_figure, time_figure
@@ -37,11 +36,11 @@ from search.reporting.render import plain_markdown, to_html, to_markdown, to_sho
 from search.reporting.tables import to_csv, to_json
 from search.statistics import geometric_mean
 from search.storage import close_storage, open_storage
-from search.subject import Subject, Tools
+from search.subject import Tools
 from search.surfaces import SURFACES
 from search.terminal.reporter import Reporter
 from search.trial_figures import space_of
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, FakeClock, make_spec, prompts
+from tests.search.fakes import SPACE, Bench, FakeClock
 
 pytestmark = pytest.mark.publishes
 FAST: dict[str, Any] = {"trials": 2, "num_confirm_prompts": 5, "confirm_repeats": 1}
@@ -312,11 +311,8 @@ def test_the_surface_around_the_chosen_config_is_kept_and_drawn(record: StudyRec
 
 
 def test_a_study_that_searched_share_prefix_is_read_whole(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
     space = replace(SPACE, share_prefix=True)
-    subject = Subject(bench.decoder, space, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
-    tools = Tools(Reporter(bench.output), bench.stop, "python -m search.run", bench.decoder.clock)
-    assert SearchRun(subject, make_spec(trials=8, share_prefix=True), bench.paths, tools).run() == 0
+    assert Bench(tmp_path, space=space).run(trials=8, share_prefix=True) == 0
     storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
     record = read_record(optuna.load_study(study_name=tmp_path.name, storage=storage))
     assert space_of(record.measured) == space

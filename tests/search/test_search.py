@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -99,10 +101,8 @@ def test_stop_and_resume_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("sampler", ["local-tpe", "tpe", "random"])
-def test_a_parameter_with_one_value_is_searched_too(
-    bench: Bench, sampler: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.search.fakes.SPACE", dataclasses.replace(SPACE, gamma_max=1))
+def test_a_parameter_with_one_value_is_searched_too(bench: Bench, sampler: str) -> None:
+    bench.space = replace(SPACE, gamma_max=1)
     bench.run(trials=20, sampler=sampler)
     trials = trials_of(bench)
     assert len(trials) >= 20
@@ -189,6 +189,20 @@ def test_a_logit_tie_is_counted_and_may_win(bench: Bench) -> None:
     assert (confirmed.num_identical, confirmed.num_ties) == (0, 12)
 
 
+def test_the_verdict_tells_every_drafter_also_those_whose_trials_were_stopped_early(tmp_path: Path) -> None:
+    drafters = ("layer_skip", "prompt_lookup", "suffix")
+    bench = Bench(tmp_path, space=replace(SPACE, drafters=drafters))
+    assert bench.run(trials=8, drafters=drafters) == 0
+    trials = trials_of(bench)
+    assert {one.params["drafter"] for one in trials if not one.user_attrs["stopped_early"]} == {"layer_skip"}
+    assert summary_of(bench)["by_drafter"].keys() == set(drafters)
+    told = bench.output.getvalue()
+    assert re.search(r"best of each drafter on the choosing pass: layer_skip 1\.4\dx, (\w+ 0\.9\dx(, )?){2}\n", told)
+    assert (
+        len(re.findall(r"confirm   #\d+ 0\.\d+x \(tuning 0\.\d+x, stopped early\): (prompt_lookup|suffix)", told)) == 2
+    )
+
+
 def test_out_of_memory_fails_that_trial_alone(bench: Bench) -> None:
     bench.decoder.break_on = lambda config: MemoryError("no room") if config.gamma == 6 else None
     assert bench.run(trials=30) == 0
@@ -254,16 +268,16 @@ def test_leaders_are_measured_again_on_other_prompts(bench: Bench) -> None:
 def test_another_fingerprint_is_refused_by_name(bench: Bench, change: dict[str, Any], said: str) -> None:
     bench.run(trials=3)
     with pytest.raises(FingerprintMismatch, match=said):
-        bench.run(trials=6, fingerprint=dataclasses.replace(FINGERPRINT, **change))
+        bench.run(trials=6, fingerprint=replace(FINGERPRINT, **change))
     assert len(trials_of(bench)) == 3
 
 
 def test_a_study_from_before_prefixes_were_shared_resumes_without_them() -> None:
-    stored = dataclasses.asdict(FINGERPRINT)
+    stored = asdict(FINGERPRINT)
     del stored["share_prefix"]
     compare(stored, FINGERPRINT)
     with pytest.raises(FingerprintMismatch, match="share_prefix was False, now True"):
-        compare(stored, dataclasses.replace(FINGERPRINT, share_prefix=True))
+        compare(stored, replace(FINGERPRINT, share_prefix=True))
 
 
 def test_a_study_of_somebody_else_is_refused(bench: Bench) -> None:
@@ -306,7 +320,7 @@ def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatc
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(study, "num_cores", lambda: 3)
-    bench.run(trials=1, fingerprint=dataclasses.replace(FINGERPRINT, num_threads=3))
+    bench.run(trials=1, fingerprint=replace(FINGERPRINT, num_threads=3))
     assert as_before(make_spec(), bench.paths).num_threads == 3
     assert as_before(make_spec(num_threads=2), bench.paths).num_threads == 2
     assert as_before(make_spec(objective="speedup"), bench.paths).num_threads is None

@@ -393,12 +393,14 @@ class ThreadWatcher(FakeDecoder):
 
 def test_nothing_draws_while_the_clock_runs(tmp_path: Path) -> None:
     reporter, _ = live_on(80)
+    others = {one.name for one in threading.enumerate() if one is not threading.current_thread()}  # of earlier tests
     decoder = ThreadWatcher()
     with reporter:
         Bench(tmp_path, decoder, reporter=reporter).run(trials=2)
     # Three sleep for a minute or more at a time: Optuna's own, the worker's signs of life, and this test's limit.
     asleep = ("signs of life", "pytest_timeout")
-    drawing = {name for name in decoder.threads if "heartbeat" not in name and not name.startswith(asleep)}
+    new = decoder.threads - others
+    drawing = {name for name in new if "heartbeat" not in name and not name.startswith(asleep)}
     assert drawing == {threading.current_thread().name}
 
 

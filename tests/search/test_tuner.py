@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import search
@@ -51,6 +53,24 @@ def test_texts_in_a_config_out_and_nothing_left_behind(
     ids = tokenizer("w1 w2 w3", return_tensors="pt")["input_ids"]
     plain = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 3:].tolist()
     assert LayerSkipModel(model, tokenizer, config, engine="eager").generate(ids, max_new_tokens=8).ids == plain
+
+
+def test_sampled_text_is_replayed_exactly_and_drawn_as_transformers_draws_it(
+    loaded: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model, tokenizer = loaded
+    options = FAST | {"trials": 30, "regimes": ["t1.3", "greedy"], "force": True, "study": tmp_path}
+    config = search.tune(model, tokenizer, TEXTS, **options)
+    assert config.regime_names == ("t1.3", "greedy")
+    for folder in (tmp_path, tmp_path / "greedy"):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["replay"]["exact_share"] == 1.0
+        assert summary["not_lossless"] == []
+    ids = tokenizer("w1 w2 w3", return_tensors="pt")["input_ids"]
+    arguments = {"max_new_tokens": 8, "do_sample": True, "temperature": 1.3}
+    torch.manual_seed(5)
+    expected = model.generate(ids, **arguments)[0, 3:].tolist()
+    assert LayerSkipModel(model, tokenizer, config, engine="eager").generate(ids, seed=5, **arguments).ids == expected
 
 
 def test_a_kept_study_goes_on_and_is_there_for_the_other_commands(

@@ -79,8 +79,10 @@ def test_a_killed_command_leaves_what_it_found_and_no_process(tmp_path: Path) ->
     script = tmp_path / "script.py"
     script.write_text(code)
     with subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}) as command:
-        wait_for(lambda: file.is_file() and any(row["step"] == "hangs" for row in rows_of(read(file))))
-        command.kill()
+        try:
+            wait_for(lambda: file.is_file() and any(row["step"] == "hangs" for row in rows_of(read(file))))
+        finally:  # a failure too, or leaving the block waits for it forever
+            command.kill()
     record = read(file)
     assert [step["state"] for step in record["steps"].values()] == ["done", "running"]
     wait_for(lambda: not Path(f"/proc/{record['workers'][0]['pid']}").exists())
