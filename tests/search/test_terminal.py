@@ -129,7 +129,7 @@ def test_the_words_of_an_event(event: Event, lines: list[str]) -> None:
 
 SHAPE = """\
 study     study in sqlite:///TMP/study.db: N of N trials done
-reference plain decoding of tuning prompts, N tokens each
+reference plain decoding of tuning prompts, greedy, N tokens each
 reference plain N tok/s, A/A noise N % a pair, N of N prompts a full trial
 outlook   ...
 search    N trials, sampler replay, seed N
