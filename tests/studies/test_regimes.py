@@ -1,52 +1,74 @@
-"""The study of regimes: every drafter over plain decoding, greedy and sampled, on equally many tokens."""
+"""The study of regimes: every drafter over plain decoding, greedy and sampled, on the same text."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.config import RegimeSetting
+from layerskip.sampling_regime import GREEDY, Sampling
+from search.decoder import ModelDecoder
 from search.prompts import EncodedPrompt
-from studies.regimes import Regime, measure, table, ways_of
+from studies.regimes import Regime, measure, table, ways_in
 from tests.layerskip import zoo
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
-SUMMARY = {
-    "candidates": [
-        {"config": {"skip_mask": str(MASK), "gamma": 2}, "speedup": 1.1},
-        {"config": {"skip_mask": str(MASK), "gamma": 3}, "speedup": 1.3},
-        {
-            "config": {
-                "drafter": "suffix",
-                "skip_mask": f"{zoo.NUM_LAYERS}:none",
-                "gamma": 5,
-                "lookup": {"method": "suffix", "min_match": 2},
-            },
-            "speedup": None,
-        },
-    ]
+WARM = Sampling.parse("t0.7")
+SUFFIX = {
+    "drafter": "suffix",
+    "skip_mask": f"{zoo.NUM_LAYERS}:none",
+    "gamma": 5,
+    "lookup": {"method": "suffix", "min_match": 2},
 }
+SUMMARIES = {
+    "greedy": {
+        "candidates": [
+            {"config": {"skip_mask": str(MASK), "gamma": 2}, "speedup": 1.1},
+            {"config": {"skip_mask": str(MASK), "gamma": 3}, "speedup": 1.3},
+            {"config": SUFFIX, "speedup": None},
+        ]
+    },
+    "t0.7": {"candidates": [{"config": SUFFIX, "speedup": 1.2}]},
+}
+CONFIG = DecodeConfig(
+    skip_mask=MASK,
+    gamma=2,
+    sampling=GREEDY,
+    reason="exported",
+    regimes=(RegimeSetting(skip_mask=MASK, gamma=1, sampling=WARM),),
+)
 
 
-def test_the_fastest_finalist_of_every_drafter_is_measured() -> None:
-    ways = ways_of(SUMMARY, DecodeConfig(skip_mask=MASK, gamma=2, reason="exported"))
-    assert list(ways) == ["n-grams as usual", "exported", "best layer_skip", "best suffix"]
-    assert (ways["best layer_skip"].gamma, ways["best suffix"].gamma) == (3, 5)
-    assert ways["exported"].reason is None
+def test_each_regime_has_its_own_ways() -> None:
+    greedy = ways_in(Regime(GREEDY, 12), CONFIG, SUMMARIES)
+    assert list(greedy) == ["exported", "n-grams as usual", "best layer_skip"]
+    assert (greedy["exported"].gamma, greedy["exported"].reason, greedy["best layer_skip"].gamma) == (2, None, 3)
+    for regime in (Regime(WARM, 12), Regime(Sampling.parse("t1"), 12)):
+        sampled = ways_in(regime, CONFIG, SUMMARIES)
+        assert list(sampled) == ["exported", "n-grams as usual", "best suffix"]
+        assert sampled["exported"].gamma == 1
+    alone = ways_in(Regime(WARM, 12), DecodeConfig(skip_mask=MASK, gamma=2), {"greedy": SUMMARIES["greedy"]})
+    assert list(alone) == ["exported", "n-grams as usual", "best layer_skip"]
 
 
 def test_rows_and_table() -> None:
     model = zoo.layerskip_of("llama fused")
-    ways = ways_of(SUMMARY, DecodeConfig(skip_mask=MASK, gamma=2))
     prompts = [EncodedPrompt(str(seed), None, zoo.prompt_of(6, seed=seed)) for seed in range(3)]
     found = []
-    for regime in (Regime("greedy", 12), Regime("warm", 12, 0.7)):
-        rows, share = measure(model, regime, ways, prompts, seed=1)
-        assert set(rows) == set(ways)
-        assert all(row.num_prompts == 3 and row.low <= row.speedup <= row.high for row in rows.values())
-        expected = 3 if regime.temperature is None else None
-        assert {row.num_identical for row in rows.values()} == {expected}
+    for regime in (Regime(GREEDY, 12), Regime(WARM, 12)):
+        ways = ways_in(regime, CONFIG, SUMMARIES)
+        rows, share = measure(ModelDecoder(model, 12, regime.sampling.params()), ways, prompts, 2)
+        assert list(rows) == list(ways)
+        assert all((row.num_prompts, row.num_identical) == (3, 3) for row in rows.values())
+        assert all(0 < row.low <= row.speedup <= row.high for row in rows.values())
         told = {name: asdict(row) for name, row in rows.items()}
-        found.append(asdict(regime) | {"rows": told, "repeated_ngram_share": share})
-    text = table({"regimes": found, "ways": list(ways)})
-    assert text.splitlines()[0] == "| way | greedy | warm |"
-    assert len(text.splitlines()) == 2 + len(ways) + 1
+        found.append({"name": regime.name, "rows": told, "repeated_ngram_share": share})
+    lines = table({"regimes": found}).splitlines()
+    assert lines[0] == "| way | greedy, 12 tokens | t0.7, 12 tokens |"
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| exported",
+        "| n-grams as usual",
+        "| best layer_skip",
+        "| best suffix",
+        "| *4-grams that were there before*",
+    ]
