@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MINIMUM := $(VENV)-minimum
 FREE ?= torch
+CASES ?= --first-cases
 
 .PHONY: search test test-minimum lint format notebooks dashboard audit fuzz security lock demo-model stock-model clean
 
@@ -13,10 +14,11 @@ search: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-# Are the lower bounds in pyproject.toml true? Its own environment of the lowest versions admitted, and the fast tests there.
+# Are the lower bounds in pyproject.toml true? Its own environment of the lowest versions admitted, and there every test that is
+# not marked slow, browser or gpu, once: of a parametrised one the first case. `CASES=` runs all of their cases.
 # torch is left to pip: the older wheels that PyPI has bring gigabytes of CUDA libraries. `FREE=` holds it down too.
 test-minimum: $(MINIMUM)/.installed
-	$(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not browser and not gpu"
+	$(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(CASES) -m "not slow and not browser and not gpu"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

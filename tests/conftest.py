@@ -34,6 +34,23 @@ settings.register_profile("fuzz", deadline=None, max_examples=6_000, suppress_he
 settings.load_profile("reproducible")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--first-cases", action="store_true", help="of every parametrised test run the first case alone")
+
+
+@pytest.hookimpl(trylast=True)  # after the markers have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--first-cases` each test function runs once: enough to see whether a library has what is called of it."""
+    if not config.getoption("--first-cases"):
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 @pytest.fixture(autouse=True)
 def _ordinary_mode() -> Iterator[None]:
     """Inference mode belongs to the thread: what one test leaves half-way inside it must not change the next."""
