@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from layerskip.decode import DecodeLoop, Emitted, Run
 from layerskip.engines.cuda_graph import CudaGraphEngine
 from layerskip.identity import check_identity, first_difference
 from layerskip.lockstep import TURN_TOKENS
+from layerskip.sampling import SamplingParams, seeded_sampler
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 
@@ -200,6 +202,25 @@ def test_seconds_are_told_token_by_token() -> None:
 def test_bad_input(configs: Sequence[DecodeConfig], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zoo.layerskip_of("llama").generate_in_lockstep(zoo.prompt_of(3), configs, **arguments)
+
+
+def test_drawn_texts_that_part_in_bfloat16_are_ties_and_wrong_tokens_are_not() -> None:
+    ways = [SamplingParams(True, 0.7), SamplingParams(True, top_k=8, top_p=0.8), SamplingParams(True, top_k=20)]
+    parted = passed = 0
+    for name, params in itertools.product(("qwen3", "gemma3", "gpt2"), ways):
+        model = LayerSkipModel(zoo.build(name).to(torch.bfloat16), engine="eager")
+        configs = [DecodeConfig.plain(4), DecodeConfig(skip_mask=SkipMask.from_layers(4, [2, 3]), gamma=4)]
+        for seed in range(20):
+            prompt, drawn = zoo.prompt_of(6, seed), seeded_sampler(params, seed, model.device)
+            plain, draft = model.generate_in_lockstep(prompt, configs, max_new_tokens=40, seed=seed, **asdict(params))
+            report = check_identity(model, prompt, draft.ids, plain.ids, drawn)
+            assert report.lossless, report
+            parted += not report.identical
+            wrong = [*plain.ids[:7], (plain.ids[7] + 5) % zoo.VOCAB, *plain.ids[8:]]
+            drawn = seeded_sampler(params, seed, model.device)
+            passed += check_identity(model, prompt, wrong, plain.ids, drawn).lossless
+    assert parted > 1
+    assert passed == 0
 
 
 def test_ties_in_bfloat16_part_texts_and_lose_none() -> None:
