@@ -22,7 +22,6 @@ from search.spec import (
     StudyPaths,
     StudySpec,
     load_spec,
-    to_toml,
 )
 from search.stop import StopSignal
 from search.storages.address import STORAGE_VARIABLE, storage_argument
@@ -286,17 +285,11 @@ def _without(argv: list[str], *flags: str) -> list[str]:
 
 def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:
     """With its study.toml, where there is none."""
-    from layerskip.config import write_atomically
-    from search.storage import FROM_ENVIRONMENT, holds_secret
+    from search.results import save_spec
 
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
-        has_password = spec.storage is not None and holds_secret(spec.storage)
-        if has_password and spec.storage == storage_argument(None):
-            # It was kept from the command line; the file says where to look.
-            spec, has_password = spec.model_copy(update={"storage": FROM_ENVIRONMENT}), False
-        write_atomically(paths.spec_file, to_toml(spec, paths.folder), mode=0o600 if has_password else 0o644)
-        if has_password:
+        if save_spec(spec, paths):
             reporter.warn(f"{paths.spec_file} holds the storage's password; only you can read it, keep it so")
         reporter.phase("preflight", f"new study folder {paths.folder}")
 
