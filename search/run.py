@@ -216,7 +216,7 @@ def _search(
         subject = open_subject(as_before(before, paths), paths, prompt_sets)
         _tell_plan(reporter, spec, subject)
         if arguments.dry_run:
-            _tell_time(reporter, spec, subject)
+            _tell_time(reporter, spec, paths, subject)
             return 0
         _make_folder(reporter, spec, paths)
         load_s = time.perf_counter() - start
@@ -309,14 +309,21 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
     from search.terminal.progress_events import Preflight
 
     groups = count_groups(subject.tuning, subject.held_out) if spec.per_group else None
-    reporter.tell(Preflight(subject, spec.gamma_max, spec.held_out is None, spec.group_field, groups))
+    regimes = spec.regimes or (subject.sampling.name,)
+    reporter.tell(Preflight(subject, spec.gamma_max, spec.held_out is None, spec.group_field, regimes, groups))
 
 
-def _tell_time(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
+def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: Subject) -> None:
     from search.per_group.run import group_subjects
-    from search.preflight import estimate, estimate_groups
+    from search.preflight import estimate, estimate_groups, estimate_regimes
+    from search.regime_run import regime_study
 
-    text = estimate_groups(group_subjects(subject), spec) if spec.per_group else estimate(subject, spec)
+    if spec.per_group:
+        text = estimate_groups(group_subjects(subject), spec)
+    elif spec.regimes is not None and spec.has_several_regimes:
+        text = estimate_regimes(subject, {name: regime_study(spec, paths, name)[0] for name in spec.regimes})
+    else:
+        text = estimate(subject, spec)
     reporter.phase("dry run", text)
 
 

@@ -20,16 +20,18 @@ from search import export, report
 from search.compact import read_lines
 from search.decoder import ModelDecoder
 from search.pipeline import SearchRun
-from search.preflight import first_regime
+from search.preflight import estimate_regimes, first_regime, time_pair, time_study
 from search.regime_run import regime_study
 from search.regime_settings import read_regimes
 from search.reporting.digest import regimes_table
 from search.reporting.source import Address, opened
 from search.results import save_spec
 from search.run import build_parser, main
+from search.spec import StudyPaths
 from search.storage import open_storage
 from search.stored_config import stored_config
 from search.subject import Subject
+from search.terminal.text import duration
 from tests.layerskip import zoo
 from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
 
@@ -210,6 +212,32 @@ def test_a_password_is_kept_as_in_the_whole_search(bench: Bench, monkeypatch: py
     monkeypatch.setenv("LAYERSKIP_STORAGE", url)
     assert not save_spec(spec, paths)
     assert "s3cret" not in paths.spec_file.read_text()
+
+
+def test_a_dry_run_estimates_all_regimes(
+    tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny_study, "--dry-run", "--regimes", "greedy,t0.7"]) == 0
+    told = capsys.readouterr().out
+    assert "preflight drafters layer_skip, prompt_lookup, suffix, hybrid; greedy, t0.7\n" in told
+    assert "dry run   2 studies (greedy, t0.7) of 2 trials: at most about 0:0" in told
+    assert told.endswith("in total; nothing was written\n")
+    assert not (tmp_path / "study").exists()
+
+
+def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
+    """Here both are as fast as each other, and a time limit is shared."""
+    subject = Subject(FakeDecoder(noise=0.0), SPACE, prompts(12), prompts(4, first=500), FINGERPRINT, ORIGIN)
+    spec = make_spec(regimes=("greedy", "t1"), trials=31, prompts_per_trial=5)
+    specs = {name: regime_study(spec, StudyPaths(Path("/s")), name)[0] for name in ("greedy", "t1")}
+    one = time_study(subject, specs["t1"], time_pair(subject))
+    assert specs["t1"].trials == 16
+    assert estimate_regimes(subject, specs) == (
+        f"2 studies (greedy, t1) of 16 trials: at most about {duration(2 * one.search_s)}, then confirm about "
+        f"{duration(2 * one.confirm_s)}; {duration(2 * (one.search_s + one.confirm_s))} in total; nothing was written"
+    )
+    limited = {name: one.model_copy(update={"timeout_s": 3.0}) for name, one in specs.items()}
+    assert "at most about 0:06," in estimate_regimes(subject, limited)
 
 
 @pytest.mark.parametrize(
