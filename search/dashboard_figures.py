@@ -13,9 +13,11 @@ import plotly.graph_objects as go
 from layerskip.config import DecodeConfig
 from search.confirm import describe
 from search.figure_style import MissingData, fit_card
+from search.regime_settings import sampling_of
+from search.reporting.digest import regimes_table
 from search.reporting.pictures import PICTURES
 from search.reporting.record import StudyRecord, read_record
-from search.reporting.render import plain_markdown
+from search.reporting.render import markdown_table, plain_markdown
 from search.trial_phase import CANNOT_WIN
 
 FIGURES: dict[str, Callable[[StudyRecord], go.Figure]] = {picture.key: picture.draw for picture in PICTURES}
@@ -46,6 +48,8 @@ def push_figures(study: optuna.Study) -> list[str]:
 def note(record: StudyRecord, earlier: str = "") -> str:
     """Markdown: verdict, best config, the command; below a line what a person added to the earlier note."""
     parts = [_verdict(record.attrs), _config(record)]
+    if (table := regimes_table(record.attrs)) is not None:
+        parts.append(markdown_table(table))
     if (command := record.attrs.get("command")) is not None:
         parts.append(f"Made by\n\n```\n{command}\n```")
     _, ours, yours = earlier.rpartition(YOURS)
@@ -71,6 +75,7 @@ def _verdict(attrs: Mapping[str, Any]) -> str:
         text = f"**Do not speculate**: {plain_markdown(reason)}."
     if attrs.get(CANNOT_WIN) is not None:
         text += f" The search was cut short: {plain_markdown(attrs[CANNOT_WIN])}."
+    text += f" Tokens chosen: {plain_markdown(sampling_of(attrs))}."
     if (plain := attrs.get("plain_tokens_per_s")) is not None:
         text += f" Plain decoding of the tuning prompts: {plain:.1f} tokens/s."
     return text

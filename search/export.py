@@ -24,7 +24,8 @@ _EPILOG = """\
 --draft-model writes the kept layers as an ordinary checkpoint (config.json, safetensors, tokenizer) with settings for
 Transformers, vLLM, SGLang and llama.cpp. A mask that skips attention or MLP alone has no such checkpoint: --nearest
 keeps those layers whole instead, and that draft was not measured. Of a config with regimes it is the default's mask.
-STUDY with --config-out writes a finished study's best.json again, from its storage; with --archive the whole study,
+STUDY with --config-out writes a finished study's best.json again, from its storage, of a search of several regimes with
+all their settings (a regime's own folder: with its own alone); with --archive the whole study,
 into one small file that report and dashboard read where the study has no database (a run writes it as study.jsonl.xz in
 the study folder). Nothing is measured."""
 
@@ -73,11 +74,17 @@ def _write_config(arguments: argparse.Namespace) -> int:
 
     file = _new_file("--config-out", arguments.config_out)
     with _opened(arguments) as source:
-        config = stored_config(source.load(), file.parent)
+        config = stored_config(source.load(), source.storage, file.parent)
     config.save(file)
-    verdict = "speculate" if config.speculates else "do not speculate"
-    sys.stdout.write(f"written {file}: {verdict}, mask {config.skip_mask}, gamma {config.gamma}\n")
+    settings = [config.for_sampling(one.params()) for one in config.samplings]
+    words = [f"{_verdict(one)} ({name})" for name, one in zip(config.regime_names, settings, strict=True)]
+    sys.stdout.write(f"written {file}: {'; '.join(words)}\n")
     return 0
+
+
+def _verdict(config: DecodeConfig) -> str:
+    verdict = "speculate" if config.speculates else "do not speculate"
+    return f"{verdict}, mask {config.skip_mask}, gamma {config.gamma}"
 
 
 def _write_archive(arguments: argparse.Namespace) -> int:

@@ -129,3 +129,18 @@ def estimate_groups(subjects: Mapping[str, Subject], spec: StudySpec) -> str:
         f"{duration(search_s)}, then confirm about {duration(confirm_s)} and the matrix at most {duration(matrix_s)}; "
         f"{duration(search_s + confirm_s + matrix_s)} in total; nothing was written"
     )
+
+
+def estimate_regimes(subject: Subject, specs: Mapping[str, StudySpec]) -> str:
+    """How long the studies of all regimes will take in total, by each one's own speed. Cost: three decodings each."""
+    search_s = confirm_s = 0.0
+    for name, spec in specs.items():
+        decoded = subject.in_regime(Sampling.parse(name))
+        time = time_study(decoded, spec, time_pair(decoded))
+        search_s += min(time.search_s, spec.timeout_s or time.search_s)
+        confirm_s += time.confirm_s
+    trials = max(spec.trials for spec in specs.values())
+    return (
+        f"{len(specs)} studies ({', '.join(specs)}) of {trials} trials: at most about {duration(search_s)}, then "
+        f"confirm about {duration(confirm_s)}; {duration(search_s + confirm_s)} in total; nothing was written"
+    )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from layerskip.config import DecodeConfig, RegimeSetting, write_atomically
+import optuna
+
 from layerskip.sampling_regime import Sampling
 from search.pipeline import RunOutcome, SearchRun
-from search.results import save_best, save_summary
-from search.spec import StudyPaths, StudySpec, to_toml
+from search.regime_settings import BY_REGIME, combined_config, found_in, regime_facts
+from search.reporting.publish import Publisher
+from search.results import save_best, save_spec, save_summary
+from search.spec import StudyPaths, StudySpec
+from search.storage import close_storage, open_storage
 from search.subject import Subject, Tools
 from search.terminal.result_events import RegimeVerdict
-
-BY_REGIME = "by_regime"
-"""In summary.json: what each regime's study found."""
-_FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise")
 
 
 class RegimeRun:
@@ -44,9 +44,15 @@ class RegimeRun:
             )
             if place:
                 paths.folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(paths.spec_file, to_toml(spec, paths.folder))
+                save_spec(spec, paths)
             subject = self._subject.in_regime(Sampling.parse(name))
-            run = SearchRun(subject, spec, paths, self._tools, load_s=0.0 if place else self._load_s)
+            run = SearchRun(
+                _from_within(subject) if place else subject,
+                spec,
+                paths,
+                self._tools,
+                load_s=0.0 if place else self._load_s,
+            )
             codes.append(run.run())
             if run.outcome is None:
                 return max(codes)
@@ -65,6 +71,19 @@ class RegimeRun:
         save_summary(summary, self._paths)
         for name, outcome in outcomes.items():
             self._tools.reporter.tell(RegimeVerdict(outcome.summary["study"]["name"], name, outcome.confirmation))
+        self._publish(regime_facts(summary[BY_REGIME]))  # last: what is above is written, and this is extra
+
+    def _publish(self, facts: str) -> None:
+        """What all regimes got into the first one's study, and its report into the folder once more."""
+        first, _ = regime_study(self._spec, self._paths, (self._spec.regimes or ())[0])
+        storage = open_storage(self._paths.storage_url(first))
+        try:
+            study = optuna.load_study(study_name=self._paths.study_name(first), storage=storage)
+            publisher = Publisher(self._paths, self._tools, page=True)
+            publisher.attempt("no regimes to show", lambda: study.set_user_attr(BY_REGIME, facts))
+            publisher.publish(study)
+        finally:
+            close_storage(storage)
 
 
 def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySpec, StudyPaths]:
@@ -82,15 +101,8 @@ def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySp
     return spec.model_copy(update=changes), paths if is_first else replace(paths, folder=paths.folder / name)
 
 
-def combined_config(configs: list[DecodeConfig]) -> DecodeConfig:
-    """The first one's, with the others' settings as regimes. Each has its `sampling`."""
-    first, *others = configs
-    names = RegimeSetting.model_fields
-    regimes = tuple(RegimeSetting(**{name: getattr(one, name) for name in names}) for one in others)
-    fields = {name: getattr(first, name) for name in DecodeConfig.model_fields}
-    return DecodeConfig(**(fields | {"regimes": regimes}))
-
-
-def found_in(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a regime's study found, of its summary."""
-    return {name: summary[name] for name in _FOUND}
+def _from_within(subject: Subject) -> Subject:
+    """The same for a folder in the study's: a model that is named from the study's folder is one further up."""
+    model = subject.origin.model
+    name = f"./../{model.removeprefix('./')}" if model.startswith("./") else model
+    return replace(subject, origin=replace(subject.origin, model=name))

@@ -1,4 +1,4 @@
-"""What a search leaves: best.json for the decoder and summary.json for people, both written atomically."""
+"""What a search leaves: best.json for the decoder, summary.json for people, study.toml to go on; written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 from layerskip.config import DecodeConfig, Provenance, write_atomically
 from layerskip.sampling_regime import Sampling
 from search.confirm import Confirmation
-from search.spec import StudyPaths
+from search.spec import StudyPaths, StudySpec, to_toml
+from search.storages.address import FROM_ENVIRONMENT, holds_secret, storage_argument
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,16 @@ def save_best(config: DecodeConfig, paths: StudyPaths) -> Path | None:
 def save_summary(summary: Mapping[str, Any], paths: StudyPaths) -> None:
     """Write summary.json. Numbers that are not finite become null: JSON knows none."""
     write_atomically(paths.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
+
+
+def save_spec(spec: StudySpec, paths: StudyPaths) -> bool:
+    """Write study.toml; returns whether it holds a password, which makes it its owner's alone to read."""
+    has_password = spec.storage is not None and holds_secret(spec.storage)
+    if has_password and spec.storage == storage_argument(None):
+        # It was kept from the command line; the file says where to look.
+        spec, has_password = spec.model_copy(update={"storage": FROM_ENVIRONMENT}), False
+    write_atomically(paths.spec_file, to_toml(spec, paths.folder), mode=0o600 if has_password else 0o644)
+    return has_password
 
 
 def portable_model_name(model: str, folder: Path) -> str:

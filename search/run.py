@@ -22,7 +22,6 @@ from search.spec import (
     StudyPaths,
     StudySpec,
     load_spec,
-    to_toml,
 )
 from search.stop import StopSignal
 from search.storages.address import STORAGE_VARIABLE, storage_argument
@@ -217,7 +216,7 @@ def _search(
         subject = open_subject(as_before(before, paths), paths, prompt_sets)
         _tell_plan(reporter, spec, subject)
         if arguments.dry_run:
-            _tell_time(reporter, spec, subject)
+            _tell_time(reporter, spec, paths, subject)
             return 0
         _make_folder(reporter, spec, paths)
         load_s = time.perf_counter() - start
@@ -286,17 +285,11 @@ def _without(argv: list[str], *flags: str) -> list[str]:
 
 def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:
     """With its study.toml, where there is none."""
-    from layerskip.config import write_atomically
-    from search.storage import FROM_ENVIRONMENT, holds_secret
+    from search.results import save_spec
 
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
-        has_password = spec.storage is not None and holds_secret(spec.storage)
-        if has_password and spec.storage == storage_argument(None):
-            # It was kept from the command line; the file says where to look.
-            spec, has_password = spec.model_copy(update={"storage": FROM_ENVIRONMENT}), False
-        write_atomically(paths.spec_file, to_toml(spec, paths.folder), mode=0o600 if has_password else 0o644)
-        if has_password:
+        if save_spec(spec, paths):
             reporter.warn(f"{paths.spec_file} holds the storage's password; only you can read it, keep it so")
         reporter.phase("preflight", f"new study folder {paths.folder}")
 
@@ -316,14 +309,21 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
     from search.terminal.progress_events import Preflight
 
     groups = count_groups(subject.tuning, subject.held_out) if spec.per_group else None
-    reporter.tell(Preflight(subject, spec.gamma_max, spec.held_out is None, spec.group_field, groups))
+    regimes = spec.regimes or (subject.sampling.name,)
+    reporter.tell(Preflight(subject, spec.gamma_max, spec.held_out is None, spec.group_field, regimes, groups))
 
 
-def _tell_time(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
+def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: Subject) -> None:
     from search.per_group.run import group_subjects
-    from search.preflight import estimate, estimate_groups
+    from search.preflight import estimate, estimate_groups, estimate_regimes
+    from search.regime_run import regime_study
 
-    text = estimate_groups(group_subjects(subject), spec) if spec.per_group else estimate(subject, spec)
+    if spec.per_group:
+        text = estimate_groups(group_subjects(subject), spec)
+    elif spec.regimes is not None and spec.has_several_regimes:
+        text = estimate_regimes(subject, {name: regime_study(spec, paths, name)[0] for name in spec.regimes})
+    else:
+        text = estimate(subject, spec)
     reporter.phase("dry run", text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_REGIMES, MAX_THREADS,
 from layerskip.device_map import check_device_map
 from layerskip.sampling_regime import Sampling
 from layerskip.validated import MAX_GAMMA, describe_validation_error
-from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
+from search.storages.address import FROM_ENVIRONMENT, JOURNAL, SQLITE, STORAGE_VARIABLE, storage_argument
 
 STUDY_FILE = "study.toml"
 _MAX_FILE_BYTES = 1 << 20
@@ -268,6 +268,8 @@ def to_toml(spec: StudySpec, folder: Path) -> str:
             continue
         if name in ("prompts", "held_out") or (name == "model" and Path(value).is_absolute()):
             value = _near(Path(value), folder)
+        if name == "storage":
+            value = _near_storage(value, folder)
         lines.append(f"{name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
 
@@ -314,10 +316,19 @@ def _resolve_model(model: str, base: Path) -> str:
 
 
 def _resolve_storage(storage: str, base: Path) -> str:
-    for prefix in ("sqlite:///", "journal:"):
+    return _with_file(storage, lambda path: os.path.normpath(base / _path(path, "storage")))
+
+
+def _near_storage(storage: str, folder: Path) -> str:
+    return _with_file(storage, lambda path: _near(Path(path), folder))
+
+
+def _with_file(storage: str, change: Callable[[str], str]) -> str:
+    """The URL with another path where it is a file's; others stay as they are."""
+    for prefix in (SQLITE, JOURNAL):
         if storage.startswith(prefix) and storage != prefix:
             path, mark, query = storage.removeprefix(prefix).partition("?")
-            return f"{prefix}{os.path.normpath(base / _path(path, 'storage'))}{mark}{query}"
+            return f"{prefix}{change(path)}{mark}{query}"
     return storage
 
 

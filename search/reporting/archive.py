@@ -16,10 +16,11 @@ from optuna.storages.journal import BaseJournalBackend
 
 from search.compact import read_lines, write_lines
 from search.reporting.artifacts import ATTACHED
+from search.storages.address import storage_file
 from search.workers.roster import KEY as WORKER
 
 _SPEC = "spec"
-_HERE = "./"
+_HERE, _ABOVE = "./", "../"
 _PATHS = ("model", "prompts", "held_out")
 _NOT_KEPT = (ATTACHED, WORKER, "artifacts:")
 """What attributes begin with that tell of files in the dashboard's store, and of who is at work."""
@@ -41,7 +42,8 @@ class _Lines(BaseJournalBackend):
 
 
 def write_archive(study: optuna.Study, file: Path) -> None:
-    """Keep the study's attributes and trials; paths of its spec that lie in the file's folder become relative to it.
+    """Keep the study's attributes and trials; paths of its spec that lie in the file's folder, or in the one above
+    as those of a regime's study do, become relative to it.
 
     Cost: a second at 200 trials.
     """
@@ -79,12 +81,31 @@ def read_archive(file: Path) -> BaseStorage:
 
 
 def _portable(spec: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    folder = f"{file.absolute().parent}{os.sep}"
-    return {name: one.replace(folder, _HERE) if isinstance(one, str) else one for name, one in spec.items()}
+    changed = {name: _near(one, file) for name in _PATHS if isinstance(one := spec.get(name), str)}
+    if isinstance(storage := spec.get("storage"), str) and (path := storage_file(storage)) is not None:
+        changed["storage"] = storage.replace(str(path), _near(str(path), file), 1)
+    return {**spec, **changed}
+
+
+def _near(path: str, file: Path) -> str:
+    for folder, word in _folders(file):
+        if path.startswith(folder):
+            return word + path.removeprefix(folder)
+    return path
 
 
 def _resolved(spec: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """As if the study had been made where the archive lies."""
-    folder = f"{file.absolute().parent}{os.sep}"
-    paths = {name: one for name in _PATHS if isinstance(one := spec.get(name), str) and one.startswith(_HERE)}
-    return {**spec, **{name: folder + one.removeprefix(_HERE) for name, one in paths.items()}}
+    changed = {
+        name: folder + one.removeprefix(word)
+        for name in _PATHS
+        for folder, word in _folders(file)
+        if isinstance(one := spec.get(name), str) and one.startswith(word)
+    }
+    return {**spec, **changed}
+
+
+def _folders(file: Path) -> tuple[tuple[str, str], ...]:
+    """The file's own and the one above, and what stands for each."""
+    own = file.absolute().parent
+    return (f"{own}{os.sep}", _HERE), (f"{own.parent}{os.sep}", _ABOVE)

@@ -9,8 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from layerskip.repetition import NGRAM
 from search.confirm import describe
 from search.per_group.export import PER_GROUP
+from search.regime_settings import config_of, read_regimes, sampling_of
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
 from search.rounding_record import ROUNDING, describe_rounding
@@ -56,7 +58,14 @@ def digest_of(record: StudyRecord, folder: Path | None = None) -> Digest:
     """Cost: the standings, once."""
     attrs, choice = record.attrs, record.choice
     headline, verdict = verdict_of(record)
-    tables = (_per_group(attrs), _candidates(attrs), _leading(record), _prompts(record), _states(record))
+    tables = (
+        _per_group(attrs),
+        regimes_table(attrs),
+        _candidates(attrs),
+        _leading(record),
+        _prompts(record),
+        _states(record),
+    )
     return Digest(
         name=record.name,
         headline=headline,
@@ -176,6 +185,42 @@ def _per_group(attrs: Mapping[str, Any]) -> Table | None:
     )
 
 
+def regimes_table(attrs: Mapping[str, Any]) -> Table | None:
+    """What each regime got, in the study of the first one; None where there is one regime alone."""
+    rows = []
+    for name, facts in read_regimes(attrs).items():
+        confirmed = facts["confirmed"] or {}
+        end_to_end, repeated = (confirmed.get(key) for key in ("end_to_end_speedup", "repeated_ngram_share"))
+        rows.append(
+            (
+                name,
+                facts["verdict"],
+                _speedup(confirmed),
+                "-" if end_to_end is None else f"{end_to_end:.2f}",
+                "-" if repeated is None else f"{repeated:.0%}",
+                describe(config_of(facts, name)),
+            )
+        )
+    if not rows:
+        return None
+    return Table(
+        "regimes",
+        "Regimes",
+        "Each way to choose tokens was searched apart and confirmed on held-out text chosen so. Where the verdict is "
+        "not to speculate, the figures are the best candidate's.",
+        ("regime", "verdict", "speedup (95 %)", "end to end", f"repeated {NGRAM}-grams", "setting"),
+        tuple(rows),
+    )
+
+
+def _speedup(confirmed: Mapping[str, Any]) -> str:
+    if not confirmed:
+        return "-"
+    if confirmed["num_prompts"] == 1:  # one prompt has no interval
+        return f"{confirmed['speedup']:.2f}"
+    return f"{confirmed['speedup']:.2f} ({confirmed['speedup_ci_low']:.2f}..{confirmed['speedup_ci_high']:.2f})"
+
+
 def _made(record: StudyRecord) -> list[tuple[str, str]]:
     attrs = record.attrs
     print_, environment, spec = (attrs.get(name, {}) for name in ("fingerprint", "environment", "spec"))
@@ -192,6 +237,7 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     hashes = f"{print_.get('tuning_prompts', '?')} and {print_.get('held_out_prompts', '?')}"
     rows.append(("prompts", f"{' and '.join(prompts) or '?'}, hashes {hashes}"))
     rows.append(("tokens a prompt", str(print_.get("max_new_tokens", "?"))))
+    rows.append(("tokens chosen", sampling_of(attrs)))
     rows.append(("sampler, seed", f"{spec.get('sampler', '?')}, {spec.get('seed', '?')}"))
     versions = {"torch": print_.get("torch"), "transformers": print_.get("transformers")} | {
         name: environment.get(name) for name in ("optuna", "python", "platform")

@@ -110,7 +110,7 @@ def _environment(*, escape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"plain": plain_markdown, "block": _code_block, "table": _markdown_table}
+    environment.filters |= {"plain": plain_markdown, "block": _code_block, "table": markdown_table}
     return environment
 
 
@@ -119,7 +119,8 @@ def _code_block(text: str) -> str:
     return f"{fence}\n{text.strip(chr(10))}\n{fence}"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """The rows as Markdown, without title and note."""
     header, *rows = (tuple(map(plain_markdown, row)) for row in (table.header, *table.rows))
     lines = [header, ("---", *("---:",) * (len(header) - 1)), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)

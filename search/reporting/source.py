@@ -50,7 +50,7 @@ def open_source(address: Address, *, demo: Path) -> Source:
     url, name = paths.storage_url(spec), paths.study_name(spec)
     database, archive = storage_file(url), None
     if database is not None and not database.is_file():
-        if spec.storage is not None or not paths.archive.is_file():
+        if address.storage_url is not None or not paths.archive.is_file():
             raise FileNotFoundError(f"{database}: no such study yet; run python -m search.run first")
         archive = paths.archive
         storage = read_archive(archive)

@@ -10,6 +10,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.leaderboard import tokens_per_s_of
+from search.regime_settings import BY_REGIME
 from search.reporting.record import StudyRecord
 from search.results import finite
 from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
@@ -45,7 +46,7 @@ _OF_THE_STUDY = (
     "command",
     "created_at",
 )
-_PARSED = ("cost_model", "sensitivity", "pool", "surfaces", "candidates", "held_out", "per_group")
+_PARSED = ("cost_model", "sensitivity", "pool", "surfaces", "candidates", "held_out", "per_group", BY_REGIME)
 """Attributes that hold JSON as text."""
 
 

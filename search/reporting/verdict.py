@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.repetition import NGRAM
+from layerskip.sampling_regime import GREEDY, Sampling
 from search.confirm import describe
 from search.leaderboard import counted
+from search.regime_settings import sampling_of
 from search.reporting.record import StudyRecord
 
 
@@ -31,23 +33,23 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
     attrs = record.attrs
     where = f"{model_of(attrs)} on {device_of(attrs)}"
     verdict, confirmed = attrs.get("verdict"), attrs.get("confirmed")
-    text = _text_of(attrs)
+    file = _file_of(attrs)
     if verdict == "speculate" and confirmed is not None:
         interval = ""
         if confirmed["num_prompts"] > 1:
             interval = f" (95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f})"
         config = describe(record.choice.config) if record.choice else "?"
         return f"Speculate: {confirmed['speedup']:.2f} times as fast", (
-            f"{where}, decodes {confirmed['speedup']:.2f} times as fast as plain decoding{interval} with {config}: "
-            f"{confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s over "
-            f"{count_of(confirmed['num_prompts'], 'prompt')}{text} that the search had not seen."
+            f"{where}, decodes {text_of(attrs)} {confirmed['speedup']:.2f} times as fast as plain decoding{interval} "
+            f"with {config}: {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s "
+            f"over {count_of(confirmed['num_prompts'], 'prompt')}{file} that the search had not seen."
             f"{_end_to_end(confirmed)}"
         )
     if verdict is not None:
         reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
         return (
             "Do not speculate",
-            f"For {where}, plain decoding is the answer{text and f' for text like that{text}'}: {reason}.",
+            f"For {where}, plain decoding is the answer for {text_of(attrs)}{file and f' like that{file}'}: {reason}.",
         )
     total = attrs.get("spec", {}).get("trials")
     done = f"{counted(list(record.trials))} of {total} trials are done" if total else "the search goes on"
@@ -58,7 +60,7 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
         if leader
         else ""
     )
-    return "No verdict yet", f"For {where}, {done}{leads}; the confirm stage has not been reached."
+    return "No verdict yet", f"For {text_of(attrs)} of {where}, {done}{leads}; the confirm stage has not been reached."
 
 
 def _end_to_end(confirmed: Mapping[str, Any]) -> str:
@@ -68,7 +70,15 @@ def _end_to_end(confirmed: Mapping[str, Any]) -> str:
     return f" With each prompt's own forward in the seconds it is {confirmed['end_to_end_speedup']:.2f} times as fast."
 
 
-def _text_of(attrs: Mapping[str, Any]) -> str:
+def text_of(attrs: Mapping[str, Any]) -> str:
+    """`greedy text`, or `sampled text (t0.7)`: how the study's tokens were chosen."""
+    name = sampling_of(attrs)
+    if name == GREEDY.name:
+        return "greedy text"
+    return f"{'sampled' if Sampling.parse(name).do_sample else 'greedy'} text ({name})"
+
+
+def _file_of(attrs: Mapping[str, Any]) -> str:
     """` of FILE`: the held-out prompts' file."""
     spec = attrs.get("spec", {})
     file = spec.get("held_out") or spec.get("prompts")

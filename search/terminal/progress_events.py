@@ -31,6 +31,8 @@ class Preflight(Event):
     is_split: bool
     """The held-out prompts were split off from the tuning prompts."""
     group_field: str
+    regimes: tuple[str, ...]
+    """Ways to choose tokens, each searched apart."""
     groups: Mapping[str, tuple[int, int]] | None = None
     """Tuning and held-out prompts of each group, in a per-group search."""
 
@@ -44,6 +46,7 @@ class Preflight(Event):
             f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
             f"{len(subject.space.bit_names)} mask bits, gamma 1..{self.gamma_max}, two thresholds",
         ]
+        texts.append(f"drafters {', '.join(subject.space.drafters)}; {', '.join(self.regimes)}")
         if subject.threads is not None:
             texts.insert(1, str(subject.threads))
         if self.groups is not None:
@@ -66,6 +69,8 @@ class Preflight(Event):
             "num_held_out_prompts": len(subject.held_out),
             "num_mask_bits": len(subject.space.bit_names),
             "gamma_max": self.gamma_max,
+            "drafters": list(subject.space.drafters),
+            "regimes": list(self.regimes),
             "groups": self.groups,
         }
 

@@ -16,7 +16,7 @@ import pytest
 from search import dashboard, export, report
 from search.compact import read_lines, write_lines
 from search.dashboard import bind, open_app
-from search.reporting.archive import read_archive
+from search.reporting.archive import read_archive, write_archive
 from search.reporting.source import Address, opened
 from search.storage import close_storage, open_storage
 from tests.search.fakes import Bench
@@ -81,6 +81,33 @@ def test_paths_are_those_of_the_folder_that_it_lies_in(finished: Path, archived:
     spec = study.user_attrs["spec"]
     assert (spec["model"], spec["prompts"]) == (str(archived / "model"), str(archived / "p.jsonl"))
     assert spec["held_out"] == "/elsewhere/h.jsonl"
+
+
+def test_paths_one_folder_up_are_relative_too(tmp_path: Path) -> None:
+    """A regime's study lies in a folder of the whole search's, with which it shares model, prompts and database."""
+    whole, spec = tmp_path / "whole", {"gamma_max": 8, "held_out": f"{tmp_path}/h.jsonl"}
+    study = optuna.create_study(study_name="whole/t1", direction="maximize")
+    paths = {"model": f"{whole}/model", "prompts": f"{whole}/t1/p.jsonl", "storage": f"sqlite:///{whole}/study.db"}
+    study.set_user_attr("spec", spec | paths)
+    (whole / "t1").mkdir(parents=True)
+    write_archive(study, whole / "t1" / ARCHIVE)
+    text = json.dumps(read_lines(whole / "t1" / ARCHIVE))
+    assert str(whole) not in text
+    assert "sqlite:///../study.db" in text
+    (tmp_path / "clone").mkdir()
+    moved = (whole / "t1").rename(tmp_path / "clone" / "t1")
+    read = optuna.load_study(study_name="whole/t1", storage=read_archive(moved / ARCHIVE)).user_attrs["spec"]
+    assert (read["model"], read["prompts"]) == (f"{tmp_path}/clone/model", f"{tmp_path}/clone/t1/p.jsonl")
+    assert read["held_out"] == f"{tmp_path}/h.jsonl"
+
+
+def test_an_archive_stands_in_for_a_database_that_the_study_names(
+    archived: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (archived / "study.toml").open("a", encoding="utf-8") as file:
+        file.write(f'storage = "sqlite:///../gone.db"\nstudy_name = "{archived.name}"\n')
+    assert len(json.loads(told(archived, "json", capsys))["trials"]) == 6
+    assert not (archived.parent / "gone.db").exists()
 
 
 def test_the_dashboard_shows_an_archive_and_leaves_it_alone(archived: Path) -> None:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import json
+import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+from optuna_dashboard import get_note
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.model import resolve_model_path
 from layerskip.sampling_params import SamplingParams
 from layerskip.sampling_regime import Sampling
+from search import export, report
+from search.compact import read_lines
 from search.decoder import ModelDecoder
-from search.preflight import first_regime
+from search.pipeline import SearchRun
+from search.preflight import estimate_regimes, first_regime, time_pair, time_study
+from search.regime_run import regime_study
+from search.regime_settings import read_regimes
+from search.reporting.digest import regimes_table
+from search.reporting.source import Address, opened
+from search.results import save_spec
 from search.run import build_parser, main
+from search.spec import StudyPaths
 from search.storage import open_storage
+from search.stored_config import stored_config
+from search.subject import Subject
+from search.terminal.text import duration
 from tests.layerskip import zoo
-from tests.search.fakes import Bench, make_spec
+from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
 
 PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 
@@ -67,6 +83,161 @@ def test_a_regime_goes_on_where_it_was_stopped(bench: Bench) -> None:
         study = optuna.load_study(study_name=name, storage=storage)
         assert len(study.get_trials()) == 20
         assert study.user_attrs["fingerprint"]["sampling"] in ("greedy", "t0.7")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A search in which greedy text can be sped up and hot text cannot, never changed; with all that it publishes."""
+    done = Bench(tmp_path_factory.mktemp("whole", numbered=False), FakeDecoder(gain_by_regime={"t1": 0.0}))
+    paths = {"model": str(done.folder / "model"), "prompts": str(done.folder / "p.jsonl")}
+    assert done.run_regimes("greedy", "t1", trials=24, num_confirm_prompts=6, confirm_repeats=2, **paths) == 0
+    text = 'model = "fake"\nprompts = "./p.jsonl"\nregimes = ["greedy", "t1"]\n'
+    done.paths.spec_file.write_text(text, encoding="utf-8")
+    return done
+
+
+def clone_of(finished: Bench, folder: Path) -> Path:
+    """All but the database and what is not kept in a repository, in another place."""
+    left_out = shutil.ignore_patterns("study.db*", "report.html", "artifacts")
+    return Path(shutil.copytree(finished.folder, folder / finished.folder.name, ignore=left_out))
+
+
+def note_of(folder: Path) -> str:
+    with opened(Address(str(folder)), demo=folder) as source:
+        return str(get_note(source.load()))
+
+
+@pytest.mark.publishes
+def test_every_regimes_folder_is_a_study(finished: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hot = finished.folder / "t1"
+    assert {file.name for file in hot.iterdir()} >= {
+        *("study.toml", "best.json", "summary.json", "report.html", "study.jsonl.xz")
+    }
+    text = (hot / "study.toml").read_text()
+    for line in ('storage = "sqlite:///../study.db"', 'prompts = "../p.jsonl"', 'regimes = ["t1"]'):
+        assert line in text
+    provenance = DecodeConfig.load(hot / "best.json").provenance
+    assert provenance is not None
+    assert resolve_model_path(provenance.model, hot / "best.json") == str(finished.folder / "model")
+    clone = clone_of(finished, tmp_path)
+    assert str(finished.folder) not in json.dumps(read_lines(clone / "t1" / "study.jsonl.xz"))
+    for folder in (finished.folder, clone):
+        assert report.main([str(folder / "t1"), "--format", "short"]) == 0
+        told = capsys.readouterr().out
+        assert "plain decoding is the answer for sampled text (t1) like that of p.jsonl" in told
+        assert "- tokens chosen: t1\n" in told
+    assert not list(clone.glob("**/study.db"))
+
+
+@pytest.mark.publishes
+@pytest.mark.parametrize("cloned", [False, True])
+def test_the_first_study_tells_of_all_regimes(
+    finished: Bench, tmp_path: Path, cloned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = clone_of(finished, tmp_path) if cloned else finished.folder
+    assert report.main([str(folder), "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    summary = json.loads(finished.paths.summary.read_text())["by_regime"]
+    assert list(data["by_regime"]) == ["greedy", "t1"]
+    for name, one in data["by_regime"].items():
+        assert one["study"] == summary[name]["study"]["name"]
+        assert {key: one[key] for key in ("verdict", "reason", "confirmed", "config")} == {
+            key: summary[name][key] for key in ("verdict", "reason", "confirmed", "config")
+        }
+    table = regimes_table({"by_regime": json.dumps(data["by_regime"])})
+    assert table is not None
+    greedy, hot = table.rows
+    confirmed = summary["greedy"]["confirmed"]
+    interval = f"{confirmed['speedup_ci_low']:.2f}..{confirmed['speedup_ci_high']:.2f}"
+    assert greedy[:3] == ("greedy", "speculate", f"{confirmed['speedup']:.2f} ({interval})")
+    assert greedy[3:5] == (f"{confirmed['end_to_end_speedup']:.2f}", f"{confirmed['repeated_ngram_share']:.0%}")
+    assert greedy[5].startswith("mask 6:")
+    assert (hot[0], hot[1], hot[5]) == ("t1", "do not speculate", "plain decoding")
+    assert report.main([str(folder), "--format", "md"]) == 0
+    told = capsys.readouterr().out
+    assert "### Regimes" in told
+    assert "decodes greedy text" in told
+    note = note_of(finished.folder)
+    assert "Tokens chosen: greedy." in note
+    assert "| t1 | do not speculate |" in note
+    page = finished.paths.report.read_text(encoding="utf-8")
+    assert page.count('<table id="table-regimes">') == 1
+    assert "table-regimes" not in (finished.folder / "t1" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.publishes
+@pytest.mark.parametrize("cloned", [False, True])
+def test_the_config_of_all_regimes_is_written_again(
+    finished: Bench, tmp_path: Path, cloned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From an archive too, which holds the first study alone."""
+    folder, file = clone_of(finished, tmp_path) if cloned else finished.folder, tmp_path / "again.json"
+    best = DecodeConfig.load(finished.paths.best)
+    assert export.main([str(folder), "--config-out", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"written {file}: speculate, mask {best.skip_mask}, gamma {best.gamma} (greedy); do not ")
+    assert said.endswith("gamma 0 (t1)\n")
+    again = DecodeConfig.load(file)
+    assert again.model_copy(update={"provenance": best.provenance}) == best
+    assert best.regimes is not None
+
+    assert export.main([str(folder / "t1"), "--config-out", str(file)]) == 0
+    assert capsys.readouterr().out == f"written {file}: do not speculate, mask 6:none, gamma 0 (t1)\n"
+    alone, own = DecodeConfig.load(file), DecodeConfig.load(folder / "t1" / "best.json")
+    assert alone.regimes is None
+    assert alone.model_copy(update={"provenance": own.provenance}) == own
+
+
+def test_a_regime_that_was_searched_on_alone_is_exported_as_it_is_now(bench: Bench) -> None:
+    bench.decoder.gain_by_regime = {"t1": 0.0}
+    assert bench.run_regimes("greedy", "t1", trials=24) == 0
+    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    spec, paths = regime_study(make_spec(sampler="local-tpe", regimes=("greedy", "t1"), trials=40), bench.paths, "t1")
+    assert SearchRun(subject.in_regime(Sampling.parse("t1")), spec, paths, bench.tools).run() == 0
+    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    first = optuna.load_study(study_name=bench.folder.name, storage=storage)
+    assert read_regimes(first.user_attrs)["t1"]["verdict"] == "do not speculate"
+    regimes = stored_config(first, storage, bench.folder).regimes
+    assert regimes is not None
+    assert regimes[0].gamma > 0
+    assert regimes[0].confirmed is not None
+
+
+def test_a_password_is_kept_as_in_the_whole_search(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "postgresql://me:s3cret@host/db"
+    spec, paths = regime_study(make_spec(regimes=("greedy", "t1"), storage=url), bench.paths, "t1")
+    paths.folder.mkdir()
+    assert save_spec(spec, paths)
+    assert stat.S_IMODE(paths.spec_file.stat().st_mode) == 0o600
+    monkeypatch.setenv("LAYERSKIP_STORAGE", url)
+    assert not save_spec(spec, paths)
+    assert "s3cret" not in paths.spec_file.read_text()
+
+
+def test_a_dry_run_estimates_all_regimes(
+    tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny_study, "--dry-run", "--regimes", "greedy,t0.7"]) == 0
+    told = capsys.readouterr().out
+    assert "preflight drafters layer_skip, prompt_lookup, suffix, hybrid; greedy, t0.7\n" in told
+    assert "dry run   2 studies (greedy, t0.7) of 2 trials: at most about 0:0" in told
+    assert told.endswith("in total; nothing was written\n")
+    assert not (tmp_path / "study").exists()
+
+
+def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
+    """Here both are as fast as each other, and a time limit is shared."""
+    subject = Subject(FakeDecoder(noise=0.0), SPACE, prompts(12), prompts(4, first=500), FINGERPRINT, ORIGIN)
+    spec = make_spec(regimes=("greedy", "t1"), trials=31, prompts_per_trial=5)
+    specs = {name: regime_study(spec, StudyPaths(Path("/s")), name)[0] for name in ("greedy", "t1")}
+    one = time_study(subject, specs["t1"], time_pair(subject))
+    assert specs["t1"].trials == 16
+    assert estimate_regimes(subject, specs) == (
+        f"2 studies (greedy, t1) of 16 trials: at most about {duration(2 * one.search_s)}, then confirm about "
+        f"{duration(2 * one.confirm_s)}; {duration(2 * (one.search_s + one.confirm_s))} in total; nothing was written"
+    )
+    limited = {name: one.model_copy(update={"timeout_s": 3.0}) for name, one in specs.items()}
+    assert "at most about 0:06," in estimate_regimes(subject, limited)
 
 
 @pytest.mark.parametrize(

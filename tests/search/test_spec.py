@@ -71,6 +71,26 @@ def test_paths_are_relative_to_what_names_them(tmp_path: Path, monkeypatch: pyte
     assert spec.held_out == str(elsewhere / "h.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("sqlite:///{tmp}/s/study.db", "sqlite:///./study.db"),
+        ("sqlite:///{tmp}/study.db?timeout=9", "sqlite:///../study.db?timeout=9"),
+        ("journal:{tmp}/s/~x/j.log", "journal:./~x/j.log"),
+        ("sqlite:////elsewhere/study.db", "sqlite:////elsewhere/study.db"),
+        ("postgresql://host/db", "postgresql://host/db"),
+    ],
+)
+def test_a_storage_file_near_the_folder_is_written_relative_to_it(tmp_path: Path, given: str, written: str) -> None:
+    """And so a study's folder can be moved with the folders in it."""
+    folder = tmp_path / "s"
+    folder.mkdir()
+    spec = load(tmp_path, MINIMAL, storage=given.format(tmp=tmp_path))
+    text = to_toml(spec, folder)
+    assert f'storage = "{written}"\n' in text
+    assert load(folder, text) == spec
+
+
 def test_a_hub_id_stays_one(tmp_path: Path) -> None:
     assert load(tmp_path, 'model = "org/name"\nprompts = "p"\n').model == "org/name"
     (tmp_path / "org/name").mkdir(parents=True)
