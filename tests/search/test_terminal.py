@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.config import DRAFTERS
 from search import run
 from search.decoder import Decoded
 from search.leaderboard import Entry
@@ -557,4 +558,5 @@ def test_the_command_tells_in_json(tiny_study: list[str], capsys: pytest.Capture
     assert preflight["event"] == "preflight"
     assert (preflight["num_layers"], preflight["device"], preflight["dtype"]) == (4, "cpu", "float32")
     assert (preflight["num_tuning_prompts"], preflight["num_held_out_prompts"], preflight["gamma_max"]) == (6, 5, 4)
+    assert (preflight["drafters"], preflight["regimes"]) == ([*DRAFTERS], ["greedy"])
     assert (note["event"], note["phase"]) == ("note", "dry run")
