@@ -7,6 +7,7 @@ from typing import Any
 
 import optuna
 
+from layerskip.config import DecodeConfig
 from layerskip.sampling_regime import Sampling
 from search.pipeline import RunOutcome, SearchRun
 from search.regime_settings import BY_REGIME, combined_config, found_in, regime_facts
@@ -37,6 +38,7 @@ class RegimeRun:
         outcomes: dict[str, RunOutcome] = {}
         codes = []
         names = self._spec.regimes or ()
+        settings = self._exported_before()
         for place, name in enumerate(names):
             spec, paths = regime_study(self._spec, self._paths, name)
             self._tools.reporter.phase(
@@ -57,17 +59,26 @@ class RegimeRun:
             if run.outcome is None:
                 return max(codes)
             outcomes[name] = run.outcome
+            settings[name] = run.outcome.config
+            # At once: the first regime's run has just written its own setting alone.
+            save_best(combined_config([settings[one] for one in names if one in settings]), self._paths)
         self._export(outcomes)
         return max(codes)
 
+    def _exported_before(self) -> dict[str, DecodeConfig]:
+        """The settings of an earlier run's best.json, by regime; none where it cannot be read."""
+        try:
+            config = DecodeConfig.load(self._paths.best)
+        except (OSError, ValueError):
+            return {}
+        return {one.name: config.for_sampling(one.params()) for one in config.samplings}
+
     def _export(self, outcomes: dict[str, RunOutcome]) -> None:
-        config = combined_config([one.config for one in outcomes.values()])
         summary = next(iter(outcomes.values())).summary | {
             BY_REGIME: {name: found_in(outcome.summary) for name, outcome in outcomes.items()},
         }
         summary["seconds"] = summary["seconds"] | {"total": self._tools.clock() - self._start}
         summary["not_lossless"] = [line for one in outcomes.values() for line in one.summary["not_lossless"]]
-        save_best(config, self._paths)
         save_summary(summary, self._paths)
         for name, outcome in outcomes.items():
             self._tools.reporter.tell(RegimeVerdict(outcome.summary["study"]["name"], name, outcome.confirmation))

@@ -22,7 +22,7 @@ def combined_config(configs: Sequence[DecodeConfig]) -> DecodeConfig:
     names = RegimeSetting.model_fields
     regimes = tuple(RegimeSetting(**{name: getattr(one, name) for name in names}) for one in others)
     fields = {name: getattr(first, name) for name in DecodeConfig.model_fields}
-    return DecodeConfig(**(fields | {"regimes": regimes}))
+    return DecodeConfig(**(fields | {"regimes": regimes or None}))
 
 
 def found_in(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -240,6 +240,27 @@ def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
     assert "at most about 0:06," in estimate_regimes(subject, limited)
 
 
+def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:
+    assert bench.run_regimes("greedy", "t0.7", trials=24) == 0
+    before = DecodeConfig.load(bench.paths.best)
+
+    original = bench.decoder.with_sampling
+
+    def stopping(sampling: Sampling) -> Any:
+        if sampling.name == "t0.7":
+            raise KeyboardInterrupt
+        return original(sampling)
+
+    bench.decoder.with_sampling = stopping  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_regimes("greedy", "t0.7", trials=32)
+    after = DecodeConfig.load(bench.paths.best)
+    assert after.regime_names == ("greedy", "t0.7")
+    assert after.provenance is not None
+    assert after.provenance.num_trials == 16
+    assert after.regimes == before.regimes
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
