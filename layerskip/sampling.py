@@ -103,7 +103,7 @@ class PlaceNoise:
         self._first = 0
         """Place of the first row held."""
         self._rows: list[torch.Tensor] = []
-        self._states: list[torch.Tensor] = []
+        self._states: list[torch.Tensor | None] = []
         """Of the generator before each row."""
 
     @property
@@ -122,7 +122,7 @@ class PlaceNoise:
         generator = _generator_of(device) if self._generator is None else self._generator
         start = place - self._first
         while len(self._rows) < start + count:
-            self._states.append(generator.get_state())
+            self._states.append(None if generator is None else generator.get_state())
             self._rows.append(torch.empty(1, vocab_size, device=device).exponential_(generator=generator))
         return torch.cat(self._rows[start : start + count])
 
@@ -137,7 +137,8 @@ class PlaceNoise:
         self.settle(place)
         if self._rows:
             generator = _generator_of(self._rows[0].device) if self._generator is None else self._generator
-            generator.set_state(self._states[0])
+            if generator is not None and self._states[0] is not None:
+                generator.set_state(self._states[0])
         self.begin(place)
 
 
@@ -153,11 +154,11 @@ def chosen_probability(shaped: torch.Tensor, chosen: torch.Tensor) -> torch.Tens
     return (shaped.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - shaped.logsumexp(dim=-1)).exp()
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
-    """What random numbers on this device come from where no generator is given."""
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """What random numbers on this device come from where no generator is given; None where torch keeps it to itself."""
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator if device.type == "cpu" else None
 
 
 def top_probability(logits: torch.Tensor) -> torch.Tensor:
