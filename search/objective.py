@@ -170,6 +170,7 @@ class Objective:
             "lossless": True,
             "num_prompts": len(ratios),
             "num_ties": sum(pair.speculative.is_tie for pair in outcome.pairs),
+            "is_tie_by_prompt": [pair.speculative.is_tie for pair in outcome.pairs],
             "prompt_steps": list(outcome.steps),
             "ratios": ratios,
             "tokens_per_s_by_prompt": [pair.speculative.tokens_per_s for pair in outcome.pairs],

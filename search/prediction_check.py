@@ -43,13 +43,19 @@ class PredictionCheck:
 
 
 def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
-    """Counts over the prompts that each trial really decoded; None where no trial has both."""
+    """Counts over the prompts that each trial really decoded; None where no trial has both.
+
+    An output that parted from the target's by a tie goes on as another text, of which replay says nothing.
+    """
     pairs = []
     for trial in trials:
         replayed, live = trial.user_attrs.get("replayed_forwards"), trial.user_attrs.get("forwards")
-        if trial.state == TrialState.COMPLETE and replayed and live:
-            shared = min(len(replayed), len(live))
-            pairs.append(tuple(np.array(one[:shared]).sum(axis=0).tolist() for one in (replayed, live)))
+        if trial.state != TrialState.COMPLETE or not replayed or not live:
+            continue
+        parted = trial.user_attrs.get("is_tie_by_prompt", [])
+        whole = [i for i in range(min(len(replayed), len(live))) if not (i < len(parted) and parted[i])]
+        if whole:
+            pairs.append(tuple(np.array(one)[whole].sum(axis=0).tolist() for one in (replayed, live)))
     return check_replay(pairs)
 
 

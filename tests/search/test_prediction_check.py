@@ -10,7 +10,13 @@ import pytest
 from optuna.distributions import IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.prediction_check import check_predictions, describe_checks, noise_of_repeats, prediction_check_of
+from search.prediction_check import (
+    check_predictions,
+    describe_checks,
+    noise_of_repeats,
+    prediction_check_of,
+    replay_check_of,
+)
 
 NOISE, NUM_CONFIGS, NUM_PROMPTS = 0.05, 60, 4
 
@@ -86,3 +92,17 @@ def test_without_repeats_plain_against_plain_stands_in_and_is_named() -> None:
 def test_nothing_to_compare_is_no_check() -> None:
     assert check_predictions([], 0.02) == {"prediction": None, "replay": None}
     assert describe_checks(check_predictions([], 0.02)) == []
+
+
+def test_counts_are_not_compared_on_texts_that_parted_by_a_tie() -> None:
+    def trial(*parted: bool) -> FrozenTrial:
+        attributes: dict[str, Any] = {"replayed_forwards": [[5, 2], [7, 1]], "forwards": [[5, 2], [9, 3]]}
+        if parted:  # not kept by studies from before
+            attributes["is_tie_by_prompt"] = list(parted)
+        return create_trial(state=TrialState.COMPLETE, value=1.0, user_attrs=attributes)
+
+    assert [check and check.exact_share for check in map(replay_check_of, ([trial()], [trial(False, True)]))] == [
+        0.0,
+        1.0,
+    ]
+    assert replay_check_of([trial(True, True)]) is None
