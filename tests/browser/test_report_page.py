@@ -110,7 +110,7 @@ def test_the_numbers_shown_are_the_exported_ones(shown: Visit, study: Path) -> N
     assert values == {name: confirmed[name] for name in values}
     verdict = shown.page.locator("#verdict").inner_text()
     if best.speculates:
-        assert f"decodes {confirmed['speedup']:.2f} times as fast as plain decoding" in verdict
+        assert f"decodes greedy text {confirmed['speedup']:.2f} times as fast as plain decoding" in verdict
         assert shown.page.locator("#mask-text").inner_text().split() == best.skip_mask.picture().split()
     else:
         assert "plain decoding is the answer" in verdict

@@ -138,7 +138,7 @@ def test_texts_that_part_at_a_tie_are_left_out_and_counted(
     result = json.loads(out.read_text())
     assert result["num_parted"] == 5
     assert [one["sharp"] for one in result["settings"]] == [one["live"] for one in result["settings"]]
-    assert "5 outputs parted from the target's at logit ties and are not compared" in capsys.readouterr().out
+    assert "5 outputs parted from the target's at ties and are not compared" in capsys.readouterr().out
 
 
 def test_lookups_and_hybrids_are_counted_exactly(study: Path, tmp_path: Path) -> None:
