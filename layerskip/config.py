@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeGuard, Unpack, get_args
 
 from pydantic import (
     AfterValidator,
@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
-    ValidationError,
     model_validator,
 )
 
@@ -24,7 +23,7 @@ from layerskip.sampling_params import SamplingParams
 from layerskip.sampling_regime import Sampling, nearest
 from layerskip.skip_mask import SkipMask
 from layerskip.strict_json import parse_json
-from layerskip.validated import MAX_GAMMA, Count, Frozen, Probability, Rate, describe_validation_error
+from layerskip.validated import MAX_GAMMA, Count, Frozen, OneLineErrors, Probability, Rate
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -246,7 +245,7 @@ Regimes = Annotated[
 ]
 
 
-class DecodeConfig(_Setting, _Versioned):
+class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     """How to decode: skip mask, gamma and thresholds. gamma = 0 is plain decoding.
 
     With `groups`, these are the default for text of no group, and `for_group` gives each group's own. With `regimes`,
@@ -259,12 +258,6 @@ class DecodeConfig(_Setting, _Versioned):
     """Settings by prompt group, searched on prompts of that group alone."""
     regimes: Regimes | None = None
     """Settings for other ways to choose tokens than the default's, which `sampling` then tells. Not with `groups`."""
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ValueError(describe_validation_error(error)) from None
 
     @model_validator(mode="after")
     def _check_layers(self) -> DecodeConfig:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from layerskip.validated import MAX_GAMMA, Frozen, Probability, describe_validation_error
+from layerskip.validated import MAX_GAMMA, Frozen, OneLineErrors, Probability
 
 MAX_MATCH = 64
 """Longest match that is told apart from a longer one."""
@@ -14,7 +14,7 @@ MAX_MATCH = 64
 MatchLength = Annotated[int, Field(ge=1, le=MAX_MATCH)]
 
 
-class _Lookup(Frozen):
+class _Lookup(OneLineErrors, Frozen):
     """What every lookup has."""
 
     min_match: MatchLength
@@ -23,12 +23,6 @@ class _Lookup(Frozen):
     """Most tokens of a proposal; None is the config's own."""
     target_threshold: Probability | None = None
     """As the config's, for lookups; None is the config's own."""
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ValueError(describe_validation_error(error)) from None
 
     def __str__(self) -> str:
         """The method and every field that was set: `suffix, min_match 2, factor 2.0`."""

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from layerskip.sampling_params import SamplingParams
-from layerskip.validated import Frozen, describe_validation_error
+from layerskip.validated import Frozen, OneLineErrors
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
 _LETTERS = {"top_p": "p", "top_k": "k", "min_p": "min", "repetition_penalty": "r"}
@@ -19,7 +19,7 @@ NAME_RULE = (
 )
 
 
-class Sampling(Frozen):
+class Sampling(OneLineErrors, Frozen):
     """How tokens are chosen; fields and rules are those of `SamplingParams`.
 
     What greedy choice ignores is left out, so that two of these are equal where they choose alike.
@@ -32,12 +32,6 @@ class Sampling(Frozen):
     top_p: float = SamplingParams.top_p
     min_p: float = SamplingParams.min_p
     repetition_penalty: float = SamplingParams.repetition_penalty
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ValueError(describe_validation_error(error)) from None
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +20,16 @@ class Frozen(BaseModel):
     """Cannot be changed, refuses unknown fields, converts nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class OneLineErrors(BaseModel):
+    """Raises: ValueError in one line, naming every field that broke a rule, the rule and the value got."""
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ValueError(describe_validation_error(error)) from None
 
 
 def describe_validation_error(error: ValidationError) -> str:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from layerskip.config import DRAFTERS, MAX_NEW_TOKENS, MAX_REGIMES, MAX_THREADS, DrafterName, check_drafters
 from layerskip.device_map import check_device_map
 from layerskip.sampling_regime import Sampling
-from layerskip.validated import MAX_GAMMA, describe_validation_error
+from layerskip.validated import MAX_GAMMA, OneLineErrors
 from search.storages.address import FROM_ENVIRONMENT, JOURNAL, SQLITE, STORAGE_VARIABLE, storage_argument
 
 STUDY_FILE = "study.toml"
@@ -35,7 +35,7 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-class StudySpec(BaseModel):
+class StudySpec(OneLineErrors):
     """What to search, on what, for how long. Paths are absolute once loaded.
 
     Raises: ValueError naming the field, the rule and the value got; unknown fields are refused.
@@ -151,12 +151,6 @@ class StudySpec(BaseModel):
         if self.device_map is not None:
             check_device_map(self.device_map, self.device)
         return self
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ValueError(describe_validation_error(error)) from None
 
 
 @dataclass(frozen=True)
