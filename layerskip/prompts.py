@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -27,7 +27,26 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(_not_blank)]
 
 
 class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Request(_Line):
+    """A line with how tokens were chosen for it, in the words of the server's API."""
+
+    temperature: Annotated[float, Field(ge=0.0)] | None = None
+    """0 is greedy; above 0 samples."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0)] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`; empty where the line says nothing. To shape a distribution is to draw from it."""
+        found = {name: getattr(self, name) for name in _Request.model_fields if getattr(self, name) is not None}
+        if found.get("temperature") == 0.0:
+            return {name: found[name] for name in found if name == "repetition_penalty"} | {"do_sample": False}
+        return found | ({"do_sample": True} if found.keys() - {"repetition_penalty"} else {})
 
 
 class _Message(_Line):
@@ -35,13 +54,13 @@ class _Message(_Line):
     content: Text
 
 
-class _Plain(_Line):
+class _Plain(_Request):
     prompt: Text
     id: str | int | None = None
     category: str | None = None
 
 
-class _Chat(_Line):
+class _Chat(_Request):
     messages: Annotated[list[_Message], Field(min_length=1)]
     id: str | int | None = None
     category: str | None = None
@@ -73,6 +92,8 @@ class Prompt:
     """(role, content); for `text` and `turn` one message from `user`."""
     source: str
     """`file:line`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How its tokens are chosen, as fields of `SamplingParams`, where its record says."""
 
     @property
     def fingerprint(self) -> str:
@@ -190,8 +211,8 @@ def _to_prompt(shape: _Plain | _Chat | _SpecBench, group: str | None, source: st
     prompt_id = f"{Path(path).stem}-{line}" if shape.id is None else str(shape.id)
     if isinstance(shape, _Chat):
         messages = tuple((message.role, message.content) for message in shape.messages)
-        return Prompt(prompt_id, group, "chat", messages, source)
-    return Prompt(prompt_id, group, "text", (("user", shape.prompt),), source)
+        return Prompt(prompt_id, group, "chat", messages, source, shape.settings)
+    return Prompt(prompt_id, group, "text", (("user", shape.prompt),), source, shape.settings)
 
 
 def _sha256(text: str) -> str:

@@ -4,7 +4,7 @@ The candidates: the leading configs by pooled lower bound, no more than half of 
 every other drafter, see `shortlist`.
 First pass: plain and every candidate in lockstep on each prompt. It only chooses. Then fresh passes of the chosen one
 against plain, one after the other as a user runs them, give the number that is reported, so the luck that helped it win
-is not in it.
+is not in it. Where tokens are sampled each pass continues the prompts anew, from other seeds.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from operator import attrgetter
 
 from layerskip.config import Confirmed, DecodeConfig
 from layerskip.lookup_settings import SuffixLookup
@@ -26,7 +26,7 @@ from layerskip.machine_watch import describe_machine
 from layerskip.repetition import repeated_ngram_share
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoder
-from search.held_out import HeldOut, held_out_of
+from search.held_out import HeldOut, held_out_of, typical_rate
 from search.leaderboard import Entry, Standings
 from search.measurement import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
 from search.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
@@ -116,15 +116,17 @@ def shortlist(standings: Standings, num: int) -> tuple[Entry, ...]:
 
 def confirm(
     decoder: Decoder,
-    cases: Sequence[PromptCase],
+    case_sets: Sequence[Sequence[PromptCase]],
     entries: Sequence[Entry],
     options: ConfirmOptions,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Confirmation:
     """Choose among the entries, measure the chosen one afresh, decide.
 
-    Cost: prompts x (1 + candidates + 2 x repeats) decodings.
+    case_sets: the same prompts in each. The first set chooses; the fresh passes go through the others in turn, or
+    through the first where there is no other. Cost: prompts x (1 + candidates + 2 x repeats) decodings.
     """
+    cases, fresh_sets = case_sets[0], case_sets[1:] or case_sets[:1]
     if not entries or not cases:
         reason = "no config was measured losslessly on all tuning prompts" if not entries else "no held-out prompt"
         return Confirmation(DecodeConfig.plain(options.num_layers, reason=reason), None, None, ())
@@ -135,14 +137,16 @@ def confirm(
         tell(f"chosen: {describe(chosen.entry.config)}; measuring it afresh {options.repeats} times")
         watch = decoder.watch_machine()
         try:
-            passes = _fresh_passes(decoder, cases, chosen.entry.config, options.repeats)
+            passes = _fresh_passes(decoder, fresh_sets, chosen.entry.config, options.repeats)
         except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
             fault = fault_of(error)
         else:
-            share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for case in cases)
-            measured = summarise(passes, seed=options.seed, repeated_ngram_share=share)
+            share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for some in fresh_sets for case in some)
+            differ = len(fresh_sets) > 1
+            measured = summarise(passes, seed=options.seed, repeated_ngram_share=share, texts_differ=differ)
             measured = measured.model_copy(update={"machine": describe_machine(watch.record())})
-            return _verdict(measured, held_out_of(passes, chosen.entry.config), chosen.entry, candidates)
+            held_out = held_out_of(passes, chosen.entry.config, texts_differ=differ)
+            return _verdict(measured, held_out, chosen.entry, candidates)
         decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
         tell(f"EXCLUDED {describe(chosen.entry.config)}: {fault.reason}")
         candidates = tuple(_excluded(one.entry, fault) if one is chosen else one for one in candidates)
@@ -169,15 +173,22 @@ def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted((one for one in candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
 
 
-def summarise(passes: Sequence[Sequence[Pair]], *, seed: int, repeated_ngram_share: float | None = None) -> Confirmed:
+def summarise(
+    passes: Sequence[Sequence[Pair]],
+    *,
+    seed: int,
+    repeated_ngram_share: float | None = None,
+    texts_differ: bool = False,
+) -> Confirmed:
     """The numbers to report from fresh passes, each holding one pair per prompt in the same order.
 
-    A prompt's ratio is the ratio of its two medians over the passes; speedup is the geometric mean of the ratios and so
-    equals tokens_per_s / plain_tokens_per_s, themselves geometric means over prompts.
+    A prompt's ratio is the ratio of its two typical rates over the passes (see `typical_rate`); speedup is the
+    geometric mean of the ratios and so equals tokens_per_s / plain_tokens_per_s, themselves geometric means over
+    prompts.
     """
     by_prompt = list(zip(*passes, strict=True))
-    decoding = _compare(by_prompt, lambda timed: timed.tokens_per_s, seed)
-    end_to_end = _compare(by_prompt, lambda timed: timed.end_to_end_tokens_per_s, seed)
+    decoding = _compare(by_prompt, lambda timed: timed.tokens_per_s, seed, texts_differ=texts_differ)
+    end_to_end = _compare(by_prompt, lambda timed: timed.end_to_end_tokens_per_s, seed, texts_differ=texts_differ)
     single = prompt_interval(decoding.ratios)
     ties = sum(any(pair.speculative.is_tie for pair in pairs) for pairs in by_prompt)
     acceptance = add_up([pair.speculative.stats for pairs in passes for pair in pairs])
@@ -219,10 +230,14 @@ class _Comparison:
         return self.fast / self.plain
 
 
-def _compare(by_prompt: Sequence[Sequence[Pair]], rate: Callable[[Timed], float], seed: int) -> _Comparison:
-    """Each prompt's median rates over its pairs, held against each other."""
-    fast = [median(rate(pair.speculative) for pair in pairs) for pairs in by_prompt]
-    plain = [median(rate(pair.plain) for pair in pairs) for pairs in by_prompt]
+def _compare(
+    by_prompt: Sequence[Sequence[Pair]], rate: Callable[[Timed], float], seed: int, *, texts_differ: bool
+) -> _Comparison:
+    """Each prompt's typical rates over its pairs, held against each other."""
+    fast, plain = (
+        [typical_rate([rate(way(pair)) for pair in pairs], texts_differ=texts_differ) for pairs in by_prompt]
+        for way in (attrgetter("speculative"), attrgetter("plain"))
+    )
     ratios = _ratios(fast, plain)
     means = geometric_mean(fast), geometric_mean(plain)
     speedup = means[0] / means[1]
@@ -286,12 +301,12 @@ def _excluded(entry: Entry, fault: Fault) -> Candidate:
 
 
 def _fresh_passes(
-    decoder: Decoder, cases: Sequence[PromptCase], config: DecodeConfig, repeats: int
+    decoder: Decoder, case_sets: Sequence[Sequence[PromptCase]], config: DecodeConfig, repeats: int
 ) -> list[list[Pair]]:
     return [
         [
             measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0)
-            for row, case in enumerate(cases)
+            for row, case in enumerate(case_sets[repeat % len(case_sets)])
         ]
         for repeat in range(repeats)
     ]

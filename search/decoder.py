@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
@@ -42,8 +41,8 @@ class Watch(Protocol):
 class Decoder(Protocol):
     """Decoding of one model on one device, greedy or sampled.
 
-    A sampled continuation is drawn with a seed that follows from its prompt, the same under every config: so it is as
-    much the target's one and only as a greedy one.
+    A sampled continuation is drawn from a seed, and is the same one under every config: so it is as much the target's
+    one and only as a greedy one, which takes no notice of the seed.
     """
 
     @property
@@ -53,13 +52,17 @@ class Decoder(Protocol):
     def with_sampling(self, sampling: Sampling) -> Decoder:
         """The same model's decoder for another way to choose tokens."""
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
 
-    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+    def decode_in_lockstep(
+        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+    ) -> list[Decoded]:
         """Continue one prompt under each config, in turns of a few steps. Outputs may part by a tie."""
 
-    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
+    def check(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
+    ) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
 
     def free_memory(self) -> None:
@@ -85,24 +88,26 @@ class TextForcing(Forcing, Protocol):
 class ModelDecoder:
     """A LayerSkipModel as a Decoder."""
 
-    def __init__(self, model: Any, max_new_tokens: int, params: SamplingParams | None = None, seed: int = 0) -> None:
-        """params: how tokens are chosen, greedily without them. seed: what seeds of prompts follow from."""
+    def __init__(self, model: Any, max_new_tokens: int, params: SamplingParams | None = None) -> None:
+        """params: how tokens are chosen, greedily without them."""
         self.model = model
         self.max_new_tokens = max_new_tokens
-        self._params, self._seed = params or SamplingParams(), seed
+        self._params = params or SamplingParams()
 
     def with_sampling(self, sampling: Sampling) -> ModelDecoder:
         """The same model's decoder for another way to choose tokens."""
-        return ModelDecoder(self.model, self.max_new_tokens, sampling.params(), self._seed)
+        return ModelDecoder(self.model, self.max_new_tokens, sampling.params())
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
-        out = self.model.generate(prompt_ids, config=config, **self._arguments(prompt_ids))
+        out = self.model.generate(prompt_ids, config=config, **self._arguments(seed))
         return Decoded(tuple(out.ids), out.stats)
 
-    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+    def decode_in_lockstep(
+        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+    ) -> list[Decoded]:
         """Continue one prompt under each config, in turns of a few steps. Outputs may part by a tie."""
-        outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments(prompt_ids))
+        outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments(seed))
         return [Decoded(tuple(out.ids), out.stats) for out in outs]
 
     @property
@@ -111,27 +116,23 @@ class ModelDecoder:
         devices: tuple[Any, ...] = self.model.placement.devices
         return devices
 
-    def _arguments(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+    def _arguments(self, seed: int) -> dict[str, Any]:
         """Whatever the model's own generation_config says."""
-        seed = {"seed": self._seed_of(prompt_ids)} if self._params.do_sample else {}
-        return {"max_new_tokens": self.max_new_tokens, **asdict(self._params), **seed}
+        seeded = {"seed": seed} if self._params.do_sample else {}
+        return {"max_new_tokens": self.max_new_tokens, **asdict(self._params), **seeded}
 
-    def _seed_of(self, prompt_ids: Sequence[int]) -> int:
-        """Of the random numbers that a prompt is continued with."""
-        text = f"{self._seed} {list(prompt_ids)}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-
-    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
+    def check(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
+    ) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
-        sampler = seeded_sampler(self._params, self._seed_of(prompt_ids), self.model.device)
+        sampler = seeded_sampler(self._params, seed, self.model.device)
         return check_identity(self.model, prompt_ids, ids, reference_ids, sampler)
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """What drafts would say at every position of these texts. Cost: about a target forward over each."""
         from layerskip.teacher_forcing import make_teacher_forcing
 
-        seeded = [replace(text, seed=self._seed_of(text.prompt_ids)) for text in texts]
-        return make_teacher_forcing(self.model, seeded, self._params)
+        return make_teacher_forcing(self.model, texts, self._params)
 
     def timer(self, gamma_max: int) -> Timer:
         """Times single steps."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from layerskip.config import DecodeConfig
 from layerskip.stats import DecodeStats
 from search.measurement import Pair, add_up
+from search.statistics import geometric_mean
 
 HELD_OUT = "held_out"
 """Attribute of the study."""
@@ -51,12 +53,25 @@ class HeldOut:
     """None where an old study kept none; so the next two, which have the prompt's own forward in the seconds."""
     end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
     plain_end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
+    texts_differ: bool = False
+    """Whether each pass continued the prompts anew, as sampled text is."""
 
     @property
     def rates(self) -> dict[str, tuple[tuple[float, ...], ...]]:
         """All that are known, by name."""
         rates = {name: getattr(self, name) for name in _RATES}
         return {name: values for name, values in rates.items() if values is not None}
+
+    @property
+    def typical(self) -> dict[str, list[float]]:
+        """The same per prompt, see `typical_rate`."""
+        differ = self.texts_differ
+        return {name: [typical_rate(one, texts_differ=differ) for one in rates] for name, rates in self.rates.items()}
+
+    @property
+    def average(self) -> str:
+        """What a typical rate is."""
+        return "geometric mean" if self.texts_differ else "median"
 
     def to_json(self) -> str:
         """One line, for a study's attributes."""
@@ -78,10 +93,17 @@ class HeldOut:
             counters=counters,
             end_to_end_tokens_per_s=_as_tuple(data.get("end_to_end_tokens_per_s")),
             plain_end_to_end_tokens_per_s=_as_tuple(data.get("plain_end_to_end_tokens_per_s")),
+            texts_differ=data.get("texts_differ", False),
         )
 
 
-def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig) -> HeldOut:
+def typical_rate(rates: Sequence[float], *, texts_differ: bool) -> float:
+    """Of one prompt's passes: the median, which a moment of the clock does not move; where each pass had a text of its
+    own, which differ by more than moments, the geometric mean."""
+    return geometric_mean(rates) if texts_differ else median(rates)
+
+
+def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig, *, texts_differ: bool = False) -> HeldOut:
     """From fresh passes, each holding one pair per prompt in the same order."""
     by_prompt = list(zip(*passes, strict=True))
     return HeldOut(
@@ -96,6 +118,7 @@ def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig) -> HeldO
         plain_end_to_end_tokens_per_s=tuple(
             tuple(pair.plain.end_to_end_tokens_per_s for pair in pairs) for pairs in by_prompt
         ),
+        texts_differ=texts_differ,
     )
 
 

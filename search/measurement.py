@@ -9,21 +9,29 @@ from layerskip.benchmark.alternation import no_garbage_collection
 from layerskip.config import DecodeConfig
 from layerskip.identity import IdentityReport
 from layerskip.stats import DecodeStats
+from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoded, Decoder
 from search.statistics import geometric_mean
 
 
 @dataclass(frozen=True)
 class PromptCase:
-    """One prompt as token ids with the target's own greedy continuation."""
+    """One prompt as token ids with the target's own continuation."""
 
     prompt_id: str
     prompt_ids: tuple[int, ...]
     reference_ids: tuple[int, ...]
+    seed: int = 0
+    """What a sampled continuation is drawn from."""
+
+    @property
+    def text(self) -> ForcedText:
+        """Prompt and continuation."""
+        return ForcedText(self.prompt_ids, self.reference_ids, self.seed)
 
 
 class LosslessViolation(Exception):  # noqa: N818 (it is the event, whoever is to blame)
-    """A greedy output differs from the target's own: a bug, never a low score."""
+    """An output differs from the target's own: a bug, never a low score."""
 
     def __init__(self, prompt_id: str, config: DecodeConfig, position: int | None, gap: float | None) -> None:
         where = "" if position is None else f" from token {position} on"
@@ -90,7 +98,7 @@ def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
     Raises: LosslessViolation if the output is neither identical nor a logit tie; ValueError if nothing could be timed.
     """
     with no_garbage_collection():
-        out = decoder.decode(case.prompt_ids, config)
+        out = decoder.decode(case.prompt_ids, config, case.seed)
     return _timed(case, out, _lossless(decoder, case, config, out), out.stats.num_emitted)
 
 
@@ -123,7 +131,7 @@ def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]
     Where a logit tie parts the outputs, speeds are compared over equal numbers of tokens. Raises as `time_one`.
     """
     with no_garbage_collection():
-        outs = decoder.decode_in_lockstep(case.prompt_ids, configs)
+        outs = decoder.decode_in_lockstep(case.prompt_ids, configs, case.seed)
     reports = [_lossless(decoder, case, config, out) for config, out in zip(configs, outs, strict=True)]
     shortest = min(out.stats.num_emitted for out in outs)
     return [_timed(case, out, report, shortest) for out, report in zip(outs, reports, strict=True)]
@@ -181,7 +189,7 @@ def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> 
 
 def _lossless(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> IdentityReport:
     """How the output compares with the reference. Raises: LosslessViolation."""
-    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids)
+    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed)
     if not identity.lossless:
         raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
     return identity

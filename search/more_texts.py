@@ -2,7 +2,7 @@
 
 A search that looks at a few short texts finds configs that suit these texts. A reading of a further text costs a
 fraction of a millisecond to some, no clock has to be watched, and nothing is measured on it, so there can be many:
-tuning prompts that no trial uses, and beginnings of plain-text ones, each continued greedily by the target. Held-out
+tuning prompts that no trial uses, and beginnings of plain-text ones, each continued by the target. Held-out
 prompts are never touched.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 from layerskip.config import DecodeConfig
 from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoder
-from search.prompts import EncodedPrompt
+from search.prompts import EncodedPrompt, continuation_seed
 
 MAX_MORE = 96
 CUT_SHARES = (0.55, 0.85, 0.4, 0.7)
 """Of a prompt's tokens that a cut keeps; all prompts are cut at the first share before any at the second."""
 MIN_CUT = 8
 _MIN_CONTINUATION = 2
-_MAX_POSITIONS = 1 << 14
+MAX_POSITIONS = 1 << 14
 """Of all more texts together, each padded to the longest: their keys and values are held in the device's memory."""
 
 
@@ -38,10 +38,12 @@ class MoreText:
     num_tokens: int
     """Of the prompt's."""
     continuation_ids: tuple[int, ...]
+    seed: int = 0
+    """What a sampled continuation was drawn from."""
 
     def text(self, prompts: Sequence[EncodedPrompt]) -> ForcedText:
         """Prompt and continuation."""
-        return ForcedText(prompts[self.place].ids[: self.num_tokens], self.continuation_ids)
+        return ForcedText(prompts[self.place].ids[: self.num_tokens], self.continuation_ids, self.seed)
 
     def is_cut(self, prompts: Sequence[EncodedPrompt]) -> bool:
         """Whether the prompt is not whole."""
@@ -79,11 +81,13 @@ def make_more_texts(
         if len(found) >= options.limit or clock() - start >= options.seconds:
             break
         length = max(longest, num_tokens + options.max_new_tokens)
-        if (len(found) + 1) * length > _MAX_POSITIONS:
+        if (len(found) + 1) * length > MAX_POSITIONS:
             continue
-        out = decoder.decode(prompts[place].ids[:num_tokens], plain)
+        ids = prompts[place].ids[:num_tokens]
+        seed = continuation_seed(options.seed, ids)
+        out = decoder.decode(ids, plain, seed)
         if len(out.ids) >= _MIN_CONTINUATION:
-            found.append(MoreText(place, num_tokens, tuple(out.ids)))
+            found.append(MoreText(place, num_tokens, tuple(out.ids), seed))
             longest = length
     return tuple(found)
 
@@ -118,12 +122,12 @@ class Beyond:
 
     def to_json(self) -> str:
         """One line, for a study's attributes. Prompts by their places: a study's fingerprint holds them fast."""
-        rows = [[one.place, one.num_tokens, list(one.continuation_ids)] for one in self.made]
+        rows = [[one.place, one.num_tokens, list(one.continuation_ids), one.seed] for one in self.made]
         return json.dumps({"num_reference": self.num_reference, "made": rows}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Beyond:
         """The inverse of `to_json`."""
         data = json.loads(text)
-        made = tuple(MoreText(place, num_tokens, tuple(ids)) for place, num_tokens, ids in data["made"])
+        made = tuple(MoreText(place, num_tokens, tuple(ids), *seed) for place, num_tokens, ids, *seed in data["made"])
         return cls(data["num_reference"], made)

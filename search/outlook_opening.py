@@ -17,7 +17,7 @@ from search.decoder import Decoder, TextForcing
 from search.fingerprint import Fingerprint
 from search.forecast import Candidate, Candidates, Pool, make_pool
 from search.lookup_choice import LookupChoice, read_choice, write_choice
-from search.more_texts import MAX_MORE, Beyond, MoreOptions, MoreText, make_more_texts
+from search.more_texts import MAX_MORE, MAX_POSITIONS, Beyond, MoreOptions, MoreText, make_more_texts
 from search.outlook import (
     COSTS,
     EFFECTS,
@@ -220,9 +220,24 @@ class _Opening:
         )
 
     def _lookups_alone(self, predictor: Predictor) -> list[Candidate]:
-        """The best of each way to look up, where the space has it alone or as part of a hybrid."""
+        """The best of each way to look up, where the space has it alone or as part of a hybrid.
+
+        They are predicted on every text of the reference, however many of these masks are read on: no draft of theirs
+        has to be read.
+        """
         methods = self.space.lookup_methods
-        return Candidates(predictor, self.space).lookups_alone(methods) if methods else []
+        if not methods:
+            return []
+        return Candidates(self._on_whole_reference(predictor), self.space).lookups_alone(methods)
+
+    def _on_whole_reference(self, predictor: Predictor) -> Predictor:
+        """This one, or one on the reference's texts where it has not all of them and they fit into memory."""
+        texts = self._reference_texts()
+        others = texts[predictor.num_first :]
+        if len(texts) <= predictor.num_texts or sum(len(one.ids) for one in others) > MAX_POSITIONS:
+            return predictor
+        forcing = self.decoder.teacher_forcing(others)
+        return predictor.with_more(forcing, self._rows(forcing))
 
     def _choose_hybrids(self, predictor: Predictor, pool: Pool) -> bool:
         """Decide for the study what masks are combined with: per method the lookup that suits the best mask so far."""
@@ -299,7 +314,7 @@ class _Opening:
         return forcing, self._rows(forcing)
 
     def _reference_texts(self) -> list[ForcedText]:
-        return [ForcedText(case.prompt_ids, case.reference_ids) for case in self.reference.cases]
+        return [case.text for case in self.reference.cases]
 
     def _rows(self, forcing: TextForcing) -> TextRows:
         return TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), self.options.max_new_tokens)

@@ -21,7 +21,7 @@ from search.objective import standings_of, violations_in
 from search.outlook import POOL, Outlook, OutlookOptions, outlook_facts
 from search.outlook_opening import open_outlook
 from search.prediction_check import check_predictions
-from search.reference import Reference, ReferenceOptions, make_cases, make_reference, plain_speed, warm_up
+from search.reference import Reference, ReferenceOptions, make_case_sets, make_reference, plain_speed, warm_up
 from search.reporting.publish import Publisher
 from search.results import SearchFacts, save_best, save_summary, with_provenance
 from search.rounding_record import ROUNDING, RoundingRecord
@@ -176,7 +176,13 @@ class SearchRun:
         if stored is None:
             way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
             self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
-            options = ReferenceOptions(subject.space.num_layers, spec.seed, spec.trial_seconds, spec.prompts_per_trial)
+            options = ReferenceOptions(
+                subject.space.num_layers,
+                spec.seed,
+                spec.trial_seconds,
+                spec.prompts_per_trial,
+                is_sampled=subject.sampling.do_sample,
+            )
             reference = make_reference(subject.decoder, subject.tuning, options)
             study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)
             study.set_user_attr("noise_sigma", reference.noise_sigma)
@@ -225,7 +231,9 @@ class SearchRun:
         self._say.phase(
             "confirm", f"{len(entries)} candidates and plain decoding on {len(prompts)} held-out prompts, interleaved"
         )
-        cases, dropped = make_cases(subject.decoder, prompts, subject.space.num_layers)
+        # Of sampled text each pass measures another continuation: what chose does not report.
+        num_sets = 1 + spec.confirm_repeats if subject.sampling.do_sample else 1
+        cases, dropped = make_case_sets(subject.decoder, prompts, subject.space.num_layers, spec.seed, num_sets)
         options = ConfirmOptions(subject.space.num_layers, spec.confirm_repeats, reference.noise_sigma, spec.seed)
         tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
         result = confirm(subject.decoder, cases, entries, options, tell)

@@ -42,7 +42,8 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         raise ValueError(f"{spec.model}: has no tokenizer, which prompts need")
     if spec.share_prefix and not isinstance(model.engine, PrefixEngine):
         raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
-    encoded = tuple(encode_prompts(one, model, room=spec.max_new_tokens) for one in prompt_sets)
+    defaults = model.model.generation_config
+    encoded = [encode_prompts(one, model, room=spec.max_new_tokens, generation_config=defaults) for one in prompt_sets]
     fingerprint = take_fingerprint(model, spec, tuning, held_out)
     origin = Origin(
         model=portable_model_name(spec.model, paths.folder),
@@ -65,8 +66,10 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         drafters=spec.drafters,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
-    decoder = ModelDecoder(model, spec.max_new_tokens, seed=spec.seed)
+    decoder = ModelDecoder(model, spec.max_new_tokens)
     subject = Subject(decoder, space, encoded[0], encoded[1], fingerprint, origin, rounding=lambda: model.rounding)
+    for name in spec.regimes or ():
+        subject.in_regime(Sampling.parse(name))  # each has prompts
     return subject.in_regime(first_regime(spec, model))
 
 

@@ -7,9 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from layerskip.prompts import Encoder, Prompt, encode_prompt
 from layerskip.prompts import read_prompts as read_file
+from layerskip.sampling_params import SamplingParams
+from layerskip.sampling_regime import Sampling
 from search.per_group.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 
 MIN_TUNING = 2
@@ -39,6 +42,14 @@ class EncodedPrompt:
     ids: tuple[int, ...]
     is_text: bool = False
     """Plain text, of which a beginning is a prompt too; not so a chat, nor a turn that went through a template."""
+    sampling: Sampling | None = None
+    """How its tokens are chosen, where its record says."""
+
+
+def continuation_seed(seed: int, prompt_ids: Sequence[int], number: int = 0) -> int:
+    """Of the random numbers that a prompt is continued with for the `number`-th time, in a study with this seed."""
+    text = f"{seed} {list(prompt_ids)}" + (f" {number}" if number else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROUPS) -> tuple[PromptSet, PromptSet]:
@@ -73,14 +84,37 @@ def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ..
     return read_file(path, grouping)
 
 
-def encode_prompts(prompt_set: PromptSet, model: Encoder, *, room: int) -> tuple[EncodedPrompt, ...]:
-    """Token ids of every prompt; see `layerskip.prompts.encode_prompt` for `room` and what it raises."""
+def encode_prompts(
+    prompt_set: PromptSet, model: Encoder, *, room: int, generation_config: Any = None
+) -> tuple[EncodedPrompt, ...]:
+    """Token ids of every prompt; see `layerskip.prompts.encode_prompt` for `room` and what it raises.
+
+    generation_config: what stands behind settings that a prompt's record leaves out.
+    """
     return tuple(
         EncodedPrompt(
-            prompt.prompt_id, prompt.group, encode_prompt(prompt, model, room=room), is_text=prompt.kind == "text"
+            prompt.prompt_id,
+            prompt.group,
+            encode_prompt(prompt, model, room=room),
+            is_text=prompt.kind == "text",
+            sampling=_sampling_of(prompt, generation_config),
         )
         for prompt in prompt_set.prompts
     )
+
+
+def in_regime(prompts: Sequence[EncodedPrompt], sampling: Sampling) -> tuple[EncodedPrompt, ...]:
+    """The prompts that a regime is tuned on: those whose records say nothing of how tokens are chosen, or say this."""
+    return tuple(one for one in prompts if one.sampling in (None, sampling))
+
+
+def _sampling_of(prompt: Prompt, generation_config: Any) -> Sampling | None:
+    if not prompt.settings:
+        return None
+    try:
+        return Sampling.of(SamplingParams.from_generation_config(generation_config, **prompt.settings))
+    except ValueError as error:
+        raise ValueError(f"{prompt.source}: {error}") from None
 
 
 def _split(prompts: tuple[Prompt, ...], path: str, *, by_group: bool) -> tuple[PromptSet, PromptSet]:

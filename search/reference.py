@@ -1,7 +1,8 @@
-"""Reference: the target's own greedy continuation of every prompt, its plain speed, and the noise of a paired ratio."""
+"""Reference: the target's own continuations of the prompts, its plain speed, and the noise of a paired ratio."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoded, Decoder
 from search.measurement import PromptCase, measure_pair, pair_seconds, time_one
-from search.prompts import EncodedPrompt
+from search.prompts import EncodedPrompt, continuation_seed
 from search.statistics import geometric_mean, log_spread
 
 LOG = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ MAX_PROMPTS_PER_TRIAL = 16
 MIN_NOISE_PAIRS = 12
 _NUM_TO_ESTIMATE = 3
 _MAX_TRIALS_APART = 8
-"""So many trials of one config see different prompts, if there are enough; then they repeat."""
+"""So many trials of one config see different texts, if there are enough; then they repeat."""
+_MAX_CONTINUATIONS = 8
+"""Of a prompt, where tokens are sampled: each is another text. Two prompts suffice for a search."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,14 @@ class ReferenceOptions:
     seed: int
     trial_seconds: float
     prompts_per_trial: int | None
+    is_sampled: bool = False
+    """Whether a prompt can be continued in more than one way."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The tuning prompts in their fixed order, with what plain decoding does on them."""
+    """The tuning prompts in their fixed order, with what plain decoding does on them. Where tokens are sampled a prompt
+    may come again with another continuation, after all prompts have come once."""
 
     cases: tuple[PromptCase, ...]
     num_per_trial: int
@@ -67,7 +73,7 @@ class Reference:
         """The inverse of `to_json`."""
         data = json.loads(text)
         cases = tuple(
-            PromptCase(case["prompt_id"], tuple(case["prompt_ids"]), tuple(case["reference_ids"]))
+            PromptCase(case["prompt_id"], tuple(case["prompt_ids"]), tuple(case["reference_ids"]), case.get("seed", 0))
             for case in data.pop("cases")
         )
         return cls(cases=cases, dropped=tuple(data.pop("dropped")), **data)
@@ -81,7 +87,8 @@ class Reference:
 def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions) -> Reference:
     """Warm up, decode the tuning prompts plainly until eight trials have enough of them, then run plain against plain.
 
-    The order of prompts is a shuffle from the seed. Cost: a plain decoding of every prompt used, and 24 for the noise.
+    The order of prompts is a shuffle from the seed. Sampled prompts are continued anew, from other seeds, while there
+    are not enough. Cost: a plain decoding of every prompt used, and 24 for the noise.
     Raises: ValueError if no prompt can be timed; LosslessViolation if plain decoding does not repeat itself.
     """
     plain = DecodeConfig.plain(options.num_layers)
@@ -91,11 +98,13 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
     dropped: list[str] = []
     seconds: list[float] = []
     per_trial = options.prompts_per_trial or MAX_PROMPTS_PER_TRIAL
-    for prompt in shuffled:
+    numbers = range(_MAX_CONTINUATIONS if options.is_sampled else 1)
+    for number, prompt in itertools.product(numbers, shuffled):
         if len(cases) >= _MAX_TRIALS_APART * per_trial:
             break
-        out = decoder.decode(prompt.ids, plain)
-        if not _file_case(prompt, out, cases, dropped):
+        seed = continuation_seed(options.seed, prompt.ids, number)
+        out = decoder.decode(prompt.ids, plain, seed)
+        if not _file_case(prompt, seed, out, cases, dropped):
             continue
         seconds.append(pair_seconds(out.stats))
         if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
@@ -110,14 +119,15 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
         plain_tokens_per_s=geometric_mean(rates),
         noise_sigma=noise,
         pair_s=float(np.mean(seconds)),
-        dropped=tuple(dropped),
+        dropped=tuple(dict.fromkeys(dropped)),
     )
 
 
 def make_cases(
-    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int = 0, number: int = 0
 ) -> tuple[tuple[PromptCase, ...], tuple[str, ...]]:
-    """The target's continuation of every prompt, and the ids of those too short to time.
+    """The target's continuation of every prompt, the `number`-th in a study with this seed where it is sampled, and the
+    ids of those too short to time.
 
     Cost: one plain decoding each.
     """
@@ -125,17 +135,31 @@ def make_cases(
     cases: list[PromptCase] = []
     dropped: list[str] = []
     for prompt in prompts:
-        _file_case(prompt, decoder.decode(prompt.ids, plain), cases, dropped)
+        from_seed = continuation_seed(seed, prompt.ids, number)
+        _file_case(prompt, from_seed, decoder.decode(prompt.ids, plain, from_seed), cases, dropped)
     return tuple(cases), tuple(dropped)
 
 
-def _file_case(prompt: EncodedPrompt, out: Decoded, cases: list[PromptCase], dropped: list[str]) -> bool:
+def make_case_sets(
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int, count: int
+) -> tuple[tuple[tuple[PromptCase, ...], ...], tuple[str, ...]]:
+    """`count` sampled continuations of every prompt, one of each in every set; a prompt too short to time in any of
+    them is left out of all.
+
+    Cost: a plain decoding each.
+    """
+    made = [make_cases(decoder, prompts, num_layers, seed, number) for number in range(count)]
+    dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
+    return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
+
+
+def _file_case(prompt: EncodedPrompt, seed: int, out: Decoded, cases: list[PromptCase], dropped: list[str]) -> bool:
     """Put a prompt with its reference among the cases, or, too short to time, among the dropped. True for a case."""
     if len(out.ids) < 2:
         LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
         dropped.append(prompt.prompt_id)
         return False
-    cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids))
+    cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids, seed))
     return True
 
 

@@ -95,15 +95,14 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
     look at drafts after a wrong token). Cost: settings x prompts decodings.
     """
-    from layerskip.teacher_forcing import ForcedText
     from search.confirm import describe
     from search.cost_model import free_costs
     from search.predictor import Predictor
     from search.reference import make_cases
     from search.replay import TextRows, check_replay, live_counts
 
-    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers)
-    forcing = subject.decoder.teacher_forcing([ForcedText(case.prompt_ids, case.reference_ids) for case in cases])
+    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers, spec.seed)
+    forcing = subject.decoder.teacher_forcing([case.text for case in cases])
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
     predictor = Predictor(forcing, rows, free_costs(subject.space, subject.space.gamma_limit), spec.gamma_max)
     rng = np.random.default_rng(seed)
@@ -112,12 +111,12 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     num_parted = 0
     for _ in range(num_settings):
         config = subject.space.to_config(random_params(subject.space, rng))
-        outs = [subject.decoder.decode(case.prompt_ids, config) for case in cases]
+        outs = [subject.decoder.decode(case.prompt_ids, config, case.seed) for case in cases]
         # A text that parted at a logit tie goes on as another one, of which replay says nothing.
         whole = [i for i, (case, out) in enumerate(zip(cases, outs, strict=True)) if out.ids == case.reference_ids]
         num_parted += len(cases) - len(whole)
         for case, out in zip(cases, outs, strict=True):
-            if not subject.decoder.check(case.prompt_ids, out.ids, case.reference_ids).lossless:
+            if not subject.decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed).lossless:
                 violations.append(f"prompt {case.prompt_id!r} under {describe(config)}")
         if not whole:
             continue

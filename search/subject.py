@@ -10,7 +10,7 @@ from layerskip.rounding import RoundingSpread
 from layerskip.sampling_regime import GREEDY, Sampling
 from search.decoder import Decoder
 from search.fingerprint import Fingerprint
-from search.prompts import EncodedPrompt
+from search.prompts import MIN_HELD_OUT, MIN_TUNING, EncodedPrompt, encoded_fingerprint, in_regime
 from search.results import Origin
 from search.space import SearchSpace
 from search.stop import StopSignal
@@ -31,18 +31,47 @@ class Subject:
     origin: Origin
     sampling: Sampling = GREEDY
     """How tokens are chosen."""
+    whole: Subject | None = None
+    """With the prompts of all regimes, where this is in one."""
     threads: ThreadChoice | None = None
     """How the number of CPU threads was measured; None where it was given."""
     rounding: Callable[[], RoundingSpread | None] = lambda: None
     """What this process has judged logit ties by so far; None where nothing had to be judged."""
 
     def in_regime(self, sampling: Sampling) -> Subject:
-        """The same model and prompts, decoded with tokens chosen so."""
+        """The same model decoded with tokens chosen so, on the prompts whose records do not ask for another way.
+
+        Raises: ValueError if there are too few of these.
+        """
+        whole = self.whole or self
+        parts = [in_regime(prompts, sampling) for prompts in (whole.tuning, whole.held_out)]
+        for part, prompts, what in zip(parts, (whole.tuning, whole.held_out), ("tuning", "held-out"), strict=True):
+            least = MIN_TUNING if what == "tuning" else MIN_HELD_OUT
+            if len(part) < min(least, len(prompts)):
+                raise ValueError(
+                    f"regime {sampling.name}: needs at least {least} {what} prompts, got {len(part)} of {len(prompts)} "
+                    "whose records ask for no other way to choose tokens"
+                )
+        changed = replace(
+            whole.on_prompts(*parts),
+            decoder=self.decoder.with_sampling(sampling),
+            sampling=sampling,
+            threads=self.threads,
+            whole=whole,
+        )
+        return replace(changed, fingerprint=replace(changed.fingerprint, sampling=sampling.name))
+
+    def on_prompts(self, tuning: tuple[EncodedPrompt, ...], held_out: tuple[EncodedPrompt, ...]) -> Subject:
+        """The same on a part of the prompts; with all of them it is the same."""
+        if (len(tuning), len(held_out)) == (len(self.tuning), len(self.held_out)):
+            return self
+        prints = encoded_fingerprint(tuning), encoded_fingerprint(held_out)
         return replace(
             self,
-            decoder=self.decoder.with_sampling(sampling),
-            fingerprint=replace(self.fingerprint, sampling=sampling.name),
-            sampling=sampling,
+            tuning=tuning,
+            held_out=held_out,
+            fingerprint=replace(self.fingerprint, tuning_prompts=prints[0], held_out_prompts=prints[1]),
+            origin=replace(self.origin, prompts_fingerprint=prints[0], held_out_fingerprint=prints[1]),
         )
 
 

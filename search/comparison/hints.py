@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from layerskip.config import MaskField
 from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import ForcedText
 from layerskip.validated import Probability, describe_validation_error
 from search.comparison.accounting import Account, SharedForcing
 from search.comparison.journal import Journal
@@ -34,7 +33,7 @@ class ModelHints:
     def __init__(self, subject: Subject, reference: Reference, account: Account, journal: Journal) -> None:
         self._subject, self._reference, self._account = subject, reference, account
         self._journal = journal
-        self._texts = tuple(ForcedText(case.prompt_ids, case.reference_ids) for case in reference.cases)
+        self._texts = tuple(case.text for case in reference.cases)
 
     @property
     def cost(self) -> CostModel:

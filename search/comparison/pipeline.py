@@ -88,7 +88,13 @@ class ComparisonRun:
         setup = read_setup(self._out)
         if setup is None:
             self._say.phase("reference", "plain decoding of tuning prompts")
-            options = ReferenceOptions(subject.space.num_layers, spec.seed, spec.trial_seconds, spec.prompts_per_trial)
+            options = ReferenceOptions(
+                subject.space.num_layers,
+                spec.seed,
+                spec.trial_seconds,
+                spec.prompts_per_trial,
+                is_sampled=subject.sampling.do_sample,
+            )
             reference = make_reference(subject.decoder, subject.tuning, options)
             fingerprint = asdict(subject.fingerprint)
             facts = {"created_at": now_utc(), "environment": self._environment(), "fingerprint": fingerprint}
@@ -120,7 +126,7 @@ class ComparisonRun:
         subject, plan = self._subject, self._plan
         picks = picks_of(plan, runs)
         prompts = subject.held_out[: self._spec.num_confirm_prompts]
-        cases, dropped = make_cases(subject.decoder, prompts, subject.space.num_layers)
+        cases, dropped = make_cases(subject.decoder, prompts, subject.space.num_layers, self._spec.seed)
         if not cases:
             raise ValueError("held_out: the model ends the text before a second token on every held-out prompt")
         self._say.phase(

@@ -18,7 +18,6 @@ from search.per_group.export import PER_GROUP, GroupResult, combined_config, gro
 from search.per_group.grouping import count_groups, interleaved, of_group
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
 from search.pipeline import RunOutcome, SearchRun
-from search.prompts import encoded_fingerprint
 from search.reference import make_cases
 from search.reporting.publish import Publisher
 from search.results import save_best, save_summary
@@ -38,15 +37,7 @@ def group_subjects(subject: Subject) -> dict[str, Subject]:
     # Only so many held-out prompts are used, and files tend to be sorted by group.
     subjects = {DEFAULT_GROUP: replace(subject, held_out=interleaved(subject.held_out))}
     for name in count_groups(subject.tuning, subject.held_out):
-        tuning, held_out = of_group(subject.tuning, name), of_group(subject.held_out, name)
-        prints = encoded_fingerprint(tuning), encoded_fingerprint(held_out)
-        subjects[name] = replace(
-            subject,
-            tuning=tuning,
-            held_out=held_out,
-            fingerprint=replace(subject.fingerprint, tuning_prompts=prints[0], held_out_prompts=prints[1]),
-            origin=replace(subject.origin, prompts_fingerprint=prints[0], held_out_fingerprint=prints[1]),
-        )
+        subjects[name] = subject.on_prompts(of_group(subject.tuning, name), of_group(subject.held_out, name))
     return subjects
 
 
@@ -184,7 +175,7 @@ class GroupRun:
             for name, subject in self._subjects.items():
                 if name != DEFAULT_GROUP:
                     prompts = subject.held_out[: spec.num_confirm_prompts]
-                    cases[name], _ = make_cases(decoder, prompts, num_layers)
+                    cases[name], _ = make_cases(decoder, prompts, num_layers, spec.seed)
             self._say.phase(
                 "matrix",
                 f"every setting on {sum(map(len, cases.values()))} held-out prompts of {len(cases)} groups, "

@@ -25,7 +25,7 @@ def held_out_figure(record: StudyRecord) -> go.Figure:
     held_out = record.held_out
     if held_out is None:
         raise MissingData(f"held_out: study {record.name!r} keeps no speeds per held-out prompt")
-    fast, plain = ([median(one) for one in rates] for rates in (held_out.tokens_per_s, held_out.plain_tokens_per_s))
+    fast, plain = (held_out.typical[name] for name in ("tokens_per_s", "plain_tokens_per_s"))
     ratios = [one / other for one, other in zip(fast, plain, strict=True)]
     order = sorted(range(len(ratios)), key=lambda i: ratios[i])
     rows = list(range(len(order)))
@@ -62,7 +62,7 @@ def held_out_figure(record: StudyRecord) -> go.Figure:
             + name
             + " %{x:.1f} tokens/s, speedup %{customdata[1]:.2f}<extra></extra>",
         )
-    figure.update_xaxes(title="tokens/s, median", rangemode="tozero")
+    figure.update_xaxes(title=f"tokens/s, {held_out.average}", rangemode="tozero")
     figure.update_yaxes(
         tickvals=rows,
         ticktext=[f"{_short(held_out.prompt_ids[i])}  {ratios[i]:.2f}×" for i in order],

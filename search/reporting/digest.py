@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from layerskip.repetition import NGRAM
@@ -123,15 +122,16 @@ def _prompts(record: StudyRecord) -> Table | None:
     held_out = record.held_out
     if held_out is None:
         return None
-    medians = {name: [median(one) for one in rates] for name, rates in held_out.rates.items()}
-    fast, plain = medians["tokens_per_s"], medians["plain_tokens_per_s"]
+    typical = held_out.typical
+    fast, plain = typical["tokens_per_s"], typical["plain_tokens_per_s"]
     columns = [[f"{one:.1f}" for one in plain], [f"{one:.1f}" for one in fast], _ratios(fast, plain)]
     header = ["prompt", "plain", "speculative", "speedup"]
-    if "end_to_end_tokens_per_s" in medians:
-        columns.append(_ratios(medians["end_to_end_tokens_per_s"], medians["plain_end_to_end_tokens_per_s"]))
+    if "end_to_end_tokens_per_s" in typical:
+        columns.append(_ratios(typical["end_to_end_tokens_per_s"], typical["plain_end_to_end_tokens_per_s"]))
         header.append("end to end")
     note = (
-        f"Tokens/s, medians of {count_of(len(held_out.tokens_per_s[0]), 'pass', 'passes')}; end to end is the speedup "
+        f"Tokens/s, {held_out.average}s of {count_of(len(held_out.tokens_per_s[0]), 'pass', 'passes')}; end to end is "
+        "the speedup "
         "with the prompt's own forward in the seconds."
     )
     rows = tuple(zip(held_out.prompt_ids, *columns, strict=True))

@@ -75,10 +75,11 @@ class FakeDecoder:
     num_checked_ties: int = 0
     num_freed: int = 0
     devices: tuple[Any, ...] = (None,)
+    is_sampled: bool = False
     pace: float = 1.0
     """Of the device: scales all speeds alike."""
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         self.num_decoded += 1
         error = self.break_on(config)
         if error is not None:
@@ -91,15 +92,20 @@ class FakeDecoder:
             stats.num_rounds, stats.num_drafted, stats.num_accepted = 8, 10, 8
             stats.drafted_by_position, stats.accepted_by_position = [8, 2], [6, 2]
         self.clock.now += stats.prefill_s + stats.decode_s
-        ids = tuple((sum(prompt_ids) + i) % 50 for i in range(self.num_tokens))
+        start = sum(prompt_ids) + (seed if self.is_sampled else 0)
+        ids = tuple((start + i) % 50 for i in range(self.num_tokens))
         if config.speculates and (self.wrong_on(config) or self.tie_on(config)):
             ids = (*ids[:5], 99, *ids[6:])
         return Decoded(ids, stats)
 
-    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-        return [self.decode(prompt_ids, config) for config in configs]
+    def decode_in_lockstep(
+        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+    ) -> list[Decoded]:
+        return [self.decode(prompt_ids, config, seed) for config in configs]
 
-    def check(self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int]) -> IdentityReport:
+    def check(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
+    ) -> IdentityReport:
         if tuple(ids) == tuple(reference_ids):
             return IdentityReport(identical=True, is_tie=False)
         tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
@@ -113,7 +119,8 @@ class FakeDecoder:
         return FakeWatch()
 
     def with_sampling(self, sampling: Sampling) -> FakeDecoder:
-        return dataclasses.replace(self, gain=self.gain_by_regime.get(sampling.name, self.gain))
+        gain = self.gain_by_regime.get(sampling.name, self.gain)
+        return dataclasses.replace(self, gain=gain, is_sampled=sampling.do_sample)
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
         return FakeForcing(texts, self.clock.advance)

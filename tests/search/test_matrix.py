@@ -32,8 +32,8 @@ class PickyDecoder(FakeDecoder):
 
     fault = ""
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
-        out = super().decode(prompt_ids, config)
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+        out = super().decode(prompt_ids, config, seed)
         picked = config.speculates and config.skip_mask == BROAD.skip_mask and prompt_ids[2] == 3
         if picked and self.fault == "memory":
             raise MemoryError("no room")

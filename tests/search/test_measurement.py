@@ -28,15 +28,17 @@ class WatchedDecoder(FakeDecoder):
 
     calls: list[tuple[str, tuple[bool, ...]]] = field(default_factory=list)
 
-    def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+    def decode_in_lockstep(
+        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+    ) -> list[Decoded]:
         self.calls.append(("lockstep", tuple(config.speculates for config in configs)))
-        outs = super().decode_in_lockstep(prompt_ids, configs)
+        outs = super().decode_in_lockstep(prompt_ids, configs, seed)
         del self.calls[-len(outs) :]  # the fake decodes one after the other
         return outs
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         self.calls.append(("alone", (config.speculates,)))
-        return super().decode(prompt_ids, config)
+        return super().decode(prompt_ids, config, seed)
 
 
 def case_of(decoder: FakeDecoder) -> PromptCase:
@@ -73,7 +75,9 @@ def test_texts_of_different_lengths_compare_over_equal_numbers_of_tokens() -> No
     """A tie may end one text early; the later tokens of the other, at another price, are no part of the ratio."""
 
     class Uneven(WatchedDecoder):
-        def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
+        def decode_in_lockstep(
+            self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+        ) -> list[Decoded]:
             long = DecodeStats(num_emitted=5, decode_s=8.0, token_s=[1.0, 1.0, 3.0, 3.0])
             short = DecodeStats(num_emitted=3, decode_s=1.0, token_s=[0.5, 0.5])
             return [Decoded((1, 2, 3, 4, 5), long), Decoded((1, 2, 9), short)]
@@ -95,8 +99,10 @@ def test_a_wrong_output_is_a_violation_of_the_config_that_made_it() -> None:
 
 def test_a_wrong_output_too_short_to_time_is_a_violation_too() -> None:
     class Cut(WatchedDecoder):
-        def decode_in_lockstep(self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig]) -> list[Decoded]:
-            plain, draft = super().decode_in_lockstep(prompt_ids, configs)
+        def decode_in_lockstep(
+            self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+        ) -> list[Decoded]:
+            plain, draft = super().decode_in_lockstep(prompt_ids, configs, seed)
             return [plain, Decoded(draft.ids[:1], DecodeStats(num_emitted=1))]
 
     with pytest.raises(LosslessViolation):

@@ -76,7 +76,7 @@ def test_it_ends_when_the_time_is_up(seconds: float, expected: int) -> None:
 
 def test_what_the_memory_does_not_hold_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of 20 + 17 positions fit, with one of 200 + 17 among them not even two: padded, all are as long."""
-    monkeypatch.setattr(more_texts, "_MAX_POSITIONS", 3 * (20 + NUM_TOKENS))
+    monkeypatch.setattr(more_texts, "MAX_POSITIONS", 3 * (20 + NUM_TOKENS))
     prompts = [text(1000, length=200, is_text=False), *(text(100 * i, is_text=False) for i in range(5))]
     made = make_more_texts(FakeDecoder(), prompts, (), options())
     assert len(made) == 3
@@ -86,8 +86,8 @@ def test_what_the_memory_does_not_hold_is_left_out(monkeypatch: pytest.MonkeyPat
 class Ending(FakeDecoder):
     """Texts that begin with an odd token end at once."""
 
-    def decode(self, prompt_ids, config):  # type: ignore[no-untyped-def]
-        out = super().decode(prompt_ids, config)
+    def decode(self, prompt_ids, config, seed=0):  # type: ignore[no-untyped-def]
+        out = super().decode(prompt_ids, config, seed)
         return Decoded(out.ids[:1], out.stats) if prompt_ids[0] % 2 else out
 
 

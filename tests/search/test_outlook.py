@@ -583,9 +583,9 @@ def broken_draft(config: DecodeConfig) -> Exception | None:
 class Drifting(WatchedDecoder):
     """Verifying becomes dearer once a hundred outputs are decoded."""
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         self.step_times.verify_share = 0.03 if self.num_decoded < 100 else 0.12
-        return super().decode(prompt_ids, config)
+        return super().decode(prompt_ids, config, seed)
 
 
 def test_costs_are_looked_at_again_every_twenty_trials() -> None:

@@ -230,8 +230,8 @@ def test_a_violation_in_the_matrix_alone_is_exit_code_1_and_never_exported(searc
     again = Bench(folder)
 
     class Broken(FakeDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
-            out = super().decode(prompt_ids, config)
+        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+            out = super().decode(prompt_ids, config, seed)
             on_other_prompts = config.speculates and config.skip_mask == calm.skip_mask and prompt_ids[2] == WILD[2]
             if on_other_prompts and "every setting on" in again.output.getvalue():
                 return Decoded((*out.ids[:5], 99, *out.ids[6:]), out.stats)

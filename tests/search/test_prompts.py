@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,35 @@ def test_three_shapes_are_told_apart_by_their_fields(tmp_path: Path) -> None:
     assert bench.source == f"{tmp_path / 'p.jsonl'}:3"
 
 
+@pytest.mark.parametrize(
+    ("fields", "regime"),
+    [
+        ({}, None),
+        ({"temperature": 0}, "greedy"),
+        ({"temperature": 0.0, "top_p": 0.9}, "greedy"),
+        ({"temperature": 0.7}, "t0.7_k20"),
+        ({"top_p": 0.9, "top_k": 0}, "t0.5_p0.9_k0"),
+        ({"repetition_penalty": 1.3}, "t0.5_k20_r1.3"),
+        ({"temperature": 0, "repetition_penalty": 1.3}, "greedy_r1.3"),
+    ],
+)
+def test_a_record_may_say_how_its_tokens_are_chosen(tmp_path: Path, fields: dict[str, Any], regime: str | None) -> None:
+    """In the words of the server's API; the model's own defaults stand behind what it leaves out."""
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x"} | fields])
+    defaults = SimpleNamespace(do_sample=True, temperature=0.5, top_k=20)
+    (encoded,) = encode_prompts(
+        PromptSet("tuning", read_prompts(path)), FakeModel(), room=4, generation_config=defaults
+    )
+    assert (None if encoded.sampling is None else encoded.sampling.name) == regime
+
+
+def test_settings_that_cannot_be_decoded_with_are_named_with_their_line(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x", "temperature": 0.7}])
+    prompts = PromptSet("tuning", read_prompts(path))
+    with pytest.raises(ValueError, match=re.escape(f"{path}:1: generation_config.num_beams: not supported")):
+        encode_prompts(prompts, FakeModel(), room=4, generation_config=SimpleNamespace(num_beams=4))
+
+
 def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\r\n\n", encoding="utf-8-sig")
@@ -80,6 +110,9 @@ def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: P
         ),
         ('{"turns": ["x"]}', "question_id: is required"),
         ('{"prompt": "first"}', "repeats the prompt of"),
+        ('{"prompt": "x", "temperature": -1}', "temperature: input should be greater than or equal to 0, got '-1'"),
+        ('{"prompt": "x", "top_p": 2}', "top_p: input should be less than or equal to 1, got '2'"),
+        ('{"messages": [{"role": "user", "content": "x"}], "top_k": 1.5}', "top_k: "),
         ("[" * 100_000, "not valid JSON"),
         ('{"prompt": "x\\udc00"}', r"prompt: must be text, got half of a surrogate pair in 'x\udc00'"),
         ('{"turns": ["x", "\\ud800"], "question_id": 1, "category": "c"}', "turns: must be text"),

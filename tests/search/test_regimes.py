@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,25 @@ from layerskip.sampling_params import SamplingParams
 from layerskip.sampling_regime import Sampling
 from search import export, report
 from search.compact import read_lines
-from search.decoder import ModelDecoder
+from search.decoder import Decoded, ModelDecoder
+from search.held_out import HELD_OUT, HeldOut
 from search.pipeline import SearchRun
 from search.preflight import estimate_regimes, first_regime, time_pair, time_study
-from search.regime_run import regime_study
+from search.reference import Reference, ReferenceOptions, make_reference
+from search.regime_run import RegimeRun, regime_study
 from search.regime_settings import read_regimes
 from search.reporting.digest import regimes_table
 from search.reporting.source import Address, opened
 from search.results import save_spec
 from search.run import build_parser, main
 from search.spec import StudyPaths
+from search.statistics import geometric_mean
 from search.storage import open_storage
 from search.stored_config import stored_config
 from search.subject import Subject
 from search.terminal.text import duration
 from tests.layerskip import zoo
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
+from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
 
 PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 
@@ -73,6 +78,24 @@ def test_each_regime_gets_what_wins_there(bench: Bench) -> None:
     told = bench.output.getvalue()
     assert "result    greedy: " in told
     assert "result    t1: " in told
+
+
+def test_prompts_are_used_where_their_records_say(bench: Bench) -> None:
+    """With settings of their own in that regime alone, without in all; both studies go on with theirs."""
+    warm_tuning = tuple(replace(one, sampling=Sampling.parse("t0.7")) for one in prompts(3, first=700))
+    hot = replace(prompts(1, first=900)[0], sampling=Sampling.parse("t1"))
+    whole = Subject(bench.decoder, SPACE, (*prompts(5), hot, *warm_tuning), prompts(6, first=500), FINGERPRINT, ORIGIN)
+    greedy, warmer = (whole.in_regime(Sampling.parse(name)) for name in ("greedy", "t0.7"))
+    assert (greedy.tuning, warmer.tuning) == (prompts(5), (*prompts(5), *warm_tuning))
+    assert greedy.fingerprint.tuning_prompts != warmer.fingerprint.tuning_prompts != FINGERPRINT.tuning_prompts
+    assert greedy.in_regime(Sampling.parse("t0.7")) == warmer
+    assert greedy.held_out == whole.held_out
+    spec = make_spec(sampler="local-tpe", regimes=("greedy", "t0.7"), trials=16)
+    for _ in range(2):
+        assert RegimeRun(whole, spec, bench.paths, bench.tools).run() == 0
+    assert DecodeConfig.load(bench.paths.best).regime_names == ("greedy", "t0.7")
+    with pytest.raises(ValueError, match=r"^regime t1: needs at least 2 tuning prompts, got 1 of 4 whose records"):
+        replace(whole, tuning=(hot, *warm_tuning)).in_regime(Sampling.parse("t1"))
 
 
 def test_a_regime_goes_on_where_it_was_stopped(bench: Bench) -> None:
@@ -326,5 +349,44 @@ def test_the_same_prompt_is_continued_alike_under_every_config(regime: str) -> N
         assert (report.lossless, report.first_difference) == (False, 5)
         assert report.logit_gap is not None
         assert report.logit_gap > 0
-    reseeded = ModelDecoder(model, 20, seed=1).with_sampling(Sampling.parse(regime))
-    assert [reseeded.decode(prompt, PLAIN).ids for prompt in prompts] != texts
+    assert [decoder.decode(prompt, PLAIN, seed=1).ids for prompt in prompts] != texts
+
+
+def test_sampled_prompts_are_continued_anew_until_trials_have_texts_of_their_own() -> None:
+    tuning, options = prompts(3), ReferenceOptions(NUM_LAYERS, 0, 1.0, 4)
+    greedy = make_reference(FakeDecoder(), tuning, options)
+    assert [case.prompt_ids for case in greedy.cases] == list(dict.fromkeys(case.prompt_ids for case in greedy.cases))
+    sampled = FakeDecoder().with_sampling(Sampling.parse("t0.7"))
+    reference = make_reference(sampled, tuning, replace(options, is_sampled=True))
+    assert [case.prompt_ids for case in reference.cases] == 8 * [case.prompt_ids for case in greedy.cases]
+    assert len({case.reference_ids for case in reference.cases}) > len(tuning)
+    assert len({case.seed for case in reference.cases}) == len(reference.cases)
+    assert Reference.from_json(reference.to_json()) == reference
+    assert not set(reference.steps(0)) & set(reference.steps(1))
+
+
+def test_of_sampled_text_what_chose_does_not_report(bench: Bench) -> None:
+    """Each fresh pass decodes a continuation of its own, and none decodes the one that chose."""
+    seen: list[tuple[str, tuple[int, ...], int]] = []
+
+    class Watched(FakeDecoder):
+        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+            told = bench.output.getvalue()
+            if "chosen: " in told:
+                seen.append(("fresh", tuple(prompt_ids), seed))
+            elif "candidates and plain decoding on" in told and config.speculates:
+                seen.append(("choosing", tuple(prompt_ids), seed))
+            return super().decode(prompt_ids, config, seed)
+
+    bench.decoder = Watched()
+    assert bench.run_regimes("t0.7", trials=12, num_confirm_prompts=4, confirm_repeats=3) == 0
+    seeds = {stage: {one[1:] for one in seen if one[0] == stage} for stage in ("choosing", "fresh")}
+    assert (len(seeds["choosing"]), len(seeds["fresh"])) == (4, 12)
+    assert not seeds["choosing"] & seeds["fresh"]
+    study = optuna.load_study(study_name=bench.folder.name, storage=f"sqlite:///{bench.folder / 'study.db'}")
+    held_out = HeldOut.from_json(study.user_attrs[HELD_OUT])
+    assert held_out.texts_differ
+    assert held_out.typical["tokens_per_s"] == [geometric_mean(rates) for rates in held_out.tokens_per_s]
+    config = DecodeConfig.load(bench.paths.best)
+    assert config.confirmed is not None
+    assert config.confirmed.tokens_per_s == pytest.approx(geometric_mean(held_out.typical["tokens_per_s"]), rel=1e-5)

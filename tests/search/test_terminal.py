@@ -387,9 +387,9 @@ class ThreadWatcher(FakeDecoder):
 
     threads: set[str] = field(default_factory=set)
 
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         self.threads |= {one.name for one in threading.enumerate()}
-        return super().decode(prompt_ids, config)
+        return super().decode(prompt_ids, config, seed)
 
 
 def test_nothing_draws_while_the_clock_runs(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def measured_apart(model: LayerSkipModel) -> None:
 def confirmed(model: LayerSkipModel) -> None:
     entries = [Entry(config, {}, (0,), 3, 1.1, 1.0) for config in CONFIGS]
     options = ConfirmOptions(zoo.NUM_LAYERS, repeats=2, noise_sigma=0.02, seed=0)
-    found = confirm(ModelDecoder(model, NEW_TOKENS), cases(), entries, options)
+    found = confirm(ModelDecoder(model, NEW_TOKENS), [cases()], entries, options)
     reasons = [one.excluded for one in found.candidates if one.excluded]
     if reasons:
         raise RuntimeError("; ".join(reasons))
