@@ -22,11 +22,12 @@ PROG = "search.compare"
 _CHECKPOINTS = (5, 10, 25)
 _EPILOG = """\
 Each strategy runs once per seed; the runs take turns of three trials, so that drift of the machine hits all alike. At
-each checkpoint the leader of every run is confirmed on held-out prompts. Written to --out: results.json, table.md,
-plot.html, record.jsonl.xz (what these three are computed from, small enough to be committed), and the journals from
-which the same command goes on after a stop. More trials, seeds or strategies may be asked for later; what is measured
-stays. --tables makes the three from the record again. Exit codes: 0 done, 1 outputs were not lossless, 2 bad input,
-130 and 143 stopped by a signal."""
+each checkpoint the leader of every run is confirmed on held-out prompts. N-grams as usually set, looked up in the text
+so far without mask and search, are confirmed beside them and have a row of their own: what any mask has to beat.
+Written to --out: results.json, table.md, plot.html, record.jsonl.xz (what these three are computed from, small enough
+to be committed), and the journals from which the same command goes on after a stop. More trials, seeds or strategies
+may be asked for later; what is measured stays. --tables makes the three from the record again. Exit codes: 0 done, 1
+outputs were not lossless, 2 bad input, 130 and 143 stopped by a signal."""
 
 
 def build_parser() -> OneLineParser:
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     refuse_torchrun("start it as one process")
-    # Strategies choose masks and their settings: ours may look nothing up either.
+    # Strategies choose masks and their settings: ours may look nothing up either. N-grams are a row of their own.
     spec, paths = load_spec({"drafters": ("layer_skip",)}, arguments.study, demo=demo_folder())
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"
     if arguments.tables:

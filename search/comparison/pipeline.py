@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import write_atomically
+from layerskip.config import DecodeConfig, write_atomically
+from layerskip.usual_lookups import NGRAMS, lookup_alone
 from search.comparison.accounting import Account
 from search.comparison.confirm import confirm_picks, read_measurements
 from search.comparison.journal import Journal
@@ -18,7 +19,7 @@ from search.comparison.record import RESULTS, Record, write_record, write_result
 from search.comparison.results import picks_of
 from search.comparison.runs import Shared, StrategyRun, make_runs, run_all
 from search.fingerprint import FingerprintMismatch, compare, environment
-from search.measurement import LosslessViolation
+from search.measurement import LosslessViolation, time_able
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference, warm_up
 from search.rivals import STRATEGIES
 from search.samplers import quiet_optuna
@@ -122,16 +123,17 @@ class ComparisonRun:
         self._plan = replace(self._plan, strategies=tuple(one for one in self._plan.strategies if one not in needing))
 
     def _confirm(self, runs: Mapping[tuple[str, int], StrategyRun]) -> _Confirmation:
-        """Measure every run's leaders on held-out prompts."""
+        """Measure every run's leaders, and n-grams beside them, on held-out prompts."""
         subject, plan = self._subject, self._plan
-        picks = picks_of(plan, runs)
+        picks = picks_of(plan, runs, self._ngrams)
         prompts = subject.held_out[: self._spec.num_confirm_prompts]
         cases, dropped = make_cases(subject.decoder, prompts, subject.space.num_layers, self._spec.seed)
         if not cases:
             raise ValueError("held_out: the model ends the text before a second token on every held-out prompt")
-        self._say.phase(
-            "confirm", f"{len(picks)} picks on {len(cases)} held-out prompts x {plan.confirm_repeats}, interleaved"
-        )
+        passes = f"{len(cases)} held-out prompts x {plan.confirm_repeats}"
+        self._say.phase("confirm", f"{len(picks)} picks, n-grams among them, on {passes}, interleaved")
+        # A warm-up: the picks were decoded in trials, n-grams were not. A fault is told where they are measured.
+        time_able(subject.decoder, cases[0], [self._ngrams])
         journal = Journal(self._out / _CONFIRM)
         num_turns, clock, start = len(cases) * plan.confirm_repeats, self._tools.clock, self._tools.clock()
         begun: list[int] = []
@@ -144,6 +146,11 @@ class ComparisonRun:
         stop = self._tools.stop
         confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop, tell)
         return _Confirmation(tuple(case.prompt_id for case in cases), dropped)
+
+    @property
+    def _ngrams(self) -> DecodeConfig:
+        """What needs no search, and what any mask has to be compared with."""
+        return lookup_alone(self._subject.space.num_layers, NGRAMS)
 
     @property
     def _model_name(self) -> str:
@@ -170,7 +177,7 @@ class ComparisonRun:
         }
         title = f"Ways to choose a skip mask: {self._model_name} on {self._subject.fingerprint.device}"
         measurements = read_measurements(Journal(self._out / _CONFIRM))
-        record = Record(facts, title, self._subject.space, confirmation.prompt_ids, runs, measurements)
+        record = Record(facts, title, self._subject.space, confirmation.prompt_ids, runs, measurements, self._ngrams)
         table = write_results(record, self._out)
         write_record(record, self._out / RECORD)
         self._say.phase(None, table.rstrip("\n"))

@@ -69,12 +69,12 @@ def estimate(plan: ComparisonPlan, subject: Subject, spec: StudySpec) -> str:
     pair_s = time_pair(subject)
     per_trial = time_study(subject, spec, pair_s).num_per_trial
     num_trials = len(plan.runs) * plan.trials
-    num_picks = len(plan.runs) * len(plan.checkpoints)
+    num_picks = len(plan.runs) * len(plan.checkpoints) + 1  # the one is n-grams
     num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)
     confirm_s = num_picks * num_held_out * plan.confirm_repeats * pair_s
     return (
         f"{len(plan.strategies)} strategies x {len(plan.seeds)} seeds x {plan.trials} trials of up to {per_trial} "
         f"prompts: at most about {duration(num_trials * per_trial * pair_s)} of measuring and what the strategies "
-        f"think; then up to {num_picks} picks on {num_held_out} held-out prompts x {plan.confirm_repeats}: "
-        f"at most about {duration(confirm_s)}"
+        f"think; then up to {num_picks} picks, n-grams among them, on {num_held_out} held-out prompts x "
+        f"{plan.confirm_repeats}: at most about {duration(confirm_s)}"
     )

@@ -1,4 +1,4 @@
-"""plot.html: confirmed speedup against measured trials and against seconds, one line a strategy."""
+"""plot.html: confirmed speedup against measured trials and against seconds, a line a strategy, a dashed one n-grams."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _PANELS = (("trials", "measured trials"), ("seconds", "seconds of searching (mea
 
 def make_plot(results: Mapping[str, Any], title: str) -> str:
     """A page that needs no network: the plotting library (about 5 MB) is in it."""
+    ngrams = _ngrams_speedup(results)
     figure = make_subplots(
         rows=1,
         cols=2,
@@ -28,6 +29,8 @@ def make_plot(results: Mapping[str, Any], title: str) -> str:
     for column, (_, label) in enumerate(_PANELS, start=1):
         figure.update_xaxes(title_text=label, rangemode="tozero", row=1, col=column)
         figure.add_hline(y=1.0, line_dash="dot", line_color="grey", row=1, col=column)
+        if ngrams is not None:
+            figure.add_hline(ngrams, line_dash="dash", line_color="black", annotation_text="ngrams", row=1, col=column)
     figure.update_yaxes(range=_speedup_range(results))
     figure.update_yaxes(title_text="confirmed speedup over plain decoding", row=1, col=1)
     figure.update_layout(
@@ -68,16 +71,24 @@ def _line(name: str, strategy: Mapping[str, Any], field: str, colour: str, *, sh
     )
 
 
+def _ngrams_speedup(results: Mapping[str, Any]) -> float | None:
+    """None where it was not measured, or failed."""
+    speedup: float | None = results.get("ngrams", {}).get("speedup")
+    return speedup
+
+
 def _speedup_range(results: Mapping[str, Any]) -> tuple[float, float]:
     """All means; a strategy of which the seeds know nothing may have an interval that runs out of the picture."""
-    values = [row["speedup"] for one in results["strategies"].values() for row in one["checkpoints"]] + [1.0]
+    values = [row["speedup"] for one in results["strategies"].values() for row in one["checkpoints"]]
+    values += [1.0, _ngrams_speedup(results) or 1.0]
     room = 0.1 * max(max(values) - min(values), 0.1)
     return min(values) - room, max(values) + room
 
 
 def _subtitle(results: Mapping[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for one in results["strategies"].values() for row in one["checkpoints"])
+    dashed = "" if _ngrams_speedup(results) is None else ", the dashed one n-grams without mask and search"
     return (
         f"mean and 95 % interval over {seeds} seeds of each run's leader, measured on "
-        f"{results['num_held_out_prompts']} held-out prompts; the dotted line is plain decoding"
+        f"{results['num_held_out_prompts']} held-out prompts; the dotted line is plain decoding{dashed}"
     )

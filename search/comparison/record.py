@@ -12,7 +12,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from layerskip.config import write_atomically
+from layerskip.config import DecodeConfig, write_atomically
 from layerskip.validated import describe_validation_error
 from search.compact import read_lines, write_lines
 from search.comparison.confirm import Confirmed, check_measurement, sum_up
@@ -50,6 +50,8 @@ class Record:
     runs: Mapping[tuple[str, int], Run]
     measurements: Sequence[dict[str, Any]]
     """Of the confirm stage, as its journal has them."""
+    ngrams: DecodeConfig | None
+    """What the picks were confirmed beside; None in a record that was made before that."""
 
     @cached_property
     def plan(self) -> ComparisonPlan:
@@ -58,8 +60,8 @@ class Record:
 
     @cached_property
     def confirmed(self) -> dict[str, Confirmed]:
-        """Every pick, by its key."""
-        picks = picks_of(self.plan, self.runs)
+        """Every pick and the n-grams, by their keys."""
+        picks = picks_of(self.plan, self.runs, self.ngrams)
         return sum_up(self.measurements, picks, self.prompt_ids, self.plan.confirm_repeats)
 
     @property
@@ -121,6 +123,7 @@ class _Header(BaseModel):
     title: str
     space: SearchSpace
     prompt_ids: tuple[str, ...]
+    ngrams: DecodeConfig | None = None
 
 
 _PLAN = TypeAdapter(ComparisonPlan)
@@ -129,7 +132,7 @@ _PLAN = TypeAdapter(ComparisonPlan)
 def write_results(record: Record, out: Path) -> str:
     """Write results.json, table.md and plot.html; returns the table. Nothing is measured."""
     results = {**record.facts, "violations": record.violations}
-    results |= summarise(record.plan, record.runs, record.confirmed)
+    results |= summarise(record.plan, record.runs, record.confirmed, record.ngrams)
     table = make_table(results)
     texts = (json.dumps(results, indent=2) + "\n", table, make_plot(results, record.title))
     for name, text in zip(RESULTS, texts, strict=True):
@@ -161,7 +164,8 @@ def read_record(file: Path) -> Record:
     measurements = [(number, one) for number, one in enumerate(lines, start=1) if "pick" in one]
     for number, one in measurements:
         check_measurement(one, f"{file}: line {number}")
-    record = Record(header.facts, header.title, header.space, header.prompt_ids, runs, [one for _, one in measurements])
+    measured = [one for _, one in measurements]
+    record = Record(header.facts, header.title, header.space, header.prompt_ids, runs, measured, header.ngrams)
     _check_complete(record, file)
     return record
 
@@ -169,6 +173,8 @@ def read_record(file: Path) -> Record:
 def _lines(record: Record) -> Iterator[dict[str, Any]]:
     plan = record.plan
     header = {name: getattr(record, name) for name in ("facts", "title", "prompt_ids")}
+    if record.ngrams is not None:
+        header["ngrams"] = record.ngrams.model_dump(mode="json", exclude_none=True)
     yield header | {"space": asdict(record.space)}
     for key in sorted(plan.runs):  # neighbours that are alike are what compression lives on
         for one in record.runs[key].records[: plan.trials]:

@@ -61,16 +61,20 @@ def t_mean(logs: Sequence[float]) -> Mean:
     return Mean(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def picks_of(plan: ComparisonPlan, runs: Runs) -> dict[str, DecodeConfig]:
-    """Every distinct leader of a run at a checkpoint, by its key."""
+def picks_of(plan: ComparisonPlan, runs: Runs, ngrams: DecodeConfig | None) -> dict[str, DecodeConfig]:
+    """Every distinct leader of a run at a checkpoint, and the n-grams that they are confirmed beside, by their keys."""
     leaders = (runs[key].leader(count) for count in plan.checkpoints for key in plan.runs)
-    return {pick_key(leader.params): leader.config for leader in leaders if leader is not None}
+    picks = {pick_key(leader.params): leader.config for leader in leaders if leader is not None}
+    return picks if ngrams is None else picks | {_ngrams_key(ngrams): ngrams}
 
 
-def summarise(plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirmed]) -> dict[str, Any]:
+def summarise(
+    plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirmed], ngrams: DecodeConfig | None
+) -> dict[str, Any]:
     """Per strategy and checkpoint: the confirmed speedup of each seed, their mean and interval, and the seconds.
 
     A run without a leader, or whose pick was excluded, counts as plain decoding, 1.0: that is what it would export.
+    `ngrams`: their config, for a row of their own; None for a comparison that was made before there was one.
     """
     plain = [one.plain_tokens_per_s for one in confirmed.values() if one.plain_tokens_per_s is not None]
     plain_tokens_per_s = geometric_mean(plain) if plain else None
@@ -96,6 +100,7 @@ def summarise(plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirme
         "plain_tokens_per_s": plain_tokens_per_s,
         "num_held_out_prompts": num_prompts,
         "ci_level": CI_LEVEL,
+        **({"ngrams": _ngrams_row(ngrams, strategies, confirmed, plain_tokens_per_s)} if ngrams else {}),
         "strategies": strategies,
         "ours_of_best": _ours_of_best(strategies, confirmed, num_prompts),
         "picks": {key: _pick_row(one) for key, one in confirmed.items()},
@@ -103,10 +108,12 @@ def summarise(plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirme
 
 
 def make_table(results: Mapping[str, Any]) -> str:
-    """The results in markdown: per checkpoint the strategies, fastest first."""
+    """The results in markdown: n-grams where they were measured, then per checkpoint the strategies, fastest first."""
+    ngrams = results.get("ngrams")
     lines = [
         "| trials | strategy | confirmed speedup (95 %) | tokens/s | seconds | of which proposing | vs ours (95 %) |",
         "|---:|---|---|---:|---:|---:|---|",
+        *([_ngrams_line(ngrams)] if ngrams else []),
     ]
     rows = [(name, row) for name, one in results["strategies"].items() for row in one["checkpoints"]]
     rows.sort(key=lambda one: (one[1]["trials"], -one[1]["speedup"]))
@@ -125,8 +132,53 @@ def make_table(results: Mapping[str, Any]) -> str:
         "vs ours: ratio of the speedups, paired by seed. `<` and `>` mark a strategy that is slower or faster than "
         "ours beyond two intervals, over seeds and over prompts.",
         *_of_best_lines(results["ours_of_best"]),
+        *(_ngrams_notes(ngrams) if ngrams else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _ngrams_key(config: DecodeConfig) -> str:
+    """By its settings, so that others are measured anew; without defaults, so that a new field does not change it."""
+    return pick_key(config.model_dump(mode="json", exclude_defaults=True))
+
+
+def _ngrams_row(
+    config: DecodeConfig, strategies: Mapping[str, Any], confirmed: Mapping[str, Confirmed], plain: float | None
+) -> dict[str, Any]:
+    """N-grams on the held-out prompts, with an interval over prompts, and against ours at the last checkpoint."""
+    key = _ngrams_key(config)
+    one = confirmed[key]
+    row: dict[str, Any] = {"config": describe(config), "pick": key, "excluded": one.excluded}
+    if not one.ratios:
+        return row | {"speedup": None}
+    logs = np.log(one.ratios)
+    mean = t_mean(logs.tolist())
+    row |= {"speedup": mean.value, "speedup_ci_low": mean.low, "speedup_ci_high": mean.high}
+    row["tokens_per_s"] = mean.value * plain if plain is not None else None
+    if OURS in strategies:
+        ours = strategies[OURS]["checkpoints"][-1]["seeds"]
+        row["vs_ours"] = _versus(logs, _logs(ours, confirmed, len(logs)))
+    return row
+
+
+def _ngrams_line(row: Mapping[str, Any]) -> str:
+    if row["speedup"] is None:
+        return "| - | ngrams | - | - | - | - | - |"
+    interval = f" ({_span(row['speedup_ci_low'], row['speedup_ci_high'])})"
+    versus = row.get("vs_ours")
+    if versus is not None:  # one measurement for all seeds: over them only ours can differ
+        versus = versus | {"low": versus["prompts_low"], "high": versus["prompts_high"]}
+    ratio = _versus_text("ngrams", versus)
+    return f"| - | ngrams | {row['speedup']:.3f}{interval} | {row['tokens_per_s']:.1f} | - | - | {ratio} |"
+
+
+def _ngrams_notes(row: Mapping[str, Any]) -> list[str]:
+    """What that row is, and why it is empty if it is."""
+    note = (
+        f"ngrams: no strategy but the usual lookup in the text so far ({row['config']}), without mask and search, "
+        "confirmed beside the picks. Its intervals are over prompts, its ratio is to ours after the last trial."
+    )
+    return [note] if row["excluded"] is None else [note, f"ngrams has no numbers: {row['excluded']}"]
 
 
 def _seed_row(run: Run, count: int, confirmed: Mapping[str, Confirmed]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The strategies that `search.compare` knows, by name."""
+"""The strategies that `search.compare` knows, by name; n-grams, which have no mask to choose, are a row beside them."""
 
 from __future__ import annotations
 

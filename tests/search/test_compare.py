@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerskip import DecodeConfig
+from layerskip import DecodeConfig, usual_lookups
 from layerskip.cli import CommandError
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import ForcedText
+from layerskip.usual_lookups import lookup_alone
 from search.compare import build_parser, main, make_plan
 from search.comparison.accounting import Account, Ledger, SharedDecoder, TimedProposer
 from search.comparison.confirm import Confirmed
 from search.comparison.journal import Journal
 from search.comparison.pipeline import ComparisonRun, as_before
 from search.comparison.plan import ComparisonPlan, estimate
+from search.comparison.plot import _speedup_range, make_plot
 from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
 from search.rivals import STRATEGIES, StrategyInfo
@@ -45,6 +47,7 @@ from tests.search.fakes import (
 )
 from tests.search.rival_fakes import FORCING_S, READING_S, ReadableDecoder
 
+NGRAMS = lookup_alone(NUM_LAYERS, usual_lookups.NGRAMS)
 VOLATILE = ("process", "seconds", "proposing_s")
 
 
@@ -143,12 +146,105 @@ def test_picks_are_confirmed_in_lockstep_a_few_at_a_time(bench: Comparison, monk
     (bench.out / "confirm.jsonl").unlink()
     monkeypatch.setattr(FakeDecoder, "decode_in_lockstep", watched)
     bench.run(plan)
-    assert [len(group) - 2 for group in groups] == [6, 3] * 6
+    assert groups.pop(0)[1:] == (NGRAMS,), "its warm-up: the picks were decoded in trials"
+    assert [len(group) - 2 for group in groups] == [6, 4] * 6
     assert all(not group[1].speculates for group in groups)
     assert all(one.speculates for group in groups for one in group[2:])
     firsts = {frozenset(group[2:]) for group in groups[::2]}
     assert len(firsts) > 3
-    assert len({one for group in groups[:2] for one in group[2:]}) == 9
+    of_the_first = [one for group in groups[:2] for one in group[2:]]
+    assert len(set(of_the_first)) == 10
+    assert NGRAMS in of_the_first
+
+
+def test_ngrams_are_confirmed_beside_the_picks(bench: Comparison) -> None:
+    """By default, as one row of their own without seeds and trials."""
+    bench.run()
+    results = bench.results()
+    row = results["ngrams"]
+    assert row["config"] == "prompt_lookup of 2 or more tokens, gamma 10"
+    assert row["speedup"] == pytest.approx(true_speedup(NGRAMS), rel=0.03)
+    ratios = results["picks"][row["pick"]]["ratios"]
+    mean = t_mean([math.log(ratio) for ratio in ratios])
+    assert (row["speedup"], row["speedup_ci_low"], row["speedup_ci_high"]) == (mean.value, mean.low, mean.high)
+    assert row["tokens_per_s"] == pytest.approx(row["speedup"] * results["plain_tokens_per_s"])
+    ours = results["strategies"]["ours"]["checkpoints"][-1]
+    assert row["vs_ours"]["ratio"] == pytest.approx(row["speedup"] / ours["speedup"])
+    assert len(ratios) == results["num_held_out_prompts"] == 6
+    lines = (bench.out / "table.md").read_text().splitlines()
+    (line,) = [one for one in lines if "| ngrams |" in one]
+    assert line == lines[2]
+    assert line.startswith(
+        f"| - | ngrams | {mean.value:.3f} ({mean.low:.3f}..{mean.high:.3f}) | {row['tokens_per_s']:.1f} |"
+    )
+    versus = row["vs_ours"]
+    assert f"| - | - | {versus['ratio']:.3f} ({versus['prompts_low']:.3f}..{versus['prompts_high']:.3f})" in line
+    assert versus["prompts_low"] != versus["low"]
+    assert lines[-1].startswith("ngrams: no strategy but the usual lookup")
+    assert '"text":"ngrams"' in (bench.out / "plot.html").read_text()
+
+
+def test_ngrams_without_ours_have_nothing_to_be_compared_with(bench: Comparison) -> None:
+    bench.run(plan_of(strategies=("random",)))
+    assert "vs_ours" not in bench.results()["ngrams"]
+    assert (bench.out / "table.md").read_text().splitlines()[2].endswith("| - | - | - |")
+
+
+@pytest.mark.parametrize(("is_wrong", "code"), [(False, 0), (True, 1)])
+def test_ngrams_that_cannot_be_decoded_have_an_empty_row(bench: Comparison, is_wrong: bool, code: int) -> None:
+    """And are a violation where their output is another; the strategies have their numbers all the same."""
+    if is_wrong:
+        bench.decoder.wrong_on = lambda config: config == NGRAMS
+    else:
+        bench.decoder.break_on = lambda config: RuntimeError("no tape") if config == NGRAMS else None
+    assert bench.run() == code
+    results, table = bench.results(), (bench.out / "table.md").read_text()
+    reason = "not lossless" if is_wrong else "RuntimeError: no tape"
+    assert results["ngrams"]["speedup"] is None
+    assert [reason in one for one in results["violations"]] == [True] * code
+    assert "| - | ngrams | - | - | - | - | - |" in table
+    assert f"ngrams has no numbers: {reason}" in table
+    assert all(not one["is_plain"] for one in results["strategies"]["ours"]["checkpoints"][-1]["seeds"])
+    assert '"text":"ngrams"' not in (bench.out / "plot.html").read_text()
+
+
+def test_a_comparison_from_before_the_ngrams_measures_them_alone(bench: Comparison) -> None:
+    """A resume keeps what it has."""
+    bench.run()
+    results = bench.results()
+    file = bench.out / "confirm.jsonl"
+    old = [line for line in file.read_text().splitlines(keepends=True) if "prompt_lookup" not in line]
+    assert len(old) == file.read_text().count("\n") - 12
+    file.write_text("".join(old))
+    decoded: list[DecodeConfig] = []
+    bench.decoder.break_on = decoded.append  # type: ignore[assignment]
+    assert bench.run() == 0
+    assert [one for one in decoded if one.speculates][1:] == [NGRAMS] * (1 + 6 * 2), "one is their warm-up"
+    assert file.read_text().startswith("".join(old))
+    assert bench.results()["ngrams"] == results["ngrams"]
+    assert bench.results()["strategies"] == results["strategies"]
+
+
+def test_ngrams_of_other_settings_are_measured_anew(bench: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.run()
+    pick = bench.results()["ngrams"]["pick"]
+    monkeypatch.setattr("search.comparison.pipeline.NGRAMS", usual_lookups.NGRAMS.model_copy(update={"max_match": 3}))
+    bench.run()
+    assert bench.results()["ngrams"]["pick"] != pick
+    assert (bench.out / "confirm.jsonl").read_text().count("prompt_lookup") == 2 * 12
+
+
+def test_the_plot_leaves_room_for_the_ngrams(bench: Comparison) -> None:
+    """They may be faster than every strategy."""
+    bench.decoder.taste = lambda _prompt_ids, config: 4.0 if config == NGRAMS else 1.0
+    bench.run()
+    results = bench.results()
+    assert results["ngrams"]["speedup"] > 3
+    low, high = _speedup_range(results)
+    assert low < 1.0 < results["ngrams"]["speedup"] < high
+    del results["ngrams"]
+    assert _speedup_range(results)[1] < 3
+    assert '"text":"ngrams"' not in make_plot(results, "title")
 
 
 def test_agreements_are_kept_for_a_resume(bench: Comparison) -> None:
@@ -239,7 +335,7 @@ def test_a_finished_comparison_measures_nothing_again(bench: Comparison) -> None
     bench.run()
     before, results = bench.decoder.num_decoded, bench.results()
     assert bench.run() == 0
-    assert bench.decoder.num_decoded - before == 2 + 6, "warm-up and the target's continuations"
+    assert bench.decoder.num_decoded - before == 2 + 6 + 1, "warm-up, the target's continuations, n-grams' warm-up"
     assert bench.results()["strategies"] == results["strategies"]
 
 
@@ -526,6 +622,7 @@ def test_the_table_marks_what_lies_outside() -> None:
         },
         "ours_of_best": None,
     }
+    assert "ngrams" not in make_table(results)
     lines = make_table(results).splitlines()
     assert [line.split("|")[2].strip() for line in lines[2:5]] == ["ours", "clasp", "swift"]
     assert lines[2].endswith("| ours |")
@@ -668,7 +765,7 @@ def test_the_estimate_says_what_it_would_take() -> None:
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, ORIGIN)
     line = estimate(plan_of(), subject, make_spec())
     assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:49" in line
-    assert "up to 12 picks on 6 held-out prompts x 2: at most about 0:48" in line
+    assert "up to 13 picks, n-grams among them, on 6 held-out prompts x 2: at most about 0:51" in line
 
 
 @pytest.mark.slow

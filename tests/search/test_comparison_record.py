@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from layerskip import DecodeConfig
+from layerskip.usual_lookups import NGRAMS, lookup_alone
 from search.compact import read_lines, write_lines
 from search.compare import main
 from search.comparison.record import FILE, RESULTS, read_record, write_record, write_results
+from tests.search.fakes import NUM_LAYERS
 from tests.search.test_compare import Comparison, bench, plan_of, stand_in
 
 __all__ = ["bench", "stand_in"]  # fixtures
@@ -69,6 +72,34 @@ def test_the_record_of_a_record_is_the_same(bench: Comparison, tmp_path: Path) -
     ]
 
 
+def test_a_record_from_before_the_ngrams_makes_its_results_without_them(bench: Comparison, tmp_path: Path) -> None:
+    """And the others to the last digit."""
+    bench.run()
+    with_ngrams = bench.results()
+    key = with_ngrams["ngrams"]["pick"]
+    header, *lines = read_lines(bench.out / FILE)
+    assert DecodeConfig(**header.pop("ngrams")) == lookup_alone(NUM_LAYERS, NGRAMS)
+    file = tmp_path / FILE
+    write_lines(file, [header, *(one for one in lines if one.get("pick") != key)])
+    record = read_record(file)
+    table = write_results(record, tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert "ngrams" not in table
+    assert results["strategies"] == _with_tokens(with_ngrams["strategies"], results["plain_tokens_per_s"])
+    assert results.keys() == with_ngrams.keys() - {"ngrams"}
+    before = file.read_bytes()
+    write_record(record, file)
+    assert file.read_bytes() == before
+
+
+def _with_tokens(strategies: dict[str, Any], plain: float) -> dict[str, Any]:
+    """With the tokens/s that follow from this mean of plain decoding, which is over all that was confirmed."""
+    for strategy in strategies.values():
+        for row in strategy["checkpoints"]:
+            row["tokens_per_s"] = row["speedup"] * plain
+    return strategies
+
+
 def _by_run(trial: dict[str, Any]) -> tuple[str, int]:
     return trial["strategy"], trial["seed"]
 
@@ -108,6 +139,10 @@ def _without_a_measurement(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines[:-1]
 
 
+def _without_the_ngrams(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in lines if "prompt_lookup" not in one.get("pick", "")]
+
+
 def _with(place: int, **changes: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
     def change(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [one | changes if i == place % len(lines) else one for i, one in enumerate(lines)]
@@ -121,6 +156,7 @@ def _with(place: int, **changes: Any) -> Callable[[list[dict[str, Any]]], list[d
         (_without_header, "line 1: facts: is required"),
         (_with(0, facts={}), "line 1: facts.reference: must have noise_sigma and num_per_trial"),
         (_with(0, space=3), "line 1: space"),
+        (_with(0, ngrams={"skip_mask": "6:none", "gamma": -1}), "line 1: ngrams: gamma"),
         (_with(0, prompt_ids=["other"]), "not a whole record"),
         (_with(1, state="GOOD"), "line 2 is not a trial: state"),
         (_with(1, seed="0"), "line 2 is not a trial: seed"),
@@ -130,6 +166,7 @@ def _with(place: int, **changes: Any) -> Callable[[list[dict[str, Any]]], list[d
         (_with(2, number=3), "line 3: number: expected trial 1, got 3"),
         (_without_a_trial, "not a whole record"),
         (_without_a_measurement, "not a whole record"),
+        (_without_the_ngrams, "not a whole record"),
         (_with(-1, is_tie=None), r"line \d+: is_tie: must be of type bool"),
         (lambda _lines: [], "line 1: facts: is required"),
     ],
