@@ -94,6 +94,11 @@ class ModelDecoder:
         self.max_new_tokens = max_new_tokens
         self._params = params or SamplingParams()
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether another seed gives another text."""
+        return self._params.do_sample
+
     def with_sampling(self, sampling: Sampling) -> ModelDecoder:
         """The same model's decoder for another way to choose tokens."""
         return ModelDecoder(self.model, self.max_new_tokens, sampling.params())

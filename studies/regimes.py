@@ -22,7 +22,7 @@ from layerskip.repetition import repeated_ngram_share
 from layerskip.sampling_regime import Sampling
 from layerskip.usual_lookups import NGRAMS, lookup_alone
 from search.decoder import ModelDecoder
-from search.prompts import EncodedPrompt
+from search.prompts import EncodedPrompt, continuation_seed
 from search.regime_run import regime_study
 
 
@@ -43,6 +43,9 @@ REGIMES = tuple(
 )
 
 
+CONTINUED = "best hybrid, lookups continued under the mask"
+
+
 @dataclass(frozen=True)
 class Row:
     """One way in one regime, over plain decoding of the same text."""
@@ -59,7 +62,8 @@ class Row:
 def ways_in(
     regime: Regime, config: DecodeConfig, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, DecodeConfig]:
-    """The exported setting, usual n-grams, and the fastest finalist of every drafter in the nearest regime's study.
+    """The exported setting, usual n-grams, the fastest finalist of every drafter in the nearest regime's study, and its
+    hybrid with what is looked up drafted on under the mask, which the search does not try.
 
     summaries: of each regime's study by its name.
     """
@@ -70,7 +74,10 @@ def ways_in(
     finalists = sorted((one for one in summary["candidates"] if one["speedup"]), key=lambda one: one["speedup"])
     configs = [DecodeConfig(**one["config"]).bare() for one in finalists]
     fastest = {found.drafter: found for found in configs}
-    return ways | {f"best {name}": fastest[name] for name in DRAFTERS if name in fastest}
+    ways |= {f"best {name}": fastest[name] for name in DRAFTERS if name in fastest}
+    if "hybrid" in fastest:
+        ways[CONTINUED] = fastest["hybrid"].model_copy(update={"continue_lookup": True})
+    return ways
 
 
 def measure(
@@ -78,26 +85,27 @@ def measure(
 ) -> tuple[dict[str, Row], float | None]:
     """(rows by way, share of 4-grams in plain text that were there before).
 
-    Each way by itself, as a user runs it, after the one before on the same prompt; who begins goes round. Cost:
-    repeats x (ways + 1) decodings a prompt.
+    Each way by itself, as a user runs it, after the one before on the same prompt; who begins goes round. Sampled text
+    is another one in each repeat. Cost: repeats x (ways + 2) decodings a prompt.
     """
     plain = DecodeConfig.plain(decoder.model.num_layers)
     names, configs = ["plain", *ways], [plain, *ways.values()]
     seconds = np.zeros((repeats, len(prompts), len(names)))
     texts, identical = [], dict.fromkeys(ways, 0)
     for row, prompt in enumerate(prompts):
-        reference = decoder.decode(prompt.ids, plain).ids
-        texts.append((prompt.ids, reference))
         same = dict.fromkeys(names, True)
         for repeat in range(repeats):
+            seed = continuation_seed(0, prompt.ids, repeat)
+            reference = decoder.decode(prompt.ids, plain, seed).ids
+            texts.append((prompt.ids, reference))
             for turn in range(len(names)):
                 place = (row + repeat + turn) % len(names)
-                out = decoder.decode(prompt.ids, configs[place])
+                out = decoder.decode(prompt.ids, configs[place], seed)
                 seconds[repeat, row, place] = out.stats.decode_s
                 same[names[place]] &= out.ids == reference
         for name in ways:
             identical[name] += same[name]
-    typical = np.median(seconds, axis=0)
+    typical = np.exp(np.log(seconds).mean(axis=0)) if decoder.is_sampled else np.median(seconds, axis=0)
     rows = {}
     for place, (name, config) in enumerate(ways.items(), start=1):
         ratios = (typical[:, 0] / typical[:, place]).tolist()
