@@ -121,6 +121,6 @@ def _from_summary(study: optuna.Study, attrs: Mapping[str, Any], summary: Mappin
     config = DecodeConfig(**summary["config"])
     if not config.speculates:
         return None  # it does not tell which config these rates are of
-    rates = {name: tuple(map(tuple, values)) for name, values in summary["raw"].items()}
+    rates: dict[str, Any] = {name: tuple(map(tuple, values)) for name, values in summary["raw"].items()}
     names = tuple(f"prompt {i + 1}" for i in range(len(rates["tokens_per_s"])))
     return HeldOut(config=config, prompt_ids=names, counters=None, **rates)
