@@ -108,6 +108,12 @@ def load_model(
     return model
 
 
+def confirmed_length(config: DecodeConfig) -> str:
+    """For how long texts its confirmed numbers hold, in words; empty where that is not known."""
+    tuned = config.provenance
+    return "" if tuned is None or tuned.max_new_tokens is None else f", up to {tuned.max_new_tokens} new tokens each"
+
+
 def max_new_tokens(arguments: argparse.Namespace, config: DecodeConfig | None) -> int:
     """The length asked for, else what the config was tuned for, else a default.
 

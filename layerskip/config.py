@@ -97,6 +97,7 @@ class Provenance(Frozen):
     prompts_fingerprint: str | None = None
     held_out_fingerprint: str | None = None
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    """Most tokens that a prompt was continued by, when searching and when confirming: the speedup depends on it."""
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = None
     engine: str | None = None
     attention_backend: str | None = None

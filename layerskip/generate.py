@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.cli import OneLineParser, run_command
-from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
+from layerskip.command_model import add_model_arguments, confirmed_length, load_model, max_new_tokens, read_config
 from layerskip.repetition import NGRAM
 
 if TYPE_CHECKING:
@@ -223,6 +223,7 @@ def _confirmed_words(config: DecodeConfig) -> list[str]:
     if confirmed is None:
         return []
     text = f"confirmed by the search: {confirmed.speedup:.2f}x on average over {confirmed.num_prompts} prompts"
+    text += confirmed_length(config)
     text += f" ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}..{confirmed.speedup_ci_high:.2f})"
     if confirmed.speedup_prompt_low is not None and confirmed.speedup_prompt_high is not None:
         text += f", a single one {confirmed.speedup_prompt_low:.2f}..{confirmed.speedup_prompt_high:.2f}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.api_key import KEY_VARIABLE, read_api_key
 from layerskip.cli import CommandError, OneLineParser, run_command
-from layerskip.command_model import add_loading_arguments, load_config, load_model
+from layerskip.command_model import add_loading_arguments, confirmed_length, load_config, load_model
 from layerskip.config import DecodeConfig, GroupSetting
 from layerskip.server.settings import ServerSettings
 
@@ -235,6 +235,7 @@ def _confirmed(config: DecodeConfig) -> str:
     return (
         f"{confirmed.speedup:.2f}x plain decoding ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}.."
         f"{confirmed.speedup_ci_high:.2f}) on {confirmed.num_prompts} held-out prompts"
+        f"{confirmed_length(config)}"
     )
 
 

@@ -18,6 +18,7 @@ from search.reporting.digest import regimes_table
 from search.reporting.pictures import PICTURES
 from search.reporting.record import StudyRecord, read_record
 from search.reporting.render import markdown_table, plain_markdown
+from search.reporting.verdict import length_of
 from search.trial_phase import CANNOT_WIN
 
 FIGURES: dict[str, Callable[[StudyRecord], go.Figure]] = {picture.key: picture.draw for picture in PICTURES}
@@ -66,7 +67,7 @@ def _verdict(attrs: Mapping[str, Any]) -> str:
             text += f", 95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f}"
         text += (
             f": {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s on "
-            f"{confirmed['num_prompts']} held-out prompts."
+            f"{confirmed['num_prompts']} held-out prompts{length_of(attrs)}."
         )
         if confirmed.get("end_to_end_speedup") is not None:
             text += f" End to end, prompts included: {confirmed['end_to_end_speedup']:.2f} times."

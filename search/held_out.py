@@ -10,6 +10,7 @@ from typing import Any
 
 from layerskip.config import DecodeConfig
 from layerskip.stats import DecodeStats
+from search.by_position import SecondsByPosition, seconds_by_position
 from search.measurement import Pair, add_up
 from search.statistics import geometric_mean
 
@@ -55,6 +56,8 @@ class HeldOut:
     plain_end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
     texts_differ: bool = False
     """Whether each pass continued the prompts anew, as sampled text is."""
+    by_position: SecondsByPosition | None = None
+    """None where an old study kept none."""
 
     @property
     def rates(self) -> dict[str, tuple[tuple[float, ...], ...]]:
@@ -82,18 +85,17 @@ class HeldOut:
     def from_json(cls, text: str) -> HeldOut:
         """The inverse of `to_json`, but for rounding."""
         data = json.loads(text)
-        counters = data["counters"]
-        if counters is not None:
-            counters = Counters(**{name: _as_tuple(value) for name, value in counters.items()})
+        counters, by_position = (_fields(data.get(name)) for name in ("counters", "by_position"))
         return cls(
             config=DecodeConfig(**data["config"]),
             prompt_ids=tuple(data["prompt_ids"]),
             tokens_per_s=_as_tuple(data["tokens_per_s"]),
             plain_tokens_per_s=_as_tuple(data["plain_tokens_per_s"]),
-            counters=counters,
+            counters=None if counters is None else Counters(**counters),
             end_to_end_tokens_per_s=_as_tuple(data.get("end_to_end_tokens_per_s")),
             plain_end_to_end_tokens_per_s=_as_tuple(data.get("plain_end_to_end_tokens_per_s")),
             texts_differ=data.get("texts_differ", False),
+            by_position=None if by_position is None else SecondsByPosition(**by_position),
         )
 
 
@@ -106,12 +108,13 @@ def typical_rate(rates: Sequence[float], *, texts_differ: bool) -> float:
 def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig, *, texts_differ: bool = False) -> HeldOut:
     """From fresh passes, each holding one pair per prompt in the same order."""
     by_prompt = list(zip(*passes, strict=True))
+    every = [pair for pairs in by_prompt for pair in pairs]
     return HeldOut(
         config=config.bare(),
         prompt_ids=tuple(pairs[0].prompt_id for pairs in by_prompt),
         tokens_per_s=tuple(tuple(pair.speculative.tokens_per_s for pair in pairs) for pairs in by_prompt),
         plain_tokens_per_s=tuple(tuple(pair.plain.tokens_per_s for pair in pairs) for pairs in by_prompt),
-        counters=_counters([pair for pairs in by_prompt for pair in pairs]),
+        counters=_counters(every),
         end_to_end_tokens_per_s=tuple(
             tuple(pair.speculative.end_to_end_tokens_per_s for pair in pairs) for pairs in by_prompt
         ),
@@ -119,6 +122,7 @@ def held_out_of(passes: Sequence[Sequence[Pair]], config: DecodeConfig, *, texts
             tuple(pair.plain.end_to_end_tokens_per_s for pair in pairs) for pairs in by_prompt
         ),
         texts_differ=texts_differ,
+        by_position=seconds_by_position(every),
     )
 
 
@@ -157,6 +161,10 @@ def _short(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_short(one) for one in value]
     return value
+
+
+def _fields(data: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if data is None else {name: _as_tuple(value) for name, value in data.items()}
 
 
 def _as_tuple(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""How the chosen config decodes, drawn: speeds per held-out prompt, acceptance by position, where the time goes."""
+"""How the chosen config decodes, drawn: speeds per held-out prompt and over the length of a text, acceptance by draft
+position, where the time goes."""
 
 from __future__ import annotations
 
@@ -75,6 +76,52 @@ def held_out_figure(record: StudyRecord) -> go.Figure:
         f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}; slower than plain decoding on {slower}"
     )
     return finish(figure, "Plain against speculative, prompt by prompt", facts)
+
+
+def position_figure(record: StudyRecord) -> go.Figure:
+    """Speedup over position in the continuation: of the tokens there, and of all up to there.
+
+    Raises: MissingData if the study keeps no seconds by position.
+    """
+    held_out = record.held_out
+    if held_out is None or (kept := held_out.by_position) is None:
+        raise MissingData(f"by_position: study {record.name!r} keeps no seconds by position in a text")
+    spans, up_to = kept.spans, kept.speedups_up_to
+    ends = [end for _, end in spans]
+    figure = go.Figure()
+    figure.add_bar(
+        x=[(start + end) / 2 for start, end in spans],
+        y=kept.speedups,
+        width=[0.85 * (end - start + 1) for start, end in spans],
+        name="these tokens",
+        marker={"color": BLUE, "opacity": 0.6},
+        customdata=[
+            [f"tokens {start} to {end}" if end > start else f"token {start}", *counted]
+            for (start, end), *counted in zip(spans, kept.num_tokens, kept.plain_s, kept.speculative_s, strict=True)
+        ],
+        hovertemplate="%{customdata[0]}: speedup %{y:.2f}<br>%{customdata[1]} tokens in all, plain "
+        "%{customdata[2]:.3g} s, speculative %{customdata[3]:.3g} s<extra></extra>",
+    )
+    figure.add_scatter(
+        x=ends,
+        y=up_to,
+        mode="lines+markers",
+        name="all tokens up to there",
+        line={"color": ORANGE, "width": 3},
+        marker={"color": ORANGE, "symbol": "diamond", "size": 6},
+        hovertemplate="texts cut after %{x} tokens: speedup %{y:.2f}<extra></extra>",
+    )
+    figure.add_hline(y=1.0, line=DOTTED)
+    figure.update_xaxes(title="token of the continuation", range=[1, kept.longest + 1])
+    figure.update_yaxes(title="speedup", rangemode="tozero")
+    figure.update_layout(height=430)
+    places = sorted({max(0, len(ends) // part - 1) for part in (4, 2, 1)})
+    lengths = ", ".join(f"{up_to[place]:.2f} after {ends[place]}" for place in places)
+    facts = (
+        f"{len(held_out.prompt_ids)} held-out prompts × {len(held_out.tokens_per_s[0])} passes, all tokens together; "
+        f"speedup of the same texts, had they been cut: {lengths} tokens; the first token of a text is not timed"
+    )
+    return finish(figure, "Speedup over position", facts)
 
 
 def acceptance_figure(record: StudyRecord) -> go.Figure:

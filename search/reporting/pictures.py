@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from search.outlook_figures import cost_figure, sensitivity_figure
-from search.reporting.decode_figures import acceptance_figure, held_out_figure, time_figure
+from search.reporting.decode_figures import acceptance_figure, held_out_figure, position_figure, time_figure
 from search.reporting.machine_figures import machine_figure, surface_figure
 from search.reporting.mask_figures import mask_figure, tried_figure
 from search.reporting.record import StudyRecord
@@ -47,6 +47,14 @@ CHAPTERS = (
                 "Plain against speculative, prompt by prompt",
                 "Each row is a held-out prompt. Where the filled diamond lies right of the open circle, speculative "
                 "decoding was faster; thin bars span the passes. Prompts differ: a single one may gain much, or lose.",
+            ),
+            Picture(
+                "speedup-over-position",
+                position_figure,
+                "Speedup over position",
+                "A bar is the gain on the tokens at that place of the texts, the line that on all tokens up to there. "
+                "Where the line still climbs at its end, expect more of longer answers, and less of shorter ones. It "
+                "is the gain over all tokens together, where the verdict weighs every prompt alike.",
             ),
             Picture(
                 "speedup-by-trial",

@@ -42,8 +42,8 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
         return f"Speculate: {confirmed['speedup']:.2f} times as fast", (
             f"{where}, decodes {text_of(attrs)} {confirmed['speedup']:.2f} times as fast as plain decoding{interval} "
             f"with {config}: {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s "
-            f"over {count_of(confirmed['num_prompts'], 'prompt')}{file} that the search had not seen."
-            f"{_end_to_end(confirmed)}"
+            f"over {count_of(confirmed['num_prompts'], 'prompt')}{file} that the search had not seen"
+            f"{length_of(attrs)}.{_end_to_end(confirmed)}"
         )
     if verdict is not None:
         reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
@@ -76,6 +76,12 @@ def text_of(attrs: Mapping[str, Any]) -> str:
     if name == GREEDY.name:
         return "greedy text"
     return f"{'sampled' if Sampling.parse(name).do_sample else 'greedy'} text ({name})"
+
+
+def length_of(attrs: Mapping[str, Any]) -> str:
+    """`, up to 48 new tokens each`: for how long texts the confirmed numbers hold; empty where that is not known."""
+    length = attrs.get("fingerprint", {}).get("max_new_tokens")
+    return "" if length is None else f", up to {length} new tokens each"
 
 
 def _file_of(attrs: Mapping[str, Any]) -> str:

@@ -182,11 +182,15 @@ def test_compare_recalls_what_the_search_confirmed(config_file: Path, capsys) ->
     rates = {"tokens_per_s": 300.0, "plain_tokens_per_s": 200.0, "speedup": 1.5}
     interval = {"speedup_ci_low": 1.4, "speedup_ci_high": 1.6, "speedup_prompt_low": 1.1, "speedup_prompt_high": 2.1}
     confirmed = Confirmed(**rates, **interval, num_prompts=24, num_identical=24, num_repeats=3, end_to_end_speedup=1.3)
-    DecodeConfig.load(config_file).model_copy(update={"confirmed": confirmed}).save(config_file)
-    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, "--compare", "--repeats", 1) == 0
-    said = "confirmed by the search: 1.50x on average over 24 prompts (95 % 1.40..1.60), a single one 1.10..2.10"
-    said += "; prompt included 1.30x"
-    assert said in capsys.readouterr().err
+    config = DecodeConfig.load(config_file)
+    assert config.provenance is not None
+    for length, words in ((None, ""), (48, ", up to 48 new tokens each")):
+        made_for = config.provenance.model_copy(update={"max_new_tokens": length})
+        config.model_copy(update={"confirmed": confirmed, "provenance": made_for}).save(config_file)
+        assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, "--compare", "--repeats", 1) == 0
+        said = f"confirmed by the search: 1.50x on average over 24 prompts{words} (95 % 1.40..1.60), a single one "
+        said += "1.10..2.10; prompt included 1.30x"
+        assert said in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -18,7 +18,16 @@ from pathlib import Path
 import openai
 import pytest
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel, RegimeSetting, Sampling, SkipMask, SuffixLookup
+from layerskip import (
+    Confirmed,
+    DecodeConfig,
+    LayerSkipModel,
+    Provenance,
+    RegimeSetting,
+    Sampling,
+    SkipMask,
+    SuffixLookup,
+)
 from layerskip.serve import KEY_VARIABLE, describe, main
 from layerskip.server.settings import ServerSettings
 from layerskip.usual_lookups import lookup_else_mask
@@ -186,6 +195,11 @@ def test_it_says_what_each_regime_is_decoded_with() -> None:
         LayerSkipModel(model.model, config=alone, engine="eager"), ServerSettings("m", 96), None, "http://x"
     )
     assert not [line for line in lines if line.startswith("regime")]
+    names = {"model": "m", "weights_fingerprint": model.weights_fingerprint(), "device": "cpu", "dtype": "float32"}
+    made_for = Provenance(**names, num_layers=zoo.NUM_LAYERS, max_new_tokens=48)
+    known = LayerSkipModel(model.model, config=alone.model_copy(update={"provenance": made_for}), engine="eager")
+    lines = describe(known, ServerSettings("m", 96), None, "http://x")
+    assert lines[3] == f"confirmed {measured}, up to 48 new tokens each"
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded(capsys, monkeypatch) -> None:

@@ -87,10 +87,14 @@ class FakeDecoder:
         speed = PLAIN_TOKENS_PER_S * true_speedup(config, self.gain) * (1 + self.noise * wobble(prompt_ids, config))
         speed *= self.taste(prompt_ids, config) * self.pace
         stats = DecodeStats(num_prompt_tokens=len(prompt_ids), num_emitted=self.num_tokens, prefill_s=0.01)
-        stats.decode_s = (self.num_tokens - 1) / speed
+        num_timed = self.num_tokens - 1
+        stats.decode_s = num_timed / speed
+        stats.token_s = [1 / speed] * num_timed
         if config.speculates:
             stats.num_rounds, stats.num_drafted, stats.num_accepted = 8, 10, 8
             stats.drafted_by_position, stats.accepted_by_position = [8, 2], [6, 2]
+            # The first token takes num_timed times as long as the last one: drafts get better as the text gets longer.
+            stats.token_s = [2 * (num_timed - i) / (num_timed + 1) / speed for i in range(num_timed)]
         self.clock.now += stats.prefill_s + stats.decode_s
         start = sum(prompt_ids) + (seed if self.is_sampled else 0)
         ids = tuple((start + i) % 50 for i in range(self.num_tokens))

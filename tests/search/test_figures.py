@@ -403,6 +403,10 @@ def test_the_note_tells_what_was_decided(study: optuna.Study) -> None:
     assert "cut short" not in note(read_record(study))
 
 
+def test_the_note_tells_for_how_long_texts_its_speedup_holds(finished: optuna.Study) -> None:
+    assert " tokens/s on 12 held-out prompts, up to 17 new tokens each." in note(read_record(finished))
+
+
 def test_the_note_of_an_unfinished_study() -> None:
     text = note(read_record(optuna.create_study()))
     assert text.startswith("**No verdict yet**")

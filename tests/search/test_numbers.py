@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, PromptLookup, SkipMask, SuffixLookup
 from layerskip.usual_lookups import lookup_alone
+from search.by_position import seconds_by_position
 from search.confirm import Candidate, choose, shortlist, summarise
 from search.leaderboard import Entry, Standings, counted, make_standings
 from search.measurement import Pair, Timed, add_up
@@ -120,6 +121,40 @@ def test_the_end_to_end_speedup_is_taken_from_its_own_medians() -> None:
     assert confirmed.end_to_end_speedup_ci_high is not None
     assert confirmed.end_to_end_speedup_ci_low < confirmed.end_to_end_speedup < confirmed.end_to_end_speedup_ci_high
     assert confirmed.repeated_ngram_share == 0.4
+
+
+def along(plain: list[float], fast: list[float]) -> Pair:
+    """Two decodings of a text with the seconds of their tokens after the first."""
+    return Pair("p", *(Timed(1.0, 1.0, False, DecodeStats(token_s=token_s)) for token_s in (plain, fast)))
+
+
+def test_seconds_by_position_are_those_of_tokens_that_both_ways_reached() -> None:
+    """A study kept one speedup a text, whatever its length, where the gain grows with the text."""
+    # 128 timed tokens of the first pair, as its plain text ended earlier (a tie parts them): two tokens a bin.
+    long = along([1.0] * 128, [0.5] * 127 + [0.25] + [9.0] * 2)
+    short = along([3.0, 3.0, 3.0], [1.0, 2.0, 3.0])
+    kept = seconds_by_position([long, short])
+    assert kept is not None
+    assert (kept.bin_tokens, kept.longest, len(kept.num_tokens)) == (2, 129, 64)
+    assert kept.num_tokens == (4, 3) + (2,) * 62
+    assert kept.plain_s == (8.0, 5.0) + (2.0,) * 62
+    assert kept.speculative_s == (4.0, 4.0) + (1.0,) * 61 + (0.75,)
+    assert kept.spans[:2] + kept.spans[-1:] == [(2, 3), (4, 5), (128, 129)]
+    assert kept.speedups[:2] == [8 / 4, 5 / 4]
+    assert kept.speedups_up_to[:3] == [8 / 4, 13 / 8, 15 / 9]
+    assert kept.speedups_up_to[-1] == sum(kept.plain_s) / sum(kept.speculative_s)
+    assert seconds_by_position([along([], []), along([1.0], [])]) is None
+
+
+@pytest.mark.parametrize(
+    ("num_new", "width", "num_bins"), [(2, 1, 1), (48, 1, 47), (65, 1, 64), (66, 2, 33), (4096, 64, 64)]
+)
+def test_long_texts_are_kept_in_as_few_numbers_as_short_ones(num_new: int, width: int, num_bins: int) -> None:
+    kept = seconds_by_position([along([1.0] * (num_new - 1), [1.0] * (num_new - 1))])
+    assert kept is not None
+    assert (kept.bin_tokens, len(kept.num_tokens), sum(kept.num_tokens)) == (width, num_bins, num_new - 1)
+    assert len(kept.spans) == num_bins
+    assert (kept.spans[0][0], kept.spans[-1][1]) == (2, num_new)
 
 
 def test_one_prompt_confirms_nothing() -> None:

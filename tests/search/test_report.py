@@ -25,7 +25,7 @@ from search.figure_style import MissingData
 from search.held_out import HELD_OUT, Counters, HeldOut
 from search.reporting.artifacts import attach
 from search.reporting.counters import counters_of, times_of
-from search.reporting.decode_figures import acceptance_figure, held_out_figure, time_figure
+from search.reporting.decode_figures import acceptance_figure, held_out_figure, position_figure, time_figure
 from search.reporting.digest import digest_of
 from search.reporting.machine_figures import machine_figure, surface_figure
 from search.reporting.mask_figures import mask_figure, tried_figure
@@ -155,6 +155,7 @@ def test_the_numbers_on_the_page_are_those_exported(page: Page, folder: Path) ->
     low, high = f"{confirmed['speedup_ci_low']:.2f}", f"{confirmed['speedup_ci_high']:.2f}"
     assert f"{confirmed['speedup']:.2f} times as fast as plain decoding (95 % interval {low} to {high})" in page.text
     assert f"{confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s" in page.text
+    assert "over 12 prompts of p.jsonl that the search had not seen, up to 17 new tokens each." in page.text
     assert "driver 570.1, SM 1755 MHz, attention math" in page.text, "the state of the machine that they are from"
 
 
@@ -220,6 +221,34 @@ def test_what_the_confirm_stage_counted_survives_storage(record: StudyRecord) ->
     assert counters.decode_s == pytest.approx(sum(16 / rate for rate in rates), rel=1e-4)
     plain = [rate for rates in held_out.plain_tokens_per_s for rate in rates]
     assert counters.plain_decode_s == pytest.approx(sum(16 / rate for rate in plain), rel=1e-4)
+
+
+def test_the_speedup_is_drawn_over_the_length_of_a_text(record: StudyRecord) -> None:
+    held_out = record.held_out
+    assert held_out is not None
+    assert held_out.counters is not None
+    figure = position_figure(record)
+    bars, line = figure.data
+    assert bars.x == line.x == tuple(range(2, 18)), "the fake decodes 17 tokens, the first of them in the prefill"
+    # Plain tokens of the fake take equally long; the i-th of 16 speculative ones takes 2 (16 - i) / 17 of their mean.
+    whole = held_out.counters.plain_decode_s / held_out.counters.decode_s
+    assert bars.y == pytest.approx([17 / (2 * (16 - i)) * whole for i in range(16)], rel=1e-4)
+    spent = [sum(2 * (16 - j) / 17 for j in range(i + 1)) for i in range(16)]
+    assert line.y == pytest.approx([(i + 1) / spent[i] * whole for i in range(16)], rel=1e-4)
+    decodings = len(held_out.prompt_ids) * len(held_out.tokens_per_s[0])
+    assert [(one[0], one[1]) for one in bars.customdata] == [(f"token {i}", decodings) for i in range(2, 18)]
+    told = f"{line.y[3]:.2f} after 5, {line.y[7]:.2f} after 9, {whole:.2f} after 17 tokens"
+    assert told in figure.layout.meta["facts"]
+
+
+def test_a_study_that_kept_no_seconds_by_position_is_read(record: StudyRecord) -> None:
+    assert record.held_out is not None
+    stored = json.loads(record.held_out.to_json())
+    del stored["by_position"]
+    old = altered(record, **{HELD_OUT: json.dumps(stored)})
+    assert old.held_out == replace(record.held_out, by_position=None)
+    with pytest.raises(MissingData, match="by_position: study"):
+        position_figure(old)
 
 
 def test_acceptance_is_drawn_by_position_as_shares_of_rounds(record: StudyRecord) -> None:
