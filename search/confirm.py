@@ -2,9 +2,9 @@
 
 The candidates: the leading configs by pooled lower bound, no more than half of them under one mask, and the best of
 every other drafter, see `shortlist`.
-First pass: plain and every candidate in lockstep on each prompt. It only chooses. Then fresh passes of the chosen one
-against plain, one after the other as a user runs them, give the number that is reported, so the luck that helped it win
-is not in it. Where tokens are sampled each pass continues the prompts anew, from other seeds.
+First pass: plain and every candidate on each prompt, one after the other as a user runs them. It only chooses. Then
+fresh passes of the chosen one against plain give the number that is reported, so the luck that helped it win is not in
+it. Where tokens are sampled each pass continues the prompts anew, from other seeds.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to

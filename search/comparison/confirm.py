@@ -1,4 +1,4 @@
-"""The picks of all runs against plain decoding on held-out prompts, in lockstep, each measurement kept in a journal."""
+"""The picks of all runs against plain decoding on held-out prompts, each measurement kept in a journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from search.statistics import geometric_mean
 from search.stop import StopSignal
 
 GROUP = 6
-"""Picks in lockstep: more share one plain decoding, and stand further apart in time."""
+"""Picks beside one plain decoding: more share it, and stand further apart in time."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def confirm_picks(
     stop: StopSignal,
     told: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Measure every pick on every prompt, a few and plain decoding in lockstep at a time; who is together changes.
+    """Measure every pick on every prompt, a few and plain decoding one after the other; who is together changes.
 
     What the journal holds is not measured again. A pick that fails or is not lossless is excluded. `told` hears after
     each prompt how many are done, every pass counted.
