@@ -19,14 +19,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from layerskip.machine import device_name
 from studies.demo import corpus, evaluate
+from studies.demo.make_prompts import NUM_PROMPTS, make_prompts, write_prompts
 
 if TYPE_CHECKING:
     from studies.demo.training import Run
 
 log = logging.getLogger("demo")
-NUM_PROMPTS = 24
 NUM_MASKS = 20  # best masks kept in training.json
-SAMPLE = 19  # the tuning prompt whose continuation the card shows: one of those that do not fall into repetition
+FEW_PROMPTS = {"tuning": 12, "held_out": 12}  # of each category, for a size that is not shipped: they take seconds
+SAMPLE = 19  # the tuning prompt that `opens` whose continuation the card shows: one that does not fall into repetition
 HERE = Path(__file__).resolve().parent
 
 
@@ -78,11 +79,11 @@ def export(
     Returns the facts with the measured ones added; `rank` adds the best draft masks, for about a minute.
     """
     model = copy.deepcopy(trained).to(torch.bfloat16).eval()
-    train_text = "\n".join(module.text for module in split.train)
-    tuning = corpus.make_prompts(split.tuning, tokenizer, train_text, NUM_PROMPTS)
-    held_out = corpus.make_prompts(split.held_out, tokenizer, train_text, NUM_PROMPTS)
+    prompts = make_prompts(split, tokenizer, NUM_PROMPTS if facts["size"] == "demo" else FEW_PROMPTS)
+    tuning = prompts["tuning"]
     facts = facts | measured_facts(model, tokenizer, split, int(facts["window"]))
-    shown = tuning[SAMPLE % len(tuning)]
+    opens = [p for p in tuning if p["category"] == "opens"]
+    shown = opens[SAMPLE % len(opens)]
     sample = greedy_sample(model, tokenizer, shown["prompt"])
     log.info("losses: tuning %s held out %s\n%s", facts["tuning_loss"], facts["held_out_loss"], sample)
     if rank:
@@ -93,8 +94,8 @@ def export(
         facts["masks"] = evaluate.as_rows(scores[:NUM_MASKS])
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    corpus.write_prompts(out.parent / "tuning.jsonl", tuning)
-    corpus.write_prompts(out.parent / "held_out.jsonl", held_out)
+    for part, records in prompts.items():
+        write_prompts(out.parent / f"{part}.jsonl", records)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_model(model, partial)

@@ -55,7 +55,8 @@ def same_weights(a: LlamaForCausalLM, b: LlamaForCausalLM) -> bool:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small library: modules with functions long enough to start prompts at, tests, a copy and a table."""
+    """A small library: modules of functions long enough to start prompts at, some of which repeat themselves; tests, a
+    copy and a table."""
     root = tmp_path_factory.mktemp("stdlib")
     (root / "pkg" / "test").mkdir(parents=True)
     for index in range(12):
@@ -68,6 +69,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 f"({draw.randrange(10**6)}, {draw.randrange(10**6)})"
                 for _ in range(14)
             ]
+        receiver, method = ("".join(random.Random(f"{index} {i}").choices("abcdefghijklmnop", k=9)) for i in "ab")
+        lines += ["", "def repeats_itself(argument):"]
+        lines += [f"    {receiver}.{method}({letter}=argument)" for letter in "qrstuvwxyz" * 2]
         (root / f"module_{index}.py").write_text("\n".join(lines) + "\n")
     (root / "copy.py").write_text((root / "module_1.py").read_text())
     (root / "pkg" / "test" / "test_it.py").write_text("assert True\n")
@@ -82,20 +86,11 @@ def test_corpus_leaves_out_tests_copies_and_tables(library: Path) -> None:
     assert not any("test" in path or "table" in path for path in paths)
 
 
-def test_split_and_prompts_never_mix(library: Path) -> None:
+def test_no_module_is_in_two_parts(library: Path) -> None:
     split = corpus.split_modules(corpus.read_modules(library), num_tuning=3, num_held_out=3)
     parts = [{m.path for m in part} for part in (split.train, split.tuning, split.held_out)]
     assert [len(part) for part in parts] == [6, 3, 3]
     assert len(set.union(*parts)) == 12
-    tokenizer = corpus.train_tokenizer(split.train, 320)
-    train_text = "\n".join(m.text for m in split.train)
-    texts = {module.path: module.text for module in split.tuning}
-    for prompt in corpus.make_prompts(split.tuning, tokenizer, train_text, 6):
-        path, line = prompt["id"].split(":")
-        start = sum(len(text) + 1 for text in texts[path].split("\n")[: int(line) - 1])
-        assert texts[path].startswith(prompt["prompt"] + "\n", start)
-        assert 40 <= len(tokenizer(prompt["prompt"])["input_ids"]) <= 120
-        assert prompt["prompt"] not in train_text
 
 
 def test_too_few_modules_are_refused(library: Path) -> None:
@@ -299,7 +294,7 @@ def test_replay_of_known_agreements() -> None:
 
 
 def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "NUM_PROMPTS", 4)
+    monkeypatch.setattr(export, "FEW_PROMPTS", {"tuning": 2, "held_out": 1})
     split = corpus.split_modules(corpus.read_modules(library), num_tuning=3, num_held_out=3)
     settings = tiny_settings(num_steps=2)
     settings = dataclasses.replace(settings, size=dataclasses.replace(settings.size, vocab=320, own_tokenizer=True))
@@ -320,6 +315,7 @@ def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypat
     assert json.loads((out / "training.json").read_text())["masks"]
     assert json.loads((out / "tokenizer.json").read_text())["padding"] is None
     assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 4
+    assert len((tmp_path / "held_out.jsonl").read_text().splitlines()) == 2
 
 
 # The shipped files.
@@ -355,21 +351,6 @@ def test_shipped_tokenizer_round_trips(tokenizer: PreTrainedTokenizerFast, text:
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert all(0 <= token < 4096 for token in ids)
-
-
-def test_shipped_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    modules = {}
-    for name in ("tuning", "held_out"):
-        prompts = prompts_of(name)
-        assert len(prompts) == 24
-        assert len({p["id"] for p in prompts}) == 24
-        assert all(set(p) == {"id", "prompt"} for p in prompts)
-        assert all(40 <= len(tokenizer(p["prompt"])["input_ids"]) <= 120 for p in prompts)
-        modules[name] = {p["id"].split(":")[0] for p in prompts}
-        assert len(modules[name]) >= 12
-    assert not modules["tuning"] & modules["held_out"]
-    facts = json.loads((MODEL / "training.json").read_text())
-    assert all(modules[name] <= set(facts[f"{name}_modules"]) for name in modules)
 
 
 def test_shipped_model_loads_and_knows_python(tokenizer: PreTrainedTokenizerFast) -> None:
