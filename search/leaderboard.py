@@ -32,6 +32,8 @@ _FORECAST_WEIGHT = 8
 """Of that assumption, in configs."""
 TOKENS_PER_S = "tokens_per_s"
 """Attribute of a trial whose value is something else."""
+EXPECTED_GAIN = "expected_gain"
+"""Attribute of a trial: what the best config not measured then was expected to gain on the best measured one."""
 FAILURE = "failure"
 """Attribute of a failed trial: why."""
 INTERRUPTED, WORKER_DIED, WITHDRAWN = "interrupted", "worker died", "withdrawn: the total is reached without it"
@@ -122,6 +124,12 @@ def counted(trials: Iterable[FrozenTrial]) -> int:
     Interrupted and killed ones do not; their configs are queued again.
     """
     return sum(trial.state.is_finished() and not was_interrupted(trial) for trial in trials)
+
+
+def expected_gains(trials: Iterable[FrozenTrial], latest: int) -> list[float]:
+    """Of the `latest` last trials that know one, oldest first."""
+    found = [one.user_attrs[EXPECTED_GAIN] for one in trials if EXPECTED_GAIN in one.user_attrs]
+    return [float(one) for one in found[-latest:]]
 
 
 def was_interrupted(trial: FrozenTrial) -> bool:

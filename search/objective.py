@@ -12,7 +12,16 @@ from optuna.trial import TrialState
 
 from layerskip.config import DecodeConfig
 from search.decoder import Decoder
-from search.leaderboard import FAILURE, INTERRUPTED, TOKENS_PER_S, WITHDRAWN, Standings, make_standings, taste_of
+from search.leaderboard import (
+    EXPECTED_GAIN,
+    FAILURE,
+    INTERRUPTED,
+    TOKENS_PER_S,
+    WITHDRAWN,
+    Standings,
+    make_standings,
+    taste_of,
+)
 from search.learnt_costs import step_times_of
 from search.measurement import LosslessViolation, Pair, add_up, measure_pair, speedup
 from search.outlook import Outlook
@@ -117,6 +126,8 @@ class Objective:
             attributes["repeat_of"] = proposal.repeat_of
         if proposal.considered:
             attributes["considered"] = proposal.considered
+        if proposal.gain is not None:
+            attributes[EXPECTED_GAIN] = round(proposal.gain, 5)
         _set_all(trial, attributes)
 
     def _measure(self, trial: optuna.Trial, config: DecodeConfig, standings: Standings) -> Outcome:

@@ -33,6 +33,9 @@ class Proposal:
     repeat_of: int | None = None
     considered: list[list[Any]] | None = None
     """Configs that were predicted for this proposal, for later ones to know; see `Candidates.write`."""
+    gain: float | None = None
+    """What the best config that nobody measured is expected to gain on the best measured one, as a share; None where
+    nothing is expected."""
 
 
 class Proposer(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -29,6 +30,7 @@ class _Field:
 
     def __init__(self, refiner: Refiner, correction: Correction) -> None:
         self._refiner, self._correction = refiner, correction
+        self._mean: dict[int, float] = {}
         self._bonus: dict[int, float] = {}
         self.best_first: list[Candidate] = []
 
@@ -36,6 +38,7 @@ class _Field:
         """Rank these among the others."""
         mean, deviation = self._correction.of([one.params for one in candidates])
         bonus = (mean + _BOLDNESS * deviation).tolist()
+        self._mean |= {id(one): more for one, more in zip(candidates, mean.tolist(), strict=True)}
         self._bonus |= {id(one): more for one, more in zip(candidates, bonus, strict=True)}
         self.best_first += candidates
         scores = self._refiner.expected(self.best_first) + np.array([self._bonus[id(one)] for one in self.best_first])
@@ -50,6 +53,16 @@ class _Field:
         self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
         self.add([refined])
         return [refined]
+
+    def gain(self, measured: Set[Key]) -> float | None:
+        """What the best of the unmeasured is expected to be above the best measured, hopes apart, as a share."""
+        expected = self._refiner.expected(self.best_first) + np.array([self._mean[id(one)] for one in self.best_first])
+        sides: tuple[list[float], list[float]] = ([], [])
+        for one, log in zip(self.best_first, expected.tolist(), strict=True):
+            if one.wide:
+                sides[one.key in measured].append(log)
+        left, known = sides
+        return math.expm1(max(left) - max(known)) if left and known else None
 
 
 class ReplayProposer:
@@ -108,7 +121,8 @@ class ReplayProposer:
             return Proposal("random")
         chosen = next((one for one in left if one.wide), left[0])
         origin = "pool" if self._refiner.mask(chosen) in self._pool_masks else "replay"
-        return Proposal(origin, chosen.params, considered=self._candidates.write([*refined, *fresh]))
+        considered = self._candidates.write([*refined, *fresh])
+        return Proposal(origin, chosen.params, considered=considered, gain=field.gain(measured))
 
     def _shapes(self) -> list[Candidate]:
         """What calibrates, each at the setting that was best for it before the first trial: the best of each drafter,

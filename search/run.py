@@ -81,6 +81,15 @@ def build_parser() -> OneLineParser:
         parser.add_argument(_flag(name), help=about)
     for name, (kind, about) in _ABOUT_NUMBERS.items():
         parser.add_argument(_flag(name), type=kind, metavar="N", help=about)
+    parser.add_argument(
+        "--until-settled",
+        type=float,
+        nargs="?",
+        const=1.0,
+        metavar="PERCENT",
+        help="end the trials when no other config is expected to beat the best measured one by more than so many per "
+        "cent (default where no number is given: %(const)s)",
+    )
     parser.add_argument("--dtype", choices=get_args(DTypeName), help="number format")
     parser.add_argument("--engine", choices=get_args(EngineName), help="how one forward is executed")
     parser.add_argument("--granularity", choices=get_args(Granularity), help="what a bit of the mask skips")

@@ -56,6 +56,9 @@ class StudySpec(OneLineErrors):
     """Name inside the storage; None = the folder's name."""
     trials: Positive = 200
     """Trials in the study in total, earlier runs included."""
+    until_settled: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    """Per cent: the trials end when no config that was not measured is expected to beat the best measured one by more,
+    three proposals in a row. None = all `trials`."""
     timeout_s: Seconds | None = None
     """Seconds of searching in this run; the confirm stage follows all the same. None = no limit."""
     device: NonEmpty = "auto"
@@ -135,6 +138,12 @@ class StudySpec(OneLineErrors):
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ValueError(f"must name each regime once, got {twice[0]} {names.count(twice[0])} times")
         return names
+
+    @model_validator(mode="after")
+    def _check_settling(self) -> StudySpec:
+        if self.until_settled is not None and self.sampler != "replay":
+            raise ValueError(f"until_settled: needs the sampler replay, which expects something; got {self.sampler}")
+        return self
 
     @model_validator(mode="after")
     def _check_groups(self) -> StudySpec:

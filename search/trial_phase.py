@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import optuna
 
 from layerskip.machine import trim_heap
-from search.leaderboard import FAILURE, WORKER_DIED, counted
+from search.leaderboard import FAILURE, WORKER_DIED, counted, expected_gains
 from search.objective import Objective, standings_of
 from search.outlook import Outlook
 from search.proposals import ProposeOptions
@@ -24,6 +24,8 @@ from search.workers.process import process_token
 from search.workers.roster import PROCESS
 
 Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
+SETTLED_AFTER = 3
+"""Proposals in a row that expect no gain; each has looked at new neighbours of the best."""
 HANDFUL = 6
 """Trials that check a prediction of no gain."""
 _FREE_EVERY = 10
@@ -107,15 +109,31 @@ class TrialPhase:
                 self._one_trial(objective, watch)
         if tools.stop.received is not None:
             raise KeyboardInterrupt
-        if watch.broken is None and counted(self._trials()) < total:
+        if watch.broken is None and counted(self._trials()) < total and not self._is_settled():
             self._say.phase(
                 "search", f"time limit of {spec.timeout_s:g} s reached" if spec.timeout_s else "ended early"
             )
+        if watch.broken is None and self._is_settled():
+            most = max(expected_gains(self._trials(), SETTLED_AFTER))
+            self._say.phase(
+                "search",
+                f"settled after {counted(self._trials())} trials: no config that was not measured is expected to beat "
+                f"the best by more than {self._spec.until_settled:g} %; at most by {max(0.0, 100 * most):.1f} %",
+            )
         return watch.broken
+
+    def _is_settled(self) -> bool:
+        """Whether the spec asks for no more than what is measured already."""
+        if self._spec.until_settled is None:
+            return False
+        gains = expected_gains(self._trials(), SETTLED_AFTER)
+        return len(gains) == SETTLED_AFTER and max(gains) <= self._spec.until_settled / 100
 
     def _goes_on(self, total: int, watch: TrialWatch) -> bool:
         """Whether there is a trial to begin here; waits where only others' trials are missing, for one may yet die."""
         while watch.broken is None and self._tools.stop.received is None and self._has_time():
+            if self._is_settled():
+                return False
             if self._crew is None:
                 return counted(self._trials()) < total
             self._crew.rejoin_if_lost()

@@ -45,6 +45,7 @@ class TuneOptions(TypedDict, total=False):
     sampler: SamplerName
     force: bool
     seed: int
+    until_settled: float | None
     timeout_s: float | None
     trial_timeout_s: float | None
     trial_seconds: float

@@ -20,6 +20,7 @@ from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import ForcedText
 from layerskip.usual_lookups import lookup_alone
 from search.compare import build_parser, main, make_plan
+from search.comparison import confirm
 from search.comparison.accounting import Account, Ledger, SharedDecoder, TimedProposer
 from search.comparison.confirm import Confirmed
 from search.comparison.journal import Journal
@@ -28,6 +29,7 @@ from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.plot import _speedup_range, make_plot
 from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
+from search.measurement import PromptCase, time_able
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
 from search.rivals.leave_one_out import LeaveOneOut
@@ -132,21 +134,19 @@ def test_confirms_every_runs_leader_at_every_checkpoint(bench: Comparison) -> No
         assert text in page
 
 
-def test_picks_are_confirmed_in_lockstep_a_few_at_a_time(bench: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picks_are_confirmed_a_few_at_a_time(bench: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding first, at most six picks beside it, who is together changing from prompt to prompt."""
     groups: list[tuple[Any, ...]] = []
-    decode = FakeDecoder.decode_in_lockstep
 
-    def watched(self: FakeDecoder, prompt_ids: Any, configs: Any) -> Any:
-        groups.append((tuple(prompt_ids), *configs))
-        return decode(self, prompt_ids, configs)
+    def watched(decoder: FakeDecoder, case: PromptCase, configs: Any) -> Any:
+        groups.append((case.prompt_ids, *configs))
+        return time_able(decoder, case, configs)
 
     plan = plan_of(strategies=("random",), seeds=tuple(range(9)), trials=1, checkpoints=(1,), confirm_repeats=1)
     bench.run(plan)
     (bench.out / "confirm.jsonl").unlink()
-    monkeypatch.setattr(FakeDecoder, "decode_in_lockstep", watched)
+    monkeypatch.setattr(confirm, "time_able", watched)
     bench.run(plan)
-    assert groups.pop(0)[1:] == (NGRAMS,), "its warm-up: the picks were decoded in trials"
     assert [len(group) - 2 for group in groups] == [6, 4] * 6
     assert all(not group[1].speculates for group in groups)
     assert all(one.speculates for group in groups for one in group[2:])

@@ -22,7 +22,7 @@ from search.cost_model import pool_costs
 from search.decoder import Decoded, ModelDecoder
 from search.fingerprint import Fingerprint
 from search.forecast import Candidate, Pool
-from search.leaderboard import key_of, make_standings, taste_of
+from search.leaderboard import expected_gains, key_of, make_standings, taste_of
 from search.measurement import PromptCase
 from search.more_texts import MAX_MORE
 from search.outlook import (
@@ -568,6 +568,33 @@ def test_a_forced_win_leaves_no_word_that_nothing_can_win() -> None:
     search(dear(), study, trials=12, force=True)
     assert max(trial.user_attrs["speedup"] for trial in study.trials) > 1.1
     assert outlook_facts(study)["cannot_win"] is None
+
+
+def test_a_search_that_has_settled_ends_and_says_what_more_trials_could_bring() -> None:
+    whole, _, _ = search(planted(), trials=30)
+    gains = expected_gains(whole.trials, len(whole.trials))
+    assert len(whole.trials) == 30
+    assert len(gains) > 10
+    bound = sorted(gains)[len(gains) // 2]
+    ends = [i for i in range(3, len(gains) + 1) if max(gains[i - 3 : i]) <= 0.01 + max(bound, 0.0)]
+    assert ends
+    settled, broken, said = search(planted(), trials=30, until_settled=100 * (0.01 + max(bound, 0.0)))
+    assert broken is None
+    assert expected_gains(settled.trials, 30) == gains[: ends[0]]
+    assert len(settled.trials) < 30
+    assert f"settled after {len(settled.trials)} trials: no config that was not measured is expected to beat" in said
+    again, _, said = search(planted(), settled, trials=30, until_settled=100 * (0.01 + max(bound, 0.0)))
+    assert len(again.trials) == len(settled.trials)
+    assert "settled after" in said
+    search(planted(), settled, trials=30)
+    assert len(settled.trials) == 30
+
+
+def test_settling_needs_expectations() -> None:
+    with pytest.raises(ValueError, match="until_settled: needs the sampler replay, which expects something; got tpe"):
+        make_spec(sampler="tpe", until_settled=1.0)
+    with pytest.raises(ValueError, match="until_settled: input should be greater than 0, got '0'"):
+        make_spec(until_settled=0.0)
 
 
 def test_failures_in_the_handful_end_the_run() -> None:

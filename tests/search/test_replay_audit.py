@@ -122,8 +122,8 @@ def test_texts_that_part_at_a_tie_are_left_out_and_counted(
     """As if the first text parted under every config: its counts are those of another text."""
     own = ModelDecoder.decode
 
-    def parts(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
-        out = own(self, prompt_ids, config)
+    def parts(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+        out = own(self, prompt_ids, config, seed)
         first = seen.setdefault("prompt", tuple(prompt_ids))
         if config.speculates and tuple(prompt_ids) == first:
             return Decoded((*out.ids[:-1], out.ids[-1] + 1), DecodeStats(num_drafted=10_000))
@@ -196,8 +196,8 @@ def test_the_seed_alone_chooses_the_configs(study: Path, tmp_path: Path) -> None
 def test_an_output_that_is_not_lossless_is_exit_code_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode: Callable[..., Decoded] = ModelDecoder.decode
 
-    def wrong(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig) -> Decoded:
-        out = decode(self, prompt_ids, config)
+    def wrong(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+        out = decode(self, prompt_ids, config, seed)
         return dataclasses.replace(out, ids=(*out.ids[:-1], out.ids[-1] ^ 1)) if config.speculates else out
 
     monkeypatch.setattr(ModelDecoder, "decode", wrong)
