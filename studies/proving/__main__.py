@@ -1,0 +1,114 @@
+"""The benchmark: `python -m studies.proving --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from layerskip.cli import OneLineParser, run_command
+from layerskip.config import write_atomically
+from layerskip.machine import git_commit
+from search.rivals import STRATEGIES
+from studies.proving.costs import COSTS
+from studies.proving.make import READINGS, SUFFIX
+from studies.proving.optima import known_optima, table_names
+from studies.proving.runner import Case, run_case
+from studies.proving.scores import Score, by_costs, summarise, table_of, to_json
+from studies.proving.table import Table
+from studies.proving.tabular import Noise
+
+PROG = "studies.proving"
+CHECKPOINTS = (1, 5, 25, 100)
+DEFAULT_STRATEGIES = ("ours", "random", "layerskip", "raw-tpe")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    strategies = [name for name, one in STRATEGIES.items() if not one.uses_states]
+    parser = OneLineParser(
+        prog=f"python -m {PROG}",
+        description="Run search strategies on tables of readings, where a config's worth is known exactly, and print "
+        "how far from the best their choices are on prompts that none of them sees. Exit codes: 0 done, 2 bad input.",
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", metavar="NAME", help="tables to run on [all that are there]")
+    add("--costs", nargs="+", choices=sorted(COSTS), default=list(COSTS), help="machines [all]")
+    add("--strategies", nargs="+", choices=strategies, default=list(DEFAULT_STRATEGIES), help="who proposes")
+    add("--seeds", type=int, default=2, help="runs of each, seeds 0, 1, ... [2]")
+    add("--trials", type=int, default=max(CHECKPOINTS), help="of each run [100]")
+    add("--noise", type=float, default=1.0, help="of a pair's ratio, in per cent [1]")
+    add("--drift", type=float, default=0.0, help="swing of what verifying costs, in per cent [0]")
+    add("--readings", type=Path, default=READINGS, help="folder of the tables [studies/proving/readings]")
+    add("--save-optima", action="store_true", help="keep optima that had to be enumerated beside the tables")
+    add("--out", type=Path, help="JSON file of every run's scores and their means")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run everything; returns the exit code."""
+    args = parse(argv)
+    return run_command(PROG, lambda: benchmark(args))
+
+
+def benchmark(args: argparse.Namespace) -> int:
+    """What `main` does. Raises: ValueError or OSError in one line for bad input."""
+    for name in ("seeds", "trials"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: must be at least 1, got {getattr(args, name)}")
+    noise = Noise(args.noise / 100, args.drift / 100)
+    tables = load_tables(args.readings, args.models)
+    optima = known_optima(args.readings, tables, saves=args.save_optima, tell=lambda name: _say(f"{name}: enumerating"))
+    checkpoints = sorted({one for one in CHECKPOINTS if one < args.trials} | {args.trials})
+    scores = []
+    for model, table in tables.items():
+        for costs in args.costs:
+            for strategy in args.strategies:
+                for seed in range(args.seeds):
+                    case = Case(model, table, COSTS[costs], strategy, seed, args.trials, noise)
+                    scores.append(Score.of(case, run_case(case, checkpoints), optima[model][costs]))
+                    _say(_line(scores[-1]))
+    summary = summarise(scores)
+    sys.stdout.write(f"{table_of(summary)}\n")
+    if args.out is not None:
+        facts = {
+            "commit": git_commit(Path(__file__).parent),
+            "noise": asdict(noise),
+            "trials": args.trials,
+            "seeds": args.seeds,
+            "num_reporting": {name: len(table.reporting) for name, table in tables.items()},
+            "means": to_json(summary),
+            "means_by_costs": {name: to_json(summarise(some)) for name, some in by_costs(scores).items()},
+            "runs": [asdict(one) for one in scores],
+        }
+        write_atomically(args.out, json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+def load_tables(folder: Path, names: Sequence[str] | None) -> dict[str, Table]:
+    """The tables of a folder, or these of them. Raises: ValueError for one that is not there."""
+    there = table_names(folder, SUFFIX)
+    if missing := sorted(set(names or ()) - set(there)):
+        raise ValueError(f"--models: must be among {', '.join(there) or 'none'} in {folder}, got {missing[0]}")
+    if not there:
+        raise ValueError(f"--readings: no table in {folder}; make them with python -m studies.proving.make")
+    return {name: Table.load(folder / f"{name}{SUFFIX}") for name in names or there}
+
+
+def _line(one: Score) -> str:
+    regrets = ", ".join(f"{regret:.1f} after {count}" for count, regret in one.regrets.items())
+    return (
+        f"{one.model} {one.costs} {one.strategy} {one.seed}: optimum {one.optimum:.3f}x, regret {regrets}, exported "
+        f"{one.regret:.1f}, proposing {one.proposing_s:.1f} s"
+    )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""The true optimum of every model at every machine's prices, worked out once and kept beside the readings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from layerskip.config import DecodeConfig, write_atomically
+from layerskip.skip_mask import SkipMask
+from studies.proving.costs import COSTS
+from studies.proving.table import Table
+from studies.proving.truth import Optimum, optima_of
+
+FILE = "optima.json"
+_FIELDS = ("gamma", "draft_threshold", "target_threshold")
+
+
+def table_names(folder: Path, suffix: str) -> list[str]:
+    """Models whose tables lie in this folder."""
+    return sorted(file.name.removesuffix(suffix) for file in folder.glob(f"*{suffix}"))
+
+
+def known_optima(
+    folder: Path, tables: dict[str, Table], *, saves: bool = False, tell: Callable[[str], None] = lambda _name: None
+) -> dict[str, dict[str, Optimum]]:
+    """By model and cost table: read from the folder's file, or enumerated where table or prices are others since.
+
+    saves: write what was enumerated into the file. `tell` is called with a model's name before it is enumerated. Cost:
+    see `optima_of`, for each model that the file has not.
+    """
+    file = folder / FILE
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = {}
+    for name, table in tables.items():
+        key = fingerprint_of(table)
+        if stored.get(name, {}).get("fingerprint") != key:
+            tell(name)
+            costs = {one.name: one.model(table.space.num_layers) for one in COSTS.values()}
+            optima = optima_of(table, costs, table.reporting)
+            stored[name] = {"fingerprint": key, "optima": {one: _to_json(best) for one, best in optima.items()}}
+            if saves:
+                write_atomically(file, json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+        found[name] = {one: _from_json(best) for one, best in stored[name]["optima"].items()}
+    return found
+
+
+def fingerprint_of(table: Table) -> str:
+    """Of all that the optima follow from: readings, which texts report, and prices."""
+    digest = hashlib.sha256(json.dumps([asdict(one) for one in COSTS.values()], sort_keys=True).encode())
+    digest.update(repr((table.space, table.reporting)).encode())
+    digest.update(table.codes.tobytes() + table.target_levels.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _to_json(best: Optimum) -> dict[str, Any]:
+    config = {name: getattr(best.config, name) for name in _FIELDS}
+    numbers = {"speedup": round(best.speedup, 6), "share_faster": round(best.share_faster, 6)}
+    return numbers | {"skip_mask": str(best.config.skip_mask)} | config
+
+
+def _from_json(data: dict[str, Any]) -> Optimum:
+    config = DecodeConfig(skip_mask=SkipMask.parse(data["skip_mask"]), **{name: data[name] for name in _FIELDS})
+    return Optimum(config, data["speedup"], data["share_faster"])

@@ -1,0 +1,82 @@
+"""Taking a table's readings from a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from layerskip import LayerSkipModel
+from layerskip.config import DecodeConfig
+from layerskip.repetition import repeated_ngram_share
+from layerskip.teacher_forcing import ForcedText, make_teacher_forcing
+from search.space import SearchSpace
+from studies.proving.table import Table, encode, levels_of, masks_of
+from studies.proving.texts import Text
+
+NEW_TOKENS = 32
+NUM_TUNING, NUM_CONFIRMING = 16, 8
+_READINGS = 1 << 13
+"""Masks x texts of a table: what fits the repository."""
+
+
+def num_texts(num_masks: int) -> int:
+    """Of a table with so many masks: the fewer masks, the more texts that report."""
+    return max(32, min(96, _READINGS // num_masks))
+
+
+def take_readings(
+    model: LlamaForCausalLM,
+    text: Text,
+    space: SearchSpace,
+    facts: dict[str, Any],
+    between: Callable[[], None] = lambda: None,
+) -> Table:
+    """Every mask of `space`, greedily, one draft deep, on prompts of the text that the model was not trained on.
+
+    `between` is called after every mask. Prompts that the model ends early are left out.
+    Cost: up to one draft forward over all continuation tokens a mask.
+    """
+    model.eval()
+    decoder = LayerSkipModel(model)
+    masks = masks_of(space)
+    documents, count = text.documents, num_texts(len(masks))
+    tuning = _continued(decoder, text.prompts(documents.tuning), NUM_TUNING)
+    others = _continued(decoder, text.prompts(documents.reporting), count - NUM_TUNING)
+    texts = tuning + others
+    forcing = make_teacher_forcing(decoder, texts)
+    codes = np.empty((len(texts), NEW_TOKENS, len(masks)), dtype=np.uint8)
+    for place, mask in enumerate(masks):
+        reading = forcing.read(mask)
+        codes[:, :, place] = encode(reading.accepted[0], reading.confidence[0])
+        between()
+    repeated = repeated_ngram_share((one.prompt_ids, one.continuation_ids) for one in texts)
+    return Table(
+        space,
+        codes,
+        levels_of(forcing.target_probs),
+        np.array([one.prompt_ids for one in texts], dtype=np.uint16),
+        np.array([one.continuation_ids for one in texts], dtype=np.uint16),
+        NUM_TUNING,
+        NUM_CONFIRMING,
+        facts | {"keys": forcing.keys, "repeated_ngram_share": repeated, "torch": torch.__version__},
+    )
+
+
+def _continued(decoder: LayerSkipModel, prompts: Iterator[tuple[int, ...]], count: int) -> list[ForcedText]:
+    """The first `count` prompts, each once, that the target continues to the full length."""
+    found: dict[tuple[int, ...], ForcedText] = {}
+    plain = DecodeConfig.plain(decoder.num_layers)
+    for prompt in prompts:
+        if len(found) == count:
+            break
+        if prompt not in found:
+            ids = decoder.generate(list(prompt), config=plain, max_new_tokens=NEW_TOKENS).ids
+            if len(ids) == NEW_TOKENS:
+                found[prompt] = ForcedText(prompt, tuple(ids))
+    if len(found) < count:
+        raise ValueError(f"text: must have {count} prompts that are continued in full, has {len(found)}")
+    return list(found.values())

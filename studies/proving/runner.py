@@ -1,0 +1,252 @@
+"""One run of one strategy on one table at one machine's prices, by the search's own code, and what came of it."""
+
+from __future__ import annotations
+
+import io
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import optuna
+from optuna.pruners import NopPruner
+from optuna.trial import FrozenTrial
+
+from layerskip.config import DecodeConfig
+from layerskip.skip_mask import SkipMask
+from search.confirm import ConfirmOptions, confirm, shortlist
+from search.cost_model import CostModel
+from search.fingerprint import Fingerprint
+from search.leaderboard import Standings
+from search.objective import Objective, TrialFailed, standings_of
+from search.outlook import OutlookOptions
+from search.outlook_opening import open_outlook
+from search.prompts import EncodedPrompt, encoded_fingerprint
+from search.reference import Reference, ReferenceOptions, make_cases, make_reference
+from search.results import Origin
+from search.rivals import STRATEGIES
+from search.rivals.registry import OURS
+from search.samplers import ProposalSampler, quiet_optuna
+from search.spec import StudySpec
+from search.stop import StopSignal
+from search.study import set_sampler
+from search.subject import Subject, Tools
+from search.terminal.reporter import Reporter
+from search.trial_phase import CANNOT_WIN, TrialPhase
+from studies.proving.costs import CostTable
+from studies.proving.table import Table
+from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
+
+T = TypeVar("T")
+Note = Callable[[optuna.Study, FrozenTrial], None]
+PROMPTS_PER_TRIAL = 5
+"""As the demo's search has it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one run is of."""
+
+    model: str
+    table: Table
+    costs: CostTable
+    strategy: str
+    seed: int
+    trials: int
+    noise: Noise
+
+    @property
+    def cost(self) -> CostModel:
+        """The machine's true prices for this model."""
+        return self.costs.model(self.table.space.num_layers)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run would have its user decode with."""
+
+    leaders: Mapping[int, DecodeConfig]
+    """After so many trials: the leader if it is faster than plain decoding as measured, else plain decoding."""
+    exported: DecodeConfig
+    """After all trials and the confirm stage."""
+    cannot_win: bool
+    """Whether the search ended early, because nothing was predicted or seen to win."""
+    num_trials: int
+    proposing_s: float
+    """Real seconds of preparing and proposing, all trials together; all else in a run is simulated."""
+
+
+def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
+    """Reference, trials, confirm stage: everything but the decoder and the clock is the search's own.
+
+    Deterministic but for `proposing_s`. Cost: a second or so for a hundred trials, and what proposing takes.
+    """
+    quiet_optuna()
+    run = _Run.begin(case)
+    leaders: dict[int, DecodeConfig] = {}
+    wanted = sorted(checkpoints)
+
+    def note(study: optuna.Study, _trial: FrozenTrial) -> None:
+        if (count := len(study.get_trials(deepcopy=False))) in wanted:
+            leaders[count] = run.leader()
+
+    start = time.perf_counter()
+    opened_s = (run.by_ours if case.strategy == OURS else run.by_rival)(note) - start
+    for count in wanted:
+        leaders.setdefault(count, run.leader())
+    trials = run.study.get_trials(deepcopy=False)
+    return RunResult(
+        leaders,
+        run.exported(),
+        run.study.user_attrs.get(CANNOT_WIN) is not None,
+        len(trials),
+        opened_s + sum(trial.user_attrs.get("proposing_s", 0.0) for trial in trials),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run with what it is measured with."""
+
+    case: Case
+    study: optuna.Study
+    subject: Subject
+    spec: StudySpec
+    reference: Reference
+    tools: Tools
+
+    @classmethod
+    def begin(cls, case: Case) -> _Run:
+        label = zlib.crc32(f"{case.model} {case.costs.name} {case.strategy}".encode())
+        machine = SimulatedMachine(case.cost, case.noise, np.random.default_rng([case.seed, label]))
+        subject, spec = _subject(case, TabularDecoder(case.table, machine)), _spec(case)
+        options = ReferenceOptions(subject.space.num_layers, case.seed, spec.trial_seconds, spec.prompts_per_trial)
+        reference = make_reference(subject.decoder, subject.tuning, options)
+        study = optuna.create_study(direction="maximize", pruner=NopPruner())
+        tools = Tools(Reporter(io.StringIO()), StopSignal(), "python -m studies.proving", machine)
+        return cls(case, study, subject, spec, reference, tools)
+
+    def by_ours(self, note: Note) -> float:
+        """All trials; returns when preparing was done."""
+        outlook = open_outlook(
+            self.study,
+            self.subject.decoder,
+            self.subject.space,
+            self.reference,
+            self.subject.fingerprint,
+            OutlookOptions.of(self.spec, self.reference),
+            prompts=self.subject.tuning,
+            clock=self.tools.clock,
+        )
+        opened = time.perf_counter()
+        phase = TrialPhase(self.study, self.reference, outlook, self.subject, self.spec, self.tools)
+        broken = phase.run([note])
+        if broken is not None:
+            raise RuntimeError(f"{self.case.model}: the search broke off: {broken}")
+        return opened
+
+    def by_rival(self, note: Note) -> float:
+        """All trials, as `search.comparison.runs` sets a rival up; returns when preparing was done."""
+        subject, case, tools = self.subject, self.case, self.tools
+        factory = STRATEGIES[case.strategy].factory
+        if factory is None:
+            raise ValueError(f"strategy: must be a rival, got {case.strategy!r}")
+        sampler = ProposalSampler(subject.space, factory(subject.space, TabularHints(case), case.seed), case.seed)
+        set_sampler(self.study, sampler)
+        opened = time.perf_counter()
+        objective = Objective(subject.decoder, subject.space, self.reference, sampler, tools.stop, tools.clock)
+        self.study.optimize(objective, n_trials=case.trials, catch=(TrialFailed,), callbacks=[note])
+        return opened
+
+    def leader(self) -> DecodeConfig:
+        leader = self._standings().leader
+        if leader is None or leader.speedup <= 1.0:
+            return DecodeConfig.plain(self.subject.space.num_layers)
+        return leader.config
+
+    def exported(self) -> DecodeConfig:
+        subject, spec, num_layers = self.subject, self.spec, self.subject.space.num_layers
+        cases, _ = make_cases(subject.decoder, subject.held_out, num_layers, spec.seed)
+        options = ConfirmOptions(num_layers, spec.confirm_repeats, self.reference.noise_sigma, spec.seed)
+        entries = shortlist(self._standings(), spec.num_confirm_candidates)
+        return confirm(subject.decoder, [cases], entries, options).config.bare()
+
+    def _standings(self) -> Standings:
+        return standings_of(self.study.get_trials(deepcopy=False), self.subject.space, self.reference)
+
+
+@dataclass(frozen=True)
+class TabularHints:
+    """See `search.rivals.common.Hints`: true prices and agreements on the tuning texts, and no hidden states."""
+
+    case: Case
+    states: None = None
+
+    @property
+    def cost(self) -> CostModel:
+        """Without noise, which flatters a rival that asks."""
+        return self.case.cost
+
+    def agreement(self, mask: SkipMask) -> float:
+        """Share of positions with the target's token."""
+        accepted = self.case.table.reading(mask, range(self.case.table.num_tuning)).accepted[0]
+        return float(accepted[:, :-1].mean())
+
+    def once(self, name: str, work: Callable[[], T]) -> T:  # noqa: ARG002
+        """Worked out anew."""
+        return work()
+
+
+def _spec(case: Case) -> StudySpec:
+    space = case.table.space
+    return StudySpec(
+        model=case.model,
+        prompts="table",
+        trials=case.trials,
+        seed=case.seed,
+        drafters=("layer_skip",),
+        granularity="layer" if space.layer_bits else "sublayer",
+        gamma_max=space.gamma_max,
+        max_new_tokens=case.table.target_levels.shape[1],
+        prompts_per_trial=PROMPTS_PER_TRIAL,
+    )
+
+
+def _subject(case: Case, decoder: TabularDecoder) -> Subject:
+    table, unknown = case.table, "-"
+    parts = [range(table.num_tuning), range(table.num_tuning, table.reporting.start)]
+    tuning, confirming = (tuple(_prompt(table, place) for place in part) for part in parts)
+    facts: dict[str, Any] = {"device": case.costs.name, "dtype": "float32", "engine": "table", "num_threads": 1}
+    prints = encoded_fingerprint(tuning), encoded_fingerprint(confirming)
+    fingerprint = Fingerprint(
+        weights=case.model,
+        model_class="Table",
+        cpu=unknown,
+        torch=unknown,
+        transformers=unknown,
+        layerskip=unknown,
+        tuning_prompts=prints[0],
+        held_out_prompts=prints[1],
+        max_new_tokens=table.target_levels.shape[1],
+        gamma_max=table.space.gamma_max,
+        granularity=_spec(case).granularity,
+        **facts,
+    )
+    origin = Origin(
+        model=case.model,
+        weights_fingerprint=case.model,
+        num_layers=table.space.num_layers,
+        versions={},
+        prompts_fingerprint=prints[0],
+        held_out_fingerprint=prints[1],
+        attention_backend=unknown,
+        **facts,
+    )
+    return Subject(decoder, table.space, tuning, confirming, fingerprint, origin)
+
+
+def _prompt(table: Table, place: int) -> EncodedPrompt:
+    """Not as plain text: a beginning of it is no text of the table."""
+    return EncodedPrompt(f"text{place}", None, tuple(table.prompts[place].tolist()))

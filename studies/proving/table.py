@@ -1,0 +1,157 @@
+"""Table: what one model's drafts say under every mask of a space, on fixed texts, small enough to be committed.
+
+A reading is one draft deep: the draft sees the target's keys and values, as the first draft of a round does. Decoding
+by the table is defined by that, for later drafts of a round too, so a config's value needs no clock and no further
+reading. Confidences are kept as places on the grid of thresholds, which is all that a threshold of the space asks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.config import write_atomically
+from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing import DraftReadings, ForcedText
+from search.replay import TextRows
+from search.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
+
+Codes = NDArray[np.uint8]
+THRESHOLDS = tuple(snap_threshold(i * THRESHOLD_STEP) for i in range(1, round(THRESHOLD_MAX / THRESHOLD_STEP) + 1))
+"""Of the space, those that any confidence may fall below."""
+_NUM_LEVELS = len(THRESHOLDS) + 1
+_ARRAYS = ("codes", "target_levels", "prompts", "continuations")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Readings of every mask of `space` on P texts of a prompt and T tokens of the target's own continuation."""
+
+    space: SearchSpace
+    codes: Codes
+    """(P, T, M): `encode` of every mask's reading; masks in the order of `masks_of`."""
+    target_levels: Codes
+    """(P, T): `levels_of` the target's probability of each token."""
+    prompts: NDArray[np.uint16]
+    """(P, N) token ids: first the tuning prompts, then those that confirm, then those that report."""
+    continuations: NDArray[np.uint16]
+    """(P, T) token ids."""
+    num_tuning: int
+    num_confirming: int
+    facts: Mapping[str, Any]
+    """Where it comes from."""
+
+    def __post_init__(self) -> None:
+        texts = self.target_levels.shape
+        expected = (*texts, 1 << len(self.space.bit_names))
+        if self.codes.shape != expected or self.continuations.shape != texts or len(self.prompts) != texts[0]:
+            raise ValueError(f"codes: must have shape {expected}, got {self.codes.shape}")
+        if not 0 < self.num_tuning < self.num_tuning + self.num_confirming < texts[0]:
+            raise ValueError(
+                f"prompts: must be tuning, confirming and reporting ones, got {self.num_tuning}, "
+                f"{self.num_confirming} and {texts[0]} in all"
+            )
+
+    @property
+    def reporting(self) -> range:
+        """Places of the texts that no search sees."""
+        return range(self.num_tuning + self.num_confirming, len(self.prompts))
+
+    @cached_property
+    def masks(self) -> tuple[SkipMask, ...]:
+        """Every mask, in the order of the readings."""
+        return masks_of(self.space)
+
+    def text(self, place: int) -> ForcedText:
+        """Prompt and continuation."""
+        return ForcedText(tuple(self.prompts[place].tolist()), tuple(self.continuations[place].tolist()))
+
+    def rows(self, places: Sequence[int]) -> TextRows:
+        """What replay needs of these texts besides the readings."""
+        probs = confidence_of(self.target_levels[list(places)])
+        return TextRows(np.full(len(probs), probs.shape[1]), probs, probs.shape[1])
+
+    def reading(self, mask: SkipMask, places: Sequence[int]) -> DraftReadings:
+        """The mask's on these texts, one draft deep. Raises: ValueError for a mask that the space has not."""
+        if mask not in self._places:
+            raise ValueError(f"skip_mask: must be one of the {len(self.masks)} masks of the space, got {mask}")
+        return decode(self.codes[list(places), :, self._places[mask]])
+
+    @cached_property
+    def _places(self) -> dict[SkipMask, int]:
+        return {mask: place for place, mask in enumerate(self.masks)}
+
+    def save(self, file: Path) -> None:
+        """One compressed file."""
+        packed = io.BytesIO()
+        space = self.space
+        told = {
+            "num_layers": space.num_layers,
+            "gamma_max": space.gamma_max,
+            "attention_bits": space.attention_bits,
+            "mlp_bits": space.mlp_bits,
+            "layer_bits": space.layer_bits,
+            "num_tuning": self.num_tuning,
+            "num_confirming": self.num_confirming,
+            "facts": dict(self.facts),
+        }
+        np.savez(packed, told=np.array(json.dumps(told)), **{name: getattr(self, name) for name in _ARRAYS})
+        write_atomically(file, lzma.compress(packed.getvalue(), filters=_FILTERS))
+
+    @classmethod
+    def load(cls, file: Path) -> Table:
+        """The inverse. Raises: OSError; ValueError naming the file if it holds something else."""
+        try:
+            arrays = np.load(io.BytesIO(lzma.decompress(file.read_bytes())), allow_pickle=False)
+            told = json.loads(str(arrays["told"]))
+            bits = {name: tuple(told[name]) for name in ("attention_bits", "mlp_bits", "layer_bits")}
+            space = SearchSpace(told["num_layers"], told["gamma_max"], **bits)
+            rest = {name: told[name] for name in ("num_tuning", "num_confirming", "facts")}
+            return cls(space, **{name: arrays[name] for name in _ARRAYS}, **rest)
+        except (lzma.LZMAError, EOFError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: not a table of readings: {error}") from None
+
+
+_FILTERS = [
+    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0, "dict_size": 1 << 24}
+]
+
+
+def masks_of(space: SearchSpace) -> tuple[SkipMask, ...]:
+    """Every mask of a space, each differing from the one before it in a single bit (a Gray code): so neighbours in the
+    file say much the same, which compresses."""
+    names = space.bit_names
+    codes = (i ^ (i >> 1) for i in range(1 << len(names)))
+    return tuple(space.to_mask({name: bool(code >> bit & 1) for bit, name in enumerate(names)}) for code in codes)
+
+
+def levels_of(probabilities: NDArray[Any]) -> Codes:
+    """How many thresholds of the space each probability does not fall below."""
+    return np.searchsorted(np.array(THRESHOLDS), np.asarray(probabilities, dtype=np.float64), side="right").astype(
+        np.uint8
+    )
+
+
+def confidence_of(levels: NDArray[Any]) -> NDArray[np.float32]:
+    """A probability on the same side of every threshold as the one that was read."""
+    return ((levels + 0.5) * THRESHOLD_STEP).astype(np.float32)
+
+
+def encode(accepted: NDArray[Any], confidence: NDArray[Any]) -> Codes:
+    """One byte each of what a draft says: whether the target agrees, and how sure it is."""
+    return (accepted.astype(np.uint8) * _NUM_LEVELS + levels_of(confidence)).astype(np.uint8)
+
+
+def decode(codes: Codes) -> DraftReadings:
+    """Readings (1, P, T) from codes (P, T); which tokens are proposed is not kept, only whether they are right."""
+    accepted, levels = np.divmod(codes[None], _NUM_LEVELS)
+    return DraftReadings(accepted.astype(np.float32), confidence_of(levels), np.zeros(accepted.shape, dtype=np.int64))

@@ -1,0 +1,277 @@
+"""TabularDecoder: decodes by a table's readings on a simulated clock, so that the search runs on it as on a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.config import DecodeConfig
+from layerskip.identity import IdentityReport
+from layerskip.sampling_regime import Sampling
+from layerskip.skip_mask import SkipMask
+from layerskip.stats import DecodeStats
+from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from search.cost_model import CostModel
+from search.decoder import Decoded
+from search.predictor import no_reading
+from search.replay import Round, TextRows, walk
+from studies.proving.table import Table
+
+_PREFILL_STEPS = 2.0
+"""What a prompt's own forward takes, in target steps; no speed is told with it."""
+_DRIFT_PERIOD_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What a clock gets wrong."""
+
+    pair_sigma: float = 0.0
+    """Standard deviation of the log of a plain/plain ratio, 0.01 for 1 %."""
+    drift: float = 0.0
+    """Share by which what a verification costs beyond a target step swings, over half an hour."""
+
+    def __post_init__(self) -> None:
+        for name in ("pair_sigma", "drift"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}: must be from 0 to below 1, got {getattr(self, name)}")
+
+
+@dataclass
+class SimulatedMachine:
+    """A clock that passes as steps are taken, and what they cost on it at the moment."""
+
+    cost: CostModel
+    noise: Noise
+    rng: np.random.Generator
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def factor(self) -> float:
+        """By which one measurement is off; two of them make a pair."""
+        if not self.noise.pair_sigma:
+            return 1.0
+        return math.exp(self.noise.pair_sigma / math.sqrt(2) * self.rng.standard_normal())
+
+    def verify_s(self, count: int) -> float:
+        """Verifying so many draft tokens, 0 for a target step."""
+        alone, table_s = self.cost.verify_s[0], self.cost.verify_s[count]
+        swing = self.noise.drift * math.sin(2 * math.pi * self.now / _DRIFT_PERIOD_S)
+        return alone + (table_s - alone) * (1.0 + swing)
+
+    def pass_time(self, seconds: float) -> None:
+        """So much later."""
+        self.now += seconds
+
+
+@dataclass
+class TabularDecoder:
+    """See `search.decoder.Decoder`. Greedy only; prompts are those of the table.
+
+    A config's seconds are its rounds, known exactly, at the machine's prices, times the clock's noise. Everything
+    follows from the machine's generator and the order of the calls.
+    """
+
+    table: Table
+    machine: SimulatedMachine
+    devices: tuple[Any, ...] = (None,)
+    is_sampled: bool = False
+    _places: dict[tuple[int, ...], int] = field(init=False, repr=False)
+    _kept: dict[tuple[int, DecodeConfig], list[Round]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        prompts = [tuple(one) for one in self.table.prompts.tolist()]
+        self._places = {one: place for place, one in enumerate(prompts)}
+
+    def with_sampling(self, sampling: Sampling) -> TabularDecoder:
+        """Itself, if that is greedy. Raises: ValueError otherwise: no table holds what is sampled."""
+        if sampling.do_sample:
+            raise ValueError(f"sampling: a table is greedy, got {sampling.name}")
+        return self
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:  # noqa: ARG002
+        """The target's continuation, with the seconds that `config` takes for it."""
+        place = self._place(prompt_ids)
+        text = self.table.text(place)
+        stats = self._stats(len(text.prompt_ids), len(text.continuation_ids), self.rounds(place, config), config)
+        self.machine.pass_time(stats.prefill_s + stats.decode_s)
+        return Decoded(text.continuation_ids, stats)
+
+    def decode_in_lockstep(
+        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
+    ) -> list[Decoded]:
+        """One after the other, which on a clock that is its own is the same."""
+        return [self.decode(prompt_ids, config, seed) for config in configs]
+
+    def check(
+        self,
+        prompt_ids: Sequence[int],  # noqa: ARG002
+        ids: Sequence[int],
+        reference_ids: Sequence[int],
+        seed: int = 0,  # noqa: ARG002
+    ) -> IdentityReport:
+        """Identical or not; there are no logits to tie."""
+        return IdentityReport(identical=tuple(ids) == tuple(reference_ids), is_tie=False)
+
+    def free_memory(self) -> None:
+        """Forget which rounds configs took."""
+        self._kept.clear()
+
+    def watch_machine(self) -> NothingToWatch:
+        """A simulated machine has no state."""
+        return NothingToWatch()
+
+    def teacher_forcing(self, texts: Sequence[ForcedText]) -> TabularForcing:
+        """The table's readings of these texts. Raises: ValueError for a text that the table has not."""
+        places = [self._place(one.prompt_ids) for one in texts]
+        return TabularForcing(self.table, places, self._tick_reading)
+
+    def timer(self, gamma_max: int) -> TabularTimer:  # noqa: ARG002
+        """Tells the machine's prices."""
+        return TabularTimer(self.machine)
+
+    def rounds(self, place: int, config: DecodeConfig) -> list[Round]:
+        """What decoding the text at this place under `config` does, wrong drafts' own drafts included."""
+        key = (place, config)
+        if key not in self._kept:
+            forcing = TabularForcing(self.table, [place])
+            rows = self.table.rows([place])
+            self._kept[key] = whole_rounds(forcing, rows, config)
+        return self._kept[key]
+
+    def _place(self, prompt_ids: Sequence[int]) -> int:
+        place = self._places.get(tuple(prompt_ids))
+        if place is None:
+            raise ValueError(f"prompt: must be one of the table's {len(self._places)}, got {list(prompt_ids)[:8]}...")
+        return place
+
+    def _tick_reading(self, num_texts: int) -> None:
+        """A reading is taken to cost a target step a text: a draft forward over it, many positions at once."""
+        self.machine.pass_time(num_texts * self.machine.cost.verify_s[0])
+
+    def _stats(self, num_prompt: int, length: int, rounds: Sequence[Round], config: DecodeConfig) -> DecodeStats:
+        machine = self.machine
+        factor, alone_s = machine.factor(), machine.verify_s(0)
+        draft_s = machine.cost.draft_s(config.skip_mask, threshold=config.draft_threshold > 0)
+        stats = DecodeStats(num_prompt_tokens=num_prompt, prefill_s=_PREFILL_STEPS * alone_s * factor)
+        stats.make_room(config.gamma)
+        for one in rounds:
+            if not one.drafted:
+                stats.num_target_only += 1
+                stats.target_only_s += alone_s * factor
+                stats.add_step(alone_s * factor, 1)
+                continue
+            drafts_s, verify_s = one.drafted * draft_s * factor, machine.verify_s(one.drafted) * factor
+            stats.count_round(0, one.drafted, one.accepted)
+            stats.count_seconds(0, one.drafted, drafts_s + verify_s)
+            stats.draft_s += drafts_s
+            stats.verify_s += verify_s
+            stats.add_step(drafts_s + verify_s, one.accepted + 1)
+        stats.num_emitted = length
+        stats.num_cut = max(0, len(stats.token_s) + 1 - length)
+        del stats.token_s[length - 1 :]
+        return stats
+
+
+class TabularForcing:
+    """See `search.decoder.TextForcing`: the table's readings of some of its texts, one draft deep."""
+
+    keys = "target"
+
+    def __init__(self, table: Table, places: Sequence[int], tick: Callable[[int], None] = lambda _num: None) -> None:
+        """tick: called with the number of texts before each reading."""
+        self._table, self._all_places, self._tick = table, list(places), tick
+        self.texts = tuple(table.text(place) for place in self._all_places)
+        rows = table.rows(self._all_places)
+        self.lengths: NDArray[Any] = rows.lengths
+        self.target_probs: NDArray[Any] = rows.target_probs
+
+    @property
+    def nbytes(self) -> int:
+        """Of the readings."""
+        return int(self._table.codes.nbytes)
+
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:  # noqa: ARG002
+        """One draft deep whatever the depth: the table says of later drafts of a round what it says of first ones."""
+        places = self._all_places if texts is None else [self._all_places[text] for text in texts]
+        self._tick(len(places))
+        return self._table.reading(mask, places)
+
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+        """As replay has it: after a wrong token confidence is that along the right text."""
+        found = []
+        for one in wrong:
+            confidence = self._table.reading(mask, [self._all_places[one.text]]).confidence[0, 0]
+            unsure = np.flatnonzero(confidence[one.row + 1 :] < threshold)
+            found.append(min(one.room, int(unsure[0]) + 1 if len(unsure) else one.room))
+        return found
+
+
+@dataclass(frozen=True)
+class TabularTimer:
+    """See `search.cost_model.Timer`: the machine's prices, each with the noise of one measurement."""
+
+    machine: SimulatedMachine
+
+    def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]:  # noqa: ARG002
+        """Forwards over so many tokens, from 1."""
+        return [self._timed(self.machine.verify_s(count - 1)) for count in counts]
+
+    def draft_s(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool  # noqa: ARG002
+    ) -> list[float]:  # fmt: skip
+        """A draft token under each mask."""
+        return [self._timed(self.machine.cost.draft_s(mask, threshold=threshold), gamma) for mask in masks]
+
+    def draft_and_target_s(
+        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
+    ) -> list[tuple[float, float]]:
+        """A draft token and a target step, in turns."""
+        pairs = []
+        for _ in range(repeats):
+            (draft_s,) = self.draft_s(text_ids, [mask], gamma=gamma, threshold=threshold)
+            (target_s,) = self.verify_s(text_ids, [1])
+            pairs.append((draft_s, target_s))
+        return pairs
+
+    def _timed(self, seconds: float, times: int = 1) -> float:
+        told = seconds * self.machine.factor()
+        self.machine.pass_time(told * times)
+        return told
+
+
+class NothingToWatch:
+    """See `search.decoder.Watch`."""
+
+    def record(self) -> dict[str, Any]:
+        """What a confirmation puts into words, as unknown."""
+        moment = {"gpus": [], "load": None}
+        facts = {"attention_backend": "none", "num_preparations": 0, "peak_resident_bytes": None}
+        return facts | {"before": moment, "after": moment}
+
+
+def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) -> list[Round]:
+    """The rounds of one config with all that they draft: those of `search.replay.walk` end at a wrong token.
+
+    Raises: ValueError for a config that looks tokens up.
+    """
+    if config.speculates and config.drafter != "layer_skip":
+        raise ValueError(f"drafter: a table knows drafts under a mask alone, got {config.drafter}")
+    reading = forcing.read(config.skip_mask) if config.speculates else no_reading(rows)
+    rounds = walk(reading, rows, config)
+    open_ended = [i for i, one in enumerate(rounds) if one.wrong_and_sure]
+    wrong = [
+        WrongDraft(one.text, one.row + one.accepted, one.accepted, 0, one.room - one.drafted)
+        for one in (rounds[i] for i in open_ended)
+    ]
+    added = forcing.overrun(config.skip_mask, wrong, config.draft_threshold)
+    for i, count in zip(open_ended, added, strict=True):
+        rounds[i] = replace(rounds[i], drafted=rounds[i].drafted + count)
+    return rounds

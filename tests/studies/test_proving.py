@@ -1,0 +1,221 @@
+"""The proving ground: tables, the decoder on them, exact optima, and a short run of the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from layerskip import DecodeConfig, SkipMask
+from layerskip.teacher_forcing import ForcedText
+from search.cost_model import relative_draft
+from search.decoder import Decoder
+from search.replay import Settings, replay
+from search.space import SearchSpace
+from studies.proving.costs import COSTS
+from studies.proving.recipes import RECIPES
+from studies.proving.runner import Case, run_case
+from studies.proving.table import THRESHOLDS, Table, confidence_of, decode, encode, levels_of, masks_of
+from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
+from studies.proving.truth import Steps, grid_of, optima_of, speedup_of
+
+SPACE = SearchSpace(2, 8, (0, 1), (0, 1), ())
+LENGTH = 16
+SILENT = Noise()
+
+
+def made_table(seed: int = 0, num_texts: int = 14) -> Table:
+    """Drafts are right the more often, and surer, the less is skipped."""
+    rng = np.random.default_rng(seed)
+    masks = masks_of(SPACE)
+    luck = rng.random((num_texts, LENGTH, 1))
+    agreement = np.array([0.97 - 0.12 * mask.num_skipped for mask in masks])
+    accepted = luck < agreement
+    accepted[:, -1] = False
+    confidence = np.clip(1.1 - luck + 0.1 * rng.random((num_texts, LENGTH, len(masks))), 0, 1)
+    return Table(
+        SPACE,
+        encode(accepted, confidence),
+        levels_of(1.0 - 0.9 * luck[:, :, 0] ** 3),
+        np.arange(num_texts * 3, dtype=np.uint16).reshape(num_texts, 3),
+        rng.integers(0, 50, (num_texts, LENGTH)).astype(np.uint16),
+        num_tuning=6,
+        num_confirming=4,
+        facts={"recipe": "made"},
+    )
+
+
+def decoder_of(table: Table, noise: Noise = SILENT, seed: int = 0, costs: str = "gpu_memory") -> TabularDecoder:
+    machine = SimulatedMachine(COSTS[costs].model(table.space.num_layers), noise, np.random.default_rng(seed))
+    return TabularDecoder(table, machine)
+
+
+CONFIGS = [
+    DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=draft, target_threshold=target)
+    for mask in (SkipMask.from_layers(2, [1]), SkipMask.from_sublayers(2, mlp=[0, 1]))
+    for gamma, draft, target in ((1, 0.0, 0.0), (4, 0.0, 0.3), (8, 0.6, 0.0), (5, 0.85, 0.5), (8, 0.0, 0.0))
+]
+
+
+def test_levels_answer_every_threshold_as_the_probability_does() -> None:
+    """Binary dust at a threshold decides like the threshold: at it is not below it."""
+    probs = np.concatenate([np.random.default_rng(0).random(500), THRESHOLDS, [0.0, 1.0]]).astype(np.float32)
+    kept = confidence_of(levels_of(probs))
+    for threshold in (0.0, *THRESHOLDS):
+        assert ((probs.astype(np.float64) < threshold) == (kept < threshold)).all()
+
+
+def test_codes_hold_what_a_draft_says() -> None:
+    accepted = np.array([[1.0, 0.0]], dtype=np.float32)
+    reading = decode(encode(accepted, np.array([[0.99, 0.51]], dtype=np.float32)))
+    assert reading.accepted.tolist() == [[[1.0, 0.0]]]
+    assert reading.confidence[0, 0].tolist() == pytest.approx([0.975, 0.525])
+
+
+def test_masks_are_all_of_them_each_a_bit_from_the_one_before() -> None:
+    masks = masks_of(SPACE)
+    assert len(set(masks)) == 16
+    flags = np.array([[*mask.attention, *mask.mlp] for mask in masks])
+    assert (np.abs(np.diff(flags.astype(int), axis=0)).sum(axis=1) == 1).all()
+
+
+def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    table = made_table()
+    table.save(tmp_path / "one.npz.xz")
+    again = Table.load(tmp_path / "one.npz.xz")
+    assert again.space == SPACE
+    assert again.facts == table.facts
+    assert (again.codes == table.codes).all()
+    assert (again.prompts == table.prompts).all()
+    assert again.reporting == range(10, 14)
+    (tmp_path / "two.npz.xz").write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"two\.npz\.xz: not a table"):
+        Table.load(tmp_path / "two.npz.xz")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_decoding_takes_the_forwards_that_replay_counts(config: DecodeConfig) -> None:
+    table = made_table()
+    decoder = decoder_of(table)
+    for place in range(len(table.prompts)):
+        stats = decoder.decode(table.prompts[place].tolist(), config).stats
+        rows, reading = table.rows([place]), table.reading(config.skip_mask, [place])
+        counts = replay(reading.accepted, reading.confidence, rows, Settings.of(config)).total()[0]
+        assert [stats.num_drafted, stats.num_rounds, stats.num_target_only] == counts.tolist()
+        assert stats.num_emitted == 1 + stats.num_accepted + stats.num_rounds + stats.num_target_only - stats.num_cut
+        assert len(stats.token_s) == LENGTH - 1
+        assert sum(stats.round_s_by_drafted) + stats.target_only_s == pytest.approx(stats.decode_s)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("costs", COSTS)
+def test_the_value_of_a_config_is_what_its_decoding_takes(config: DecodeConfig, costs: str) -> None:
+    table = made_table()
+    decoder = decoder_of(table, costs=costs)
+    plain = DecodeConfig.plain(2)
+    logs = []
+    for place in table.reporting:
+        ids = table.prompts[place].tolist()
+        fast, slow = (decoder.decode(ids, one).stats.decode_s for one in (config, plain))
+        logs.append(np.log(slow / fast))
+    value = speedup_of(table, decoder.machine.cost, config, table.reporting)
+    assert value == pytest.approx(float(np.exp(np.mean(logs))))
+    assert speedup_of(table, decoder.machine.cost, plain, table.reporting) == 1.0
+
+
+def test_the_optimum_is_the_best_of_configs_taken_one_by_one() -> None:
+    table = made_table()
+    grid = Settings.grid([1, 3, 8], [0.0, 0.7], [0.0, 0.4])
+    costs = {name: one.model(2) for name, one in COSTS.items()}
+    found = optima_of(table, costs, table.reporting, grid)
+    for name, cost in costs.items():
+        every = [
+            speedup_of(
+                table,
+                cost,
+                DecodeConfig(
+                    skip_mask=mask,
+                    gamma=int(grid.gamma[i]),
+                    draft_threshold=float(grid.draft_threshold[i]),
+                    target_threshold=float(grid.target_threshold[i]),
+                ),
+                table.reporting,
+            )
+            for mask in table.masks
+            for i in range(len(grid))
+        ]
+        assert found[name].speedup == pytest.approx(max(every))
+        assert speedup_of(table, cost, found[name].config, table.reporting) == pytest.approx(max(every))
+        assert found[name].share_faster == pytest.approx(np.mean(np.array(every) > 1))
+
+
+def test_the_whole_grid_is_the_space() -> None:
+    assert len(grid_of(made_table())) == 8 * 20 * 20
+
+
+def test_rounds_are_told_apart_by_their_drafts() -> None:
+    table, mask = made_table(), SkipMask.from_layers(2, [1])
+    steps = Steps.of(table, mask, Settings.of(CONFIGS[2]), [0])
+    stats = decoder_of(table).decode(table.prompts[0].tolist(), CONFIGS[2]).stats
+    assert steps.rounds[0, 0].tolist() == stats.rounds_by_drafted
+
+
+def test_the_decoder_refuses_what_the_table_has_not() -> None:
+    table = made_table()
+    decoder: Decoder = decoder_of(table)
+    with pytest.raises(ValueError, match="prompt: must be one of the table's"):
+        decoder.decode([9, 9, 9], CONFIGS[0])
+    with pytest.raises(ValueError, match="prompt: must be one of the table's"):
+        decoder.teacher_forcing([ForcedText((9, 9), (1, 2))])
+    whole = SearchSpace(2, 8, (), (), (0, 1))
+    part = Table(whole, table.codes[:, :, :4], table.target_levels, table.prompts, table.continuations, 6, 4, {})
+    with pytest.raises(ValueError, match="must be one of the 4 masks"):
+        decoder_of(part).decode(table.prompts[0].tolist(), CONFIGS[5])
+
+
+def test_noise_is_of_a_pair_and_follows_from_the_seed() -> None:
+    table, plain = made_table(), DecodeConfig.plain(2)
+    ids = table.prompts[0].tolist()
+
+    def ratios(seed: int) -> list[float]:
+        decoder = decoder_of(table, Noise(0.03), seed)
+        pairs = [decoder.decode_in_lockstep(ids, [plain, plain]) for _ in range(2000)]
+        return [np.log(one.stats.decode_s / other.stats.decode_s) for one, other in pairs]
+
+    assert np.std(ratios(0)) == pytest.approx(0.03, rel=0.06)
+    assert ratios(0)[:5] == ratios(0)[:5] != ratios(1)[:5]
+
+
+def test_drift_moves_the_price_of_verifying_and_not_that_of_a_step() -> None:
+    decoder = decoder_of(made_table(), Noise(drift=0.5), costs="cpu_dear")
+    machine = decoder.machine
+    before = machine.verify_s(0), machine.verify_s(4)
+    machine.pass_time(450.0)
+    assert machine.verify_s(0) == before[0]
+    assert machine.verify_s(4) - before[0] == pytest.approx(1.5 * (before[1] - before[0]))
+
+
+def test_the_timer_tells_the_prices() -> None:
+    decoder = decoder_of(made_table(), costs="cpu")
+    timer, cost, mask = decoder.timer(8), decoder.machine.cost, SkipMask.from_layers(2, [1])
+    assert timer.verify_s([1, 2], [1, 9]) == [cost.verify_s[0], cost.verify_s[8]]
+    told = relative_draft(timer, [1, 2], mask, gamma=4, threshold=True, repeats=3)
+    assert told == pytest.approx(0.096 + 0.5 * (0.362 + 0.363) + 0.033)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_enumerated(name: str) -> None:
+    recipe = RECIPES[name]
+    assert len(recipe.space.bit_names) == recipe.num_bits <= 8
+    assert recipe.settings.recipe.late_last_exit >= recipe.settings.recipe.first_exit
+
+
+@pytest.mark.parametrize("strategy", ["ours", "random", "layerskip", "raw-tpe", "leave-one-out"])
+def test_a_run_follows_from_its_seed(strategy: str) -> None:
+    case = Case("made", made_table(), COSTS["gpu_memory"], strategy, seed=0, trials=6, noise=Noise(0.02))
+    one, other = run_case(case, [1, 6]), run_case(case, [1, 6])
+    assert one.leaders == other.leaders
+    assert one.exported == other.exported
+    assert one.num_trials == other.num_trials <= 6
+    assert one.leaders.keys() == {1, 6}
