@@ -4,8 +4,8 @@ The candidates: the leading configs by pooled lower bound, no more than half of 
 every other drafter, see `shortlist`.
 First pass: plain and every candidate on each prompt, one after the other as a user runs them. It only chooses. Then
 fresh passes of the chosen one against plain give the number that is reported, so the luck that helped it win is not in
-it. Where there are prompts enough, others report than choose, see
-`split_held_out`; where tokens are sampled each pass continues the prompts anew, from other seeds.
+it. Where there are prompts enough, others report than choose, see `split_held_out`; where tokens are sampled each pass
+continues the prompts anew, from other seeds.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
