@@ -136,8 +136,9 @@ reference plain N tok/s, A/A noise N % a pair, N of N prompts a full trial
 outlook   ...
 search    N trials, sampler replay, seed N
 trial N
-confirm   N candidates and plain decoding on N held-out prompts, interleaved
+confirm   N candidates and plain decoding on N held-out prompts, the chosen one again on the same
 confirm   chosen: mask M, gamma N; measuring it afresh N times
+confirm   N of N pairs of the chosen one and plain decoding, about T left
 confirm   #N Nx (tuning Nx): mask M, gamma N
 outlook   ...
 result    N tok/s against N plain: Nx, N % interval N..N, N held-out prompts x N, N identical, N logit ties
