@@ -178,13 +178,7 @@ class SearchRun:
         if stored is None:
             way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
             self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
-            options = ReferenceOptions(
-                subject.space.num_layers,
-                spec.seed,
-                spec.trial_seconds,
-                spec.prompts_per_trial,
-                is_sampled=subject.sampling.do_sample,
-            )
+            options = ReferenceOptions.of(spec, subject)
             tell = self._progress("reference", "tuning texts")
             reference = make_reference(subject.decoder, subject.tuning, options, tell)
             study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)

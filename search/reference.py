@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from search.measurement import PromptCase, measure_pair, pair_seconds, time_one
 from search.progress import Tell, nobody
 from search.prompts import EncodedPrompt, continuation_seed
 from search.statistics import geometric_mean, log_spread
+
+if TYPE_CHECKING:
+    from search.spec import StudySpec
+    from search.subject import Subject
 
 LOG = logging.getLogger(__name__)
 MIN_PROMPTS_PER_TRIAL = 4
@@ -41,6 +46,17 @@ class ReferenceOptions:
     prompts_per_trial: int | None
     is_sampled: bool = False
     """Whether a prompt can be continued in more than one way."""
+
+    @classmethod
+    def of(cls, spec: StudySpec, subject: Subject) -> ReferenceOptions:
+        """A study's."""
+        return cls(
+            subject.space.num_layers,
+            spec.seed,
+            spec.trial_seconds,
+            spec.prompts_per_trial,
+            is_sampled=subject.sampling.do_sample,
+        )
 
 
 @dataclass(frozen=True)
