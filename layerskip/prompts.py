@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from layerskip.sampling_params import asks_to_sample
 from layerskip.strict_json import parse_json, printable
 from layerskip.validated import describe_validation_error
 
@@ -42,11 +43,11 @@ class _Request(_Line):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`; empty where the line says nothing. To shape a distribution is to draw from it."""
-        found = {name: getattr(self, name) for name in _Request.model_fields if getattr(self, name) is not None}
-        if found.get("temperature") == 0.0:
-            return {name: found[name] for name in found if name == "repetition_penalty"} | {"do_sample": False}
-        return found | ({"do_sample": True} if found.keys() - {"repetition_penalty"} else {})
+        """Fields of `SamplingParams`; empty where the line says nothing."""
+        given = {name: getattr(self, name) for name in _Request.model_fields}
+        given["temperature"] = self.temperature or None  # greedy ignores it, and its own 0 would be refused
+        given["do_sample"] = asks_to_sample(self.temperature, self.top_p, self.top_k, self.min_p)
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class _Message(_Line):

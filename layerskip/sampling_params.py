@@ -32,6 +32,18 @@ _UNSUPPORTED_WHEN_SET = {
 }
 
 
+def asks_to_sample(
+    temperature: float | None, top_p: float | None, top_k: int | None, min_p: float | None
+) -> bool | None:
+    """Whether these fields, None where not given, ask to sample, for greedy (False) or for neither (None).
+
+    Whoever shapes the distribution without naming a temperature wants to draw from it; a temperature of 0 is greedy.
+    """
+    if temperature is not None:
+        return temperature > 0
+    return True if (top_p or 1.0) < 1.0 or top_k or min_p else None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a token is chosen from logits. Same meaning and order as in Hugging Face's `generate`.

@@ -4,7 +4,8 @@ The candidates: the leading configs by pooled lower bound, no more than half of 
 every other drafter, see `shortlist`.
 First pass: plain and every candidate on each prompt, one after the other as a user runs them. It only chooses. Then
 fresh passes of the chosen one against plain give the number that is reported, so the luck that helped it win is not in
-it. Where tokens are sampled each pass continues the prompts anew, from other seeds.
+it. Where there are prompts enough, others report than choose, see `split_held_out`; where tokens are sampled each pass
+continues the prompts anew, from other seeds.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
@@ -29,6 +30,7 @@ from search.decoder import Decoder
 from search.held_out import HeldOut, held_out_of, typical_rate
 from search.leaderboard import Entry, Standings
 from search.measurement import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
+from search.progress import Tell, nobody
 from search.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 
 TIE = 0.01
@@ -120,24 +122,26 @@ def confirm(
     entries: Sequence[Entry],
     options: ConfirmOptions,
     tell: Callable[[str], None] = lambda _line: None,
+    progress: Callable[[str], Tell] = lambda _what: nobody,
 ) -> Confirmation:
     """Choose among the entries, measure the chosen one afresh, decide.
 
-    case_sets: the same prompts in each. The first set chooses; the fresh passes go through the others in turn, or
+    case_sets: the first chooses; the fresh passes go through the others in turn, which have the same prompts, or
     through the first where there is no other. Cost: prompts x (1 + candidates + 2 x repeats) decodings.
     """
     cases, fresh_sets = case_sets[0], case_sets[1:] or case_sets[:1]
-    if not entries or not cases:
+    if not entries or not all(case_sets):
         reason = "no config was measured losslessly on all tuning prompts" if not entries else "no held-out prompt"
         return Confirmation(DecodeConfig.plain(options.num_layers, reason=reason), None, None, ())
-    candidates = _choosing_pass(decoder, cases, entries, tell)
+    candidates = _choosing_pass(decoder, cases, entries, tell, progress("prompts under every candidate"))
     order = choose(candidates, options.noise_sigma)
     while order:
         chosen = order[0]
         tell(f"chosen: {describe(chosen.entry.config)}; measuring it afresh {options.repeats} times")
         watch = decoder.watch_machine()
         try:
-            passes = _fresh_passes(decoder, fresh_sets, chosen.entry.config, options.repeats)
+            heard = progress("pairs of the chosen one and plain decoding")
+            passes = _fresh_passes(decoder, fresh_sets, chosen.entry.config, options.repeats, heard)
         except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
             fault = fault_of(error)
         else:
@@ -275,7 +279,11 @@ def _describe_mask(config: DecodeConfig) -> str:
 
 
 def _choosing_pass(
-    decoder: Decoder, cases: Sequence[PromptCase], entries: Sequence[Entry], tell: Callable[[str], None]
+    decoder: Decoder,
+    cases: Sequence[PromptCase],
+    entries: Sequence[Entry],
+    tell: Callable[[str], None],
+    progress: Tell,
 ) -> tuple[Candidate, ...]:
     plain = DecodeConfig.plain(entries[0].config.skip_mask.num_layers)
     configs = [plain] + [entry.config for entry in entries]
@@ -290,6 +298,7 @@ def _choosing_pass(
                 tell(f"EXCLUDED {describe(configs[i])}: {one.reason}")
             else:
                 rates[i].append(one.tokens_per_s)
+        progress(row + 1, len(cases))
     return tuple(
         _excluded(entry, faults[i]) if i in faults else Candidate(entry, _ratios(rates[i], rates[0]))
         for i, entry in enumerate(entries, start=1)
@@ -301,15 +310,19 @@ def _excluded(entry: Entry, fault: Fault) -> Candidate:
 
 
 def _fresh_passes(
-    decoder: Decoder, case_sets: Sequence[Sequence[PromptCase]], config: DecodeConfig, repeats: int
+    decoder: Decoder,
+    case_sets: Sequence[Sequence[PromptCase]],
+    config: DecodeConfig,
+    repeats: int,
+    progress: Tell,
 ) -> list[list[Pair]]:
-    return [
-        [
-            measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0)
-            for row, case in enumerate(case_sets[repeat % len(case_sets)])
-        ]
-        for repeat in range(repeats)
-    ]
+    passes: list[list[Pair]] = [[] for _ in range(repeats)]
+    for repeat, pairs in enumerate(passes):
+        cases = case_sets[repeat % len(case_sets)]
+        for row, case in enumerate(cases):
+            pairs.append(measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
+            progress(repeat * len(cases) + row + 1, repeats * len(cases))
+    return passes
 
 
 def _verdict(measured: Confirmed, held_out: HeldOut, entry: Entry, candidates: tuple[Candidate, ...]) -> Confirmation:

@@ -33,6 +33,7 @@ from search.outlook import (
     texts_to_time,
 )
 from search.predictor import Predictor
+from search.progress import Tell, nobody
 from search.prompts import EncodedPrompt
 from search.reference import Reference
 from search.refinement import Refiner, refine_pool
@@ -67,6 +68,7 @@ def open_outlook(
     *,
     prompts: Sequence[EncodedPrompt] = (),
     clock: Callable[[], float] = time.perf_counter,
+    tell: Tell = nobody,
 ) -> Outlook:
     """The study's outlook: what is stored is read, the rest is measured and stored.
 
@@ -77,7 +79,7 @@ def open_outlook(
     Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
     """
     _check_lengths(reference, options)
-    opening = _Opening(study, decoder, space, reference, fingerprint, options, tuple(prompts), clock)
+    opening = _Opening(study, decoder, space, reference, fingerprint, options, tuple(prompts), clock, tell)
     return opening.outlook()
 
 
@@ -105,6 +107,8 @@ class _Opening:
     options: OutlookOptions
     prompts: tuple[EncodedPrompt, ...]
     clock: Callable[[], float]
+    tell: Tell
+    """Hears of the sublayers: the part whose length follows from the model, whatever time there is."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def outlook(self) -> Outlook:
@@ -165,7 +169,7 @@ class _Opening:
             return Sensitivity.from_json(stored)
         if not self.space.uses_masks:
             return Sensitivity((), str(SkipMask.none(self.space.num_layers)), 1.0)
-        sensitivity = measure_sensitivity(predictor.agreement, self.space)
+        sensitivity = measure_sensitivity(predictor.agreement, self.space, self.tell)
         self.study.set_user_attr(SENSITIVITY, sensitivity.to_json())
         return sensitivity
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,11 +16,12 @@ from search.confirm import Confirmation, ConfirmOptions, confirm, shortlist
 from search.fingerprint import environment
 from search.held_out import HELD_OUT
 from search.leaderboard import Entry, counted
-from search.measurement import LosslessViolation
+from search.measurement import LosslessViolation, PromptCase
 from search.objective import standings_of, violations_in
 from search.outlook import POOL, Outlook, OutlookOptions, outlook_facts
 from search.outlook_opening import open_outlook
 from search.prediction_check import check_predictions
+from search.prompts import EncodedPrompt, split_held_out
 from search.reference import Reference, ReferenceOptions, make_case_sets, make_reference, plain_speed, warm_up
 from search.reporting.publish import Publisher
 from search.results import SearchFacts, save_best, save_summary, with_provenance
@@ -33,6 +34,7 @@ from search.subject import Subject, Tools
 from search.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
 from search.surfaces import store_surfaces
 from search.terminal.event import Stopped
+from search.terminal.progress import Progress
 from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
 from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Ties, Written
 from search.trial_phase import TrialPhase
@@ -176,14 +178,9 @@ class SearchRun:
         if stored is None:
             way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
             self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
-            options = ReferenceOptions(
-                subject.space.num_layers,
-                spec.seed,
-                spec.trial_seconds,
-                spec.prompts_per_trial,
-                is_sampled=subject.sampling.do_sample,
-            )
-            reference = make_reference(subject.decoder, subject.tuning, options)
+            options = ReferenceOptions.of(spec, subject)
+            tell = self._progress("reference", "tuning texts")
+            reference = make_reference(subject.decoder, subject.tuning, options, tell)
             study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)
             study.set_user_attr("noise_sigma", reference.noise_sigma)
             study.set_user_attr(_REFERENCE, reference.to_json())
@@ -193,6 +190,9 @@ class SearchRun:
             now = plain_speed(subject.decoder, reference, subject.space.num_layers) / reference.plain_tokens_per_s
         self._say.tell(ReferenceKnown(reference, now))
         return reference
+
+    def _progress(self, phase: str, what: str) -> Progress:
+        return Progress(lambda text: self._say.phase(phase, text), what, self._tools.clock)
 
     def _look_ahead(self, study: optuna.Study, reference: Reference) -> Outlook:
         """What is predicted before the first trial; read from the study on a resume."""
@@ -208,6 +208,7 @@ class SearchRun:
             options,
             prompts=subject.tuning,
             clock=self._tools.clock,
+            tell=self._progress("outlook", "sublayers, each left out and left in"),
         )
         self._say.tell(Foreseen(outlook))
         return outlook
@@ -227,19 +228,39 @@ class SearchRun:
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
         entries = self._candidates(study, reference)
-        prompts = subject.held_out[: spec.num_confirm_prompts]
+        choosing, reporting = split_held_out(subject.held_out, spec.num_confirm_prompts)
+        others = f"the chosen one on {len(reporting)} others" if choosing else "the chosen one again on the same"
         self._say.phase(
-            "confirm", f"{len(entries)} candidates and plain decoding on {len(prompts)} held-out prompts, interleaved"
+            "confirm",
+            f"{len(entries)} candidates and plain decoding on {len(choosing or reporting)} held-out prompts, {others}",
         )
-        # Of sampled text each pass measures another continuation: what chose does not report.
-        num_sets = 1 + spec.confirm_repeats if subject.sampling.do_sample else 1
-        cases, dropped = make_case_sets(subject.decoder, prompts, subject.space.num_layers, spec.seed, num_sets)
+        case_sets, dropped = self._held_out_cases(choosing, reporting)
         options = ConfirmOptions(subject.space.num_layers, spec.confirm_repeats, reference.noise_sigma, spec.seed)
         tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
-        result = confirm(subject.decoder, cases, entries, options, tell)
+        result = confirm(
+            subject.decoder, case_sets, entries, options, tell, lambda what: self._progress("confirm", what)
+        )
         for candidate in result.candidates:
             self._say.tell(CandidateSeen(candidate))
         return result, dropped
+
+    def _held_out_cases(
+        self, choosing: Sequence[EncodedPrompt], reporting: Sequence[EncodedPrompt]
+    ) -> tuple[list[tuple[PromptCase, ...]], tuple[str, ...]]:
+        """(See `confirm.confirm`, ids of the prompts left out.) Sampled text is continued anew for each pass that
+        reports, and the prompts that report choose as well where there are no others."""
+        is_sampled = self._subject.sampling.do_sample
+        num_fresh = self._spec.confirm_repeats if is_sampled else 1
+        parts = [(choosing, 1), (reporting, num_fresh)] if choosing else [(reporting, num_fresh + int(is_sampled))]
+        case_sets: list[tuple[PromptCase, ...]] = []
+        dropped: list[str] = []
+        for prompts, count in parts:
+            told = self._progress("confirm", "held-out texts decoded plainly")
+            decoder, num_layers = self._subject.decoder, self._subject.space.num_layers
+            made, too_short = make_case_sets(decoder, prompts, num_layers, self._spec.seed, count, told)
+            case_sets += made
+            dropped += too_short
+        return case_sets, tuple(dropped)
 
     def _finish(
         self, study: optuna.Study, reference: Reference, confirmation: Confirmation, dropped: tuple[str, ...]

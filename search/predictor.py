@@ -255,6 +255,10 @@ class Predictor:
             found += [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
         return sorted(found, key=lambda one: -one.speedup)
 
+    def log_speedups_by_text(self, lookups: Settings) -> Floats:
+        """(S, P): of lookups alone, on every text."""
+        return self._text_logs(SkipMask.none(len(self.cost.attention_s)), lookups, wide=True)
+
     def best_settings(
         self, mask: SkipMask, count: int, *, wide: bool = False, hybrid: bool | None = None
     ) -> list[Predicted]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layerskip.intervals import MIN_BOOTSTRAP
 from layerskip.prompts import Encoder, Prompt, encode_prompt
 from layerskip.prompts import read_prompts as read_file
 from layerskip.sampling_params import SamplingParams
@@ -101,6 +102,17 @@ def encode_prompts(
         )
         for prompt in prompt_set.prompts
     )
+
+
+def split_held_out(
+    prompts: Sequence[EncodedPrompt], num_reporting: int
+) -> tuple[tuple[EncodedPrompt, ...], tuple[EncodedPrompt, ...]]:
+    """(prompts that choose among finalists, prompts that report): at most `num_reporting` each, in file order.
+
+    The first ones report. Where fewer than eight are left to choose, nobody else does: too few would choose badly.
+    """
+    choosing = tuple(prompts[num_reporting : 2 * num_reporting])
+    return choosing if len(choosing) >= MIN_BOOTSTRAP else (), tuple(prompts[:num_reporting])
 
 
 def in_regime(prompts: Sequence[EncodedPrompt], sampling: Sampling) -> tuple[EncodedPrompt, ...]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,8 +17,13 @@ from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.decoder import Decoded, Decoder
 from search.measurement import PromptCase, measure_pair, pair_seconds, time_one
+from search.progress import Tell, nobody
 from search.prompts import EncodedPrompt, continuation_seed
 from search.statistics import geometric_mean, log_spread
+
+if TYPE_CHECKING:
+    from search.spec import StudySpec
+    from search.subject import Subject
 
 LOG = logging.getLogger(__name__)
 MIN_PROMPTS_PER_TRIAL = 4
@@ -40,6 +46,17 @@ class ReferenceOptions:
     prompts_per_trial: int | None
     is_sampled: bool = False
     """Whether a prompt can be continued in more than one way."""
+
+    @classmethod
+    def of(cls, spec: StudySpec, subject: Subject) -> ReferenceOptions:
+        """A study's."""
+        return cls(
+            subject.space.num_layers,
+            spec.seed,
+            spec.trial_seconds,
+            spec.prompts_per_trial,
+            is_sampled=subject.sampling.do_sample,
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,9 @@ class Reference:
         return tuple((start + i) % len(self.cases) for i in range(self.num_per_trial))
 
 
-def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions) -> Reference:
+def make_reference(
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions, tell: Tell = nobody
+) -> Reference:
     """Warm up, decode the tuning prompts plainly until eight trials have enough of them, then run plain against plain.
 
     The order of prompts is a shuffle from the seed. Sampled prompts are continued anew, from other seeds, while there
@@ -104,6 +123,7 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
             break
         seed = continuation_seed(options.seed, prompt.ids, number)
         out = decoder.decode(prompt.ids, plain, seed)
+        tell(len(cases) + 1, min(_MAX_TRIALS_APART * per_trial, len(numbers) * len(shuffled)))
         if not _file_case(prompt, seed, out, cases, dropped):
             continue
         seconds.append(pair_seconds(out.stats))
@@ -124,7 +144,12 @@ def make_reference(decoder: Decoder, prompts: Sequence[EncodedPrompt], options: 
 
 
 def make_cases(
-    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int = 0, number: int = 0
+    decoder: Decoder,
+    prompts: Sequence[EncodedPrompt],
+    num_layers: int,
+    seed: int = 0,
+    number: int = 0,
+    tell: Tell = nobody,
 ) -> tuple[tuple[PromptCase, ...], tuple[str, ...]]:
     """The target's continuation of every prompt, the `number`-th in a study with this seed where it is sampled, and the
     ids of those too short to time.
@@ -134,21 +159,26 @@ def make_cases(
     plain = DecodeConfig.plain(num_layers)
     cases: list[PromptCase] = []
     dropped: list[str] = []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         from_seed = continuation_seed(seed, prompt.ids, number)
         _file_case(prompt, from_seed, decoder.decode(prompt.ids, plain, from_seed), cases, dropped)
+        tell(place + 1, len(prompts))
     return tuple(cases), tuple(dropped)
 
 
 def make_case_sets(
-    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int, count: int
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int, count: int, tell: Tell = nobody
 ) -> tuple[tuple[tuple[PromptCase, ...], ...], tuple[str, ...]]:
     """`count` sampled continuations of every prompt, one of each in every set; a prompt too short to time in any of
     them is left out of all.
 
     Cost: a plain decoding each.
     """
-    made = [make_cases(decoder, prompts, num_layers, seed, number) for number in range(count)]
+
+    def beyond(number: int) -> Tell:
+        return lambda done, each: tell(number * each + done, count * each)
+
+    made = [make_cases(decoder, prompts, num_layers, seed, number, beyond(number)) for number in range(count)]
     dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
     return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
 

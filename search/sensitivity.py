@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from layerskip.skip_mask import SkipMask
+from search.progress import Tell, nobody
 from search.space import SearchSpace
 
 
@@ -46,7 +47,7 @@ class Sensitivity:
         return cls(tuple(SublayerWorth(**one) for one in data.pop("sublayers")), **data)
 
 
-def measure_sensitivity(agreement: Callable[[SkipMask], float], space: SearchSpace) -> Sensitivity:
+def measure_sensitivity(agreement: Callable[[SkipMask], float], space: SearchSpace, tell: Tell = nobody) -> Sensitivity:
     """Leave each sublayer out of the whole model, and add each to a thin draft: first quarter of the layers.
 
     A sublayer alone, with nothing before it, says nothing that the head can read; so the thin draft, not the empty one,
@@ -63,4 +64,5 @@ def measure_sensitivity(agreement: Callable[[SkipMask], float], space: SearchSpa
         flipped = agreement(space.to_mask(base_bits | {name: not base_bits[name]}))
         gained = flipped - base_agreement if base_bits[name] else base_agreement - flipped
         worths.append(SublayerWorth(name, agreement(space.to_mask(without)), gained))
+        tell(len(worths), len(space.bit_names))
     return Sensitivity(tuple(worths), str(space.to_mask(base_bits)), base_agreement)

@@ -44,16 +44,18 @@ class Subject:
         Raises: ValueError if there are too few of these.
         """
         whole = self.whole or self
-        parts = [in_regime(prompts, sampling) for prompts in (whole.tuning, whole.held_out)]
-        for part, prompts, what in zip(parts, (whole.tuning, whole.held_out), ("tuning", "held-out"), strict=True):
-            least = MIN_TUNING if what == "tuning" else MIN_HELD_OUT
+        tuning, held_out = (in_regime(prompts, sampling) for prompts in (whole.tuning, whole.held_out))
+        for what, part, prompts, least in (
+            ("tuning", tuning, whole.tuning, MIN_TUNING),
+            ("held-out", held_out, whole.held_out, MIN_HELD_OUT),
+        ):
             if len(part) < min(least, len(prompts)):
                 raise ValueError(
                     f"regime {sampling.name}: needs at least {least} {what} prompts, got {len(part)} of {len(prompts)} "
                     "whose records ask for no other way to choose tokens"
                 )
         changed = replace(
-            whole.on_prompts(*parts),
+            whole.on_prompts(tuning, held_out),
             decoder=self.decoder.with_sampling(sampling),
             sampling=sampling,
             threads=self.threads,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from layerskip.sampling_params import asks_to_sample
 from layerskip.server.errors import ApiError
 from layerskip.server.settings import MAX_MODEL_ID
 from layerskip.validated import describe_validation_error
@@ -165,13 +166,8 @@ class GenerationFields(_Strict):
 
     @property
     def do_sample(self) -> bool | None:
-        """Whether the request asks to sample (True), for greedy (False), or leaves it to the generation config (None).
-
-        A request that shapes the distribution without naming a temperature wants to draw from it.
-        """
-        if self.temperature is not None:
-            return self.temperature > 0
-        return True if (self.top_p or 1.0) < 1.0 or self.top_k or self.min_p else None
+        """Whether it asks to sample (True), for greedy (False), or leaves it to the generation config (None)."""
+        return asks_to_sample(self.temperature, self.top_p, self.top_k, self.min_p)
 
 
 class CompletionRequest(GenerationFields):

@@ -89,13 +89,7 @@ class ComparisonRun:
         setup = read_setup(self._out)
         if setup is None:
             self._say.phase("reference", "plain decoding of tuning prompts")
-            options = ReferenceOptions(
-                subject.space.num_layers,
-                spec.seed,
-                spec.trial_seconds,
-                spec.prompts_per_trial,
-                is_sampled=subject.sampling.do_sample,
-            )
+            options = ReferenceOptions.of(spec, subject)
             reference = make_reference(subject.decoder, subject.tuning, options)
             fingerprint = asdict(subject.fingerprint)
             facts = {"created_at": now_utc(), "environment": self._environment(), "fingerprint": fingerprint}

@@ -131,8 +131,7 @@ def _prompts(record: StudyRecord) -> Table | None:
         header.append("end to end")
     note = (
         f"Tokens/s, {held_out.average}s of {count_of(len(held_out.tokens_per_s[0]), 'pass', 'passes')}; end to end is "
-        "the speedup "
-        "with the prompt's own forward in the seconds."
+        "the speedup with the prompt's own forward in the seconds."
     )
     rows = tuple(zip(held_out.prompt_ids, *columns, strict=True))
     return Table("prompts", "Held-out prompts", note, tuple(header), rows)

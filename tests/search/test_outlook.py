@@ -593,7 +593,7 @@ def test_a_search_that_has_settled_ends_and_says_what_more_trials_could_bring() 
 def test_settling_needs_expectations() -> None:
     with pytest.raises(ValueError, match="until_settled: needs the sampler replay, which expects something; got tpe"):
         make_spec(sampler="tpe", until_settled=1.0)
-    with pytest.raises(ValueError, match="until_settled: input should be greater than 0, got '0'"):
+    with pytest.raises(ValueError, match=r"until_settled: input should be greater than 0, got '0\.0'"):
         make_spec(until_settled=0.0)
 
 

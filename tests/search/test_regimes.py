@@ -24,6 +24,7 @@ from search.decoder import Decoded, ModelDecoder
 from search.held_out import HELD_OUT, HeldOut
 from search.pipeline import SearchRun
 from search.preflight import estimate_regimes, first_regime, time_pair, time_study
+from search.prompts import split_held_out
 from search.reference import Reference, ReferenceOptions, make_reference
 from search.regime_run import RegimeRun, regime_study
 from search.regime_settings import read_regimes
@@ -363,6 +364,35 @@ def test_sampled_prompts_are_continued_anew_until_trials_have_texts_of_their_own
     assert len({case.seed for case in reference.cases}) == len(reference.cases)
     assert Reference.from_json(reference.to_json()) == reference
     assert not set(reference.steps(0)) & set(reference.steps(1))
+
+
+def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -> None:
+    """Twelve held-out prompts: with four to report eight are left, of which four would be too few to choose."""
+    for num, others in ((4, False), (12, False)):
+        choosing, reporting = split_held_out(prompts(12), num)
+        assert (bool(choosing), len(reporting)) == (others, num)
+    choosing, reporting = split_held_out(prompts(40), 16)
+    assert (choosing, reporting) == (prompts(40)[16:32], prompts(40)[:16])
+    assert len(split_held_out(prompts(24), 16)[0]) == 8
+
+    seen: dict[str, set[tuple[int, ...]]] = {"choosing": set(), "fresh": set()}
+
+    class Watched(FakeDecoder):
+        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+            told = bench.output.getvalue()
+            if config.speculates and "held-out prompts, the chosen one on 10 others" in told:
+                seen["fresh" if "chosen: " in told else "choosing"].add(tuple(prompt_ids))
+            return super().decode(prompt_ids, config, seed)
+
+    bench.decoder = Watched()
+    subject = Subject(bench.decoder, SPACE, prompts(12), prompts(20, first=500), FINGERPRINT, ORIGIN)
+    spec = make_spec(sampler="local-tpe", trials=8, num_confirm_prompts=10)
+    assert SearchRun(subject, spec, bench.paths, bench.tools).run() == 0
+    held_out = [one.ids for one in prompts(20, first=500)]
+    assert seen == {"choosing": set(held_out[10:]), "fresh": set(held_out[:10])}
+    config = DecodeConfig.load(bench.paths.best)
+    assert config.confirmed is not None
+    assert config.confirmed.num_prompts == 10
 
 
 def test_of_sampled_text_what_chose_does_not_report(bench: Bench) -> None:

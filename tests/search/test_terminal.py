@@ -29,11 +29,12 @@ from search.reporting.publish import Publisher
 from search.storage import open_storage
 from search.terminal.event import Event, Note, Warned
 from search.terminal.live import LiveReporter
+from search.terminal.progress import Progress
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter, make_reporter
 from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
 from search.terminal.view import LiveView, Pace
-from tests.search.fakes import Bench, FakeDecoder
+from tests.search.fakes import Bench, FakeClock, FakeDecoder
 
 CASE = PromptCase("p", (1,), (1, 2))
 REFERENCE = Reference((CASE,) * 24, 4, 136.5, 0.034, 1.0, ())
@@ -135,8 +136,9 @@ reference plain N tok/s, A/A noise N % a pair, N of N prompts a full trial
 outlook   ...
 search    N trials, sampler replay, seed N
 trial N
-confirm   N candidates and plain decoding on N held-out prompts, interleaved
+confirm   N candidates and plain decoding on N held-out prompts, the chosen one again on the same
 confirm   chosen: mask M, gamma N; measuring it afresh N times
+confirm   N of N pairs of the chosen one and plain decoding, about T left
 confirm   #N Nx (tuning Nx): mask M, gamma N
 outlook   ...
 result    N tok/s against N plain: Nx, N % interval N..N, N held-out prompts x N, N identical, N logit ties
@@ -560,3 +562,25 @@ def test_the_command_tells_in_json(tiny_study: list[str], capsys: pytest.Capture
     assert (preflight["num_tuning_prompts"], preflight["num_held_out_prompts"], preflight["gamma_max"]) == (6, 5, 4)
     assert (preflight["drafters"], preflight["regimes"]) == ([*DRAFTERS], ["greedy"])
     assert (note["event"], note["phase"]) == ("note", "dry run")
+
+
+def test_what_lasts_tells_how_far_it_is_and_what_is_over_soon_says_nothing() -> None:
+    clock, said = FakeClock(), list[str]()
+    progress = Progress(said.append, "texts", clock)
+    for done in range(1, 9):
+        clock.advance(4.0)
+        progress(done, 8)
+    assert said == ["3 of 8 texts, about 0:20 left", "6 of 8 texts, about 0:08 left"]
+
+
+@pytest.mark.parametrize(
+    ("pace", "told"), [(1.0, set()), (0.01, {"tuning texts", "held-out texts", "prompts", "pairs"})]
+)
+def test_the_phases_of_a_slow_model_tell_how_far_they_are(bench: Bench, pace: float, told: set[str]) -> None:
+    bench.decoder.pace = pace
+    assert bench.run(trials=6, confirm_repeats=2) == 0
+    lines = re.findall(
+        r"^(?:reference|confirm) +\d+ of \d+ ([a-z- ]+), about [0-9:]+ left$", bench.output.getvalue(), re.M
+    )
+    assert {one for one in told if any(line.startswith(one) for line in lines)} == told
+    assert bool(lines) == bool(told)
