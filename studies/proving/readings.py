@@ -18,14 +18,7 @@ from studies.proving.table import Table, encode, levels_of, masks_of
 from studies.proving.texts import Text
 
 NEW_TOKENS = 32
-NUM_TUNING, NUM_CONFIRMING = 16, 8
-_READINGS = 1 << 13
-"""Masks x texts of a table: what fits the repository."""
-
-
-def num_texts(num_masks: int) -> int:
-    """Of a table with so many masks: the fewer masks, the more texts that report."""
-    return max(32, min(96, _READINGS // num_masks))
+NUM_TUNING, NUM_CONFIRMING, NUM_REPORTING = 32, 24, 104
 
 
 def take_readings(
@@ -43,9 +36,9 @@ def take_readings(
     model.eval()
     decoder = LayerSkipModel(model)
     masks = masks_of(space)
-    documents, count = text.documents, num_texts(len(masks))
+    documents = text.documents
     tuning = _continued(decoder, text.prompts(documents.tuning), NUM_TUNING)
-    others = _continued(decoder, text.prompts(documents.reporting), count - NUM_TUNING)
+    others = _continued(decoder, text.prompts(documents.reporting), NUM_CONFIRMING + NUM_REPORTING)
     texts = tuning + others
     forcing = make_teacher_forcing(decoder, texts)
     codes = np.empty((len(texts), NEW_TOKENS, len(masks)), dtype=np.uint8)

@@ -2,7 +2,7 @@
 because of what a search does on it.
 
 They differ in depth, in how they learnt to do without layers, in their text and in their seed, so that a rule of the
-search that suits one kind of model alone shows. Widths and steps are what one CPU core trains in about three minutes.
+search that suits one kind of model alone shows. Widths and steps are what one CPU core trains in about four minutes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from studies.demo.recipe import Recipe
 from studies.demo.training import Settings, Size
 from studies.proving.texts import TEXTS, VOCABULARY
 
-GAMMA_MAX = 8
+GAMMA_MAX = 16
 MAX_BITS = 8
 """Of a mask that is enumerated: 256 masks."""
-_TOKENS_BY_LAYERS = {4: 1_000_000, 6: 750_000, 8: 550_000, 12: 400_000}
-"""Of training: about three minutes each."""
+_TOKENS_BY_LAYERS = {4: 1_600_000, 6: 1_400_000, 8: 1_200_000, 12: 900_000, 24: 500_000}
+"""Of training: about four minutes each."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ModelRecipe:
         """Of its training."""
         exits = (max(1, self.layers // 4), max(1, self.layers // 2))
         size = Size(
-            self.name, self.layers, 128, 4, 344, VOCABULARY, window=128, batch=16, context=512,
-            matrix_lr=0.02, vector_lr=0.004, exits=exits, minutes=3.0,
+            self.name, self.layers, 128, 4, 344, VOCABULARY, window=128, batch=8, context=512,
+            matrix_lr=0.02, vector_lr=0.004, exits=exits, minutes=4.0,
         )  # fmt: skip
         return Settings(
             size,
@@ -129,6 +129,8 @@ RECIPES = {
         ModelRecipe("l8_exit_middle_prose", 8, "exit_middle", "prose", bits=_whole(8)),
         ModelRecipe("l4_stock_python_s1", 4, "stock", "python", seed=1),
         ModelRecipe("l12_stock_prose", 12, "stock", "prose", bits=_whole(12, first=4)),
+        # Of twenty-four layers, every third.
+        ModelRecipe("l24_dropout_python", 24, "dropout", "python", bits=tuple(range(2, 24, 3))),
     )
 }
 """In the order in which they are made."""
