@@ -323,7 +323,7 @@ class _Steps:
         self.rows, self.settings, self._lookups = rows, settings, lookups
         self.num_texts, self.width = rows.target_probs.shape
         levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
-        self._until_unsure = np.stack([_distance(confidence < level) for level in levels])  # (levels, P, T)
+        self._until_unsure = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
         self._unsure_target = rows.target_probs[None] < np.unique(settings.target_threshold)[:, None, None]
         self._target_level = np.unique(settings.target_threshold, return_inverse=True)[1]
 
@@ -346,7 +346,7 @@ class _Steps:
 def _run_certain(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
     """Greedy: every (setting, text) walks through its rounds, all of them side by side."""
     shape = (len(steps.settings), steps.num_texts)
-    until_wrong = _distance(accepted == 0.0)
+    until_wrong = drafts_before(accepted == 0.0)
     drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
     setting, text = (axis.reshape(-1) for axis in np.indices(shape))
     emitted = np.ones(len(setting), dtype=np.int64)
@@ -394,7 +394,7 @@ def _run_expected(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -
     return Counts(*ahead[..., 1])
 
 
-def _distance(flags: NDArray[np.bool_]) -> Ints:
+def drafts_before(flags: NDArray[np.bool_]) -> Ints:
     """(P, T): drafts of a round that starts at each place before the first flagged one; large where there is none.
 
     flags: (D + 1, P, T), the last depth standing for later ones.

@@ -84,7 +84,7 @@ def make_table(recipe: ModelRecipe, file: Path, work_dir: Path) -> bool:
         "training_loss": round(run.recent_loss, 4),
         "num_parameters": sum(one.numel() for one in run.model.parameters()),
     }
-    table = take_readings(run.model, text, recipe.space, facts, told(recipe.name))
+    table = take_readings(run.model, text, recipe, facts, told(recipe.name))
     table.save(file)
     log.info(
         "%s: %d masks on %d texts, %d bytes", recipe.name, len(table.masks), len(table.prompts), file.stat().st_size

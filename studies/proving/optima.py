@@ -16,7 +16,7 @@ from studies.proving.table import Table
 from studies.proving.truth import Optimum, optima_of
 
 FILE = "optima.json"
-_FIELDS = ("gamma", "draft_threshold", "target_threshold")
+_FIELDS = ("gamma", "draft_threshold", "target_threshold", "share_prefix")
 
 
 def table_names(folder: Path, suffix: str) -> list[str]:
@@ -39,8 +39,8 @@ def known_optima(
         key = fingerprint_of(table)
         if stored.get(name, {}).get("fingerprint") != key:
             tell(name)
-            costs = {one.name: one.model(table.space.num_layers) for one in COSTS.values()}
-            optima = optima_of(table, costs, table.reporting)
+            prices = {one.name: one.prices(name, table.space.num_layers) for one in COSTS.values()}
+            optima = optima_of(table, prices, table.reporting)
             stored[name] = {"fingerprint": key, "optima": {one: _to_json(best) for one, best in optima.items()}}
             if saves:
                 write_atomically(file, json.dumps(dict(sorted(stored.items())), indent=1) + "\n")

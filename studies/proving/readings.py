@@ -13,7 +13,7 @@ from layerskip import LayerSkipModel
 from layerskip.config import DecodeConfig
 from layerskip.repetition import repeated_ngram_share
 from layerskip.teacher_forcing import ForcedText, make_teacher_forcing
-from search.space import SearchSpace
+from studies.proving.recipes import ModelRecipe
 from studies.proving.table import Table, encode, levels_of, masks_of
 from studies.proving.texts import Text
 
@@ -24,27 +24,28 @@ NUM_TUNING, NUM_CONFIRMING, NUM_REPORTING = 32, 24, 104
 def take_readings(
     model: LlamaForCausalLM,
     text: Text,
-    space: SearchSpace,
+    recipe: ModelRecipe,
     facts: dict[str, Any],
     between: Callable[[], None] = lambda: None,
 ) -> Table:
-    """Every mask of `space`, greedily, one draft deep, on prompts of the text that the model was not trained on.
+    """Every mask of the recipe's space, greedily, as deep as it says, on prompts of the text that the model was not trained on.
 
     `between` is called after every mask. Prompts that the model ends early are left out.
-    Cost: up to one draft forward over all continuation tokens a mask.
+    Cost: up to a draft forward over all continuation tokens a mask and draft deep.
     """
     model.eval()
     decoder = LayerSkipModel(model)
+    space, depth = recipe.space, recipe.depth
     masks = masks_of(space)
     documents = text.documents
     tuning = _continued(decoder, text.prompts(documents.tuning), NUM_TUNING)
     others = _continued(decoder, text.prompts(documents.reporting), NUM_CONFIRMING + NUM_REPORTING)
     texts = tuning + others
     forcing = make_teacher_forcing(decoder, texts)
-    codes = np.empty((len(texts), NEW_TOKENS, len(masks)), dtype=np.uint8)
+    codes = np.empty((depth + 1, len(texts), NEW_TOKENS, len(masks)), dtype=np.uint8)
     for place, mask in enumerate(masks):
-        reading = forcing.read(mask)
-        codes[:, :, place] = encode(reading.accepted[0], reading.confidence[0])
+        reading = forcing.read(mask, depth)
+        codes[..., place] = encode(reading.accepted, reading.confidence)
         between()
     repeated = repeated_ngram_share((one.prompt_ids, one.continuation_ids) for one in texts)
     return Table(

@@ -19,6 +19,8 @@ from studies.proving.texts import TEXTS, VOCABULARY
 GAMMA_MAX = 16
 MAX_BITS = 8
 """Of a mask that is enumerated: 256 masks."""
+MAX_READINGS = 256
+"""Of each text: one of each of 256 masks, or four, of deeper and deeper drafts, of each of 64."""
 _TOKENS_BY_LAYERS = {4: 1_600_000, 6: 1_400_000, 8: 1_200_000, 12: 900_000, 24: 500_000}
 """Of training: about four minutes each."""
 
@@ -49,10 +51,15 @@ class ModelRecipe:
         return 2 * self.layers if self.bits is None else len(self.bits)
 
     @property
+    def depth(self) -> int:
+        """Drafts of a round, after the first, that are read apart: what the size of the files leaves room for."""
+        return MAX_READINGS // (1 << self.num_bits) - 1
+
+    @property
     def space(self) -> SearchSpace:
-        """What is searched: exactly the masks that are enumerated, with gamma and both thresholds."""
+        """What is searched: exactly the masks that are enumerated, with gamma, both thresholds and `share_prefix`."""
         apart = tuple(range(self.layers)) if self.bits is None else ()
-        return SearchSpace(self.layers, GAMMA_MAX, apart, apart, self.bits or ())
+        return SearchSpace(self.layers, GAMMA_MAX, apart, apart, self.bits or (), share_prefix=True)
 
     @property
     def settings(self) -> Settings:

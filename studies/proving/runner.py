@@ -35,7 +35,7 @@ from search.study import set_sampler
 from search.subject import Subject, Tools
 from search.terminal.reporter import Reporter
 from search.trial_phase import CANNOT_WIN, TrialPhase
-from studies.proving.costs import CostTable
+from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
 
@@ -58,9 +58,9 @@ class Case:
     noise: Noise
 
     @property
-    def cost(self) -> CostModel:
-        """The machine's true prices for this model."""
-        return self.costs.model(self.table.space.num_layers)
+    def prices(self) -> Prices:
+        """The machine's true ones for this model."""
+        return self.costs.prices(self.model, self.table.space.num_layers)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Run:
     @classmethod
     def begin(cls, case: Case) -> _Run:
         label = zlib.crc32(f"{case.model} {case.costs.name} {case.strategy}".encode())
-        machine = SimulatedMachine(case.cost, case.noise, np.random.default_rng([case.seed, label]))
+        machine = SimulatedMachine(case.prices, case.noise, np.random.default_rng([case.seed, label]))
         subject, spec = _subject(case, TabularDecoder(case.table, machine)), _spec(case)
         options = ReferenceOptions(subject.space.num_layers, case.seed, spec.trial_seconds, spec.prompts_per_trial)
         reference = make_reference(subject.decoder, subject.tuning, options)
@@ -187,7 +187,7 @@ class TabularHints:
     @property
     def cost(self) -> CostModel:
         """Without noise, which flatters a rival that asks."""
-        return self.case.cost
+        return self.case.prices.terms
 
     def agreement(self, mask: SkipMask) -> float:
         """Share of positions with the target's token."""

@@ -44,7 +44,7 @@ class Score:
         """Cost: a replay a config."""
 
         def value(config: DecodeConfig) -> float:
-            return speedup_of(case.table, case.cost, config, case.table.reporting)
+            return speedup_of(case.table, case.prices, config, case.table.reporting)
 
         def regret(config: DecodeConfig) -> float:
             return round(100.0 * (1.0 - value(config) / optimum.value), 4)

@@ -1,8 +1,8 @@
 """Table: what one model's drafts say under every mask of a space, on fixed texts, small enough to be committed.
 
-A reading is one draft deep: the draft sees the target's keys and values, as the first draft of a round does. Decoding
-by the table is defined by that, for later drafts of a round too, so a config's value needs no clock and no further
-reading. Confidences are kept as places on the grid of thresholds, which is all that a threshold of the space asks.
+Readings go D drafts into a round: deeper ones see the draft's own keys and values of the round, later ones are taken
+from the deepest. Decoding by the table is defined by that, so a config's value needs no clock and no further reading.
+Confidences are kept as places on the grid of thresholds, which is all that a threshold of the space asks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Table:
 
     space: SearchSpace
     codes: Codes
-    """(P, T, M): `encode` of every mask's reading; masks in the order of `masks_of`."""
+    """(D + 1, P, T, M): `encode` of every mask's readings; masks in the order of `masks_of`."""
     target_levels: Codes
     """(P, T): `levels_of` the target's probability of each token."""
     prompts: NDArray[np.uint16]
@@ -52,7 +52,7 @@ class Table:
 
     def __post_init__(self) -> None:
         texts = self.target_levels.shape
-        expected = (*texts, 1 << len(self.space.bit_names))
+        expected = (len(self.codes), *texts, 1 << len(self.space.bit_names))
         if self.codes.shape != expected or self.continuations.shape != texts or len(self.prompts) != texts[0]:
             raise ValueError(f"codes: must have shape {expected}, got {self.codes.shape}")
         if not 0 < self.num_tuning < self.num_tuning + self.num_confirming < texts[0]:
@@ -80,11 +80,20 @@ class Table:
         probs = confidence_of(self.target_levels[list(places)])
         return TextRows(np.full(len(probs), probs.shape[1]), probs, probs.shape[1])
 
-    def reading(self, mask: SkipMask, places: Sequence[int]) -> DraftReadings:
-        """The mask's on these texts, one draft deep. Raises: ValueError for a mask that the space has not."""
+    @property
+    def depth(self) -> int:
+        """Drafts of a round, after the first, that have readings of their own."""
+        return len(self.codes) - 1
+
+    def reading(self, mask: SkipMask, places: Sequence[int], depth: int | None = None) -> DraftReadings:
+        """The mask's on these texts, so many drafts into a round, as many as there are without a number.
+
+        Raises: ValueError for a mask that the space has not.
+        """
         if mask not in self._places:
             raise ValueError(f"skip_mask: must be one of the {len(self.masks)} masks of the space, got {mask}")
-        return decode(self.codes[list(places), :, self._places[mask]])
+        most = self.depth if depth is None else depth
+        return decode(self.codes[: most + 1, ..., self._places[mask]][:, list(places)])
 
     @cached_property
     def _places(self) -> dict[SkipMask, int]:
@@ -100,6 +109,7 @@ class Table:
             "attention_bits": space.attention_bits,
             "mlp_bits": space.mlp_bits,
             "layer_bits": space.layer_bits,
+            "share_prefix": space.share_prefix,
             "num_tuning": self.num_tuning,
             "num_confirming": self.num_confirming,
             "facts": dict(self.facts),
@@ -114,7 +124,7 @@ class Table:
             arrays = np.load(io.BytesIO(lzma.decompress(file.read_bytes())), allow_pickle=False)
             told = json.loads(str(arrays["told"]))
             bits = {name: tuple(told[name]) for name in ("attention_bits", "mlp_bits", "layer_bits")}
-            space = SearchSpace(told["num_layers"], told["gamma_max"], **bits)
+            space = SearchSpace(told["num_layers"], told["gamma_max"], **bits, share_prefix=told["share_prefix"])
             rest = {name: told[name] for name in ("num_tuning", "num_confirming", "facts")}
             return cls(space, **{name: arrays[name] for name in _ARRAYS}, **rest)
         except (lzma.LZMAError, EOFError, KeyError, TypeError, ValueError) as error:
@@ -152,6 +162,6 @@ def encode(accepted: NDArray[Any], confidence: NDArray[Any]) -> Codes:
 
 
 def decode(codes: Codes) -> DraftReadings:
-    """Readings (1, P, T) from codes (P, T); which tokens are proposed is not kept, only whether they are right."""
-    accepted, levels = np.divmod(codes[None], _NUM_LEVELS)
+    """Readings of codes (D + 1, P, T); which tokens are proposed is not kept, only whether they are right."""
+    accepted, levels = np.divmod(codes, _NUM_LEVELS)
     return DraftReadings(accepted.astype(np.float32), confidence_of(levels), np.zeros(accepted.shape, dtype=np.int64))

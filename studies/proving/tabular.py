@@ -16,10 +16,10 @@ from layerskip.sampling_regime import Sampling
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from search.cost_model import CostModel
 from search.decoder import Decoded
 from search.predictor import no_reading
-from search.replay import Round, TextRows, walk
+from search.replay import Round, TextRows, drafts_before, walk
+from studies.proving.costs import Prices
 from studies.proving.table import Table
 
 _PREFILL_STEPS = 2.0
@@ -46,7 +46,7 @@ class Noise:
 class SimulatedMachine:
     """A clock that passes as steps are taken, and what they cost on it at the moment."""
 
-    cost: CostModel
+    prices: Prices
     noise: Noise
     rng: np.random.Generator
     now: float = 0.0
@@ -60,9 +60,9 @@ class SimulatedMachine:
             return 1.0
         return math.exp(self.noise.pair_sigma / math.sqrt(2) * self.rng.standard_normal())
 
-    def verify_s(self, count: int) -> float:
-        """Verifying so many draft tokens, 0 for a target step."""
-        alone, table_s = self.cost.verify_s[0], self.cost.verify_s[count]
+    def verify_s(self, count: int, table: Sequence[float] | None = None) -> float:
+        """Verifying so many draft tokens, 0 for a target step; by these prices, else those of all layers."""
+        alone, table_s = self.prices.alone_s, (self.prices.terms.verify_s if table is None else table)[count]
         swing = self.noise.drift * math.sin(2 * math.pi * self.now / _DRIFT_PERIOD_S)
         return alone + (table_s - alone) * (1.0 + swing)
 
@@ -154,12 +154,14 @@ class TabularDecoder:
 
     def _tick_reading(self, num_texts: int) -> None:
         """A reading is taken to cost a target step a text: a draft forward over it, many positions at once."""
-        self.machine.pass_time(num_texts * self.machine.cost.verify_s[0])
+        self.machine.pass_time(num_texts * self.machine.prices.alone_s)
 
     def _stats(self, num_prompt: int, length: int, rounds: Sequence[Round], config: DecodeConfig) -> DecodeStats:
         machine = self.machine
         factor, alone_s = machine.factor(), machine.verify_s(0)
-        draft_s = machine.cost.draft_s(config.skip_mask, threshold=config.draft_threshold > 0)
+        prices = machine.prices
+        draft_s = prices.draft_s(config.skip_mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
+        table = prices.verifications_s(config.skip_mask, share_prefix=config.share_prefix)
         stats = DecodeStats(num_prompt_tokens=num_prompt, prefill_s=_PREFILL_STEPS * alone_s * factor)
         stats.make_room(config.gamma)
         for one in rounds:
@@ -168,7 +170,7 @@ class TabularDecoder:
                 stats.target_only_s += alone_s * factor
                 stats.add_step(alone_s * factor, 1)
                 continue
-            drafts_s, verify_s = one.drafted * draft_s * factor, machine.verify_s(one.drafted) * factor
+            drafts_s, verify_s = one.drafted * draft_s * factor, machine.verify_s(one.drafted, table) * factor
             stats.count_round(0, one.drafted, one.accepted)
             stats.count_seconds(0, one.drafted, drafts_s + verify_s)
             stats.draft_s += drafts_s
@@ -181,7 +183,7 @@ class TabularDecoder:
 
 
 class TabularForcing:
-    """See `search.decoder.TextForcing`: the table's readings of some of its texts, one draft deep."""
+    """See `search.decoder.TextForcing`: the table's readings of some of its texts."""
 
     keys = "target"
 
@@ -198,19 +200,19 @@ class TabularForcing:
         """Of the readings."""
         return int(self._table.codes.nbytes)
 
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:  # noqa: ARG002
-        """One draft deep whatever the depth: the table says of later drafts of a round what it says of first ones."""
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+        """So many drafts into a round, or as many as the table has: the deepest says what later ones say."""
         places = self._all_places if texts is None else [self._all_places[text] for text in texts]
         self._tick(len(places))
-        return self._table.reading(mask, places)
+        return self._table.reading(mask, places, depth)
 
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """As replay has it: after a wrong token confidence is that along the right text."""
         found = []
         for one in wrong:
-            confidence = self._table.reading(mask, [self._all_places[one.text]]).confidence[0, 0]
-            unsure = np.flatnonzero(confidence[one.row + 1 :] < threshold)
-            found.append(min(one.room, int(unsure[0]) + 1 if len(unsure) else one.room))
+            confidence = self._table.reading(mask, [self._all_places[one.text]]).confidence
+            until_unsure = int(drafts_before(confidence < threshold)[0, one.row - one.drafted])
+            found.append(min(one.room, until_unsure - one.drafted))
         return found
 
 
@@ -228,7 +230,7 @@ class TabularTimer:
         self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool  # noqa: ARG002
     ) -> list[float]:  # fmt: skip
         """A draft token under each mask."""
-        return [self._timed(self.machine.cost.draft_s(mask, threshold=threshold), gamma) for mask in masks]
+        return [self._timed(self.machine.prices.draft_s(mask, threshold=threshold), gamma) for mask in masks]
 
     def draft_and_target_s(
         self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
@@ -264,7 +266,7 @@ def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) 
     """
     if config.speculates and config.drafter != "layer_skip":
         raise ValueError(f"drafter: a table knows drafts under a mask alone, got {config.drafter}")
-    reading = forcing.read(config.skip_mask) if config.speculates else no_reading(rows)
+    reading = forcing.read(config.skip_mask, config.gamma) if config.speculates else no_reading(rows)
     rounds = walk(reading, rows, config)
     open_ended = [i for i, one in enumerate(rounds) if one.wrong_and_sure]
     wrong = [

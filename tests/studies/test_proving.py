@@ -13,14 +13,14 @@ from search.cost_model import relative_draft
 from search.decoder import Decoder
 from search.replay import Settings, replay
 from search.space import SearchSpace
-from studies.proving.costs import COSTS
+from studies.proving.costs import COSTS, QUIRK
 from studies.proving.recipes import RECIPES
 from studies.proving.runner import Case, run_case
 from studies.proving.table import THRESHOLDS, Table, confidence_of, decode, encode, levels_of, masks_of
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
-from studies.proving.truth import Steps, grid_of, optima_of, speedup_of
+from studies.proving.truth import Steps, can_share, grid_of, optima_of, speedup_of
 
-SPACE = SearchSpace(2, 8, (0, 1), (0, 1), ())
+SPACE = SearchSpace(2, 8, (0, 1), (0, 1), (), share_prefix=True)
 LENGTH = 16
 SILENT = Noise()
 
@@ -36,7 +36,7 @@ def made_table(seed: int = 0, num_texts: int = 14) -> Table:
     confidence = np.clip(1.1 - luck + 0.1 * rng.random((num_texts, LENGTH, len(masks))), 0, 1)
     return Table(
         SPACE,
-        encode(accepted, confidence),
+        np.stack([encode(accepted, confidence), encode(accepted & (luck < 0.8), confidence)]),
         levels_of(1.0 - 0.9 * luck[:, :, 0] ** 3),
         np.arange(num_texts * 3, dtype=np.uint16).reshape(num_texts, 3),
         rng.integers(0, 50, (num_texts, LENGTH)).astype(np.uint16),
@@ -47,7 +47,7 @@ def made_table(seed: int = 0, num_texts: int = 14) -> Table:
 
 
 def decoder_of(table: Table, noise: Noise = SILENT, seed: int = 0, costs: str = "gpu_memory") -> TabularDecoder:
-    machine = SimulatedMachine(COSTS[costs].model(table.space.num_layers), noise, np.random.default_rng(seed))
+    machine = SimulatedMachine(COSTS[costs].prices("made", table.space.num_layers), noise, np.random.default_rng(seed))
     return TabularDecoder(table, machine)
 
 
@@ -69,8 +69,8 @@ def test_levels_answer_every_threshold_as_the_probability_does() -> None:
 def test_codes_hold_what_a_draft_says() -> None:
     accepted = np.array([[1.0, 0.0]], dtype=np.float32)
     reading = decode(encode(accepted, np.array([[0.99, 0.51]], dtype=np.float32)))
-    assert reading.accepted.tolist() == [[[1.0, 0.0]]]
-    assert reading.confidence[0, 0].tolist() == pytest.approx([0.975, 0.525])
+    assert reading.accepted.tolist() == [[1.0, 0.0]]
+    assert reading.confidence[0].tolist() == pytest.approx([0.975, 0.525])
 
 
 def test_masks_are_all_of_them_each_a_bit_from_the_one_before() -> None:
@@ -119,15 +119,15 @@ def test_the_value_of_a_config_is_what_its_decoding_takes(config: DecodeConfig, 
         ids = table.prompts[place].tolist()
         fast, slow = (decoder.decode(ids, one).stats.decode_s for one in (config, plain))
         logs.append(np.log(slow / fast))
-    value = speedup_of(table, decoder.machine.cost, config, table.reporting)
+    value = speedup_of(table, decoder.machine.prices, config, table.reporting)
     assert value == pytest.approx(float(np.exp(np.mean(logs))))
-    assert speedup_of(table, decoder.machine.cost, plain, table.reporting) == 1.0
+    assert speedup_of(table, decoder.machine.prices, plain, table.reporting) == 1.0
 
 
 def test_the_optimum_is_the_best_of_configs_taken_one_by_one() -> None:
     table = made_table()
     grid = Settings.grid([1, 3, 8], [0.0, 0.7], [0.0, 0.4])
-    costs = {name: one.model(2) for name, one in COSTS.items()}
+    costs = {name: one.prices("made", 2) for name, one in COSTS.items()}
     found = optima_of(table, costs, table.reporting, grid)
     for name, cost in costs.items():
         every = [
@@ -139,10 +139,12 @@ def test_the_optimum_is_the_best_of_configs_taken_one_by_one() -> None:
                     gamma=int(grid.gamma[i]),
                     draft_threshold=float(grid.draft_threshold[i]),
                     target_threshold=float(grid.target_threshold[i]),
+                    share_prefix=share,
                 ),
                 table.reporting,
             )
             for mask in table.masks
+            for share in ((False, True) if can_share(mask) else (False,))
             for i in range(len(grid))
         ]
         assert found[name].speedup == pytest.approx(max(every))
@@ -158,7 +160,7 @@ def test_rounds_are_told_apart_by_their_drafts() -> None:
     table, mask = made_table(), SkipMask.from_layers(2, [1])
     steps = Steps.of(table, mask, Settings.of(CONFIGS[2]), [0])
     stats = decoder_of(table).decode(table.prompts[0].tolist(), CONFIGS[2]).stats
-    assert steps.rounds[0, 0].tolist() == stats.rounds_by_drafted
+    assert steps.counts[0, 0].tolist() == [stats.num_target_only, *stats.rounds_by_drafted]
 
 
 def test_the_decoder_refuses_what_the_table_has_not() -> None:
@@ -169,7 +171,7 @@ def test_the_decoder_refuses_what_the_table_has_not() -> None:
     with pytest.raises(ValueError, match="prompt: must be one of the table's"):
         decoder.teacher_forcing([ForcedText((9, 9), (1, 2))])
     whole = SearchSpace(2, 8, (), (), (0, 1))
-    part = Table(whole, table.codes[:, :, :4], table.target_levels, table.prompts, table.continuations, 6, 4, {})
+    part = Table(whole, table.codes[..., :4], table.target_levels, table.prompts, table.continuations, 6, 4, {})
     with pytest.raises(ValueError, match="must be one of the 4 masks"):
         decoder_of(part).decode(table.prompts[0].tolist(), CONFIGS[5])
 
@@ -198,10 +200,14 @@ def test_drift_moves_the_price_of_verifying_and_not_that_of_a_step() -> None:
 
 def test_the_timer_tells_the_prices() -> None:
     decoder = decoder_of(made_table(), costs="cpu")
-    timer, cost, mask = decoder.timer(8), decoder.machine.cost, SkipMask.from_layers(2, [1])
-    assert timer.verify_s([1, 2], [1, 9]) == [cost.verify_s[0], cost.verify_s[8]]
+    timer, cost, mask = decoder.timer(8), decoder.machine.prices, SkipMask.from_layers(2, [1])
+    assert timer.verify_s([1, 2], [1, 9]) == [cost.terms.verify_s[0], cost.terms.verify_s[8]]
     told = relative_draft(timer, [1, 2], mask, gamma=4, threshold=True, repeats=3)
-    assert told == pytest.approx(0.096 + 0.5 * (0.362 + 0.363) + 0.033)
+    terms = cost.terms.draft_s(mask, threshold=True) / cost.alone_s
+    assert terms == pytest.approx(0.067 + 0.5 * (0.428 + 0.410) + 0.041)
+    assert told == pytest.approx(cost.draft_s(mask, threshold=True) / cost.alone_s)
+    assert told != pytest.approx(terms)
+    assert told == pytest.approx(terms, rel=4 * QUIRK)
 
 
 @pytest.mark.parametrize("name", RECIPES)
