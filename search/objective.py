@@ -155,7 +155,7 @@ class Objective:
         if self.outlook is None or not config.speculates:
             return None
         earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        told = self.outlook.describe_trial(trial.params, config, steps, earlier, self.reference.noise_sigma)
+        told = self.outlook.describe_trial(config, steps, earlier)
         tastes = taste_of(told)
         expected = standings.standardised(steps, told["predicted_ratios"], tastes)
         told |= {

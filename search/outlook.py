@@ -13,13 +13,11 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config import DecodeConfig
 from search.confirm import describe
-from search.correction import Correction
 from search.cost_model import CostModel, CostOptions, Timer, measure_costs, pool_costs
 from search.fingerprint import Fingerprint
 from search.forecast import Candidates, Pool
 from search.learnt_costs import DRAFT_BY_TERMS, DRAFT_TIMED, learnt_costs_of
 from search.more_texts import Beyond
-from search.prediction_check import noise_of_repeats
 from search.predictor import Forcing, Predictor
 from search.proposals import ProposeOptions, Proposer
 from search.reference import Reference
@@ -95,17 +93,13 @@ class Outlook:
         return ReplayProposer(self.space, options, self.candidates, self.pool, num_readings=self.num_readings)
 
     def describe_trial(
-        self, trial_params: dict[str, Any], config: DecodeConfig, steps: Sequence[int], earlier: Sequence[FrozenTrial],
-        noise_sigma: float,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, config: DecodeConfig, steps: Sequence[int], earlier: Sequence[FrozenTrial]
+    ) -> dict[str, Any]:
         """Attributes of a trial about to be measured on the prompts at `steps`: what it is expected to show.
 
-        noise_sigma: the clock's, of one ratio, until enough configs have met a prompt again to tell it.
-
-        `predicted_ratios` are corrected by what earlier trials taught, `replayed_ratios` are not; `forecast_ratios` are
-        those that configs are ranked by, and `forecast_speedup` is their mean over all texts, more than any trial
-        decodes: so what a config owes to its own prompts, or to the tuning prompts, can be told apart from what it is
-        worth, see `search.leaderboard.taste_of`. Cost: a wide reading, if the mask was not proposed for one, a few
+        `predicted_ratios` are as sharp as can be; `forecast_ratios` are those that configs are ranked by, and
+        `forecast_speedup` is their mean over all texts, more than any trial decodes: so what a config owes to its own
+        prompts, or to the tuning prompts, can be told apart from what it is worth, see `search.leaderboard.taste_of`. Cost: a wide reading, if the mask was not proposed for one, a few
         readings and short drafts, see `Predictor.trial`; a target forward over each of the prompts' texts that were too
         many to be read for every mask.
         """
@@ -113,12 +107,8 @@ class Outlook:
         unread = self.predictor.unread(steps, self.force)
         sharp = self.predictor.trial(config, steps, self.timer, self.texts[0], unread)
         forecast, mean = self.predictor.forecast(config, steps, unread)
-        pair_sigma = noise_of_repeats(earlier)[0] or noise_sigma
-        correction = Correction(earlier, self.space, pair_sigma, "replayed_ratios")
-        factor = math.exp(float(correction.of([trial_params])[0][0]))
         return {
-            "predicted_ratios": [round(ratio * factor, 5) for ratio in sharp.ratios],
-            "replayed_ratios": [round(ratio, 5) for ratio in sharp.ratios],
+            "predicted_ratios": [round(ratio, 5) for ratio in sharp.ratios],
             "forecast_ratios": [round(ratio, 5) for ratio in forecast],
             "forecast_speedup": round(mean, 5),
             "replayed_forwards": [list(counts) for counts in sharp.forwards],

@@ -1,4 +1,4 @@
-"""ReplayProposer: proposes the config with the best corrected prediction that nobody has measured."""
+"""ReplayProposer: proposes the config with the best prediction that nobody has measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.correction import Correction
 from search.forecast import Candidate, Candidates, Pool
 from search.leaderboard import Key, make_standings, was_interrupted
 from search.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
@@ -21,28 +20,18 @@ _CALIBRATION = ("no-skip", "early-exit", "alternating", "middle-half", "later-at
 _CALIBRATE_EVERY = 2
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
-_BOLDNESS = 0.5
-"""Standard deviations of the correction that are added to a prediction: where little is known, more is hoped for."""
 
 
 class _Field:
-    """The candidates of one proposal, ranked by what is expected of them on all texts, corrected, a little hopeful."""
+    """The candidates of one proposal, ranked by what is expected of them on all texts."""
 
-    def __init__(self, refiner: Refiner, correction: Correction) -> None:
-        self._refiner, self._correction = refiner, correction
-        self._mean: dict[int, float] = {}
-        self._bonus: dict[int, float] = {}
+    def __init__(self, refiner: Refiner) -> None:
+        self._refiner = refiner
         self.best_first: list[Candidate] = []
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Rank these among the others."""
-        mean, deviation = self._correction.of([one.params for one in candidates])
-        bonus = (mean + _BOLDNESS * deviation).tolist()
-        self._mean |= {id(one): more for one, more in zip(candidates, mean.tolist(), strict=True)}
-        self._bonus |= {id(one): more for one, more in zip(candidates, bonus, strict=True)}
-        self.best_first += candidates
-        scores = self._refiner.expected(self.best_first) + np.array([self._bonus[id(one)] for one in self.best_first])
-        self.best_first = [self.best_first[int(i)] for i in np.argsort(-scores, kind="stable")]
+        self.best_first = self._refiner.best_first([*self.best_first, *candidates])
 
     def settle(self, measured: Set[Key]) -> list[Candidate]:
         """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone. Returns it."""
@@ -55,8 +44,8 @@ class _Field:
         return [refined]
 
     def gain(self, measured: Set[Key]) -> float | None:
-        """What the best of the unmeasured is expected to be above the best measured, hopes apart, as a share."""
-        expected = self._refiner.expected(self.best_first) + np.array([self._mean[id(one)] for one in self.best_first])
+        """What the best of the unmeasured is expected to be above the best measured, as a share."""
+        expected = self._refiner.expected(self.best_first)
         sides: tuple[list[float], list[float]] = ([], [])
         for one, log in zip(self.best_first, expected.tolist(), strict=True):
             if one.wide:
@@ -70,7 +59,7 @@ class ReplayProposer:
 
     In turn: at the start every second trial a known shape at its best predicted setting, so that predictions are
     checked far from the top too; every `repeat_every`-th trial a leader again; otherwise new neighbours of the leading
-    masks are predicted, and of all configs ever predicted and not measured the one with the best corrected
+    masks are predicted, and of all configs ever predicted and not measured the one with the best
     prediction is measured: `pool` if its mask was known before the first trial, else `replay`.
 
     Where configs can be predicted on more texts than the first ones (see `Predictor.with_more`), only one predicted on
@@ -105,9 +94,8 @@ class ReplayProposer:
             if left:
                 return Proposal("warm", left[0].params)
         self._candidates.predictor.learn(trials)
-        correction = Correction(trials, self._space, self._options.noise_sigma)
         known = self._all_known(trials)
-        field = _Field(self._refiner, correction)
+        field = _Field(self._refiner)
         field.add(known)
         refined = field.settle(measured)
         leading = [one for one in field.best_first if self._has_mask(one)][:_NUM_PARENTS]

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from search.correction import Correction
 
 import search.leaderboard
 import search.replay_proposer
-from search.correction import Correction
 from search.forecast import Pool
 from search.learnt_costs import CostLearner, TimingTrust
 from search.more_texts import Beyond

@@ -96,6 +96,10 @@ def _growing(by: float) -> tuple[float, ...]:
     return tuple(1.0 + by * n for n in range(_GAMMA_MAX + 1))
 
 
+_DEMO = (
+    1.0, 1.304, 1.363, 1.407, 1.653, 1.626, 1.894, 1.690, 1.922, 1.996, 2.070, 2.144, 2.218, 2.317, 2.416, 2.516, 2.615,
+)  # fmt: skip
+
 COSTS = {
     one.name: one
     for one in (
@@ -103,8 +107,7 @@ COSTS = {
             "cpu",
             "measured: studies/demo/summary.json, costs.first (2 CPU cores, float32, 12 layers)",
             0.003978,
-            (1.0, 1.304, 1.363, 1.407, 1.653, 1.626, 1.894, 1.690, 1.922, 1.996, 2.070, 2.144, 2.218, 2.317, 2.416)
-            + (2.516, 2.615),
+            _DEMO,
             fixed=0.067,
             attention=0.428,
             mlp=0.410,

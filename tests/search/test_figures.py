@@ -43,7 +43,7 @@ pytestmark = pytest.mark.publishes
 Draw = Callable[[optuna.Study], go.Figure]
 FAST: dict[str, Any] = {"trials": 2, "num_confirm_prompts": 5, "confirm_repeats": 1}
 """Too few prompts for a bootstrap."""
-PREDICTED = {"predicted_ratios", "predicted_speedup", "predicted_tokens_per_s", "replayed_ratios", "replayed_forwards"}
+PREDICTED = {"predicted_ratios", "predicted_speedup", "predicted_tokens_per_s", "replayed_forwards"}
 
 
 @pytest.fixture(scope="module")

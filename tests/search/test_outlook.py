@@ -17,7 +17,6 @@ import pytest
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search import run
-from search.correction import Correction
 from search.cost_model import pool_costs
 from search.decoder import Decoded, ModelDecoder
 from search.fingerprint import Fingerprint
@@ -380,7 +379,7 @@ def test_a_config_that_owes_much_to_the_trials_texts_is_known_to() -> None:
     study, decoder = new_study(), quick()
     outlook = open_(study, decoder, LONG, tuning=CUTTABLE)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4)
-    told = outlook.describe_trial(SPACE.to_params(config), config, [5, 2], [], 0.02)
+    told = outlook.describe_trial(config, [5, 2], [])
     alone = open_(new_study(), quick(), LONG).predictor
     assert told["forecast_ratios"] == pytest.approx(alone.forecast(config, [5, 2])[0], abs=1e-5)
     wide = outlook.predictor.forecast(config, [])[1]
@@ -428,23 +427,12 @@ def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
     outlook, timer = open_(study, decoder), decoder.step_times
     assert isinstance(timer, PlantedTimer)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
-    params = SPACE.to_params(config)
-    told = outlook.describe_trial(params, config, [5, 2, 0], [], 0.02)
-    assert told["predicted_ratios"] == told["replayed_ratios"]
+    told = outlook.describe_trial(config, [5, 2, 0], [])
     assert told["forecast_ratios"] == pytest.approx(outlook.predictor.forecast(config, [5, 2, 0])[0], abs=1e-5)
     assert [len(counts) for counts in told["replayed_forwards"]] == [3, 3, 3]
     assert told["draft_step_ms"] == pytest.approx(1000 * timer.true_draft_s(config.skip_mask, threshold=True), abs=1e-4)
     assert timer.drafted[-1][0] == outlook.texts[0]
     json.dumps(told)
-    # Measured, it was a fifth slower than replayed; the forecast, which is not what is corrected here, was too low.
-    attrs = {"replayed_ratios": told["replayed_ratios"], "forecast_ratios": [0.1] * 3}
-    record(study, SPACE, params, [0.8 * ratio for ratio in told["replayed_ratios"]], **attrs)
-    earlier = study.get_trials(deepcopy=False)
-    again = outlook.describe_trial(params, config, [5, 2, 0], earlier, 0.02)
-    factor = math.exp(Correction(earlier, SPACE, 0.02, "replayed_ratios").of([params])[0][0])
-    assert 0.8 < factor < 0.85
-    assert again["predicted_ratios"] == pytest.approx([factor * ratio for ratio in told["replayed_ratios"]], abs=1e-4)
-    assert {**again, "predicted_ratios": None} == {**told, "predicted_ratios": None}
 
 
 def test_a_trial_on_prompts_that_are_not_read_for_every_mask_is_predicted_as_well() -> None:
@@ -454,8 +442,8 @@ def test_a_trial_on_prompts_that_are_not_read_for_every_mask_is_predicted_as_wel
     few, every = (open_(new_study(), one, reference=TWELVE) for one in (slow, quick_one))
     assert (few.predictor.num_texts, every.predictor.num_texts) == (4, 12)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
-    told = [one.describe_trial(SPACE.to_params(config), config, [3, 8, 11], [], 0.02) for one in (few, every)]
-    for name in ("replayed_forwards", "replayed_ratios", "predicted_ratios", "forecast_ratios"):
+    told = [one.describe_trial(config, [3, 8, 11], []) for one in (few, every)]
+    for name in ("replayed_forwards", "predicted_ratios", "forecast_ratios"):
         assert len(told[0][name]) == 3
         assert told[0][name] == told[1][name]
 

@@ -15,7 +15,6 @@ from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.teacher_forcing import DraftReadings, ForcedText
-from search.correction import Correction, residual_of
 from search.cost_model import CostModel, CostOptions, measure_costs
 from search.forecast import Candidate, Candidates, Pool, make_pool
 from search.leaderboard import Key, counted, key_of
@@ -466,117 +465,12 @@ def contradict(lab: Lab, near: float, far: float) -> None:
                 record(lab.study, SPACE, plain(mask, gamma), ratios, forecast_ratios=[1.2] * NUM_PROMPTS)
 
 
-@pytest.mark.parametrize(("near", "far", "expected"), [(1.0, 1.0, "better"), (0.6, 1.0, "worse"), (0.6, 0.6, "better")])
-def test_contradicted_predictions_move_the_choice(near: float, far: float, expected: str) -> None:
-    """Two masks, one predicted 5 % faster. If its like were slower than forecast and the other's were not, the other
-    is measured; if all were slower alike, nothing changes."""
-    lab = Lab(repeat_every=0, num_readings=0)
-    better = Candidate(key_of(plain(SkipMask.from_layers(6, [2, 3, 4, 5]))), math.log(9.0))
-    worse = Candidate(key_of(plain(SkipMask.from_layers(6, [0, 2]))), math.log(9.0 / 1.05))
-    lab.pool = Pool((better, worse))
-    lab.proposer = ReplayProposer(
-        SPACE, ProposeOptions(0, SIGMA, NUM_PROMPTS), lab.candidates, lab.pool, num_readings=0
-    )
-    contradict(lab, near, far)
-    assert lab.propose().params == {"better": better, "worse": worse}[expected].params
-
-
-def test_where_little_is_known_more_is_hoped_for() -> None:
-    """Equal predictions, all confirmed: the config unlike the measured ones goes first, though it comes second."""
-    lab = Lab(repeat_every=0, num_readings=0)
-    like = Candidate(key_of(plain(SkipMask.from_layers(6, [2, 3, 4, 5]))), math.log(9.0))
-    unlike = Candidate(key_of(plain(SkipMask.from_layers(6, [0, 1]), gamma=1, draft_threshold=0.9)), math.log(9.0))
-    lab.pool = Pool((like, unlike))
-    lab.proposer = ReplayProposer(
-        SPACE, ProposeOptions(0, SIGMA, NUM_PROMPTS), lab.candidates, lab.pool, num_readings=0
-    )
-    assert lab.propose().params == like.params
-    for gamma in (3, 5):
-        for mask in NEAR:
-            record(lab.study, SPACE, plain(mask, gamma), [1.2] * 5, forecast_ratios=[1.2] * 5)
-    assert lab.propose().params == unlike.params
-
-
 def trials_of(*rows: tuple[dict[str, Any], list[float], list[float]]) -> list[FrozenTrial]:
     """(params, ratios, forecast)."""
     study = optuna.create_study(direction="maximize")
     for params, ratios, forecast in rows:
         record(study, SPACE, params, ratios, forecast_ratios=forecast)
     return study.get_trials(deepcopy=False)
-
-
-def test_without_trials_nothing_is_corrected() -> None:
-    correction = Correction([], SPACE, SIGMA)
-    mean, deviation = correction.of([plain(one) for one in NEAR])
-    assert mean.tolist() == [0.0] * 3
-    assert deviation == pytest.approx([math.hypot(0.1, 0.03)] * 3)
-    assert correction.num_trials == 0
-    assert [one.tolist() for one in Correction(trials_of((plain(NEAR[0]), [1.0], [1.0])), SPACE, SIGMA).of([])] == [
-        [],
-        [],
-    ]
-
-
-def test_the_correction_is_that_of_a_gaussian_process() -> None:
-    """One trial of 5 prompts, 20 % below its forecast; by hand, at itself, near it and far from it."""
-    measured, sigma = plain(NEAR[0]), 0.04
-    trials = trials_of((measured, [0.8, 0.4, 1.6, 0.8, 0.8], [1.0, 0.5, 2.0, 1.0, 1.0]))
-    correction = Correction(trials, SPACE, sigma)
-    points = [measured, plain(NEAR[1]), plain(FAR[1], gamma=1), plain(NEAR[0], draft_threshold=0.5)]
-    mean, deviation = correction.of(points)
-    noise = 0.02**2 + sigma**2 / 5
-    # Bits that differ, gamma as a share of 6, thresholds as they are; 15 parameters, of which 15 % are the reach.
-    squares = [0.0, 2.0, 10.0 + 0.5**2, 0.5**2]
-    for i, square in enumerate(squares):
-        across = 0.1**2 + 0.03**2 * math.exp(-square / (0.15 * 15))
-        gain = across / (0.1**2 + 0.03**2 + noise)
-        assert mean[i] == pytest.approx(gain * math.log(0.8))
-        assert deviation[i] == pytest.approx(math.sqrt(0.1**2 + 0.03**2 - gain * across))
-
-
-def test_many_configs_are_corrected_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once they take memory that grows with configs x trials."""
-    trials = trials_of(*[(plain(one), [0.8 + 0.1 * i], [1.0]) for i, one in enumerate(NEAR)])
-    points = [plain(one, gamma=gamma) for one in (*NEAR, *FAR) for gamma in range(1, 7)]
-    whole = Correction(trials, SPACE, SIGMA).of(points)
-    asked: list[int] = []
-    kernel = Correction._kernel
-
-    def watched(self: Correction, one: Any, other: Any) -> Any:
-        asked.append(len(one))
-        return kernel(self, one, other)
-
-    monkeypatch.setattr("search.correction._MOST_AT_ONCE", 4 * len(trials))
-    parted = Correction(trials, SPACE, SIGMA)
-    monkeypatch.setattr(Correction, "_kernel", watched)
-    for one, other in zip(parted.of(points), whole, strict=True):
-        assert one == pytest.approx(other)
-    assert set(asked) <= {4, len(points) % 4}
-    assert sum(asked) == len(points) > 4
-
-
-def test_many_trials_are_believed_more_than_one() -> None:
-    row = (plain(NEAR[0]), [0.8], [1.0])
-    (one,), (one_deviation,) = Correction(trials_of(row), SPACE, SIGMA).of([row[0]])
-    (many,), (many_deviation,) = Correction(trials_of(*[row] * 6), SPACE, SIGMA).of([row[0]])
-    assert math.log(0.8) < many < one < 0.9 * math.log(0.8)
-    assert many_deviation < one_deviation
-    (noisy,), _ = Correction(trials_of(row), SPACE, 0.3).of([row[0]])
-    assert one < noisy < 0.0
-
-
-def test_only_trials_with_a_measurement_and_a_prediction_teach() -> None:
-    study, params = optuna.create_study(direction="maximize"), plain(NEAR[0])
-    record(study, SPACE, params, [1.0, 1.1])
-    record(study, SPACE, params, [], forecast_ratios=[1.0])
-    record_failure(study, SPACE, params, "out of memory", forecast_ratios=[1.0], ratios=[1.0])
-    told = record(study, SPACE, params, [0.5, 2.0], forecast_ratios=[1.0, 1.0, 7.0], replayed_ratios=[0.5, 0.5, 1.0])
-    trials = study.get_trials(deepcopy=False)
-    assert [residual_of(trial) for trial in trials[:3]] == [None] * 3
-    # A trial that stopped early has fewer ratios than were forecast: the first ones are compared.
-    assert residual_of(told) == pytest.approx((0.0, 2))
-    assert residual_of(told, "replayed_ratios") == pytest.approx((math.log(4.0) / 2, 2))
-    assert Correction(trials, SPACE, SIGMA).num_trials == 1
 
 
 def test_neighbours_are_a_few_bits_away_or_a_cross() -> None:
