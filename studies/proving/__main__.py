@@ -28,7 +28,6 @@ DEFAULT_STRATEGIES = ("ours", "random", "layerskip", "raw-tpe")
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    strategies = [name for name, one in STRATEGIES.items() if not one.uses_states]
     parser = OneLineParser(
         prog=f"python -m {PROG}",
         description="Run search strategies on tables of readings, where a config's worth is known exactly, and print "
@@ -37,7 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", metavar="NAME", help="tables to run on [all that are there]")
     add("--costs", nargs="+", choices=sorted(COSTS), default=list(COSTS), help="machines [all]")
-    add("--strategies", nargs="+", choices=strategies, default=list(DEFAULT_STRATEGIES), help="who proposes")
+    add("--strategies", nargs="+", choices=list(STRATEGIES), default=list(DEFAULT_STRATEGIES), help="who proposes")
     add("--seeds", type=int, default=2, help="runs of each, seeds 0, 1, ... [2]")
     add("--trials", type=int, default=max(CHECKPOINTS), help="of each run [100]")
     add("--noise", type=float, default=1.0, help="of a pair's ratio, in per cent [1]")
