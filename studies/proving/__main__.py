@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from layerskip.cli import OneLineParser, run_command
 from layerskip.config import write_atomically
 from layerskip.machine import git_commit
 from search.rivals import STRATEGIES
+from search.rivals.registry import OURS
+from studies.proving.ablations import ABLATIONS
 from studies.proving.costs import COSTS
 from studies.proving.make import READINGS, SUFFIX
 from studies.proving.optima import known_optima, table_names
@@ -20,6 +24,7 @@ from studies.proving.runner import Case, run_case
 from studies.proving.scores import Score, by_costs, summarise, table_of, to_json
 from studies.proving.table import Table
 from studies.proving.tabular import Noise
+from studies.proving.truth import Optimum
 
 PROG = "studies.proving"
 CHECKPOINTS = (1, 5, 25, 100)
@@ -28,6 +33,7 @@ DEFAULT_STRATEGIES = ("ours", "random", "layerskip", "raw-tpe")
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
+    strategies = [*STRATEGIES, *(f"{OURS}:{part}" for part in ABLATIONS)]
     parser = OneLineParser(
         prog=f"python -m {PROG}",
         description="Run search strategies on tables of readings, where a config's worth is known exactly, and print "
@@ -36,9 +42,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", metavar="NAME", help="tables to run on [all that are there]")
     add("--costs", nargs="+", choices=sorted(COSTS), default=list(COSTS), help="machines [all]")
-    add("--strategies", nargs="+", choices=list(STRATEGIES), default=list(DEFAULT_STRATEGIES), help="who proposes")
+    add("--strategies", nargs="+", choices=strategies, default=list(DEFAULT_STRATEGIES), help="who proposes")
     add("--seeds", type=int, default=2, help="runs of each, seeds 0, 1, ... [2]")
     add("--trials", type=int, default=max(CHECKPOINTS), help="of each run [100]")
+    add("--ablations", action="store_true", help="ours with each of its parts left out, instead of --strategies")
+    add("--processes", type=int, default=2, help="runs at a time [2]")
     add("--noise", type=float, default=1.0, help="of a pair's ratio, in per cent [1]")
     add("--drift", type=float, default=0.0, help="swing of what verifying costs, in per cent [0]")
     add("--readings", type=Path, default=READINGS, help="folder of the tables [studies/proving/readings]")
@@ -62,14 +70,19 @@ def benchmark(args: argparse.Namespace) -> int:
     tables = load_tables(args.readings, args.models)
     optima = known_optima(args.readings, tables, saves=args.save_optima, tell=lambda name: _say(f"{name}: enumerating"))
     checkpoints = sorted({one for one in CHECKPOINTS if one < args.trials} | {args.trials})
+    strategies = [OURS, *(f"{OURS}:{part}" for part in ABLATIONS)] if args.ablations else args.strategies
+    jobs = [
+        Job(Case(model, table, COSTS[costs], strategy, seed, args.trials, noise), optima[model][costs], checkpoints)
+        for seed in range(args.seeds)
+        for model, table in tables.items()
+        for costs in args.costs
+        for strategy in strategies
+    ]
     scores = []
-    for model, table in tables.items():
-        for costs in args.costs:
-            for strategy in args.strategies:
-                for seed in range(args.seeds):
-                    case = Case(model, table, COSTS[costs], strategy, seed, args.trials, noise)
-                    scores.append(Score.of(case, run_case(case, checkpoints), optima[model][costs]))
-                    _say(_line(scores[-1]))
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"), one_thread) as pool:
+        for score in pool.map(Job.score, jobs):
+            scores.append(score)
+            _say(_line(score))
     summary = summarise(scores)
     sys.stdout.write(f"{table_of(summary)}\n")
     if args.out is not None:
@@ -85,6 +98,26 @@ def benchmark(args: argparse.Namespace) -> int:
         }
         write_atomically(args.out, json.dumps(facts, indent=1) + "\n")
     return 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run and what it is judged by, for a process of its own."""
+
+    case: Case
+    optimum: Optimum
+    checkpoints: list[int]
+
+    def score(self) -> Score:
+        """Run it."""
+        return Score.of(self.case, run_case(self.case, self.checkpoints), self.optimum)
+
+
+def one_thread() -> None:
+    """Processes side by side must not share their cores' time with each other's threads."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def load_tables(folder: Path, names: Sequence[str] | None) -> dict[str, Table]:

@@ -30,7 +30,7 @@ def take_readings(
     facts: dict[str, Any],
     between: Callable[[], None] = lambda: None,
 ) -> Table:
-    """Every mask of the recipe's space, greedily, as deep as it says, on prompts of the text that the model was not trained on.
+    """Every mask of the recipe's space, greedily, as deep as it says, on prompts that the model was not trained on.
 
     `between` is called after every mask. Prompts that the model ends early are left out.
     Cost: up to a draft forward over all continuation tokens a mask and draft deep.

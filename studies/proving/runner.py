@@ -41,6 +41,7 @@ from search.study import set_sampler
 from search.subject import Subject, Tools
 from search.terminal.reporter import Reporter
 from search.trial_phase import CANNOT_WIN, TrialPhase
+from studies.proving.ablations import left_out
 from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder, TabularForcing
@@ -58,6 +59,7 @@ class Case:
     table: Table
     costs: CostTable
     strategy: str
+    """`ours`, a part of it left out as in `ours:no_shapes` (see `ablations`), or a rival."""
     seed: int
     trials: int
     noise: Noise
@@ -98,13 +100,16 @@ def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
             leaders[count] = run.leader()
 
     start = time.perf_counter()
-    opened_s = (run.by_ours if case.strategy == OURS else run.by_rival)(note) - start
-    for count in wanted:
-        leaders.setdefault(count, run.leader())
+    name, _, part = case.strategy.partition(":")
+    with left_out(part or None):
+        opened_s = (run.by_ours if name == OURS else run.by_rival)(note) - start
+        for count in wanted:
+            leaders.setdefault(count, run.leader())
+        exported = run.exported()
     trials = run.study.get_trials(deepcopy=False)
     return RunResult(
         leaders,
-        run.exported(),
+        exported,
         run.study.user_attrs.get(CANNOT_WIN) is not None,
         len(trials),
         opened_s + sum(trial.user_attrs.get("proposing_s", 0.0) for trial in trials),

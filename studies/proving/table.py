@@ -2,7 +2,7 @@
 
 Readings go D drafts into a round: deeper ones see the draft's own keys and values of the round, later ones are taken
 from the deepest. Decoding by the table is defined by that, so a config's value needs no clock and no further reading.
-Confidences are kept as places on the grid of thresholds, which is all that a threshold of the space asks.
+Confidences are kept as places among some thresholds: between these, a threshold of the space decides nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from layerskip.config import write_atomically
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, ForcedText
 from search.replay import TextRows
-from search.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
+from search.space import SearchSpace
 
 Codes = NDArray[np.uint8]
-THRESHOLDS = tuple(snap_threshold(i * THRESHOLD_STEP) for i in range(1, round(THRESHOLD_MAX / THRESHOLD_STEP) + 1))
-"""Of the space, those that any confidence may fall below."""
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Those that a confidence may fall below: what lies between two of them is not kept, which halves the files. So a
+threshold of the space decides as the largest of these that is not above it."""
 _NUM_LEVELS = len(THRESHOLDS) + 1
+_CONFIDENCES = np.array([THRESHOLDS[0] - 0.025, *(one + 0.075 for one in THRESHOLDS)], dtype=np.float32)
 _ARRAYS = ("codes", "target_levels", "prompts", "continuations")
 
 
@@ -145,7 +147,7 @@ def masks_of(space: SearchSpace) -> tuple[SkipMask, ...]:
 
 
 def levels_of(probabilities: NDArray[Any]) -> Codes:
-    """How many thresholds of the space each probability does not fall below."""
+    """How many of the thresholds each probability does not fall below."""
     return np.searchsorted(np.array(THRESHOLDS), np.asarray(probabilities, dtype=np.float64), side="right").astype(
         np.uint8
     )
@@ -153,7 +155,8 @@ def levels_of(probabilities: NDArray[Any]) -> Codes:
 
 def confidence_of(levels: NDArray[Any]) -> NDArray[np.float32]:
     """A probability on the same side of every threshold as the one that was read."""
-    return ((levels + 0.5) * THRESHOLD_STEP).astype(np.float32)
+    found: NDArray[np.float32] = _CONFIDENCES[levels]
+    return found
 
 
 def encode(accepted: NDArray[Any], confidence: NDArray[Any]) -> Codes:

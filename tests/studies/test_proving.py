@@ -12,7 +12,7 @@ from layerskip.teacher_forcing import ForcedText
 from search.cost_model import relative_draft
 from search.decoder import Decoder
 from search.replay import Settings, replay
-from search.space import SearchSpace
+from search.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
 from studies.proving.costs import COSTS, QUIRK
 from studies.proving.recipes import RECIPES
 from studies.proving.runner import Case, run_case
@@ -70,7 +70,7 @@ def test_codes_hold_what_a_draft_says() -> None:
     accepted = np.array([[1.0, 0.0]], dtype=np.float32)
     reading = decode(encode(accepted, np.array([[0.99, 0.51]], dtype=np.float32)))
     assert reading.accepted.tolist() == [[1.0, 0.0]]
-    assert reading.confidence[0].tolist() == pytest.approx([0.975, 0.525])
+    assert reading.confidence[0].tolist() == pytest.approx([0.975, 0.575])
 
 
 def test_masks_are_all_of_them_each_a_bit_from_the_one_before() -> None:
@@ -152,8 +152,16 @@ def test_the_optimum_is_the_best_of_configs_taken_one_by_one() -> None:
         assert found[name].share_faster == pytest.approx(np.mean(np.array(every) > 1))
 
 
-def test_the_whole_grid_is_the_space() -> None:
-    assert len(grid_of(made_table())) == 8 * 20 * 20
+def test_the_whole_grid_is_all_that_decides_otherwise() -> None:
+    table, mask = made_table(), SkipMask.from_layers(2, [1])
+    assert len(grid_of(table)) == 8 * 9 * 9
+    between = [snap_threshold(i * THRESHOLD_STEP) for i in range(round(THRESHOLD_MAX / THRESHOLD_STEP) + 1)]
+    for value in between:
+        below = max(one for one in (0.0, *THRESHOLDS) if one <= value)
+        steps = Steps.of(table, mask, Settings.grid([5], [value, below], [0.0]), table.reporting)
+        assert (steps.counts[0] == steps.counts[1]).all()
+        steps = Steps.of(table, mask, Settings.grid([5], [0.3], [value, below]), table.reporting)
+        assert (steps.counts[0] == steps.counts[1]).all()
 
 
 def test_rounds_are_told_apart_by_their_drafts() -> None:

@@ -1,0 +1,118 @@
+"""The search with one of its parts left out, each by a patch: what a part is worth is what is lost without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+import search.leaderboard
+import search.replay_proposer
+from search.correction import Correction
+from search.forecast import Pool
+from search.learnt_costs import CostLearner, TimingTrust
+from search.more_texts import Beyond
+from search.outlook import MORE, TEXTS, Outlook
+from search.outlook_opening import _Opening
+from search.predictor import Predictor
+
+Patches = Callable[[ExitStack], None]
+
+
+def _one_fidelity(stack: ExitStack) -> None:
+    """All tuning texts are read for every mask; none are made beyond them."""
+    begin = _Opening.outlook
+
+    def outlook(self: _Opening) -> Outlook:
+        if TEXTS not in self.study.user_attrs:
+            self.study.set_user_attr(TEXTS, len(self._reference_texts()))
+            self.study.set_user_attr(MORE, Beyond().to_json())
+        return begin(self)
+
+    stack.enter_context(patch.object(_Opening, "outlook", outlook))
+
+
+def _no_setting_effects(stack: ExitStack) -> None:
+    def as_it_is(self: _Opening, pool: Pool, *_: Any) -> Pool:  # noqa: ARG001
+        return pool
+
+    stack.enter_context(patch.object(_Opening, "_judge_by_many", as_it_is))
+
+
+def _no_correction(stack: ExitStack) -> None:
+    def of(self: Correction, params: Any) -> tuple[Any, Any]:  # noqa: ARG001
+        return np.zeros(len(params)), np.zeros(len(params))
+
+    stack.enter_context(patch.object(Correction, "of", of))
+
+
+def _no_learnt_costs(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(CostLearner, "learn", lambda _self, measured, _trials: measured))
+    before = TimingTrust.before_trials
+    stack.enter_context(patch.object(CostLearner, "trust", lambda _self, measured, _trials: before(measured)))
+
+
+def _no_yardstick(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(Predictor, "set_yardstick", lambda *_: None))
+
+
+def _no_taste(stack: ExitStack) -> None:
+    """Prompts' interaction with configs is not taken out, nor forecasts drawn towards, which ask for it."""
+    stack.enter_context(patch.object(search.leaderboard, "taste_of", lambda _attributes: None))
+    stack.enter_context(patch("search.objective.taste_of", lambda _attributes: None))
+
+
+def _no_shrinkage(stack: ExitStack) -> None:
+    """Leaders as measured, not drawn towards their forecasts."""
+
+    def as_measured(fit: Any, _forecasts: Any, sigma: float, _may_lead: Any) -> tuple[Any, Any]:
+        return fit.configs, np.sqrt(sigma**2 / fit.pairs)
+
+    stack.enter_context(patch.object(search.leaderboard, "_towards_forecasts", as_measured))
+
+
+def _no_shapes(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(search.replay_proposer.ReplayProposer, "_shapes", lambda _self: []))
+
+
+def _no_repeats(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(search.replay_proposer, "not_taken", lambda *_: []))
+
+
+def _only_predicted(stack: ExitStack) -> None:
+    """The leader is what the prediction says of all that was measured; nothing is learnt from measuring."""
+    for one in (_no_correction, _no_learnt_costs, _no_shapes, _no_repeats):
+        one(stack)
+
+    def as_forecast(fit: Any, forecasts: Any, sigma: float, _may_lead: Any) -> tuple[Any, Any]:
+        known = [0.0 if one is None else one for one in forecasts]
+        return np.array(known), np.sqrt(sigma**2 / fit.pairs) * 0.0
+
+    stack.enter_context(patch.object(search.leaderboard, "_towards_forecasts", as_forecast))
+
+
+ABLATIONS: dict[str, Patches] = {
+    "one_fidelity": _one_fidelity,
+    "no_setting_effects": _no_setting_effects,
+    "no_correction": _no_correction,
+    "no_learnt_costs": _no_learnt_costs,
+    "no_yardstick": _no_yardstick,
+    "no_taste": _no_taste,
+    "no_shrinkage": _no_shrinkage,
+    "no_shapes": _no_shapes,
+    "no_repeats": _no_repeats,
+    "only_predicted": _only_predicted,
+}
+"""By name: the part that is left out."""
+
+
+@contextmanager
+def left_out(name: str | None) -> Iterator[None]:
+    """Without this part of the search; with all of them without a name."""
+    with ExitStack() as stack:
+        if name is not None:
+            ABLATIONS[name](stack)
+        yield
