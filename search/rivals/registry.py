@@ -107,7 +107,8 @@ def departures_table() -> str:
         f"| {info.name} ({info.source}) | {one.what} | {one.effect} |" for info in _RIVALS for one in info.departures
     ]
     every = [
-        "| all | leaders are measured again on further prompts, as often as ours, and ranked as ours | helps it |",
+        "| all | leaders are measured again on further prompts as often as ours, and ranked by one rule | helps it |",
+        "| all | no forecasts, towards which that rule draws what ours has measured | hurts it |",
         f"| all {WITH_SETTINGS} | gamma, thresholds and prefix by the predictor of `search.run` | helps it |",
     ]
     return "\n".join(["| strategy | departs from its paper | which |", "|---|---|---|", *rows, *every]) + "\n"
