@@ -147,7 +147,7 @@ def can_share(mask: SkipMask) -> bool:
     return 0 < mask.num_kept_first < mask.num_layers
 
 
-def _config(settings: Settings, mask: SkipMask, i: int, share_prefix: bool) -> DecodeConfig:  # noqa: FBT001
+def _config(settings: Settings, mask: SkipMask, i: int, share_prefix: bool) -> DecodeConfig:
     return DecodeConfig(
         skip_mask=mask,
         gamma=int(settings.gamma[i]),
