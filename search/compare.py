@@ -24,6 +24,9 @@ _EPILOG = """\
 Each strategy runs once per seed; the runs take turns of three trials, so that drift of the machine hits all alike. At
 each checkpoint the leader of every run is confirmed on held-out prompts. N-grams as usually set, looked up in the text
 so far without mask and search, are confirmed beside them and have a row of their own: what any mask has to beat.
+A strategy NAME chooses masks and settings as published (see --departures); NAME+settings chooses the same masks and
+measures each at the gamma and thresholds that our predictor holds best for it. All measure a leader again as often as
+ours.
 Written to --out: results.json, table.md, plot.html, record.jsonl.xz (what these three are computed from, small enough
 to be committed), and the journals from which the same command goes on after a stop. More trials, seeds or strategies
 may be asked for later; what is measured stays. --tables makes the three from the record again. Exit codes: 0 done, 1
@@ -48,6 +51,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--tables", action="store_true", help="make the results in --out from its record again; measures nothing"
     )
+    parser.add_argument(
+        "--departures", action="store_true", help="print where each strategy departs from its paper, and exit"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what it would take, write nothing")
     add_output_flags(parser)
     return parser
@@ -62,6 +68,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     refuse_torchrun("start it as one process")
+    if arguments.departures:
+        from search.rivals import departures_table
+
+        sys.stdout.write(departures_table())
+        return 0
     # Strategies choose masks and their settings: ours may look nothing up either. N-grams are a row of their own.
     spec, paths = load_spec({"drafters": ("layer_skip",)}, arguments.study, demo=demo_folder())
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"

@@ -1,26 +1,28 @@
-"""What rivals may ask of the model: agreement, step costs and hidden states, shared by all runs and paid by each."""
+"""What rivals may ask of the model: agreement, costs, settings and plans, shared by all runs and paid by each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from layerskip.config import MaskField
+from layerskip.config import DecodeConfig, MaskField
 from layerskip.skip_mask import SkipMask
 from layerskip.validated import Probability, describe_validation_error
 from search.comparison.accounting import Account, SharedForcing
 from search.comparison.journal import Journal
 from search.cost_model import CostModel, CostOptions, measure_costs
+from search.forecast import Candidates
 from search.outlook import texts_to_time
-from search.predictor import LayerStates
+from search.predictor import LayerStates, Predictor
 from search.reference import Reference
+from search.replay import TextRows
+from search.rivals.common import Plan, mean_confidences
+from search.rivals.hidden_states import layer_plan, sublayer_plan
 from search.subject import Subject
-
-T = TypeVar("T")
 
 
 class ModelHints:
@@ -62,9 +64,31 @@ class ModelHints:
             self._journal.append({"mask": str(mask), "agreement": value, "seconds": seconds})
         return value
 
-    def once(self, name: str, work: Callable[[], T]) -> T:
-        """See `Hints`."""
-        return self._account.ask(("once", name), work)
+    def confidences(self, mask: SkipMask) -> tuple[float, float]:
+        """Where the draft is right, and where it is wrong. Cost: a reading."""
+        forcing = self._forcing
+        return self._account.ask(
+            ("confidences", mask), lambda: mean_confidences(forcing.forcing.read(mask), forcing.lengths)
+        )
+
+    def best_setting(self, mask: SkipMask) -> DecodeConfig:
+        """By the predictor of `search.run`, on all texts. Cost: a reading, and some milliseconds."""
+        return self._subject.space.to_config(self._candidates.of(mask).params)
+
+    def layer_plan(self) -> Plan:
+        """Cost: see `Clasp`. Raises: see `Hints`."""
+        return self._plan("layers", lambda states: layer_plan(states, self._subject.space))
+
+    def sublayer_plan(self, attention: int, mlp: int) -> Plan:
+        """Cost: see `KnapSpec`. Raises: see `Hints`."""
+        space = self._subject.space
+        return self._plan((attention, mlp), lambda states: sublayer_plan(states, space, attention, mlp))
+
+    def _plan(self, which: object, work: Callable[[LayerStates], Plan]) -> Plan:
+        """No seed plays a part in it."""
+        if self.states is None:  # asked before the plan is, so that both are paid
+            raise ValueError("hidden states layer by layer are needed, which this engine does not give")
+        return self._account.ask(("plan", which), lambda: work(self._forcing.forcing))
 
     def recall(self) -> None:
         """Put the journal's agreements where all runs find them. Raises: ValueError naming file and line."""
@@ -74,6 +98,13 @@ class ModelHints:
     @cached_property
     def _forcing(self) -> SharedForcing:
         return SharedForcing(self._subject.decoder, self._texts, self._account)
+
+    @cached_property
+    def _candidates(self) -> Candidates:
+        forcing, subject = self._forcing, self._subject
+        lengths, probs = np.asarray(forcing.lengths), np.asarray(forcing.target_probs)
+        rows = TextRows(lengths, probs, subject.fingerprint.max_new_tokens)
+        return Candidates(Predictor(forcing, rows, self.cost, subject.space.gamma_max), subject.space)
 
     def _measure_costs(self) -> CostModel:
         subject, space = self._subject, self._subject.space

@@ -25,8 +25,9 @@ from search.comparison.ours import OurWay
 from search.comparison.plan import ComparisonPlan
 from search.leaderboard import Entry, counted
 from search.objective import Objective, TrialFailed, standings_of
+from search.proposals import ProposeOptions
 from search.reference import Reference
-from search.rivals import STRATEGIES
+from search.rivals import STRATEGIES, Setup
 from search.samplers import ProposalSampler
 from search.space import SearchSpace
 from search.spec import StudySpec
@@ -131,15 +132,17 @@ class StrategyRun:
 
     def _set_up(self, total: int) -> tuple[TimedProposer, Objective]:
         """Proposer, sampler and objective. The one place that knows how a proposer becomes an Optuna sampler."""
-        shared, factory = self._shared, STRATEGIES[self.name].factory
+        shared, info = self._shared, STRATEGIES[self.name]
         subject, tools = shared.subject, shared.tools
-        if factory is None:
+        if info.factory is None:
             spec = shared.spec.model_copy(update={"seed": self.seed, "trials": total})
             file = shared.out / f"{self.name}-{self.seed}.json"
             self._ours = OurWay(self._study, subject, shared.reference, spec, self._account, file)
             inner = self._ours.proposer
         else:
-            inner = factory(subject.space, shared.hints(self._account), self.seed)
+            reference = shared.reference
+            options = ProposeOptions(shared.spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
+            inner = info.proposer(Setup(subject.space, shared.hints(self._account), self.seed, options))
         proposer = TimedProposer(inner, self._account, tools.stop)
         if self.records:
             # The latest proposal once more, so that one-off work is not charged a second time.

@@ -10,50 +10,92 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
-from search.leaderboard import key_of
+from search.leaderboard import key_of, was_interrupted
 from search.proposals import Proposal, measured_keys
-from search.rivals.common import Hints, Params, bits_of, measure_again, union
+from search.rivals.common import Departure, Setup, bits_of, union
 from search.rivals.gaussian_process import Array, GaussianProcess, upper_bound_points
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.space import THRESHOLD_MAX
 
 
 class DraftVerify:
     """Draft & Verify (2309.08168): a Gaussian process on relaxed bits, cut at one half, by measured tokens/s.
 
-    The next point maximises the upper confidence bound; five random points come first; gamma is 12 at most.
-    Deviations: the process sees the bits that were measured, since a trial stores nothing else, not the relaxed point;
-    a config is not measured twice while a new one is left; the draft threshold stays at 0.6 instead of following the
-    acceptance rate during decoding.
+    The two masks come first that the authors' program probes by hand, then the point with the highest upper confidence
+    bound; gamma is 12 at most. The draft threshold starts at 0.6 and follows the acceptance rate: a thousandth up for
+    every round while less than 0.9 of the drafts are accepted, else down for every round that it ended.
     """
 
-    NUM_RANDOM = 5
     KAPPA = 2.576
     MAX_GAMMA = 12
-    DRAFT_THRESHOLD = 0.6
+    FIRST_THRESHOLD = 0.6
+    ACCEPTANCE = 0.9
+    STEP = 0.001
+    PROBES = (
+        ((8, 10, 15, 18, 20, *range(24, 39)), ()),
+        ((3, 5, 6, 8, 10, 11, 14, 15, 18, *range(22, 32), *range(33, 38)), (6, 9, 10, 11, 15, 24, 25, 27, 28, 35)),
+    )
+    """Attention and MLP sublayers to skip of the 40 layers that the program has in mind."""
+    PROBED_LAYERS = 40
+    DEPARTURES = (
+        Departure("probed masks stretched from the 40 layers of the authors' model to those here", "hurts it"),
+        Departure(
+            "the process sees the bits that were measured, not the relaxed point they were cut from", "either way"
+        ),
+        Departure("no mask is measured twice while a new one is left, but for leaders", "helps it"),
+        Departure("the threshold goes on from trial to trial, where theirs starts anew with every text", "helps it"),
+        Departure("the threshold stands still within a trial, and moves in steps of 0.05", "hurts it"),
+        Departure("some hundred trials at most, where the paper takes a thousand", "hurts it"),
+    )
 
-    def __init__(self, space: SearchSpace) -> None:
-        self._space = space
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._space = setup, setup.space
+        self._gamma = min(self.MAX_GAMMA, self._space.gamma_max)
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:  # noqa: ARG002
-        """The untried config with the best upper confidence bound."""
+        """The probes, then the untried mask with the best upper confidence bound."""
         names = self._space.bit_names
         seen = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.value is not None]
+        done = {self._space.to_mask(trial.params) for trial in trials if not was_interrupted(trial)}
+        if left := [mask for mask in self._probes if mask not in done]:
+            return self._proposal(left[0], seen)
         points = rng.random((1, len(names)))
-        if len(seen) >= self.NUM_RANDOM:
+        if seen:
             bits = np.array([[float(trial.params[name]) for name in names] for trial in seen])
             process = GaussianProcess(bits, np.array([trial.value for trial in seen], dtype=float))
             points = upper_bound_points(process, len(names), self.KAPPA, rng)
-        done = measured_keys(trials)
         for point in points:
-            params = self._params(point)
-            if key_of(params) not in done:
-                return Proposal("draft-verify", params)
-        return measure_again(trials, self._space, rng)
+            mask = self._space.to_mask(dict(zip(names, (point > 0.5).tolist(), strict=True)))
+            if mask not in done:
+                return self._proposal(mask, seen)
+        return self._setup.measure_again(trials, rng)
 
-    def _params(self, point: Array) -> Params:
-        params: Params = dict(zip(self._space.bit_names, (point > 0.5).tolist(), strict=True))
-        gamma = min(self.MAX_GAMMA, self._space.gamma_max)
-        return params | {GAMMA: gamma, DRAFT_THRESHOLD: self.DRAFT_THRESHOLD, TARGET_THRESHOLD: 0.0}
+    @cached_property
+    def _probes(self) -> list[SkipMask]:
+        count = self._space.num_layers
+        place = [int((i + 0.5) * self.PROBED_LAYERS / count) for i in range(count)]
+        probes = []
+        for skipped in self.PROBES:
+            attention, mlp = ([i for i in range(count) if place[i] in kind] for kind in skipped)
+            probes.append(self._setup.mask(SkipMask.from_sublayers(count, attention=attention, mlp=mlp)))
+        return [mask for mask in probes if mask.num_skipped]
+
+    def _proposal(self, mask: SkipMask, seen: Sequence[FrozenTrial]) -> Proposal:
+        config = DecodeConfig(skip_mask=mask, gamma=self._gamma, draft_threshold=self.threshold_after(seen))
+        return Proposal("draft-verify", self._setup.params(config))
+
+    def threshold_after(self, trials: Sequence[FrozenTrial]) -> float:
+        """Where the draft threshold stands after the rounds of these trials."""
+        threshold = self.FIRST_THRESHOLD
+        for trial in trials:
+            drafted, accepted = (trial.user_attrs.get(f"{one}_by_position") for one in ("drafted", "accepted"))
+            if not drafted or not accepted:
+                continue
+            if sum(accepted) < self.ACCEPTANCE * sum(drafted):
+                threshold += self.STEP * drafted[0]
+            else:
+                threshold -= self.STEP * (drafted[0] - drafted[-1])
+            threshold = min(max(threshold, 0.0), THRESHOLD_MAX)
+        return threshold
 
 
 class Swift:
@@ -61,8 +103,6 @@ class Swift:
     one with the best agreement, by random draws and every 25th time a Gaussian process on relaxed bits.
 
     It ends after 1,000 steps, 300 without progress or an agreement of 0.95. A trial measures the best mask so far.
-    Deviations: 25 steps a trial, where the paper takes one a round while decoding; agreement on all tuning texts, where
-    it has the last 32 tokens; one draft at the largest gamma, where it has a tree of drafts.
     """
 
     SKIP_RATIO = 0.45
@@ -74,11 +114,15 @@ class Swift:
     KAPPA = 2.5
     MAX_GAMMA = 25
     DRAFT_THRESHOLD = 0.8
+    DEPARTURES = (
+        Departure("one mask for all text; the paper goes on looking as the stream of text changes", "hurts it"),
+        Departure("25 steps before every trial, where the paper takes one a round while decoding", "helps it"),
+        Departure("agreement on all tuning texts, where the paper has the latest 32 tokens", "helps it"),
+        Departure("one draft at the largest gamma, where the paper verifies a tree of drafts", "hurts it"),
+    )
 
-    def __init__(self, space: SearchSpace, hints: Hints, seed: int) -> None:
-        self._space = space
-        self._hints = hints
-        self._seed = seed
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._space, self._hints, self._seed = setup, setup.space, setup.hints, setup.seed
         self._points: list[Array] = []
         self._agreements: list[float] = []
         """Of every step so far; a step follows from the seed and the steps before it alone."""
@@ -88,9 +132,9 @@ class Swift:
         mask = self._best_after(self.STEPS_PER_TRIAL * (index + 1))
         gamma = min(self.MAX_GAMMA, self._space.gamma_max)
         config = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=self.DRAFT_THRESHOLD)
-        params = self._space.to_params(config)
+        params = self._setup.params(config)
         if key_of(params) in measured_keys(trials):
-            return measure_again(trials, self._space, rng)
+            return self._setup.measure_again(trials, rng)
         return Proposal("swift", params)
 
     @cached_property

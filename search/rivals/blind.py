@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -12,54 +13,73 @@ from optuna.trial import FrozenTrial
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from search.proposals import Proposal
-from search.rivals.common import Listed, random_params
-from search.space import SearchSpace
+from search.rivals.common import Departure, Listed, Setup, random_params
 
 
 class RandomSearch:
     """Every bit, gamma and both thresholds drawn uniformly, each on its own."""
 
-    def __init__(self, space: SearchSpace) -> None:
-        self._space = space
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:  # noqa: ARG002
         """A random point of the space."""
-        return Proposal("random", random_params(self._space, rng))
+        space = self._setup.space
+        return Proposal("random", self._setup.params(space.to_config(random_params(space, rng))))
 
 
 class RawTpe:
     """Optuna's TPE (multivariate, as it comes) on the raw bits, gamma and thresholds, without a warm start.
 
+    Where settings are predicted it has the bits alone.
     Cost: the trials so far go into a fresh in-memory study each time, so that nothing but the arguments matters.
     Ref: Bergstra et al. 2011; the first search of this kind, and the seed of this project.
     """
 
-    def __init__(self, space: SearchSpace) -> None:
-        self._space = space
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:  # noqa: ARG002
         """What TPE draws; its first ten trials are random."""
+        space = self._setup.space
+        names = space.bit_names if self._setup.with_settings else tuple(space.distributions)
         sampler = TPESampler(seed=int(rng.integers(2**32)), constant_liar=False)
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        study.add_trials([trial for trial in trials if trial.state.is_finished()])
-        params = study.ask(self._space.distributions).params
-        return Proposal("tpe", self._space.to_params(self._space.to_config(params)))  # thresholds without binary dust
+        study.add_trials([_reduced(trial, names) for trial in trials if trial.state.is_finished()])
+        drawn = study.ask({name: space.distributions[name] for name in names}).params
+        rest = space.to_params(DecodeConfig(skip_mask=SkipMask.none(space.num_layers), gamma=1))
+        return Proposal("tpe", self._setup.params(space.to_config(rest | drawn)))  # thresholds without binary dust
 
 
 class EarlyExitGrid(Listed):
     """LayerSkip (2404.16710): all exit layers times all gammas, both thresholds off, in random order.
 
-    Deviation: the paper trains its models to exit early; here the stock model is what it is.
+    Verification starts behind the exit layer, with the states that drafting left there, where the space has it.
     """
 
-    def __init__(self, space: SearchSpace, seed: int) -> None:
-        super().__init__("early-exit", space)
-        self._seed = seed
+    DEPARTURES = (
+        Departure("the model is what it is; the paper trains its models to exit early", "hurts it"),
+        Departure("where the space has no share_prefix, verification runs the exit's layers again", "hurts it"),
+        Departure("exit and gamma are tuned on the prompts at hand instead of set by hand", "helps it"),
+    )
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__("early-exit", setup)
 
     def configs(self) -> Iterable[DecodeConfig]:
         """The shuffled grid."""
-        count = self._space.num_layers
-        grid = [(exit_layer, gamma) for exit_layer in range(1, count) for gamma in range(1, self._space.gamma_max + 1)]
-        for i in np.random.default_rng(self._seed).permutation(len(grid)):
+        space = self._setup.space
+        count = space.num_layers
+        grid = [(exit_layer, gamma) for exit_layer in range(1, count) for gamma in range(1, space.gamma_max + 1)]
+        for i in np.random.default_rng(self._setup.seed).permutation(len(grid)):
             exit_layer, gamma = grid[i]
-            yield DecodeConfig(skip_mask=SkipMask.early_exit(count, exit_layer), gamma=gamma)
+            mask = SkipMask.early_exit(count, exit_layer)
+            yield DecodeConfig(skip_mask=mask, gamma=gamma, share_prefix=space.share_prefix)
+
+
+def _reduced(trial: FrozenTrial, names: Sequence[str]) -> FrozenTrial:
+    """The trial with these parameters alone."""
+    found = copy.copy(trial)
+    found.params = {name: trial.params[name] for name in names if name in trial.params}
+    found.distributions = {name: one for name, one in trial.distributions.items() if name in found.params}
+    return found

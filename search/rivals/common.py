@@ -1,26 +1,43 @@
-"""What the rivals share: lists of configs, measuring again, random points, and the throughput of a round."""
+"""What the rivals share: what they are built with, lists of configs, measuring again, and the throughput of a round."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing import DraftReadings
 from search.cost_model import CostModel
-from search.leaderboard import Entry, is_full, key_of, make_standings
-from search.predictor import LayerStates
-from search.proposals import Proposal, measured_keys, propose_again
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace
+from search.leaderboard import Entry, key_of, make_standings
+from search.proposals import Proposal, ProposeOptions, Proposer, measured_keys, not_taken, propose_again
+from search.space import (
+    DRAFT_THRESHOLD,
+    GAMMA,
+    SHARE_PREFIX,
+    TARGET_THRESHOLD,
+    THRESHOLD_MAX,
+    THRESHOLD_STEP,
+    SearchSpace,
+)
 from search.space import snap_threshold as snap
 
 Params = dict[str, Any]
-T = TypeVar("T")
+Plan = dict[int, SkipMask]
+"""Of dynamic programming: by what is saved, the mask that saves it."""
+
+
+class Departure(NamedTuple):
+    """Where a rival here is not what its paper has."""
+
+    what: str
+    effect: Literal["helps it", "hurts it", "either way"]
 
 
 class Hints(Protocol):
@@ -30,54 +47,99 @@ class Hints(Protocol):
     def cost(self) -> CostModel:
         """Seconds of verifications and of the sublayers of a draft step."""
 
-    @property
-    def states(self) -> LayerStates | None:
-        """None where the engine gives no access layer by layer."""
-
     def agreement(self, mask: SkipMask) -> float:
         """Share of positions of the tuning texts where the draft's choice is the target's token."""
 
-    def once(self, name: str, work: Callable[[], T]) -> T:
-        """What `work` gives: for a plan in which no seed plays a part. It must not ask for other hints."""
+    def confidences(self, mask: SkipMask) -> tuple[float, float]:
+        """The draft's mean confidence where its choice is the target's token, and where it is not; 0 of no position."""
+
+    def best_setting(self, mask: SkipMask) -> DecodeConfig:
+        """This mask of the space at the best gamma, thresholds and prefix that the study's own predictor knows."""
+
+    def layer_plan(self) -> Plan:
+        """CLaSp's, see `hidden_states.layer_plan`. Raises: ValueError where there are no hidden states."""
+
+    def sublayer_plan(self, attention: int, mlp: int) -> Plan:
+        """KnapSpec's at these weights, see `hidden_states.sublayer_plan`. Raises: as `layer_plan`."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rival is built with."""
+
+    space: SearchSpace
+    hints: Hints
+    seed: int
+    options: ProposeOptions
+    """When leaders are measured again and how configs are ranked: as for ours."""
+    with_settings: bool = False
+    """Whether every mask is measured at its best predicted setting instead of the method's own."""
+    _best: dict[SkipMask, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
+
+    def mask(self, mask: SkipMask) -> SkipMask:
+        """What the space has of it."""
+        return self.space.to_mask(self.space.to_bits(mask))
+
+    def params(self, config: DecodeConfig) -> Params:
+        """What to measure where the method says `config`."""
+        if self.with_settings:
+            mask = self.mask(config.skip_mask)
+            if mask not in self._best:
+                self._best[mask] = self.hints.best_setting(mask)
+            config = self._best[mask]
+        return self.space.to_params(config)
+
+    def standings(self, trials: Sequence[FrozenTrial]) -> tuple[Entry, ...]:
+        """Configs measured in full, best pooled lower bound first."""
+        return make_standings(trials, self.space, self.options.noise_sigma, self.options.num_first).entries
+
+    def measure_again(self, trials: Sequence[FrozenTrial], rng: np.random.Generator) -> Proposal:
+        """The leader with the fewest trials. A random config while there is no leader."""
+        entries = self.standings(trials)
+        return propose_again(entries) if entries else Proposal("random", random_params(self.space, rng))
+
+
+class WithRepeats:
+    """A rival that measures a leader again as often as ours does: so its leaders too are judged on many prompts."""
+
+    def __init__(self, rival: Proposer, setup: Setup) -> None:
+        self._rival, self._setup = rival, setup
+
+    def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
+        """The rival's, but every so many-th a leader."""
+        every = self._setup.options.repeat_every
+        if every and index % every == every - 1 and (free := not_taken(self._setup.standings(trials), trials)):
+            return propose_again(free)
+        return self._rival.propose(trials, index, rng)
 
 
 class Listed(ABC):
     """A proposer that goes through its configs in order, each once, and then measures a leader again."""
 
-    def __init__(self, origin: str, space: SearchSpace) -> None:
-        self._origin = origin
-        self._space = space
+    def __init__(self, origin: str, setup: Setup) -> None:
+        self._origin, self._setup = origin, setup
+        self._listed: list[Params] = []
+        self._more: Iterator[DecodeConfig] | None = None
 
     @abstractmethod
     def configs(self) -> Iterable[DecodeConfig]:
         """All that is worth measuring, first things first; made once, from the constructor's arguments alone."""
 
-    @cached_property
-    def _listed(self) -> tuple[Params, ...]:
-        listed = (self._space.to_params(config) for config in self.configs())
-        return tuple({key_of(params): params for params in listed}.values())
+    def _all(self) -> Iterator[Params]:
+        """Each once it is asked for: a setting of its own may have to be predicted."""
+        yield from self._listed
+        self._more = iter(self.configs()) if self._more is None else self._more
+        for config in self._more:
+            self._listed.append(self._setup.params(config))
+            yield self._listed[-1]
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:  # noqa: ARG002
         """The first config of the list that no trial has tried."""
         done = measured_keys(trials)
-        for params in self._listed:
+        for params in self._all():
             if key_of(params) not in done:
                 return Proposal(self._origin, dict(params))
-        return measure_again(trials, self._space, rng)
-
-
-def standings(trials: Sequence[FrozenTrial], space: SearchSpace) -> tuple[Entry, ...]:
-    """Configs measured in full, best pooled lower bound first."""
-    num_first = max((len(trial.user_attrs["ratios"]) for trial in trials if is_full(trial)), default=0)
-    return make_standings(trials, space, 0.0, num_first).entries
-
-
-def measure_again(trials: Sequence[FrozenTrial], space: SearchSpace, rng: np.random.Generator) -> Proposal:
-    """As every fourth trial of a study: the leader with the fewest trials. A random config while there is no leader."""
-    entries = standings(trials, space)
-    if not entries:
-        return Proposal("random", random_params(space, rng))
-    return propose_again(entries)
+        return self._setup.measure_again(trials, rng)
 
 
 def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
@@ -86,6 +148,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
     params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
     for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
         params[name] = snap(THRESHOLD_STEP * int(rng.integers(round(THRESHOLD_MAX / THRESHOLD_STEP) + 1)))
+    if space.share_prefix:
+        params[SHARE_PREFIX] = bool(rng.integers(2))
     return params
 
 
@@ -109,6 +173,13 @@ def union(num_layers: int, masks: Iterable[SkipMask]) -> SkipMask:
     return SkipMask.from_sublayers(num_layers, attention=attention, mlp=mlp)
 
 
+def mean_confidences(reading: DraftReadings, lengths: NDArray[Any]) -> tuple[float, float]:
+    """See `Hints.confidences`; of first drafts. `lengths` (P,): tokens of each text."""
+    right, sure = reading.accepted[0] > 0, reading.confidence[0]
+    is_draft = np.arange(right.shape[1]) < np.asarray(lengths)[:, None] - 1
+    return tuple(float(sure[one].mean()) if one.any() else 0.0 for one in (right & is_draft, ~right & is_draft))  # type: ignore[return-value]
+
+
 def saved_seconds(mask: SkipMask, cost: CostModel) -> float:
     """Seconds of a draft step that the mask saves."""
     return cost.draft_s(SkipMask.none(mask.num_layers), threshold=False) - cost.draft_s(mask, threshold=False)
@@ -123,15 +194,21 @@ def throughput(agreement: float, draft_s: float, gamma: int, verify_s: float) ->
 
 
 def by_throughput(
-    agreements: Mapping[SkipMask, float], cost: CostModel, gamma_max: int, draft_threshold: float
+    agreements: Mapping[SkipMask, float], cost: CostModel, gamma_max: int, make: Callable[[SkipMask, int], DecodeConfig]
 ) -> list[DecodeConfig]:
-    """Every mask at its best gamma, best estimate first; then every mask at its other gammas, likewise."""
-    ranked: list[tuple[bool, float, int, SkipMask]] = []
+    """Every mask at its best gamma, best estimate first; then every mask at its other gammas, likewise.
+
+    make: (mask, gamma) -> config, at the method's thresholds.
+    """
+    ranked: list[tuple[bool, float, int, DecodeConfig]] = []
     for mask, agreement in agreements.items():
-        draft_s = cost.draft_s(mask, threshold=draft_threshold > 0)
-        gammas = range(1, gamma_max + 1)
-        estimates = [(throughput(agreement, draft_s, gamma, cost.verify_s[gamma]), gamma) for gamma in gammas]
-        best = max(estimates, key=lambda one: one[0])
-        ranked += [((value, gamma) != best, -value, gamma, mask) for value, gamma in estimates]
+        estimates = []
+        for config in (make(mask, gamma) for gamma in range(1, gamma_max + 1)):
+            draft_s = cost.draft_s(mask, threshold=config.draft_threshold > 0)
+            verify_s = cost.verifications_s(mask, share_prefix=config.share_prefix)[config.gamma]
+            estimates.append((throughput(agreement, draft_s, config.gamma, verify_s), config))
+        best = max(value for value, _ in estimates)
+        first = next(config for value, config in estimates if value == best)
+        ranked += [(config is not first, -value, config.gamma, config) for value, config in estimates]
     ranked.sort(key=lambda one: one[:3])
-    return [DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=draft_threshold) for *_, gamma, mask in ranked]
+    return [config for *_, config in ranked]

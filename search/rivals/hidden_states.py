@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +17,15 @@ from search.cost_model import CostModel
 from search.leaderboard import key_of
 from search.predictor import LayerStates
 from search.proposals import Proposal, measured_keys
-from search.rivals.common import (
-    Hints,
-    Listed,
-    bits_of,
-    by_throughput,
-    measure_again,
-    standings,
-    union,
-)
+from search.rivals.common import Departure, Listed, Plan, Setup, bits_of, by_throughput, union
 from search.space import SearchSpace
+
+PLANS = "plans"
+"""Under which a record keeps `plan_facts`."""
+MAX_WEIGHT = 5
+MIN_SIMILARITY = 0.5
+_WEIGHTS = sorted({pair for k in range(1, MAX_WEIGHT + 1) for pair in ((1, k), (k, 1))})
+"""(attention, MLP): all that `latency_weights` can give, whatever the costs are."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +42,45 @@ class Clasp:
 
     How many to skip and gamma are swept by measurement: eighths of the layers from the middle outward at gamma 10, then
     around the leader, along one axis before both. Draft threshold 0.7, where the paper's own sweep has its optimum.
-    Deviations: one plan from the tuning texts, where the paper plans anew every so many rounds from the last token; the
-    cosine is the mean over all positions. Cost, once: about L^2 / 2 layers on all positions.
+    Cost, once: about L^2 / 2 layers on all positions.
     """
 
     DRAFT_THRESHOLD = 0.7
     FIRST_GAMMA = 10
+    DEPARTURES = (
+        Departure("one mask for all text; the paper plans anew from the last token every few rounds", "hurts it"),
+        Departure("planning takes no time while decoding", "helps it"),
+        Departure("cosine averaged over all tuning texts instead of taken at one token", "helps it"),
+        Departure("the number of skipped layers and gamma are swept by measurement instead of set by hand", "helps it"),
+    )
 
-    def __init__(self, space: SearchSpace, hints: Hints) -> None:
-        self._space = space
-        self._hints = hints
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:  # noqa: ARG002
         """The next untried point of the sweep."""
         done = measured_keys(trials)
         for count, gamma in self._sweep(trials):
-            mask = SkipMask.from_layers(self._space.num_layers, self._plans[count])
+            mask = self._plan[count]
             config = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=self.DRAFT_THRESHOLD)
-            params = self._space.to_params(config)
+            params = self._setup.params(config)
             if key_of(params) not in done:
                 return Proposal("clasp", params)
-        return measure_again(trials, self._space, rng)
+        return self._setup.measure_again(trials, rng)
 
     @cached_property
-    def _plans(self) -> dict[int, tuple[int, ...]]:
-        states = _states("clasp", self._hints)
-        return self._hints.once("clasp", lambda: most_similar_layers(states))
+    def _plan(self) -> Plan:
+        return self._setup.hints.layer_plan()
 
     def _sweep(self, trials: Sequence[FrozenTrial]) -> Iterator[tuple[int, int]]:
         """Numbers of skipped layers (at least 1, never all) with gammas."""
-        num_layers, gamma_max = self._space.num_layers, self._space.gamma_max
-        counts = range(1, num_layers)
+        num_layers, gamma_max = self._setup.space.num_layers, self._setup.space.gamma_max
+        counts = [count for count in sorted(self._plan) if 0 < count < num_layers]
         first = min(self.FIRST_GAMMA, gamma_max)
         for eighths in (4, 5, 3, 6, 2, 7, 1):
             if round(num_layers * eighths / 8) in counts:
                 yield round(num_layers * eighths / 8), first
-        leaders = standings(trials, self._space)
+        leaders = self._setup.standings(trials)
         best = (len(leaders[0].config.skip_mask.skipped_layers), leaders[0].config.gamma) if leaders else (0, first)
         grid = [(count, gamma) for count in counts for gamma in range(1, gamma_max + 1)]
         yield from sorted(grid, key=lambda one: (one[0] != best[0] and one[1] != best[1], _steps_between(one, best)))
@@ -90,71 +93,114 @@ class KnapSpec(Listed):
     programming keeps the state nearest to the target's; branches below a cosine of 0.5 die; the first and the last
     layer stay. Of the surviving masks, agreement and latencies give the expected tokens/s per gamma, which orders them.
     Draft threshold 0.7, as in the authors' program.
-    Deviations: one plan from the tuning texts, where the paper plans anew while decoding; all budgets, where the
-    authors' program stops at half of what can be saved. Cost, once: up to a sublayer per bit and budget on all
-    positions, and an agreement per budget.
+    Cost, once: up to a sublayer per bit and budget on all positions, and an agreement per budget.
     """
 
     DRAFT_THRESHOLD = 0.7
-    MAX_WEIGHT = 5
-    MIN_SIMILARITY = 0.5
+    DEPARTURES = (
+        Departure("one mask for all text; the paper plans anew while decoding, as the context grows", "hurts it"),
+        Departure("planning takes no time while decoding", "helps it"),
+        Departure("cosine and agreement over all tuning texts instead of the latest tokens", "helps it"),
+        Departure("all budgets, where the authors' program stops at half of what can be saved", "helps it"),
+    )
 
-    def __init__(self, space: SearchSpace, hints: Hints) -> None:
-        super().__init__("knapspec", space)
-        self._hints = hints
+    def __init__(self, setup: Setup) -> None:
+        super().__init__("knapspec", setup)
 
     def configs(self) -> Iterable[DecodeConfig]:
         """All surviving masks and gammas, best estimate first; the whole model as its own draft if none survived."""
-        states, bits = _states("knapspec", self._hints), [mask for _, mask in bits_of(self._space)]
-        weights = latency_weights(bits, self._hints.cost, self.MAX_WEIGHT)
-        plans = self._hints.once("knapspec", lambda: most_similar_sublayers(states, bits, weights, self.MIN_SIMILARITY))
-        count = self._space.num_layers
-        masks = [union(count, [bits[i] for i in skipped]) for skipped in plans.values() if skipped]
-        agreements = {mask: self._hints.agreement(mask) for mask in masks} or {SkipMask.none(count): 1.0}
-        return by_throughput(agreements, self._hints.cost, self._space.gamma_max, self.DRAFT_THRESHOLD)
+        hints, space = self._setup.hints, self._setup.space
+        plan = hints.sublayer_plan(*latency_weights(hints.cost))
+        masks = [mask for mask in plan.values() if mask.num_skipped]
+        agreements = {mask: hints.agreement(mask) for mask in masks} or {SkipMask.none(space.num_layers): 1.0}
+        return by_throughput(
+            agreements,
+            hints.cost,
+            space.gamma_max,
+            lambda mask, gamma: DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=self.DRAFT_THRESHOLD),
+        )
 
 
-def most_similar_layers(states: LayerStates) -> dict[int, tuple[int, ...]]:
-    """Per number of skipped whole layers, 0 to L, the layers that CLaSp's dynamic programming skips.
+def layer_plan(states: LayerStates, space: SearchSpace) -> Plan:
+    """Per number of skipped whole layers the mask that CLaSp's dynamic programming finds, of the space's layers."""
+    count = space.num_layers
+    apart = set(space.attention_bits) & set(space.mlp_bits)
+    bits = [SkipMask.from_layers(count, [i]) for i in sorted(apart | set(space.layer_bits))]
+    return most_similar(states, bits, [1] * len(bits), -1.0)
 
-    The draft's best state after layer i with j skipped comes from the best ones before it with j or j - 1 skipped, by
-    cosine with the target's state there: exact where the nearer state stays the nearer one.
+
+def sublayer_plan(states: LayerStates, space: SearchSpace, attention: int, mlp: int) -> Plan:
+    """Per weight saved the mask that KnapSpec's dynamic programming finds, at these weights of a sublayer; dead ones
+    are left out. Weight 0 skips nothing."""
+    bits = [bit for _, bit in bits_of(space)]
+    inner = [bit for bit in bits if not any(bit.attention[i] or bit.mlp[i] for i in (0, space.num_layers - 1))]
+    weights = [attention * any(bit.attention) + mlp * any(bit.mlp) for bit in inner]
+    return most_similar(states, inner, weights, MIN_SIMILARITY)
+
+
+def most_similar(states: LayerStates, bits: Sequence[SkipMask], weights: Sequence[int], min_similarity: float) -> Plan:
+    """Per weight saved, the union of `bits` that keeps the draft's state nearest to the target's, bit by bit.
+
+    The best state after a bit with so much saved comes from the best ones before it, by cosine with the target's state
+    there: exact where the nearer state stays the nearer one. Each bit is one sublayer or one whole layer; what no bit
+    stands for is always run. Entries below `min_similarity` die.
     """
+    owner = {(i, 0): place for place, bit in enumerate(bits) for i, skips in enumerate(bit.attention) if skips}
+    owner |= {(i, 1): place for place, bit in enumerate(bits) for i, skips in enumerate(bit.mlp) if skips}
     table = {0: _Best(1.0, states.embed(), ())}
     for layer in range(states.num_layers):
-        target = states.target(layer + 1)
-        kept = {j: (states.mlp(layer, states.attention(layer, one.hidden)), one.skipped) for j, one in table.items()}
-        skipped = {j + 1: (one.hidden, (*one.skipped, layer)) for j, one in table.items()}
-        table = _nearer(target, kept, skipped, -1.0)
-    return {j: one.skipped for j, one in table.items()}
+        halves = [owner.get((layer, kind)) for kind in (0, 1)]
+        for place, kinds in [(halves[0], (0, 1))] if halves[0] == halves[1] else zip(halves, ((0,), (1,)), strict=True):
+            target = states.target(layer + 1) if 1 in kinds else states.attention(layer, states.target(layer))
+            kept = {saved: (_run(states, layer, kinds, one.hidden), one.skipped) for saved, one in table.items()}
+            skipped = {}
+            if place is not None:
+                skipped = {saved + weights[place]: (one.hidden, (*one.skipped, place)) for saved, one in table.items()}
+            table = _nearer(target, kept, skipped, min_similarity)
+    return {
+        saved: union(states.num_layers, [bits[place] for place in one.skipped]) for saved, one in sorted(table.items())
+    }
 
 
-def most_similar_sublayers(
-    states: LayerStates, bits: Sequence[SkipMask], weights: Sequence[int], min_similarity: float
-) -> dict[int, tuple[int, ...]]:
-    """Per weight saved, the places in `bits` that KnapSpec's dynamic programming skips; dead weights are left out.
-
-    `bits` are in the order in which they run, each one sublayer or one whole layer; weight 0 skips nothing.
-    """
-    last = states.num_layers - 1
-    table = {0: _Best(1.0, states.embed(), ())}
-    for place, (bit, weight) in enumerate(zip(bits, weights, strict=True)):
-        layer = next(i for i in range(last + 1) if bit.attention[i] or bit.mlp[i])
-        target = states.target(layer + 1) if bit.mlp[layer] else states.attention(layer, states.target(layer))
-        kept = {saved: (_run(states, layer, bit, one.hidden), one.skipped) for saved, one in table.items()}
-        skipped = {}
-        if 0 < layer < last:
-            skipped = {saved + weight: (one.hidden, (*one.skipped, place)) for saved, one in table.items()}
-        table = _nearer(target, kept, skipped, min_similarity)
-    return {saved: one.skipped for saved, one in sorted(table.items())}
-
-
-def latency_weights(bits: Sequence[SkipMask], cost: CostModel, most: int) -> list[int]:
-    """Seconds of each bit as a whole multiple, 1 to `most`, of the cheaper kind of sublayer."""
+def latency_weights(cost: CostModel) -> tuple[int, int]:
+    """Seconds of an attention and an MLP sublayer as whole multiples, 1 to 5, of the cheaper kind."""
     attention_s, mlp_s = float(np.mean(cost.attention_s)), float(np.mean(cost.mlp_s))
     unit = max(min(attention_s, mlp_s), 1e-12)
-    attention, mlp = (min(max(round(seconds / unit), 1), most) for seconds in (attention_s, mlp_s))
-    return [attention * any(bit.attention) + mlp * any(bit.mlp) for bit in bits]
+    attention, mlp = (min(max(round(seconds / unit), 1), MAX_WEIGHT) for seconds in (attention_s, mlp_s))
+    return attention, mlp
+
+
+def plan_facts(states: LayerStates, space: SearchSpace) -> dict[str, Any]:
+    """Every plan that CLaSp and KnapSpec can make of these states, whatever steps cost, as JSON; see `StoredPlans`.
+
+    Cost: ten dynamic programmings.
+    """
+    facts = {"layers": _to_json(layer_plan(states, space))}
+    return facts | {f"{a},{m}": _to_json(sublayer_plan(states, space, a, m)) for a, m in _WEIGHTS}
+
+
+@dataclass(frozen=True)
+class StoredPlans:
+    """Plans from `plan_facts`, where the model is not at hand: part of `Hints`."""
+
+    facts: Mapping[str, Any] | None
+
+    def layer_plan(self) -> Plan:
+        """See `layer_plan`. Raises: ValueError where no plans were stored."""
+        return self._plan("layers")
+
+    def sublayer_plan(self, attention: int, mlp: int) -> Plan:
+        """See `sublayer_plan`. Raises: as `layer_plan`."""
+        return self._plan(f"{attention},{mlp}")
+
+    def _plan(self, name: str) -> Plan:
+        if self.facts is None or name not in self.facts:
+            raise ValueError(f"plans: must hold {name!r}, computed from hidden states, got {sorted(self.facts or ())}")
+        return {int(saved): SkipMask.parse(mask) for saved, mask in self.facts[name].items()}
+
+
+def _to_json(plan: Plan) -> dict[str, str]:
+    return {str(saved): str(mask) for saved, mask in plan.items()}
 
 
 def _nearer(
@@ -173,11 +219,11 @@ def _nearer(
     return table
 
 
-def _run(states: LayerStates, layer: int, bit: SkipMask, hidden: torch.Tensor) -> torch.Tensor:
-    """What the bit stands for: the attention, the MLP or both."""
-    if bit.attention[layer]:
+def _run(states: LayerStates, layer: int, kinds: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+    """Through the attention (0), the MLP (1) or both."""
+    if 0 in kinds:
         hidden = states.attention(layer, hidden)
-    return states.mlp(layer, hidden) if bit.mlp[layer] else hidden
+    return states.mlp(layer, hidden) if 1 in kinds else hidden
 
 
 def _cosine(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -187,10 +233,3 @@ def _cosine(left: torch.Tensor, right: torch.Tensor) -> float:
 
 def _steps_between(one: tuple[int, int], other: tuple[int, int]) -> int:
     return abs(one[0] - other[0]) + abs(one[1] - other[1])
-
-
-def _states(name: str, hints: Hints) -> LayerStates:
-    states = hints.states
-    if states is None:
-        raise ValueError(f"strategy {name!r}: needs hidden states layer by layer, which this engine does not give")
-    return states

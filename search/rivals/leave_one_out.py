@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
-from search.rivals.common import Hints, Listed, bits_of, by_throughput, saved_seconds, union
-from search.space import SearchSpace
+from search.rivals.common import Listed, Setup, bits_of, by_throughput, saved_seconds, union
 
 
 class LeaveOneOut(Listed):
@@ -19,17 +18,18 @@ class LeaveOneOut(Listed):
     Cost, once: an agreement per bit.
     """
 
-    def __init__(self, space: SearchSpace, hints: Hints) -> None:
-        super().__init__("leave-one-out", space)
-        self._hints = hints
+    def __init__(self, setup: Setup) -> None:
+        super().__init__("leave-one-out", setup)
 
     def configs(self) -> Iterable[DecodeConfig]:
         """All sizes and gammas, best estimate first."""
-        count = self._space.num_layers
-        bits = [mask for _, mask in bits_of(self._space)]
-        loss = {bit: -math.log(max(self._hints.agreement(bit), 1e-6)) for bit in bits}
-        bits.sort(key=lambda bit: loss[bit] / max(saved_seconds(bit, self._hints.cost), 1e-12))
+        space, hints = self._setup.space, self._setup.hints
+        bits = [mask for _, mask in bits_of(space)]
+        loss = {bit: -math.log(max(hints.agreement(bit), 1e-6)) for bit in bits}
+        bits.sort(key=lambda bit: loss[bit] / max(saved_seconds(bit, hints.cost), 1e-12))
         agreements: dict[SkipMask, float] = {}
         for size in range(1, len(bits) + 1):
-            agreements[union(count, bits[:size])] = math.exp(-sum(loss[bit] for bit in bits[:size]))
-        return by_throughput(agreements, self._hints.cost, self._space.gamma_max, 0.0)
+            agreements[union(space.num_layers, bits[:size])] = math.exp(-sum(loss[bit] for bit in bits[:size]))
+        return by_throughput(
+            agreements, hints.cost, space.gamma_max, lambda mask, gamma: DecodeConfig(skip_mask=mask, gamma=gamma)
+        )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from search.proposals import Proposer
 from search.rivals.bayesian import DraftVerify, Swift
 from search.rivals.blind import EarlyExitGrid, RandomSearch, RawTpe
-from search.rivals.common import Hints
+from search.rivals.common import Departure, Setup, WithRepeats
+from search.rivals.dynamic_exit import DynamicExit
 from search.rivals.hidden_states import Clasp, KnapSpec
 from search.rivals.leave_one_out import LeaveOneOut
-from search.space import SearchSpace
 
-Factory = Callable[[SearchSpace, Hints, int], Proposer]
 OURS = "ours"
+WITH_SETTINGS = "+settings"
+"""Ends the name of a rival that chooses masks alone: gamma, thresholds and prefix are the best predicted for each."""
 
 
 @dataclass(frozen=True)
@@ -26,56 +27,88 @@ class StrategyInfo:
     """One line for people."""
     source: str
     """arXiv id or where else it comes from."""
-    factory: Factory | None
-    """(space, hints, seed) -> proposer; None for the study's own machinery, which `comparison.ours` sets up."""
+    factory: Callable[[Setup], Proposer] | None
+    """None for the study's own machinery, which `comparison.ours` sets up."""
+    departures: tuple[Departure, ...] = ()
+    """Where it is not what its source has."""
     uses_states: bool = False
     """Whether it needs hidden states layer by layer, which not every engine gives."""
+    with_settings: bool = False
+    """See `WITH_SETTINGS`."""
+
+    def proposer(self, setup: Setup) -> Proposer:
+        """The rival, measuring leaders again as ours does. Raises: ValueError for ours, which is none."""
+        if self.factory is None:
+            raise ValueError(f"strategy: must be a rival, got {self.name!r}")
+        own = replace(setup, with_settings=self.with_settings)
+        return WithRepeats(self.factory(own), own)
 
 
-def _by_name(*infos: StrategyInfo) -> dict[str, StrategyInfo]:
-    return {info.name: info for info in infos}
-
-
-STRATEGIES = _by_name(
-    StrategyInfo(OURS, "the default of search.run", "this project", None),
-    StrategyInfo("random", "every parameter uniform", "-", lambda space, _hints, _seed: RandomSearch(space)),
-    StrategyInfo(
-        "raw-tpe",
-        "Optuna's TPE on the raw bits, no warm start",
-        "the seed of this project",
-        lambda space, _hints, _seed: RawTpe(space),
-    ),
+_RIVALS = (
+    StrategyInfo("random", "every parameter uniform", "-", RandomSearch),
+    StrategyInfo("raw-tpe", "Optuna's TPE on the raw bits, no warm start", "the seed of this project", RawTpe),
     StrategyInfo(
         "draft-verify",
         "Gaussian process on relaxed bits, by measured speed",
         "2309.08168",
-        lambda space, _hints, _seed: DraftVerify(space),
+        DraftVerify,
+        DraftVerify.DEPARTURES,
     ),
     StrategyInfo(
         "layerskip",
         "grid of exit layer and gamma, in random order",
         "2404.16710",
-        lambda space, _hints, seed: EarlyExitGrid(space, seed),
+        EarlyExitGrid,
+        EarlyExitGrid.DEPARTURES,
     ),
-    StrategyInfo("swift", "fixed skip ratio, random and Bayesian steps by agreement", "2410.06916", Swift),
+    StrategyInfo("del", "exit layer and gamma by expected tokens/s", "2504.05598", DynamicExit, DynamicExit.DEPARTURES),
+    StrategyInfo(
+        "swift", "fixed skip ratio, random and Bayesian steps by agreement", "2410.06916", Swift, Swift.DEPARTURES
+    ),
     StrategyInfo(
         "clasp",
         "whole layers by dynamic programming on cosine",
         "2505.24196",
-        lambda space, hints, _seed: Clasp(space, hints),
+        Clasp,
+        Clasp.DEPARTURES,
         uses_states=True,
     ),
     StrategyInfo(
         "knapspec",
         "sublayers by a knapsack of latency and cosine",
         "2602.20217",
-        lambda space, hints, _seed: KnapSpec(space, hints),
+        KnapSpec,
+        KnapSpec.DEPARTURES,
         uses_states=True,
     ),
-    StrategyInfo(
-        "leave-one-out",
-        "product of single-removal agreements per second saved",
-        "-",
-        lambda space, hints, _seed: LeaveOneOut(space, hints),
-    ),
+    StrategyInfo("leave-one-out", "product of single-removal agreements per second saved", "-", LeaveOneOut),
 )
+STRATEGIES = {
+    info.name: info
+    for info in (
+        StrategyInfo(OURS, "the default of search.run", "this project", None),
+        *_RIVALS,
+        *(
+            replace(
+                info,
+                name=f"{info.name}{WITH_SETTINGS}",
+                about=f"{info.about}; each mask at its best predicted setting",
+                with_settings=True,
+            )
+            for info in _RIVALS
+        ),
+    )
+}
+
+
+def departures_table() -> str:
+    """Markdown: where every published strategy departs from its paper, and which way that counts."""
+    rows = [
+        f"| {info.name} ({info.source}) | {one.what} | {one.effect} |" for info in _RIVALS for one in info.departures
+    ]
+    every = [
+        "| all | leaders are measured again on further prompts as often as ours, and ranked by one rule | helps it |",
+        "| all | no forecasts, towards which that rule draws what ours has measured | hurts it |",
+        f"| all {WITH_SETTINGS} | gamma, thresholds and prefix by the predictor of `search.run` | helps it |",
+    ]
+    return "\n".join(["| strategy | departs from its paper | which |", "|---|---|---|", *rows, *every]) + "\n"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from layerskip.cli import OneLineParser, run_command
@@ -18,13 +16,13 @@ from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from studies.proving.ablations import ABLATIONS
 from studies.proving.costs import COSTS
+from studies.proving.jobs import Job, scores_of
 from studies.proving.make import READINGS, SUFFIX
 from studies.proving.optima import known_optima, table_names
-from studies.proving.runner import Case, run_case
+from studies.proving.runner import Case
 from studies.proving.scores import Score, by_costs, summarise, table_of, to_json
 from studies.proving.table import Table
 from studies.proving.tabular import Noise
-from studies.proving.truth import Optimum
 
 PROG = "studies.proving"
 CHECKPOINTS = (1, 5, 25, 100)
@@ -33,8 +31,7 @@ DEFAULT_STRATEGIES = ("ours", "random", "layerskip", "raw-tpe")
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    strategies = [name for name, one in STRATEGIES.items() if not one.uses_states]
-    strategies += [f"{OURS}:{part}" for part in ABLATIONS]
+    strategies = [*STRATEGIES, *(f"{OURS}:{part}" for part in ABLATIONS)]
     parser = OneLineParser(
         prog=f"python -m {PROG}",
         description="Run search strategies on tables of readings, where a config's worth is known exactly, and print "
@@ -64,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> int:
     """What `main` does. Raises: ValueError or OSError in one line for bad input."""
-    for name in ("seeds", "trials"):
+    for name in ("seeds", "trials", "processes"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(args, name)}")
     noise = Noise(args.noise / 100, args.drift / 100)
     tables = load_tables(args.readings, args.models)
     optima = known_optima(args.readings, tables, saves=args.save_optima, tell=lambda name: _say(f"{name}: enumerating"))
-    checkpoints = sorted({one for one in CHECKPOINTS if one < args.trials} | {args.trials})
+    checkpoints = tuple(sorted({one for one in CHECKPOINTS if one < args.trials} | {args.trials}))
     strategies = [OURS, *(f"{OURS}:{part}" for part in ABLATIONS)] if args.ablations else args.strategies
     jobs = [
         Job(Case(model, table, COSTS[costs], strategy, seed, args.trials, noise), optima[model][costs], checkpoints)
@@ -80,10 +77,9 @@ def benchmark(args: argparse.Namespace) -> int:
         for strategy in strategies
     ]
     scores = []
-    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"), one_thread) as pool:
-        for score in pool.map(Job.score, jobs):
-            scores.append(score)
-            _say(_line(score))
+    for score in scores_of(jobs, args.processes):
+        scores.append(score)
+        _say(_line(score))
     summary = summarise(scores)
     sys.stdout.write(f"{table_of(summary)}\n")
     if args.out is not None:
@@ -99,26 +95,6 @@ def benchmark(args: argparse.Namespace) -> int:
         }
         write_atomically(args.out, json.dumps(facts, indent=1) + "\n")
     return 0
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run and what it is judged by, for a process of its own."""
-
-    case: Case
-    optimum: Optimum
-    checkpoints: list[int]
-
-    def score(self) -> Score:
-        """Run it."""
-        return Score.of(self.case, run_case(self.case, self.checkpoints), self.optimum)
-
-
-def one_thread() -> None:
-    """Processes side by side must not share their cores' time with each other's threads."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def load_tables(folder: Path, names: Sequence[str] | None) -> dict[str, Table]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from layerskip import LayerSkipModel
 from layerskip.config import DecodeConfig
 from layerskip.repetition import repeated_ngram_share
 from layerskip.teacher_forcing import ForcedText, make_teacher_forcing
+from search.predictor import LayerStates
+from search.rivals.hidden_states import PLANS, plan_facts
 from studies.proving.recipes import ModelRecipe
 from studies.proving.table import Table, encode, levels_of, masks_of
 from studies.proving.texts import Text
@@ -39,6 +41,7 @@ def take_readings(
     masks = masks_of(space)
     documents = text.documents
     tuning = _continued(decoder, text.prompts(documents.tuning), NUM_TUNING)
+    plans = plan_facts(states_of(model, tuning), space)
     others = _continued(decoder, text.prompts(documents.reporting), NUM_CONFIRMING + NUM_REPORTING)
     texts = tuning + others
     forcing = make_teacher_forcing(decoder, texts)
@@ -56,8 +59,16 @@ def take_readings(
         np.array([one.continuation_ids for one in texts], dtype=np.uint16),
         NUM_TUNING,
         NUM_CONFIRMING,
-        facts | {"keys": forcing.keys, "repeated_ngram_share": repeated, "torch": torch.__version__},
+        facts | {"keys": forcing.keys, "repeated_ngram_share": repeated, "torch": torch.__version__, PLANS: plans},
     )
+
+
+def states_of(model: LlamaForCausalLM, texts: Sequence[ForcedText]) -> LayerStates:
+    """What CLaSp and KnapSpec plan from. Cost: a target forward over every text."""
+    forcing = make_teacher_forcing(LayerSkipModel(model, engine="fused"), texts)
+    if not isinstance(forcing, LayerStates):
+        raise ValueError("model: must be one that is read layer by layer")
+    return forcing
 
 
 def _continued(decoder: LayerSkipModel, prompts: Iterator[tuple[int, ...]], count: int) -> list[ForcedText]:

@@ -7,7 +7,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import optuna
@@ -19,14 +20,19 @@ from layerskip.skip_mask import SkipMask
 from search.confirm import ConfirmOptions, confirm, shortlist
 from search.cost_model import CostModel
 from search.fingerprint import Fingerprint
+from search.forecast import Candidates
 from search.leaderboard import Standings
 from search.objective import Objective, TrialFailed, standings_of
 from search.outlook import OutlookOptions
 from search.outlook_opening import open_outlook
+from search.predictor import Predictor
 from search.prompts import EncodedPrompt, encoded_fingerprint
+from search.proposals import ProposeOptions
 from search.reference import Reference, ReferenceOptions, make_cases, make_reference
 from search.results import Origin
-from search.rivals import STRATEGIES
+from search.rivals import STRATEGIES, Setup
+from search.rivals.common import Plan, mean_confidences
+from search.rivals.hidden_states import PLANS, StoredPlans
 from search.rivals.registry import OURS
 from search.samplers import ProposalSampler, quiet_optuna
 from search.spec import StudySpec
@@ -38,9 +44,8 @@ from search.trial_phase import CANNOT_WIN, TrialPhase
 from studies.proving.ablations import left_out
 from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table
-from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
+from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder, TabularForcing
 
-T = TypeVar("T")
 Note = Callable[[optuna.Study, FrozenTrial], None]
 PROMPTS_PER_TRIAL = 5
 """As the demo's search has it."""
@@ -155,10 +160,9 @@ class _Run:
     def by_rival(self, note: Note) -> float:
         """All trials, as `search.comparison.runs` sets a rival up; returns when preparing was done."""
         subject, case, tools = self.subject, self.case, self.tools
-        factory = STRATEGIES[case.strategy].factory
-        if factory is None:
-            raise ValueError(f"strategy: must be a rival, got {case.strategy!r}")
-        sampler = ProposalSampler(subject.space, factory(subject.space, TabularHints(case), case.seed), case.seed)
+        options = ProposeOptions(self.spec.repeat_every, self.reference.noise_sigma, self.reference.num_per_trial)
+        rival = STRATEGIES[case.strategy].proposer(Setup(subject.space, TabularHints(case), case.seed, options))
+        sampler = ProposalSampler(subject.space, rival, case.seed)
         set_sampler(self.study, sampler)
         opened = time.perf_counter()
         objective = Objective(subject.decoder, subject.space, self.reference, sampler, tools.stop, tools.clock)
@@ -184,10 +188,9 @@ class _Run:
 
 @dataclass(frozen=True)
 class TabularHints:
-    """See `search.rivals.common.Hints`: true prices and agreements on the tuning texts, and no hidden states."""
+    """See `search.rivals.common.Hints`: true prices, readings of the tuning texts, and stored plans."""
 
     case: Case
-    states: None = None
 
     @property
     def cost(self) -> CostModel:
@@ -199,9 +202,35 @@ class TabularHints:
         accepted = self.case.table.reading(mask, range(self.case.table.num_tuning)).accepted[0]
         return float(accepted[:, :-1].mean())
 
-    def once(self, name: str, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Worked out anew."""
-        return work()
+    def confidences(self, mask: SkipMask) -> tuple[float, float]:
+        """Where the draft is right, and where it is wrong."""
+        return mean_confidences(self._forcing.read(mask), self._forcing.lengths)
+
+    def best_setting(self, mask: SkipMask) -> DecodeConfig:
+        """By the search's own predictor."""
+        return self.case.table.space.to_config(self._candidates.of(mask).params)
+
+    def layer_plan(self) -> Plan:
+        """Raises: ValueError where the table keeps none."""
+        return self._plans.layer_plan()
+
+    def sublayer_plan(self, attention: int, mlp: int) -> Plan:
+        """Raises: ValueError where the table keeps none."""
+        return self._plans.sublayer_plan(attention, mlp)
+
+    @property
+    def _plans(self) -> StoredPlans:
+        return StoredPlans(self.case.table.facts.get(PLANS))
+
+    @cached_property
+    def _forcing(self) -> TabularForcing:
+        return TabularForcing(self.case.table, range(self.case.table.num_tuning))
+
+    @cached_property
+    def _candidates(self) -> Candidates:
+        table = self.case.table
+        rows = table.rows(range(table.num_tuning))
+        return Candidates(Predictor(self._forcing, rows, self.cost, table.space.gamma_max), table.space)
 
 
 def _spec(case: Case) -> StudySpec:

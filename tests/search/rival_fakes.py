@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,14 @@ from layerskip.config import DecodeConfig
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, ForcedText
 from search.cost_model import CostModel
+from search.proposals import ProposeOptions
+from search.rivals import Setup
+from search.rivals.common import Plan
+from search.rivals.hidden_states import layer_plan, sublayer_plan
 from search.space import SearchSpace
 from tests.search.fake_outlook import FakeForcing
 from tests.search.fakes import NUM_LAYERS, FakeClock, FakeDecoder
 
-T = TypeVar("T")
 READING_S, FORCING_S = 0.13, 5.0
 """Seconds that divide no budget evenly, so that rounding decides nothing."""
 
@@ -85,25 +88,39 @@ def agreement_of(mask: SkipMask) -> float:
 class FakeHints:
     """Formulas in place of a model."""
 
-    num_layers: int
+    space: SearchSpace
     attention_s: float = 1e-3
     mlp_s: float = 2e-3
     agree: Callable[[SkipMask], float] = agreement_of
     num_asked: int = 0
+    num_settings: int = 0
     states: Any = field(init=False)
     cost: CostModel = field(init=False)
 
     def __post_init__(self) -> None:
-        lengths = np.random.default_rng(0).uniform(0.2, 1.0, 2 * self.num_layers).tolist()
+        num_layers = self.space.num_layers
+        lengths = np.random.default_rng(0).uniform(0.2, 1.0, 2 * num_layers).tolist()
         self.states = OrthogonalStates(lengths)
-        self.cost = make_cost(self.num_layers, self.attention_s, self.mlp_s)
+        self.cost = make_cost(num_layers, self.attention_s, self.mlp_s)
 
     def agreement(self, mask: SkipMask) -> float:
         self.num_asked += 1
         return self.agree(mask)
 
-    def once(self, name: str, work: Callable[[], T]) -> T:
-        return work()
+    def confidences(self, mask: SkipMask) -> tuple[float, float]:
+        return 0.5 + 0.5 * self.agree(mask), 0.5 * self.agree(mask)
+
+    def best_setting(self, mask: SkipMask) -> DecodeConfig:
+        self.num_settings += 1
+        gamma = min(3, self.space.gamma_max)
+        fields = {"draft_threshold": 0.35, "target_threshold": 0.1, "share_prefix": self.space.share_prefix}
+        return DecodeConfig(skip_mask=mask, gamma=gamma, **fields)
+
+    def layer_plan(self) -> Plan:
+        return layer_plan(self.states, self.space)
+
+    def sublayer_plan(self, attention: int, mlp: int) -> Plan:
+        return sublayer_plan(self.states, self.space, attention, mlp)
 
 
 class ClockedForcing(OrthogonalStates, FakeForcing):
@@ -134,9 +151,18 @@ class ReadableDecoder(FakeDecoder):
         return self.forcings[-1]
 
 
-def make_space(num_layers: int, *, whole: bool = False, gamma_max: int = 6) -> SearchSpace:
+def make_space(num_layers: int, *, whole: bool = False, gamma_max: int = 6, share_prefix: bool = False) -> SearchSpace:
     every = tuple(range(num_layers))
-    return SearchSpace(num_layers, gamma_max, () if whole else every, () if whole else every, every if whole else ())
+    apart = () if whole else every
+    return SearchSpace(num_layers, gamma_max, apart, apart, every if whole else (), share_prefix=share_prefix)
+
+
+def make_setup(
+    space: SearchSpace, hints: Any = None, seed: int = 0, *, repeat_every: int = 0, with_settings: bool = False
+) -> Setup:
+    """Leaders are measured again at the end of a list alone, unless asked for."""
+    known = FakeHints(space) if hints is None else hints
+    return Setup(space, known, seed, ProposeOptions(repeat_every, 0.0, 3), with_settings)
 
 
 def landscape(config: DecodeConfig) -> float:

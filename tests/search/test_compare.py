@@ -47,7 +47,7 @@ from tests.search.fakes import (
     prompts,
     true_speedup,
 )
-from tests.search.rival_fakes import FORCING_S, READING_S, ReadableDecoder
+from tests.search.rival_fakes import FORCING_S, READING_S, ReadableDecoder, make_setup
 
 NGRAMS = lookup_alone(NUM_LAYERS, usual_lookups.NGRAMS)
 VOLATILE = ("process", "seconds", "proposing_s")
@@ -56,7 +56,7 @@ VOLATILE = ("process", "seconds", "proposing_s")
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something simple in the place of ours."""
-    info = StrategyInfo("ours", "stand-in", "-", lambda space, hints, _seed: LeaveOneOut(space, hints))
+    info = StrategyInfo("ours", "stand-in", "-", LeaveOneOut)
     monkeypatch.setitem(STRATEGIES, "ours", info)
 
 
@@ -483,7 +483,7 @@ def test_a_shared_answer_costs_every_asker_its_first_price() -> None:
 
 def test_memory_that_is_dropped_between_turns_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is measured nor who pays for what; the real one drops beyond 512 MiB, here all that it can."""
-    plan = plan_of(strategies=("ours", "leave-one-out", "clasp"), trials=7, checkpoints=(7,))
+    plan = plan_of(strategies=("ours", "leave-one-out", "clasp", "del+settings"), trials=7, checkpoints=(7,))
     roomy, tight = (Comparison(tmp_path / name) for name in ("roomy", "tight"))
     assert roomy.run(plan) == 0
     left: list[int] = []
@@ -579,7 +579,7 @@ def test_readings_are_shared_and_step_times_are_not() -> None:
 
 def test_a_signal_interrupts_a_long_proposal() -> None:
     stop = StopSignal()
-    proposer = TimedProposer(EarlyExitGrid(SPACE, 0), Account(Ledger(), FakeClock()), stop)
+    proposer = TimedProposer(EarlyExitGrid(make_setup(SPACE)), Account(Ledger(), FakeClock()), stop)
     stop.received = 2
     with stop.deferred(), pytest.raises(KeyboardInterrupt):
         proposer.propose([], 0, np.random.default_rng(0))
@@ -716,7 +716,7 @@ def test_a_broken_store_of_ours_is_named(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--strategies", "ours,klasp"], "'klasp'; did you mean 'clasp'?"),
-        (["--strategies", "magic"], "ours, random, raw-tpe, draft-verify, layerskip, swift, clasp, knapspec"),
+        (["--strategies", "magic"], "ours, random, raw-tpe, draft-verify, layerskip, del, swift, clasp, knapspec"),
         (["--strategies", "random,random"], "must name each strategy once"),
         (["--strategies", ","], "must name at least one"),
         (["--seeds", "1"], "--seeds: must be at least 2, or there is no interval, got 1"),

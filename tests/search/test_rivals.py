@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from typing import Any
@@ -12,38 +13,52 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from layerskip.skip_mask import SkipMask
+from layerskip.teacher_forcing import DraftReadings
 from search.leaderboard import counted
-from search.proposals import Proposal, measured_keys
-from search.rivals import STRATEGIES
+from search.proposals import Proposal, ProposeOptions, measured_keys
+from search.rivals import STRATEGIES, Setup, departures_table, hidden_states
 from search.rivals.bayesian import DraftVerify, Swift
-from search.rivals.common import bits_of, throughput, union
+from search.rivals.common import bits_of, mean_confidences, throughput, union
+from search.rivals.dynamic_exit import DynamicExit
 from search.rivals.gaussian_process import GaussianProcess, upper_bound_points
 from search.rivals.hidden_states import (
     Clasp,
     KnapSpec,
+    StoredPlans,
     latency_weights,
-    most_similar_layers,
-    most_similar_sublayers,
+    layer_plan,
+    most_similar,
+    plan_facts,
+    sublayer_plan,
 )
 from search.rivals.leave_one_out import LeaveOneOut
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 from tests.search.fakes import SPACE
-from tests.search.rival_fakes import FakeHints, OrthogonalStates, agreement_of, failed, make_space, measured
+from tests.search.rival_fakes import (
+    FakeHints,
+    OrthogonalStates,
+    agreement_of,
+    failed,
+    make_setup,
+    make_space,
+    measured,
+)
 
 RIVALS = [name for name in STRATEGIES if name != "ours"]
+PUBLISHED = [name for name in RIVALS if not STRATEGIES[name].with_settings]
 SPACES = {
     "one layer": make_space(1, gamma_max=1),
     "one whole layer": make_space(1, whole=True, gamma_max=2),
     "two layers": make_space(2, gamma_max=2),
     "whole layers": make_space(6, whole=True),
     "six layers": SPACE,
+    "some of eight layers": SearchSpace(8, 4, (), (), (2, 3, 5, 6), share_prefix=True),
+    "shared prefix": make_space(4, gamma_max=3, share_prefix=True),
 }
 
 
-def make(name: str, space: SearchSpace, seed: int = 0) -> Any:
-    factory = STRATEGIES[name].factory
-    assert factory is not None
-    return factory(space, FakeHints(space.num_layers), seed)
+def make(name: str, space: SearchSpace, seed: int = 0, *, repeat_every: int = 0) -> Any:
+    return STRATEGIES[name].proposer(make_setup(space, seed=seed, repeat_every=repeat_every))
 
 
 def propose(proposer: Any, trials: list[FrozenTrial], seed: int = 0) -> Proposal:
@@ -116,7 +131,7 @@ def test_nothing_but_failures_is_no_reason_to_crash(name: str) -> None:
         trials.append(failed(space, proposal.params, number, "out of memory"))
 
 
-@pytest.mark.parametrize("name", [one for one in RIVALS if one not in ("random", "raw-tpe")])
+@pytest.mark.parametrize("name", [one for one in RIVALS if one.partition("+")[0] not in ("random", "raw-tpe")])
 def test_an_interrupted_trial_is_proposed_again_and_a_failed_one_is_not(name: str) -> None:
     _, trials = follow(make(name, SPACE), SPACE, 8)
     proposal = propose(make(name, SPACE), trials)
@@ -167,14 +182,14 @@ def test_thresholds_and_gamma_are_each_papers_own() -> None:
 def test_clasp_finds_the_most_similar_layers_of_every_number(seed: int) -> None:
     lengths = np.random.default_rng(seed).uniform(0.1, 1.0, 12).tolist()
     states = OrthogonalStates(lengths)
-    plans = most_similar_layers(states)
-    assert sorted(plans) == list(range(7))
-    for count, layers in plans.items():
-        assert len(layers) == count
+    plan = layer_plan(states, SPACE)
+    assert sorted(plan) == list(range(7))
+    for count, mask in plan.items():
+        assert len(mask.skipped_layers) == count == mask.num_skipped / 2
         best = max(
             (states.similarity(SkipMask.from_layers(6, one)), one) for one in itertools.combinations(range(6), count)
         )
-        assert states.similarity(SkipMask.from_layers(6, layers)) == pytest.approx(best[0], abs=1e-12)
+        assert states.similarity(mask) == pytest.approx(best[0], abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -184,46 +199,62 @@ def test_knapspec_finds_the_most_similar_sublayers_of_every_budget(seed: int, wh
     states = OrthogonalStates(rng.uniform(0.1, 1.0, 12).tolist())
     bits = [mask for _, mask in bits_of(make_space(6, whole=whole))]
     weights = [int(one) for one in rng.integers(1, 6, len(bits))]
-    plans = most_similar_sublayers(states, bits, weights, -1.0)
-    inner = [place for place, bit in enumerate(bits) if not any(bit.attention[i] or bit.mlp[i] for i in (0, 5))]
+    plan = most_similar(states, bits, weights, -1.0)
     best: dict[int, float] = {}
-    for size in range(len(inner) + 1):
-        for places in itertools.combinations(inner, size):
+    for size in range(len(bits) + 1):
+        for places in itertools.combinations(range(len(bits)), size):
             saved = sum(weights[place] for place in places)
             similarity = states.similarity(union(6, [bits[place] for place in places]))
             best[saved] = max(best.get(saved, -1.0), similarity)
-    assert plans.keys() == best.keys()
-    for saved, places in plans.items():
-        assert sum(weights[place] for place in places) == saved
-        assert states.similarity(union(6, [bits[place] for place in places])) == pytest.approx(best[saved], abs=1e-12)
+    assert plan.keys() == best.keys()
+    for saved, mask in plan.items():
+        assert sum(weight for bit, weight in zip(bits, weights, strict=True) if union(6, [bit, mask]) == mask) == saved
+        assert states.similarity(mask) == pytest.approx(best[saved], abs=1e-12)
 
 
-def test_knapspec_lets_dissimilar_branches_die() -> None:
+def test_layers_that_the_space_has_no_bit_for_are_run() -> None:
+    """A plan over some layers alone starts from a draft that runs the others, and skips none of these."""
+    states = OrthogonalStates(np.random.default_rng(3).uniform(0.1, 1.0, 16).tolist())
+    space = SearchSpace(8, 4, (), (), (2, 3, 5, 6))
+    for plan in (layer_plan(states, space), sublayer_plan(states, space, 1, 1)):
+        assert plan[0] == SkipMask.none(8)
+        for mask in plan.values():
+            count = len(mask.skipped_layers)
+            best = max(
+                states.similarity(SkipMask.from_layers(8, one)) for one in itertools.combinations((2, 3, 5, 6), count)
+            )
+            assert states.similarity(mask) == pytest.approx(best, abs=1e-12)
+
+
+def test_knapspec_lets_dissimilar_branches_die_and_keeps_the_ends() -> None:
     """Without attention 1 the state is a right angle away from the target's right there, whatever comes later."""
     states = OrthogonalStates([0.1, 0.1, 5.0, 0.1, 0.1, 5.0, 0.1, 0.1])
-    bits = [mask for _, mask in bits_of(make_space(4))]
+    masks = list(sublayer_plan(states, make_space(4), 1, 1).values())
+    assert {mask.num_skipped for mask in masks} == {0, 1, 2, 3}
+    for mask in masks:
+        assert not any(mask.attention[i] or mask.mlp[i] for i in (0, 3))
+        assert not mask.attention[1]
 
-    def masks(min_similarity: float) -> list[SkipMask]:
-        plans = most_similar_sublayers(states, bits, [1] * 8, min_similarity)
-        return [union(4, [bits[i] for i in one]) for one in plans.values()]
 
-    assert {mask.num_skipped for mask in masks(-1.0)} == {0, 1, 2, 3, 4}
-    assert {mask.num_skipped for mask in masks(0.5)} == {0, 1, 2, 3}
-    assert not any(mask.attention[1] for mask in masks(0.5))
-    assert masks(1.1) == []
+def test_stored_plans_are_those_of_the_states() -> None:
+    states = OrthogonalStates(np.random.default_rng(1).uniform(0.1, 1.0, 12).tolist())
+    stored = StoredPlans(json.loads(json.dumps(plan_facts(states, SPACE))))
+    assert stored.layer_plan() == layer_plan(states, SPACE)
+    for attention_s, mlp_s in ((1.0, 2.4), (2.6, 1.0), (1.0, 99.0), (0.0, 0.0)):
+        weights = latency_weights(FakeHints(SPACE, attention_s=attention_s, mlp_s=mlp_s).cost)
+        assert stored.sublayer_plan(*weights) == sublayer_plan(states, SPACE, *weights)
+    with pytest.raises(ValueError, match="plans: must hold 'layers', computed from hidden states, got"):
+        StoredPlans(None).layer_plan()
 
 
 def test_latencies_become_small_whole_weights() -> None:
-    bits = [mask for _, mask in bits_of(make_space(2))] + [SkipMask.from_layers(2, [1])]
     for attention_s, mlp_s, expected in (
         (1.0, 2.4, (1, 2)),
         (2.6, 1.0, (3, 1)),
         (1.0, 99.0, (1, 5)),
         (0.0, 0.0, (1, 1)),
     ):
-        cost = FakeHints(2, attention_s=attention_s, mlp_s=mlp_s).cost
-        attention, mlp = expected
-        assert latency_weights(bits, cost, 5) == [attention, mlp, attention, mlp, attention + mlp]
+        assert latency_weights(FakeHints(SPACE, attention_s=attention_s, mlp_s=mlp_s).cost) == expected
 
 
 def test_bits_are_in_the_order_in_which_they_run() -> None:
@@ -238,7 +269,7 @@ def test_bits_are_in_the_order_in_which_they_run() -> None:
 
 def test_clasp_sweeps_numbers_first_and_then_around_the_leader() -> None:
     space = make_space(8, gamma_max=12)
-    clasp = Clasp(space, FakeHints(8))
+    clasp = Clasp(make_setup(space))
     trials: list[FrozenTrial] = []
     seen = []
     for number in range(11):
@@ -253,8 +284,8 @@ def test_clasp_sweeps_numbers_first_and_then_around_the_leader() -> None:
 
 
 def test_one_off_work_is_done_once() -> None:
-    hints = FakeHints(6)
-    clasp, loo = Clasp(SPACE, hints), LeaveOneOut(SPACE, hints)
+    hints = FakeHints(SPACE)
+    clasp, loo = (rival(make_setup(SPACE, hints)) for rival in (Clasp, LeaveOneOut))
     follow(clasp, SPACE, 1)
     num_run = hints.states.num_run
     follow(clasp, SPACE, 10)
@@ -265,8 +296,8 @@ def test_one_off_work_is_done_once() -> None:
 
 @pytest.mark.parametrize("rival", [KnapSpec, LeaveOneOut])
 def test_the_first_configs_are_the_masks_at_their_best_gamma_by_expected_throughput(rival: Any) -> None:
-    hints = FakeHints(6)
-    configs = list(rival(SPACE, hints).configs())
+    hints = FakeHints(SPACE)
+    configs = list(rival(make_setup(SPACE, hints)).configs())
     num_masks = len({config.skip_mask for config in configs})
     assert len(configs) == num_masks * SPACE.gamma_max
     cost, threshold = hints.cost, rival is KnapSpec
@@ -286,7 +317,7 @@ def test_the_first_configs_are_the_masks_at_their_best_gamma_by_expected_through
 
 def test_leave_one_out_takes_sublayers_by_loss_per_second() -> None:
     """A dear sublayer that saves much goes before a cheap one that saves nothing, and the masks are nested."""
-    configs = LeaveOneOut(SPACE, FakeHints(6, attention_s=1e-5, mlp_s=1e-2)).configs()
+    configs = LeaveOneOut(make_setup(SPACE, FakeHints(SPACE, attention_s=1e-5, mlp_s=1e-2))).configs()
     masks = sorted({config.skip_mask for config in configs}, key=lambda mask: mask.num_skipped)
     assert [mask.num_skipped for mask in masks] == list(range(1, 13))
     for smaller, larger in itertools.pairwise(masks):
@@ -301,8 +332,8 @@ def test_throughput_is_the_closed_form() -> None:
 
 
 def test_swift_skips_its_share_keeps_the_ends_and_only_gets_better() -> None:
-    hints = FakeHints(6)
-    swift = Swift(SPACE, hints, seed=3)
+    hints = FakeHints(SPACE)
+    swift = Swift(make_setup(SPACE, hints, seed=3))
     best = []
     for index in range(4):
         mask = SPACE.to_config(swift.propose([], index, np.random.default_rng(0)).params or {}).skip_mask
@@ -317,14 +348,14 @@ def test_swift_skips_its_share_keeps_the_ends_and_only_gets_better() -> None:
 
 
 def test_swift_ends_once_the_agreement_is_good_enough() -> None:
-    swift = Swift(SPACE, FakeHints(6, agree=lambda _mask: 0.96), seed=0)
+    swift = Swift(make_setup(SPACE, FakeHints(SPACE, agree=lambda _mask: 0.96)))
     swift.propose([], 3, np.random.default_rng(0))
     assert len(swift._agreements) == 1
 
 
 def test_draft_verify_learns_from_measured_speed() -> None:
     """On the fake landscape it leaves random search behind: all proposals after the first 20 beat the random mean."""
-    _, trials = follow(DraftVerify(SPACE), SPACE, 40)
+    _, trials = follow(DraftVerify(make_setup(SPACE)), SPACE, 40)
     _, random = follow(make("random", SPACE), SPACE, 40)
     early, late = (np.mean([trial.value for trial in part]) for part in (random, trials[20:]))
     assert late > 1.15 * early
@@ -370,35 +401,128 @@ def test_equal_values_are_no_reason_to_crash() -> None:
     assert math.isfinite(deviation[0])
 
 
-def test_no_states_is_said_in_one_line() -> None:
-    hints = FakeHints(6)
-    hints.states = None
-    for rival in (Clasp, KnapSpec):
-        with pytest.raises(ValueError, match="needs hidden states layer by layer"):
-            propose(rival(SPACE, hints), [])
-
-
 def test_the_registry_names_all_and_only_ours_is_set_up_elsewhere() -> None:
-    assert list(STRATEGIES) == [
-        "ours", "random", "raw-tpe", "draft-verify", "layerskip", "swift", "clasp", "knapspec", "leave-one-out"
-    ]  # fmt: skip
+    published = ["random", "raw-tpe", "draft-verify", "layerskip", "del", "swift", "clasp", "knapspec", "leave-one-out"]
+    assert list(STRATEGIES) == ["ours", *published, *(f"{name}+settings" for name in published)]
     for name, info in STRATEGIES.items():
         assert info.name == name
         assert info.about
         assert info.source
         assert (info.factory is None) == (name == "ours")
+        assert info.with_settings == name.endswith("+settings")
+    with pytest.raises(ValueError, match="strategy: must be a rival, got 'ours'"):
+        STRATEGIES["ours"].proposer(make_setup(SPACE))
+
+
+def test_every_paper_has_its_departures_in_the_table() -> None:
+    rows = departures_table().splitlines()
+    for name in PUBLISHED:
+        info = STRATEGIES[name]
+        own = [row for row in rows if row.startswith(f"| {name} ({info.source}) |")]
+        assert len(own) == len(info.departures)
+        assert bool(own) == info.source[:4].isdigit()
+        assert all(row.rpartition(" | ")[2] in ("helps it |", "hurts it |", "either way |") for row in own)
 
 
 def test_only_those_that_need_the_model_ask_it() -> None:
     for name in ("random", "raw-tpe", "draft-verify", "layerskip"):
-        factory = STRATEGIES[name].factory
-        assert factory is not None
-        follow(factory(SPACE, None, 0), SPACE, 12)  # type: ignore[arg-type]
+        setup = Setup(SPACE, None, 0, ProposeOptions(4, 0.0, 3))  # type: ignore[arg-type]
+        follow(STRATEGIES[name].proposer(setup), SPACE, 12)
 
 
-def test_knapspec_drafts_with_the_whole_model_where_no_mask_survives() -> None:
-    hints = FakeHints(3)
+def test_knapspec_drafts_with_the_whole_model_where_no_mask_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_states, "MIN_SIMILARITY", 0.99)
+    space = make_space(3)
+    hints = FakeHints(space)
     hints.states = OrthogonalStates([0.1, 0.1, 9.0, 9.0, 0.1, 0.1])
-    knapspec = KnapSpec(make_space(3), hints)
-    knapspec.MIN_SIMILARITY = 0.99
-    assert {str(config.skip_mask) for config in knapspec.configs()} == {"3:none"}
+    assert {str(config.skip_mask) for config in KnapSpec(make_setup(space, hints)).configs()} == {"3:none"}
+
+
+@pytest.mark.parametrize("name", [one for one in RIVALS if STRATEGIES[one].with_settings])
+@pytest.mark.parametrize("space", [SPACE, SPACES["shared prefix"]], ids=["plain", "shared prefix"])
+def test_with_settings_masks_are_the_methods_and_the_rest_is_predicted(name: str, space: SearchSpace) -> None:
+    """Every new config has the predicted setting of its mask, each asked for once; and masks are not all the same."""
+    hints = FakeHints(space)
+    proposer = STRATEGIES[name].proposer(make_setup(space, hints))
+    proposals, _ = follow(proposer, space, 12)
+    configs = [space.to_config(one.params or {}) for one in proposals if one.origin != "repeat"]
+    for config in configs:
+        assert (config.gamma, config.draft_threshold, config.target_threshold) == (3, 0.35, 0.1)
+        assert config.share_prefix == space.share_prefix
+    masks = {config.skip_mask for config in configs}
+    assert len(masks) > 1 or name.startswith("swift"), "SWIFT measures its best mask so far"
+    assert hints.num_settings == len(masks)
+
+
+def test_with_settings_the_first_masks_are_those_of_the_method() -> None:
+    for name in ("leave-one-out", "knapspec", "swift", "del"):
+        one, other = (propose(make(full, SPACE), []).params for full in (name, f"{name}+settings"))
+        assert one is not None
+        assert other is not None
+        assert SPACE.to_mask(one) == SPACE.to_mask(other)
+        assert one != other
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_fourth_trial_measures_a_leader_again(name: str) -> None:
+    proposals, trials = follow(make(name, SPACE, repeat_every=4), SPACE, 12)
+    for index in (3, 7, 11):
+        again = proposals[index].repeat_of
+        assert again is not None
+        assert again < index
+        assert trials[again].params == proposals[index].params
+
+
+@pytest.mark.parametrize("name", ["layerskip", "del"])
+def test_early_exits_verify_behind_their_exit_where_the_space_has_it(name: str) -> None:
+    space = SPACES["shared prefix"]
+    for proposal in follow(make(name, space), space, 6)[0]:
+        assert proposal.params is not None
+        assert proposal.params[SHARE_PREFIX]
+        assert space.to_config(proposal.params).skip_mask.exit_layer in (1, 2, 3)
+
+
+def test_del_orders_exits_by_expected_tokens_and_stops_between_sure_and_unsure() -> None:
+    setup = make_setup(SPACE)
+    configs = list(DynamicExit(setup).configs())
+    assert len(configs) == 5 * SPACE.gamma_max
+    assert {config.skip_mask.exit_layer for config in configs[:5]} == {1, 2, 3, 4, 5}
+    cost = setup.hints.cost
+    for config in configs[:5]:
+        agreement = agreement_of(config.skip_mask)
+        assert config.draft_threshold == pytest.approx(0.25 + 0.5 * agreement)
+        draft_s = cost.draft_s(config.skip_mask, threshold=True)
+        rates = [throughput(agreement, draft_s, g, cost.verify_s[g]) for g in range(1, SPACE.gamma_max + 1)]
+        assert rates[config.gamma - 1] == max(rates)
+
+
+def test_draft_verify_begins_with_its_probes_and_follows_the_acceptance_rate() -> None:
+    space = make_space(40, gamma_max=12)
+    rival = DraftVerify(make_setup(space))
+    proposals, trials = follow(rival, space, 2)
+    masks = [space.to_config(one.params or {}).skip_mask for one in proposals]
+    assert [(mask.num_skipped_attention, mask.num_skipped_mlp) for mask in masks] == [(20, 0), (24, 10)]
+    assert masks[0].attention[8]
+    assert masks[1].mlp[35]
+
+    def after(drafted: list[int], accepted: list[int]) -> float:
+        for trial in trials:
+            trial.set_user_attr("drafted_by_position", drafted)
+            trial.set_user_attr("accepted_by_position", accepted)
+        return rival.threshold_after(trials)
+
+    assert rival.threshold_after(trials) == 0.6
+    assert after([100, 50], [80, 30]) == pytest.approx(0.8), "two trials of 100 rounds that are often wrong"
+    assert after([100, 50], [98, 48]) == pytest.approx(0.5), "the 50 rounds that ran to gamma's end say nothing"
+    params = propose(rival, trials).params
+    assert params is not None
+    assert params[DRAFT_THRESHOLD] == 0.5
+    assert after([4000, 0], [0, 0]) == 0.95
+
+
+def test_mean_confidences_leave_out_what_is_no_draft() -> None:
+    accepted = np.array([[[1, 0, 0], [1, 1, 0]]], dtype=np.float32)
+    confidence = np.array([[[0.8, 0.2, 0.9], [0.6, 1.0, 0.9]]], dtype=np.float32)
+    reading = DraftReadings(accepted, confidence, np.zeros((1, 2, 3), dtype=np.int64))
+    assert mean_confidences(reading, np.array([3, 3])) == pytest.approx((0.8, 0.2))
+    assert mean_confidences(reading, np.array([2, 2])) == pytest.approx((0.7, 0.0))
