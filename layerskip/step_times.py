@@ -57,18 +57,15 @@ class StepTimer:
 
         threshold: with the look at the confidence that a `draft_threshold` costs.
         """
-        return [draft for draft, *_ in self._drafts(text_ids, masks, gamma, threshold=threshold)]
-
-    def draft_and_target_s(
-        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-    ) -> list[tuple[float, float]]:
-        """(seconds of one draft token, seconds of the target alone), `repeats` times, in turns.
-
-        Their ratio holds whatever state the machine is in; compare it rather than seconds of different minutes.
-        """
-        target = self._steps.verification(1)
-        found = self._drafts(text_ids, [mask] * repeats, gamma, target, threshold=threshold)
-        return [(draft, target_s) for draft, target_s in found]
+        after = [self._steps.verification(gamma + 1)] if self._steps.draft_verifies else []
+        steps: list[Step] = []
+        for mask in masks:
+            steps += [self._steps.draft(mask, gamma, threshold=threshold), *after]
+        seconds = self._time(text_ids, steps)
+        if not after:
+            return [one / gamma for one in seconds]
+        rounds = zip(seconds[::2], seconds[1::2], strict=True)
+        return [max(whole - verify, _LEAST_SHARE * whole) / gamma for whole, verify in rounds]
 
     def rounds_s(self, text_ids: Sequence[int], config: DecodeConfig, counts: Sequence[int]) -> list[float] | None:
         """Seconds of rounds that make n drafts under this config, for each n, as `generate` runs them.
@@ -78,22 +75,6 @@ class StepTimer:
         if self._on_device is None:
             return None
         return self._time(text_ids, [self._on_device.whole_round(config, n) for n in counts])
-
-    def _drafts(
-        self, text_ids: Sequence[int], masks: Sequence[SkipMask], gamma: int, *others: Step, threshold: bool
-    ) -> list[list[float]]:
-        """Seconds of a draft token under each mask, and of the other steps right after it."""
-        after = [self._steps.verification(gamma + 1)] if self._steps.draft_verifies else []
-        steps: list[Step] = []
-        for mask in masks:
-            steps += [self._steps.draft(mask, gamma, threshold=threshold), *after, *others]
-        seconds, each, found = self._time(text_ids, steps), 1 + len(after) + len(others), []
-        for start in range(0, len(seconds), each):
-            draft, *rest = seconds[start : start + each]
-            if after:
-                draft = max(draft - rest.pop(0), _LEAST_SHARE * draft)
-            found.append([draft / gamma, *rest])
-        return found
 
     @torch.inference_mode()
     def _time(self, text_ids: Sequence[int], steps: Sequence[Step]) -> list[float]:

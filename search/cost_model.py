@@ -30,10 +30,6 @@ class Timer(Protocol):
         self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
     ) -> list[float]: ...
 
-    def draft_and_target_s(
-        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-    ) -> list[tuple[float, float]]: ...
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -160,14 +156,6 @@ def free_costs(space: SearchSpace, gamma_max: int) -> CostModel:
     """Nothing costs anything: for counting alone."""
     nothing = (0.0,) * space.num_layers
     return CostModel((0.0,) * (gamma_max + 1), 0.0, nothing, nothing, 0.0, 0.0, 0, {})
-
-
-def relative_draft(
-    timer: Timer, text: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-) -> float:
-    """One draft token under this very mask, in target steps timed in turns with it: the median ratio, warmed up."""
-    pairs = timer.draft_and_target_s(text, mask, gamma=gamma, threshold=threshold, repeats=repeats + 1)
-    return float(np.median([draft / target for draft, target in pairs[1:]]))
 
 
 def pool_costs(history: Sequence[CostModel]) -> CostModel:

@@ -8,7 +8,6 @@ target steps while that of the trials stayed within 0.05 of its mean (studies/LO
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,6 @@ PLAIN_STEP, ROUNDS, COUNTS = "plain_step_s", "round_s_by_drafted", "rounds_by_dr
 """Attributes of a trial: a plain step beside its own steps, and its rounds' seconds and numbers by number of drafts."""
 LOOKUP_ROUNDS, LOOKUP_COUNTS = "lookup_round_s_by_drafted", "lookup_rounds_by_drafted"
 """The same of rounds that were looked up; only where there are any."""
-DRAFT_BY_TERMS, DRAFT_TIMED = "draft_by_terms", "draft_timed"
-"""Attributes of a trial: what a draft token of its mask was expected to cost before it, in target steps, by the terms
-and by a timing of its own."""
 _HALF_LIFE = 100
 """Trials after which a trial counts half: a machine's price of a step drifts."""
 _MOMENT = 0.05
@@ -44,38 +40,6 @@ _TERM = 0.1
 """Each term of a draft step."""
 _THRESHOLD = 0.02
 """What looking at the confidence costs may be off, in target steps: it is the difference of two bursts."""
-_BURST = 0.07
-"""Standard deviation, relative, of a draft step timed in one go, before trials have told."""
-_MIN_SPREAD = 0.02
-"""Of masks' draft steps around the sum of their terms, before trials have told, at the least."""
-_NUM_BEFORE = 10.0
-"""Trials that what is believed of these before the first one counts for."""
-_FARTHEST = 0.5
-"""Beyond this, in log seconds, all timings are alike."""
-
-
-@dataclass(frozen=True)
-class TimingTrust:
-    """How far a mask's own timing says more about its draft step than the terms do; both relative."""
-
-    spread: float
-    """Standard deviation of masks' draft steps around the sum of their terms."""
-    burst: float
-    """Of a timing around the draft steps of the trial that follows it."""
-
-    @classmethod
-    def before_trials(cls, cost: CostModel) -> TimingTrust:
-        """By how well the terms fitted the masks that they were learnt from."""
-        return cls(max(_MIN_SPREAD, cost.fit_error), _BURST)
-
-    def is_far(self, apart: float) -> bool:
-        """Whether a timing this far from the terms, in log seconds, is more than a moment explains."""
-        return abs(apart) > 2 * self.burst
-
-    def drawn(self, apart: float) -> float:
-        """How far from the terms, in log seconds, a mask is to be expected whose timing is `apart` from them."""
-        variance = self.spread**2 + max(0.0, apart**2 - (2 * self.burst) ** 2)
-        return apart * variance / (variance + self.burst**2)
 
 
 @dataclass(frozen=True)
@@ -92,8 +56,6 @@ class _Steps:
     prefix."""
     lookups: tuple[tuple[int, int, float], ...]
     """The same of rounds that were looked up, which verify alone."""
-    apart: tuple[float, float] | None
-    """Of a draft token from its terms, in log seconds: as timed before the trial, and in it."""
 
 
 def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStats]) -> dict[str, Any]:
@@ -131,23 +93,6 @@ class CostLearner:
         told, fresh = [steps for _, steps in found], _freshness([number for number, _ in found])
         drafts = _learn_drafts(measured, told, fresh)
         return _learn_verifications(drafts, told, fresh)
-
-    def trust(self, measured: CostModel, trials: Sequence[FrozenTrial]) -> TimingTrust:
-        """How far timings of single masks are to be believed after these trials.
-
-        A timing is what the mask owes to itself and what it owes to its moment. The trial that follows shows the first
-        again and not the second: so their product over trials tells the spread, and what is left the moments.
-        """
-        before = TimingTrust.before_trials(measured)
-        told = [(trial.number, steps.apart) for trial in trials if (steps := self._steps(trial)) and steps.apart]
-        if not told:
-            return before
-        fresh = _freshness([number for number, _ in told])
-        timed, live = np.clip([apart for _, apart in told], -_FARTHEST, _FARTHEST).T
-        total = _NUM_BEFORE + fresh.sum()
-        spread = (_NUM_BEFORE * before.spread**2 + fresh @ (timed * live)) / total
-        burst = (_NUM_BEFORE * before.burst**2 + fresh @ (timed * (timed - live))) / total
-        return TimingTrust(*np.sqrt(np.maximum([spread, burst], 1e-6)).tolist())
 
     def _steps(self, trial: FrozenTrial) -> _Steps | None:
         if trial.state != TrialState.COMPLETE:
@@ -187,14 +132,12 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     num_drafted = sum(n * m for n, m in enumerate(counts, 1))
     shares = trial.params.get(SHARE_PREFIX, False)
     draft = attrs["draft_s"] / num_drafted / plain_s if attrs.get("draft_s") and num_drafted else None
-    terms, timed = attrs.get(DRAFT_BY_TERMS), attrs.get(DRAFT_TIMED)
     return _Steps(
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
         num_drafted=num_drafted,
         rounds=() if shares else _rounds(counts, round_s, plain_s),
         lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
-        apart=(math.log(timed / terms), math.log(draft / terms)) if draft and terms and timed else None,
     )
 
 

@@ -16,7 +16,7 @@ from search.confirm import describe
 from search.cost_model import CostModel, CostOptions, Timer, measure_costs, pool_costs
 from search.fingerprint import Fingerprint
 from search.forecast import Candidates, Pool
-from search.learnt_costs import DRAFT_BY_TERMS, DRAFT_TIMED, learnt_costs_of
+from search.learnt_costs import learnt_costs_of
 from search.more_texts import Beyond
 from search.predictor import Forcing, Predictor
 from search.proposals import ProposeOptions, Proposer
@@ -99,13 +99,13 @@ class Outlook:
 
         `predicted_ratios` are as sharp as can be; `forecast_ratios` are those that configs are ranked by, and
         `forecast_speedup` is their mean over all texts, more than any trial decodes: so what a config owes to its own
-        prompts, or to the tuning prompts, can be told apart from what it is worth, see `search.leaderboard.taste_of`. Cost: a wide reading, if the mask was not proposed for one, a few
-        readings and short drafts, see `Predictor.trial`; a target forward over each of the prompts' texts that were too
-        many to be read for every mask.
+        prompts, or to the tuning prompts, can be told apart from what it is worth, see `search.leaderboard.taste_of`.
+        Cost: a wide reading, if the mask was not proposed for one, and a few readings, see `Predictor.trial`; a target
+        forward over each of the prompts' texts that were too many to be read for every mask.
         """
         self.predictor.learn(earlier)
         unread = self.predictor.unread(steps, self.force)
-        sharp = self.predictor.trial(config, steps, self.timer, self.texts[0], unread)
+        sharp = self.predictor.trial(config, steps, unread)
         forecast, mean = self.predictor.forecast(config, steps, unread)
         return {
             "predicted_ratios": [round(ratio, 5) for ratio in sharp.ratios],
@@ -113,10 +113,6 @@ class Outlook:
             "forecast_speedup": round(mean, 5),
             "replayed_forwards": [list(counts) for counts in sharp.forwards],
             "draft_step_ms": round(1000 * sharp.draft_s, 5),
-        } | {
-            name: round(value, 6)
-            for name, value in ((DRAFT_BY_TERMS, sharp.draft_by_terms), (DRAFT_TIMED, sharp.draft_timed))
-            if value is not None
         }
 
     def recheck(self, study: optuna.Study) -> float:

@@ -15,9 +15,9 @@ from layerskip.config import DecodeConfig
 from layerskip.lookup_settings import LookupSettings
 from layerskip.skip_mask import SkipMask
 from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from search.cost_model import CostModel, Timer, relative_draft
+from search.cost_model import CostModel
 from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
-from search.learnt_costs import CostLearner, TimingTrust
+from search.learnt_costs import CostLearner
 from search.lookup_choice import LookupChoice
 from search.lookup_readings import LookupReadings, read_lookups
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
@@ -42,7 +42,6 @@ _LOOKUP_THRESHOLDS = (0.0, 0.3, 0.6)
 _MIN_PROBABILITIES = (0.1, 0.5)
 _KEPT_BYTES = 1 << 23
 """8 MiB of readings on the first texts, and as much on all: hundreds of masks on short texts, dozens on long ones."""
-_TIMING_REPEATS = 3
 
 
 class Forcing(Protocol):
@@ -94,10 +93,6 @@ class TrialPrediction:
     """Drafts, verifications and target-only steps."""
     draft_s: float
     """One draft token of this mask, at the pace of the cost model; 0 where nothing is drafted under one."""
-    draft_by_terms: float | None
-    """The same in target steps, by the terms alone."""
-    draft_timed: float | None
-    """The same in target steps, timed just now in turns with the target's."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,6 @@ class Predictor:
         self._effects: SettingEffects | None = None
         self._discounts: dict[SkipMask, Floats] = {}
         self._first_cost = self._measured = self.cost = cost
-        self._trust = TimingTrust.before_trials(cost)
 
     def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
         """From now on masks are predicted as the rest of a hybrid with one of these; or_not: and without any."""
@@ -165,13 +159,12 @@ class Predictor:
 
     def set_costs(self, measured: CostModel) -> None:
         """Costs measured anew; what trials taught is forgotten until the next `learn`."""
-        self._measured, self._trust = measured, TimingTrust.before_trials(measured)
+        self._measured = measured
         self._use(measured)
 
     def learn(self, trials: Sequence[FrozenTrial]) -> None:
-        """Costs as measured, corrected by these trials, and how far to believe timings: see `CostLearner`."""
+        """Costs as measured, corrected by these trials: see `CostLearner`."""
         self._use(self._learner.learn(self._measured, trials))
-        self._trust = self._learner.trust(self._measured, trials)
 
     def _use(self, cost: CostModel) -> None:
         self.cost = cost
@@ -311,20 +304,13 @@ class Predictor:
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
 
-    def trial(
-        self,
-        config: DecodeConfig,
-        steps: Sequence[int],
-        timer: Timer,
-        text: Sequence[int],
-        unread: Unread | None = None,
-    ) -> TrialPrediction:
-        """A sharper prediction for a config about to be measured: read several drafts deep, its draft step timed.
+    def trial(self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None) -> TrialPrediction:
+        """A sharper prediction for a config about to be measured: read several drafts deep.
 
         `steps` are places of texts; `unread` holds those that are not among all texts. Cost: up to SHARP_DEPTH + 1
-        readings of these texts alone and a few short ones; four short drafts and target steps, or eight.
+        readings of these texts alone and a few short ones.
         """
-        draft_s, by_terms, timed = self._draft_s(config, timer, text)
+        draft_s = self._draft_s(config)
         places = sorted({step for step in steps if step < self.num_texts})
         found = dict(zip(places, self._shown(config, places, draft_s), strict=True))
         if unread is not None:
@@ -334,8 +320,6 @@ class Predictor:
             ratios=tuple(found[step][0] for step in steps),
             forwards=tuple(found[step][1] for step in steps),
             draft_s=draft_s,
-            draft_by_terms=by_terms,
-            draft_timed=timed,
         )
 
     def _shown(
@@ -352,28 +336,11 @@ class Predictor:
             (float(ratio), (float(d), float(r), float(a))) for ratio, (d, r, a) in zip(ratios, forwards, strict=True)
         ]
 
-    def _draft_s(
-        self, config: DecodeConfig, timer: Timer, text: Sequence[int]
-    ) -> tuple[float, float | None, float | None]:
-        """One draft token of this mask, at the pace of the cost model: the sum of its terms, drawn towards a timing of
-        its own as far as such timings are believed; then the sum and the timing, in target steps.
-
-        One that is further off than a moment explains is taken again, and what both say counts: moments pass.
-        """
-        mask, threshold = config.skip_mask, config.draft_threshold > 0
+    def _draft_s(self, config: DecodeConfig) -> float:
+        """One draft token; 0 where none is drafted under a mask."""
         if not config.drafts_by_mask:
-            return 0.0, None, None
-
-        def timed() -> float:
-            return relative_draft(timer, text, mask, gamma=config.gamma, threshold=threshold, repeats=_TIMING_REPEATS)
-
-        alone, own = self.cost.verify_s[0], timed()
-        by_terms = self.cost.draft_s(mask, threshold=threshold) / alone
-        if by_terms <= 0.0:
-            return alone * own, by_terms, own
-        if self._trust.is_far(math.log(own / by_terms)):
-            own = sorted((by_terms, own, timed()))[1]
-        return alone * by_terms * math.exp(self._trust.drawn(math.log(own / by_terms))), by_terms, own
+            return 0.0
+        return self.cost.draft_s(config.skip_mask, threshold=config.draft_threshold > 0)
 
     def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
         """Counts (1, P) of one config on the texts at these places, ascending; on all without.

@@ -232,17 +232,6 @@ class TabularTimer:
         """A draft token under each mask."""
         return [self._timed(self.machine.prices.draft_s(mask, threshold=threshold), gamma) for mask in masks]
 
-    def draft_and_target_s(
-        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-    ) -> list[tuple[float, float]]:
-        """A draft token and a target step, in turns."""
-        pairs = []
-        for _ in range(repeats):
-            (draft_s,) = self.draft_s(text_ids, [mask], gamma=gamma, threshold=threshold)
-            (target_s,) = self.verify_s(text_ids, [1])
-            pairs.append((draft_s, target_s))
-        return pairs
-
     def _timed(self, seconds: float, times: int = 1) -> float:
         told = seconds * self.machine.factor()
         self.machine.pass_time(told * times)

@@ -116,18 +116,6 @@ def test_a_draft_time_is_that_of_one_token_of_a_whole_round(name: str, watch: Wa
 
 
 @on_the_host
-def test_a_draft_and_the_target_are_timed_in_turns(name: str, watch: Watch) -> None:
-    timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
-    pairs = timer.draft_and_target_s(TEXT, MASKS[1], gamma=3, threshold=True, repeats=2)
-    assert pairs == [(1.0 + 100.0 * kept(MASKS[1]), 1.0 + 100.0 * kept(NONE))] * 2
-    first, *steps = watch.forwards
-    assert first == (0, list(TEXT), NONE)
-    length = len(TEXT)
-    drafts = [(length + k, MASKS[1]) for k in range(3)]
-    assert [(at, mask) for at, _, mask in steps] == [*drafts, (length, NONE)] * 2
-
-
-@on_the_host
 def test_the_device_is_waited_for_before_both_looks_at_the_clock(name: str, watch: Watch) -> None:
     timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
     timer.verify_s(TEXT, [1, 2])

@@ -62,12 +62,6 @@ class FakeTimer:
     ) -> list[float]:
         return [self.step_s * (0.05 + 0.95 * kept_share(mask)) + (1e-5 if threshold else 0.0) for mask in masks]
 
-    def draft_and_target_s(
-        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-    ) -> list[tuple[float, float]]:
-        (draft_s,) = self.draft_s(text_ids, [mask], gamma=gamma, threshold=threshold)
-        return [(draft_s, self.step_s)] * repeats
-
 
 def true_agreement(mask: SkipMask) -> float:
     """The first and the last sixth of the layers are hard to do without, the others nearly free."""

@@ -41,12 +41,6 @@ class PlantedTimer(FakeTimer):
         self.drafted.append((tuple(text_ids), tuple(masks), gamma, threshold))
         return [self.true_draft_s(mask, threshold=threshold) * self._factor for mask in masks]
 
-    def draft_and_target_s(
-        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-    ) -> list[tuple[float, float]]:
-        (draft_s,) = self.draft_s(text_ids, [mask], gamma=gamma, threshold=threshold)
-        return [(draft_s, self.step_s * self._factor)] * repeats
-
     def true_draft_s(self, mask: SkipMask, *, threshold: bool) -> float:
         kept = mask.attention.count(False) * self.attention_s + mask.mlp.count(False) * self.mlp_s
         return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)

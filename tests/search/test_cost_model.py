@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from layerskip import SkipMask
-from search.cost_model import CostModel, CostOptions, device_facts, measure_costs, pool_costs, relative_draft
+from search.cost_model import CostModel, CostOptions, device_facts, measure_costs, pool_costs
 from search.space import SearchSpace
 from tests.layerskip.zoo import random_mask
 from tests.search.fake_outlook import FakeTimer
@@ -125,21 +125,6 @@ def test_terms_are_never_negative_and_the_error_of_the_fit_is_told() -> None:
     errors = [cost.draft_s(mask, threshold=False) / timer.true_draft_s(mask, threshold=False) - 1.0 for mask in masks]
     assert cost.fit_error == pytest.approx(np.median(np.abs(errors)))
     assert cost.fit_error > 0.01
-
-
-def test_a_draft_is_timed_against_the_target_step_beside_it() -> None:
-    """In whatever state the machine is: the median of the ratios, not the ratio of the medians; the first warms up."""
-
-    class Sequenced(FakeTimer):
-        def draft_and_target_s(
-            self, text_ids: Any, mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-        ) -> list[tuple[float, float]]:
-            assert (tuple(text_ids), mask, gamma, threshold) == ((7, 8), SkipMask.early_exit(6, 2), 5, True)
-            assert repeats == 6
-            return [(100.0, 1.0), (3.0, 10.0), (1.0, 5.0), (20.0, 80.0), (90.0, 100.0), (1.5, 15.0)]
-
-    mask = SkipMask.early_exit(6, 2)
-    assert relative_draft(Sequenced(), (7, 8), mask, gamma=5, threshold=True, repeats=5) == 0.25
 
 
 def history(*factors: float) -> list[CostModel]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,9 @@ from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.cost_model import CostModel
 from search.learnt_costs import (
     COUNTS,
-    DRAFT_BY_TERMS,
-    DRAFT_TIMED,
     PLAIN_STEP,
     ROUNDS,
     CostLearner,
-    TimingTrust,
     learnt_costs_of,
     step_times_of,
 )
@@ -61,15 +57,9 @@ def trial_of(
     share_prefix: bool | None = None,
     in_one_piece: bool = False,
     most_drafts: int = 6,
-    timed_apart: float = 0.0,
-    borne_out: float = 0.0,
     without: Sequence[str] = (),
 ) -> FrozenTrial:
-    """A trial whose steps cost what `cost` says, on a machine `pace` times slower than that, with noise of its own.
-
-    Its draft step was timed up to `timed_apart` off its terms, in log seconds, and was off by the share `borne_out` of
-    that.
-    """
+    """A trial whose steps cost what `cost` says, on a machine `pace` times slower than that, with noise of its own."""
     mask = SkipMask.from_sublayers(
         NUM_LAYERS,
         attention=rng.permutation(NUM_LAYERS)[: rng.integers(1, NUM_LAYERS)].tolist(),
@@ -79,8 +69,7 @@ def trial_of(
     counts = rng.integers(0, 8, size=6)
     counts[most_drafts - 1] += 1
     counts[most_drafts:] = 0
-    terms_s, apart = cost.draft_s(mask, threshold=config.draft_threshold > 0), timed_apart * (-1.0) ** number
-    draft_s = pace * terms_s * float(np.exp(noise * rng.normal() + borne_out * apart))
+    draft_s = pace * cost.draft_s(mask, threshold=config.draft_threshold > 0) * float(np.exp(noise * rng.normal()))
     verify_s = pace * np.array(cost.verify_s[1:]) * float(np.exp(noise * rng.normal()))
     drafts = np.arange(1, 7)
     attrs: dict[str, Any] = {
@@ -88,8 +77,6 @@ def trial_of(
         "drafted_by_position": np.cumsum(counts[::-1])[::-1].tolist(),
         "draft_s": 0.0 if in_one_piece else float(draft_s * (counts @ drafts)),
         PLAIN_STEP: pace * cost.verify_s[0],
-        DRAFT_BY_TERMS: terms_s / cost.verify_s[0],
-        DRAFT_TIMED: terms_s * float(np.exp(apart)) / cost.verify_s[0],
         ROUNDS: (counts * (verify_s + drafts * draft_s)).tolist(),
     }
     params = space.to_params(config)
@@ -219,27 +206,3 @@ def test_a_study_tells_what_its_trials_taught() -> None:
     )
     with pytest.raises(ValueError, match="cost_model: cannot be read"):
         learnt_costs_of(study, ["{}"])
-
-
-@pytest.mark.parametrize(
-    ("borne_out", "spread", "burst"), [(0.0, 0.008, 0.096), (1.0, 0.093, 0.028), (0.5, 0.066, 0.071)]
-)
-def test_trust_is_learnt_from_what_timings_and_trials_share(borne_out: float, spread: float, burst: float) -> None:
-    trials = trials_of(60, timed_apart=0.1, borne_out=borne_out)
-    trust = CostLearner().trust(TRUE, trials)
-    assert (trust.spread, trust.burst) == pytest.approx((spread, burst), abs=0.002)
-    assert trust.drawn(0.02) / 0.02 == pytest.approx(spread**2 / (spread**2 + burst**2), abs=0.02)
-
-
-def test_nothing_is_learnt_of_timings_that_were_not_stored() -> None:
-    before = TimingTrust.before_trials(TRUE)
-    assert CostLearner().trust(TRUE, trials_of(9, without=[DRAFT_TIMED])) == before
-    assert before.drawn(0.05) < 0.005  # hardly
-    assert before.drawn(0.5) > 0.45  # more than a moment explains
-
-
-def test_one_wild_timing_does_not_end_all_belief() -> None:
-    trials = trials_of(60, timed_apart=0.1, borne_out=1.0)
-    wild = trial_of(60, np.random.default_rng(1), timed_apart=9.0)
-    told, after = CostLearner().trust(TRUE, trials), CostLearner().trust(TRUE, [*trials, wild])
-    assert after.drawn(0.1) > 0.6 * told.drawn(0.1)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -203,47 +202,18 @@ def test_a_text_of_one_token_saves_and_costs_nothing() -> None:
     assert predictor_of(forcing).forecast(config, [0, 1])[0] == pytest.approx([live_ratio(forcing, 0, config), 1.0])
 
 
-@dataclass
-class SlowOn(PlantedTimer):
-    """The mask to be tried takes so many times what its terms say, and twice that in one bad moment."""
-
-    factor: float = 1.5
-
-    def draft_and_target_s(
-        self, text_ids: Sequence[int], mask: SkipMask, *, gamma: int, threshold: bool, repeats: int
-    ) -> list[tuple[float, float]]:
-        pairs = super().draft_and_target_s(text_ids, mask, gamma=gamma, threshold=threshold, repeats=repeats)
-        slow = [(self.factor * draft_s, target_s) for draft_s, target_s in pairs]
-        warm_up, bad, *good = slow
-        return [(9 * warm_up[0], warm_up[1]), (2 * bad[0], bad[1]), *good]
-
-
 @pytest.mark.parametrize("draft_threshold", [0.0, 0.4])
-def test_a_trial_is_predicted_with_its_own_draft_time(draft_threshold: float) -> None:
-    """Half as dear again as its terms is more than a moment explains."""
+def test_a_trial_is_predicted_by_what_its_steps_cost(draft_threshold: float) -> None:
     forcing = forcing_of([LENGTH] * 4)
-    predictor, timer = predictor_of(forcing), SlowOn()
+    predictor = predictor_of(forcing)
     config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=draft_threshold, target_threshold=0.2)
-    told = predictor.trial(config, [2, 0], timer, (1, 2, 3))
-    terms = COST.draft_s(MASKS[1], threshold=draft_threshold > 0)
-    assert 1.47 * terms < told.draft_s < 1.5 * terms
-    assert len(timer.drafted) == 2  # so far off that it was timed again
-    for text, masks, gamma, threshold in timer.drafted:
-        assert (text, set(masks), gamma, threshold) == ((1, 2, 3), {MASKS[1]}, 5, draft_threshold > 0)
+    told = predictor.trial(config, [2, 0])
+    assert told.draft_s == COST.draft_s(MASKS[1], threshold=draft_threshold > 0)
     if draft_threshold == 0.0:  # a fake draft goes on for one token at most where a threshold is set
         for step, forwards, ratio in zip([2, 0], told.forwards, told.ratios, strict=True):
-            stats = simulate(forcing, step, config, LENGTH)
-            assert forwards == tuple(live_counts([stats]).tolist())
-            slower = stats.num_drafted * (told.draft_s - terms)
-            expected = 23 * COST.verify_s[0] / (23 * COST.verify_s[0] / live_ratio(forcing, step, config) + slower)
-            assert ratio == pytest.approx(expected)
-
-
-def test_a_trial_with_times_as_the_terms_say_is_ranked_the_same() -> None:
-    forcing = forcing_of([LENGTH] * 4)
-    predictor, config = predictor_of(forcing), DecodeConfig(skip_mask=MASKS[2], gamma=4)
-    told = predictor.trial(config, [3, 1], PlantedTimer(), (1,))
-    assert told.ratios == pytest.approx(predictor.forecast(config, [3, 1])[0])
+            assert forwards == tuple(live_counts([simulate(forcing, step, config, LENGTH)]).tolist())
+            assert ratio == pytest.approx(live_ratio(forcing, step, config))
+        assert told.ratios == pytest.approx(predictor.forecast(config, [2, 0])[0])
 
 
 def test_texts_that_are_not_read_for_every_mask_are_read_for_their_trial() -> None:
@@ -263,12 +233,12 @@ def test_texts_that_are_not_read_for_every_mask_are_read_for_their_trial() -> No
     unread = few.unread(steps, force)
     assert unread is not None
     assert unread.steps == (3, 4)
-    assert few.trial(config, steps, PlantedTimer(), (1,), unread) == every.trial(config, steps, PlantedTimer(), (1,))
+    assert few.trial(config, steps, unread) == every.trial(config, steps)
     ratios, mean = few.forecast(config, steps, unread)
     assert ratios == pytest.approx(every.forecast(config, steps)[0])
     assert mean == few.forecast(config, [])[1], "of the texts that are read for every mask"
     only = few.unread([3], force)
-    assert few.trial(config, [3], PlantedTimer(), (1,), only) == every.trial(config, [3], PlantedTimer(), (1,))
+    assert few.trial(config, [3], only) == every.trial(config, [3])
     assert few.unread([2, 1], force) is None
     assert asked == [(3, 4), (3,)]
 
@@ -308,7 +278,7 @@ def test_what_is_said_of_a_config_is_on_all_texts() -> None:
             one, other = (each.counts(config, sharp=sharp, texts=texts) for each in (tiers, together))
             assert np.array_equal(one.drafted, other.drafted)
             assert np.array_equal(one.verify_s, other.verify_s)
-    told = [each.trial(config, [4, 0, 2], PlantedTimer(), (1,)) for each in (tiers, together)]
+    told = [each.trial(config, [4, 0, 2]) for each in (tiers, together)]
     assert told[0] == told[1]
     assert len(told[0].forwards) == 3
     shown = [each.surface(MASKS[1], 0.2) for each in (tiers, together)]
@@ -453,44 +423,6 @@ def test_ranked_counts_read_one_deep_and_look_no_further() -> None:
 def test_a_trial_is_priced_by_its_sharp_counts() -> None:
     predictor = predictor_of(two_texts(), NONLINEAR, max_new_tokens=8)
     config = DecodeConfig(skip_mask=MASKS[1], gamma=5, draft_threshold=0.5)
-    timer = PlantedTimer(step_s=1.0, fixed_s=0.5, attention_s=0.0, mlp_s=0.0, threshold_s=0.0)
-    told = predictor.trial(config, [1, 0], timer, (1,))
+    told = predictor.trial(config, [1, 0])
     assert told.forwards == ((6, 2, 0), (8, 2, 0))
     assert told.ratios == pytest.approx([7.0 / (6 * told.draft_s + 11.0), 7.0 / (8 * told.draft_s + 21.0)])
-
-
-@pytest.mark.parametrize(("factor", "most"), [(1.0, 1.0), (1.1, 1.01), (0.9, 1.0)])
-def test_a_moments_draft_time_is_hardly_believed(factor: float, most: float) -> None:
-    predictor = predictor_of(forcing_of([LENGTH] * 4))
-    told = predictor.trial(DecodeConfig(skip_mask=MASKS[1], gamma=5), [0], SlowOn(factor=factor), (1, 2, 3))
-    assert most - 0.01 <= told.draft_s / COST.draft_s(MASKS[1], threshold=False) <= most
-
-
-class SlowOnce(SlowOn):
-    """As dear as `factor` says the first time, and as the terms say from then on."""
-
-    def draft_and_target_s(self, *arguments: Any, **options: Any) -> list[tuple[float, float]]:
-        pairs = super().draft_and_target_s(*arguments, **options)
-        self.factor = 1.0
-        return pairs
-
-
-def test_what_was_slow_for_a_moment_is_timed_again() -> None:
-    timer = SlowOnce(factor=1.5)
-    told = predictor_of(forcing_of([LENGTH] * 4)).trial(DecodeConfig(skip_mask=MASKS[1], gamma=5), [0], timer, (1, 2))
-    assert told.draft_s == pytest.approx(COST.draft_s(MASKS[1], threshold=False))
-    assert told.draft_timed == pytest.approx(told.draft_by_terms)
-
-
-def test_timings_are_believed_as_far_as_trials_bore_them_out() -> None:
-    config, factor = DecodeConfig(skip_mask=MASKS[1], gamma=5), 1.1
-    drawn = {}
-    for name, borne_out in (("never", 0.0), ("always", 1.0)):
-        predictor = predictor_of(forcing_of([LENGTH] * 4))
-        # Terms that a timing is a tenth off, and trials that show what the timing said, or what the terms said.
-        predictor.learn(trials_of(60, timed_apart=0.1, borne_out=borne_out))
-        terms_s = predictor.cost.draft_s(MASKS[1], threshold=False)
-        timer = SlowOn(factor=factor * terms_s / COST.draft_s(MASKS[1], threshold=False))
-        drawn[name] = math.log(predictor.trial(config, [0], timer, (1, 2)).draft_s / terms_s) / math.log(factor)
-    assert drawn["never"] < 0.05
-    assert drawn["always"] > 0.8

@@ -15,7 +15,6 @@ from layerskip.device_round import DeviceRound
 from layerskip.engines.cuda_graph import CudaGraphEngine
 from layerskip.engines.graph_pool import RerunRecorder
 from search.confirm import ConfirmOptions, confirm
-from search.cost_model import relative_draft
 from search.decoder import ModelDecoder
 from search.leaderboard import Entry
 from search.measurement import PromptCase, measure_pair, measure_pair_apart
@@ -64,7 +63,6 @@ def costs(model: LayerSkipModel) -> None:
         assert min(timer.verify_s(text, range(1, 6))) > 0.0
         for threshold in (False, True):
             assert min(timer.draft_s(text, [one.skip_mask for one in CONFIGS], gamma=4, threshold=threshold)) > 0.0
-        assert relative_draft(timer, text, CONFIGS[0].skip_mask, gamma=3, threshold=False, repeats=2) > 0.0
 
 
 def benchmark(model: LayerSkipModel) -> None:

@@ -14,7 +14,6 @@ from tests.search.fakes import FINGERPRINT
 def test_what_is_measured_before_the_trials_is_each_devices_own() -> None:
     """Setting effects once were not: a resume read one device's beside the other's pool."""
     names = [value for name, value in vars(outlook).items() if name.isupper() and isinstance(value, str) and value]
-    names = [name for name in names if name not in ("draft_by_terms", "draft_timed")]  # of trials, not of the study
     assert {outlook.EFFECTS, outlook.LOOKUPS, outlook.POOL} <= set(names)
     study = optuna.create_study()
     study.set_user_attr("fingerprint", dataclasses.asdict(FINGERPRINT))
