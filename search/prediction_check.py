@@ -28,7 +28,7 @@ class UpperHalf:
     """Predicted against measured speed of the faster half of the configs: those among which a search has to choose.
 
     Each config once, all of its full trials pooled, and all configs on the same prompts. A correlation over all trials
-    is mostly of configs that cannot win, of configs measured again, and of prompts that are easy for every config.
+    mixes in configs that cannot win, configs measured again, and prompts that are easy for every config.
     """
 
     num_configs: int
