@@ -1,8 +1,8 @@
 """What trials teach about the costs: their own steps, timed in turns with plain decoding's.
 
 A burst of repeats tells what steps cost in that second; trials time thousands of steps, spread over the whole study, in
-the very loop that is predicted. On a virtual machine bursts put the price of a verification anywhere from 1.3 to 1.8
-target steps while that of the trials stayed within 0.05 of its mean (studies/LOG.md, 2026-11-22).
+the very loop that is predicted. On a virtual machine bursts put the price of a verification far apart from one to the
+next, while that of the trials hardly moves.
 """
 
 from __future__ import annotations

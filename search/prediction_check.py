@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,13 +12,34 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import key_of
+from search.leaderboard import is_full, key_of
 from search.replay import ReplayCheck, check_replay
 
 Floats = NDArray[np.float64]
 _NUM_SIMULATED = 200
 _MIN_FREEDOM = 20
 """Pairs measured again below which plain against plain says more about the clock."""
+_MIN_CONFIGS = 8
+"""Configs below which a rank correlation says nothing."""
+
+
+@dataclass(frozen=True)
+class UpperHalf:
+    """Predicted against measured speed of the faster half of the configs: those among which a search has to choose.
+
+    Each config once, all of its full trials pooled, and all configs on the same prompts. A correlation over all trials
+    mixes in configs that cannot win, configs measured again, and prompts that are easy for every config.
+    """
+
+    num_configs: int
+    """Whose measured speedup lies at or above the median of the distinct configs'."""
+    num_prompts: int
+    """That each of them decoded: those of the most common full trial."""
+    spearman: float | None
+    """Rank correlation; None where `reason` says why."""
+    reason: str | None
+    noise_spearman: float | None
+    """What the clock's noise alone leaves of it; None where the noise is not known."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,7 @@ class PredictionCheck:
     """What that noise alone does to a prediction that is right."""
     noise_spearman: float | None
     """What that noise alone leaves of its rank correlation."""
+    upper_half: UpperHalf
 
 
 def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
@@ -87,7 +109,51 @@ def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None
         noise_freedom=0 if repeated is None else freedom,
         noise_median_abs_error=noise[0],
         noise_spearman=noise[1],
+        upper_half=upper_half_of(trials, sigma),
     )
+
+
+def upper_half_of(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> UpperHalf:
+    """How predictions rank the configs that measured fast; trials that stopped early or decoded other prompts are out.
+
+    noise_sigma: as in `PredictionCheck`.
+    """
+    from scipy import stats
+
+    full = [(trial, pair) for trial in trials if is_full(trial) and (pair := predicted_and_measured(trial)) is not None]
+    met = Counter(frozenset(trial.user_attrs["prompt_steps"]) for trial, _ in full)
+    shared = met.most_common(1)[0][0] if met else frozenset()
+    by_config: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for trial, pair in full:
+        if shared == frozenset(trial.user_attrs["prompt_steps"]):
+            by_config[key_of(trial.params)].append(pair)
+    pooled = np.array([np.log(pairs).mean(axis=0) for pairs in by_config.values()]).reshape(-1, 2)
+    half = _faster_half(pooled)
+    spearman, reason, noise = None, None, None
+    if len(half) < _MIN_CONFIGS:
+        reason = f"{len(half)} distinct configs in this half, fewer than {_MIN_CONFIGS}"
+    elif np.ptp(half, axis=0).min() == 0:
+        reason = "all predicted alike, or all measured alike"
+    else:
+        spearman = float(stats.spearmanr(*half.T).statistic)
+        if noise_sigma is not None:
+            num_pairs = len(shared) * np.array([len(pairs) for pairs in by_config.values()])
+            noise = _upper_half_of_noise_alone(pooled[:, 0], noise_sigma / np.sqrt(num_pairs))
+    return UpperHalf(len(half), len(shared), spearman, reason, noise)
+
+
+def _faster_half(pooled: Floats) -> Floats:
+    """Rows of (predicted, measured) whose measured value is at or above the median."""
+    return pooled[pooled[:, 1] >= np.median(pooled[:, 1])] if len(pooled) else pooled
+
+
+def _upper_half_of_noise_alone(predicted: Floats, noise: Floats) -> float:
+    """Rank correlation in the faster half where predicted logs are right and measured ones merely noisy."""
+    from scipy import stats
+
+    drawn = np.random.default_rng(0).normal(size=(_NUM_SIMULATED, len(predicted))) * noise
+    halves = [_faster_half(np.column_stack((predicted, predicted + one))) for one in drawn]
+    return float(np.median([stats.spearmanr(*half.T).statistic for half in halves]))
 
 
 def noise_of_repeats(trials: Sequence[FrozenTrial]) -> tuple[float | None, int]:
@@ -148,10 +214,9 @@ def describe_checks(checks: dict[str, Any]) -> list[str]:
             f"95th percentile {100 * replayed['p95_error']:.2f} %"
         )
     if (prediction := checks["prediction"]) is not None:
-        rank = "-" if prediction["spearman"] is None else f"{prediction['spearman']:.3f}"
         lines.append(
             f"predicted tokens/s against measured, {prediction['num_trials']} trials: median error "
-            f"{100 * prediction['median_abs_error']:.1f} %, rank correlation {rank}, "
+            f"{100 * prediction['median_abs_error']:.1f} %, {describe_ranks(prediction)}, "
             f"predicted / measured {prediction['bias']:.3f}"
         )
         if prediction["noise_spearman"] is not None:
@@ -161,5 +226,21 @@ def describe_checks(checks: dict[str, Any]) -> list[str]:
                 f"the clock's noise alone ({100 * prediction['noise_sigma']:.1f} % a pair, {source}) "
                 "would make a perfect prediction err by "
                 f"{100 * prediction['noise_median_abs_error']:.1f} % and correlate {prediction['noise_spearman']:.3f}"
+                f"{_among_the_faster(prediction['upper_half']['noise_spearman'])}"
             )
     return lines
+
+
+def describe_ranks(prediction: Mapping[str, Any]) -> str:
+    """Both rank correlations of `prediction` in summary.json in words; of an older study, which has one, that one."""
+    overall, half = prediction["spearman"], prediction.get("upper_half")
+    told = f"rank correlation {'-' if overall is None else f'{overall:.3f}'}"
+    if half is None:
+        return told
+    if half["spearman"] is None:
+        return f"{told} (faster half: {half['reason']})"
+    return f"{told} ({half['spearman']:.3f} over the {half['num_configs']} distinct configs of the faster half)"
+
+
+def _among_the_faster(spearman: float | None) -> str:
+    return "" if spearman is None else f" ({spearman:.3f} in the faster half)"

@@ -81,8 +81,9 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
         )
     if arguments.out is not None:
         from layerskip.config import write_atomically
+        from search.fingerprint import environment
 
-        facts = {"command": shlex.join(["python", "-m", PROG, *argv])}
+        facts = {"command": shlex.join(["python", "-m", PROG, *argv]), "commit": environment().get("commit")}
         write_atomically(arguments.out, json.dumps(facts | result, indent=1) + "\n")
     for line in result["violations"]:
         say.warn(f"NOT LOSSLESS, a bug to report: {line}")

@@ -23,7 +23,7 @@ _KEPT_SHARE = 0.5
 _OTHER_LOOKUP = 10.0
 """How far apart settings are that look up otherwise: further than any two of one lookup."""
 _OWN_SHARE = 0.3
-"""Of what a mask says beyond level and average: believed. By simulation, see `studies/LOG.md`."""
+"""Of what a mask says beyond level and average: believed."""
 
 
 @dataclass(frozen=True)

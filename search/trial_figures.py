@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ from search.figure_style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, MissingData
 from search.leaderboard import Entry, is_full
 from search.objective import standings_of
 from search.outlook import POOL
-from search.prediction_check import PredictionCheck, predicted_and_measured, prediction_check_of, replay_check_of
+from search.prediction_check import (
+    PredictionCheck,
+    describe_ranks,
+    predicted_and_measured,
+    prediction_check_of,
+    replay_check_of,
+)
 from search.reference import Reference
 from search.space import (
     DRAFT_THRESHOLD,
@@ -218,10 +225,9 @@ def _symbol(symbol: str, trial: FrozenTrial) -> str:
 
 
 def _prediction_facts(check: PredictionCheck, trials: Sequence[FrozenTrial]) -> str:
-    rank = "-" if check.spearman is None else f"{check.spearman:.2f}"
     text = (
-        f"{check.num_trials} trials: median error {100 * check.median_abs_error:.1f} %, rank correlation {rank}, "
-        f"predicted / measured {check.bias:.3f}; open = stopped early"
+        f"{check.num_trials} trials: median error {100 * check.median_abs_error:.1f} %, "
+        f"{describe_ranks(asdict(check))}, predicted / measured {check.bias:.3f}; open = stopped early"
     )
     if check.noise_spearman is not None:
         text += f"; the clock's noise alone would leave a rank correlation of {check.noise_spearman:.2f}"

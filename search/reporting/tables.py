@@ -10,6 +10,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.leaderboard import tokens_per_s_of
+from search.prediction_check import check_predictions
 from search.regime_settings import BY_REGIME
 from search.reporting.record import StudyRecord
 from search.results import finite
@@ -66,6 +67,7 @@ def to_json(record: StudyRecord) -> str:
     data: dict[str, Any] = {"study": record.name}
     data |= {name: record.attrs.get(name) for name in _OF_THE_STUDY}
     data |= {name: _parsed(record.attrs[name]) for name in _PARSED if name in record.attrs}
+    data |= check_predictions(record.trials, record.attrs.get("noise_sigma"))
     data["trials"] = [_flat(trial) | _lists(trial) for trial in record.finished]
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 

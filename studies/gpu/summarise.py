@@ -132,10 +132,11 @@ def search(facts: Mapping[str, Any]) -> str:
     ]
     prediction, replay = facts.get("prediction"), facts.get("replay")
     if prediction:
-        rank = prediction["spearman"]
+        from search.prediction_check import describe_ranks  # late, as `describe` below
+
         lines.append(
             f"- Predictions of {prediction['num_trials']} trials: median error "
-            f"{percent(prediction['median_abs_error'])}, rank correlation {'-' if rank is None else f'{rank:.2f}'}."
+            f"{percent(prediction['median_abs_error'])}, {describe_ranks(prediction)}."
         )
     if replay:
         lines.append(

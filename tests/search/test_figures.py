@@ -8,7 +8,7 @@ import re
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from search.learnt_costs import CostLearner
 from search.objective import standings_of
 from search.outlook import COSTS, SENSITIVITY
 from search.outlook_figures import cost_figure, sensitivity_figure
-from search.prediction_check import prediction_check_of
+from search.prediction_check import describe_ranks, prediction_check_of
 from search.reference import Reference
 from search.reporting.record import StudyRecord, read_record
 from search.sensitivity import Sensitivity, SublayerWorth
@@ -220,7 +220,7 @@ def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished
     check = prediction_check_of(trials)
     assert check is not None
     assert f"{len(trials)} trials: median error {100 * check.median_abs_error:.1f} %" in facts(figure)
-    assert f"rank correlation {check.spearman:.2f}, predicted / measured {check.bias:.3f}" in facts(figure)
+    assert f"{describe_ranks(asdict(check))}, predicted / measured {check.bias:.3f}" in facts(figure)
 
 
 def test_groups_of_predictions_are_told_apart_and_counted(finished: optuna.Study) -> None:

@@ -13,16 +13,21 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from search.prediction_check import (
     check_predictions,
     describe_checks,
+    describe_ranks,
     noise_of_repeats,
     prediction_check_of,
     replay_check_of,
+    upper_half_of,
 )
 
 NOISE, NUM_CONFIGS, NUM_PROMPTS = 0.05, 60, 4
 
 
-def trial_of(config: int, steps: list[int], ratios: list[float], predicted: list[float]) -> FrozenTrial:
+def trial_of(
+    config: int, steps: list[int], ratios: list[float], predicted: list[float], *, stopped_early: bool = False
+) -> FrozenTrial:
     attributes: dict[str, Any] = {"prompt_steps": steps, "ratios": ratios, "predicted_ratios": predicted}
+    attributes |= {"lossless": True, "stopped_early": stopped_early}
     return create_trial(
         state=TrialState.COMPLETE,
         value=1.0,
@@ -87,6 +92,78 @@ def test_without_repeats_plain_against_plain_stands_in_and_is_named() -> None:
     assert unknown is not None
     assert (unknown.noise_sigma, unknown.noise_spearman) == (None, None)
     assert len(describe_checks(check_predictions(trials))) == 1
+
+
+def ranked(order: list[int], *, first: int = 0) -> list[FrozenTrial]:
+    """Configs on two prompts, each measured a little faster than the one before; `order` is that of the predictions."""
+    return [
+        trial_of(first + i, [0, 1], [1 + 0.01 * (first + i)] * 2, [1 + 0.01 * (first + place)] * 2)
+        for i, place in enumerate(order)
+    ]
+
+
+def test_hopeless_configs_do_not_raise_the_rank_correlation_of_the_faster_half() -> None:
+    slow, fast = ranked(list(range(9))), ranked([8, 7, 6, 5, 4, 3, 2, 1, 0], first=9)
+    check = prediction_check_of([*slow, *fast])
+    assert check is not None
+    assert check.spearman is not None
+    assert check.spearman > 0.7
+    assert (check.upper_half.num_configs, check.upper_half.num_prompts) == (9, 2)
+    assert check.upper_half.spearman == pytest.approx(-1.0)
+    assert check.upper_half.reason is None
+    told = describe_checks(check_predictions([*slow, *fast]))[-1]
+    assert f"rank correlation {check.spearman:.3f} (-1.000 over the 9 distinct configs of the faster half), " in told
+
+
+def test_trials_of_a_config_are_pooled_into_one() -> None:
+    """A second trial makes the slowest of the faster half its fastest, still with the lowest prediction."""
+    trials = ranked(list(range(16)))
+    assert upper_half_of(trials).spearman == pytest.approx(1.0)
+    again = trial_of(8, [1, 0], [2.0, 2.0], [1.0, 1.0])
+    half = upper_half_of([*trials, again])
+    assert half.num_configs == 8
+    # Measured last, predicted first of eight: 1 - 6 (7^2 + 7) / (8 (8^2 - 1)).
+    assert half.spearman == pytest.approx(1 - 6 * (7**2 + 7) / (8 * 63))
+
+
+def test_what_stopped_early_or_decoded_other_prompts_is_out() -> None:
+    """Easy prompts speed up every config, which predictions know: that is no knowledge of configs."""
+    trials = ranked([7, 6, 5, 4, 3, 2, 1, 0] * 2)
+    alone = upper_half_of(trials)
+    easy = [trial_of(i, [2, 3], [3.0 + i] * 2, [3.0 + i] * 2) for i in range(12)]
+    stopped = [trial_of(100 + i, [0, 1], [3.0 + i] * 2, [3.0 + i] * 2, stopped_early=True) for i in range(12)]
+    assert upper_half_of([*trials, *easy, *stopped]) == alone
+    assert alone.spearman == pytest.approx(-1.0)
+
+
+def test_too_few_configs_have_no_rank_correlation_and_the_reason_is_told() -> None:
+    trials = ranked(list(range(14)))
+    half = upper_half_of(trials, 0.01)
+    assert (half.num_configs, half.spearman, half.noise_spearman) == (7, None, None)
+    assert half.reason == "7 distinct configs in this half, fewer than 8"
+    assert f"(faster half: {half.reason})" in describe_checks(check_predictions(trials))[-1]
+    none = upper_half_of([])
+    assert (none.num_configs, none.num_prompts, none.spearman) == (0, 0, None)
+    alike = upper_half_of([trial_of(i, [0], [1.5], [1.0 + i]) for i in range(8)])
+    assert (alike.num_configs, alike.spearman) == (8, None)
+    assert alike.reason == "all predicted alike, or all measured alike"
+
+
+def test_noise_leaves_less_of_the_faster_half_than_of_all() -> None:
+    check = prediction_check_of(study_of(again=20))
+    assert check is not None
+    assert check.noise_spearman is not None
+    half = check.upper_half
+    assert half.spearman is not None
+    assert half.noise_spearman is not None
+    assert half.num_configs == NUM_CONFIGS / 2
+    assert half.noise_spearman < check.noise_spearman
+    assert half.spearman == pytest.approx(half.noise_spearman, abs=0.15)
+
+
+def test_summaries_from_before_have_one_rank_correlation() -> None:
+    assert describe_ranks({"spearman": 0.5}) == "rank correlation 0.500"
+    assert describe_ranks({"spearman": None}) == "rank correlation -"
 
 
 def test_nothing_to_compare_is_no_check() -> None:

@@ -17,6 +17,7 @@ from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.identity import IdentityReport
 from search import replay_audit
 from search.decoder import Decoded, ModelDecoder
+from search.fingerprint import environment
 from search.predictor import Predictor
 from search.replay import Counts, check_replay
 from search.replay_audit import random_params
@@ -83,6 +84,8 @@ def test_it_prints_and_writes_the_three_figures(
     assert result["checks"]["sharp"]["exact_share"] >= result["checks"]["ranked"]["exact_share"]
     assert result["checks"]["sharp"]["median_error"] == 0.0
     assert (result["num_prompts"], result["seed"], result["keys"]) == (3, 5, "target")
+    assert result["command"].startswith("python -m search.replay_audit --study ")
+    assert result["commit"] == environment().get("commit")
     command = " ".join(["python -m search.replay_audit", *map(str, flags)])
     assert result["command"] == command
     assert {path.name for path in study.iterdir()} == {"study.toml", "tuning.jsonl", "held_out.jsonl"}

@@ -1,0 +1,74 @@
+"""The log is an index: what it names exists, and its table of outputs says what these say of themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOG = (ROOT / "studies" / "LOG.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OUTPUTS = re.findall(r"^\| `(studies/\S+)` \| (.+?) \| (.+?) \|$", LOG, re.MULTILINE)
+_TO_COME = {"studies/lockstep.json"}
+"""Named as not run yet."""
+
+
+def facts_in(path: str) -> dict[str, str]:
+    """What an output says of the command and the commit that made it."""
+    record = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return {name: record.get(name) or record.get("facts", {}).get(name) for name in ("command", "commit")}
+
+
+def test_it_is_short_and_names_nothing_that_is_not_there() -> None:
+    assert len(LOG.splitlines()) <= 250
+    named = set(re.findall(r"studies/[\w./-]+\.(?:jsonl\.xz|json|md)", LOG)) - _TO_COME
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+    modules = set(re.findall(r"python -m ([\w.]+)", LOG))
+    assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize(("path", "command", "commit"), OUTPUTS)
+def test_outputs_are_of_the_command_and_the_commit_that_the_log_says(path: str, command: str, commit: str) -> None:
+    facts = facts_in(path)
+    if commit == "not kept":
+        assert facts["commit"] is None
+        return
+    assert facts["commit"] is not None
+    short, _, changes = commit.partition(", ")
+    assert facts["commit"].startswith(short)
+    assert facts["commit"].endswith("+changes") == (changes == "changes")
+    if facts["command"] is not None and command.startswith("`"):
+        assert facts["command"] == command.strip("`")
+
+
+def test_every_finding_names_where_it_stands() -> None:
+    """Its own file or command, or `The same`, for the finding before it; what has no output yet has no figure."""
+    findings = re.findall(r"^- (.+(?:\n  .+)*)", LOG, re.MULTILINE)
+    assert len(findings) > 40
+    without = [one for one in findings if not re.search(r"`[^`]*(?:studies/|python -m)|[Tt]he same", one)]
+    assert len(without) == 1
+    assert without[0].startswith("Tried without a kept output")
+    assert not re.search(r"\d", without[0])
+
+
+def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
+    from studies.regimes import table
+
+    record = json.loads((ROOT / "studies" / "demo" / "regimes.json").read_text(encoding="utf-8"))
+    assert table(record) in README
+
+
+def test_the_readmes_rows_of_the_engine_are_those_of_the_output() -> None:
+    record = json.loads((ROOT / "studies" / "engine" / "bench_demo.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in record["rows"]}
+    for name in ("hf_generate", "hf_early_exit", "hf_prompt_lookup", "plain", "prompt_lookup", "suffix", "speculative"):
+        row = rows[name]
+        assert f" {row['tokens_per_s']:.1f} ({row['ci_low']:.1f}..{row['ci_high']:.1f}) |" in README
+        for ratio in (row["vs_hf_generate"], row["vs_plain"]):
+            if ratio is not None:
+                assert f" {ratio['ratio']:.2f} ({ratio['ci_low']:.2f}..{ratio['ci_high']:.2f}) |" in README
