@@ -14,7 +14,7 @@ from search.leaderboard import key_of
 from search.proposals import Proposal, measured_keys
 from search.rivals.common import Hints, Params, bits_of, measure_again, union
 from search.rivals.gaussian_process import Array, GaussianProcess, upper_bound_points
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 
 
 class DraftVerify:
@@ -53,6 +53,7 @@ class DraftVerify:
     def _params(self, point: Array) -> Params:
         params: Params = dict(zip(self._space.bit_names, (point > 0.5).tolist(), strict=True))
         gamma = min(self.MAX_GAMMA, self._space.gamma_max)
+        params |= {SHARE_PREFIX: False} if self._space.share_prefix else {}
         return params | {GAMMA: gamma, DRAFT_THRESHOLD: self.DRAFT_THRESHOLD, TARGET_THRESHOLD: 0.0}
 
 

@@ -16,7 +16,15 @@ from search.cost_model import CostModel
 from search.leaderboard import Entry, is_full, key_of, make_standings
 from search.predictor import LayerStates
 from search.proposals import Proposal, measured_keys, propose_again
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace
+from search.space import (
+    DRAFT_THRESHOLD,
+    GAMMA,
+    SHARE_PREFIX,
+    TARGET_THRESHOLD,
+    THRESHOLD_MAX,
+    THRESHOLD_STEP,
+    SearchSpace,
+)
 from search.space import snap_threshold as snap
 
 Params = dict[str, Any]
@@ -86,6 +94,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
     params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
     for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
         params[name] = snap(THRESHOLD_STEP * int(rng.integers(round(THRESHOLD_MAX / THRESHOLD_STEP) + 1)))
+    params |= {SHARE_PREFIX: bool(rng.integers(2))} if space.share_prefix else {}
     return params
 
 

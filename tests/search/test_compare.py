@@ -756,11 +756,6 @@ def test_checkpoints_follow_from_the_trials(flags: list[str], checkpoints: tuple
     assert plan.strategies == tuple(STRATEGIES)
 
 
-def test_a_space_that_the_rivals_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="share_prefix: must be off in a comparison"):
-        make_plan(build_parser().parse_args([]), make_spec(share_prefix=True))
-
-
 def test_the_estimate_says_what_it_would_take() -> None:
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, ORIGIN)
     line = estimate(plan_of(), subject, make_spec())
