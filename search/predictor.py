@@ -391,12 +391,9 @@ class Predictor:
             reading.confidence,
             self._rows.select(places),
             settings,
-            self._verifications_s(config),
+            _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix),
             lambda one: self._lookup(one).select(places),
         )
-
-    def _verifications_s(self, config: DecodeConfig) -> tuple[float, ...]:
-        return self.cost.verifications_s(config.skip_mask, share_prefix=config.share_prefix)
 
     def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
         rows = self._rows.select(places)
@@ -410,7 +407,7 @@ class Predictor:
                 map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
             )
         )
-        table = self._verifications_s(config)
+        by_mask_s, looked_up_s = _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix)
         drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
         for one in rounds:
             by_mask = one.drafted + added.get(id(one), 0)
@@ -419,7 +416,7 @@ class Predictor:
             looked_up[0, one.text] += one.looked_up
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
-            verify_s[0, one.text] += table[count] if count else 0.0
+            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[count] if count else 0.0
         return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
     @staticmethod
@@ -477,7 +474,7 @@ class Predictor:
     ) -> Floats:
         """(S, P): log speedup on each text, at today's prices or these."""
         readings, rows, cost = self._reading_for(mask, grid, wide=wide), self._rows_of(wide=wide), at or self.cost
-        table = cost.verifications_s(mask, share_prefix=share_prefix)
+        table = _verifications_s(cost, mask, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
         counts = replay(
@@ -555,6 +552,11 @@ def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
     ]
     gammas = sorted({min(gamma, gamma_max) for gamma in _LOOKUP_GAMMAS})
     return [LookupChoice(one, gamma, at) for one in settings for gamma in gammas for at in _LOOKUP_THRESHOLDS]
+
+
+def _verifications_s(cost: CostModel, mask: SkipMask, *, share_prefix: bool) -> Floats:
+    """(2, G + 1): of rounds drafted under the mask, and of those looked up, which leave no prefix."""
+    return np.array([cost.verifications_s(mask, share_prefix=share_prefix), cost.verify_s])
 
 
 def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:
