@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -37,6 +38,7 @@ SPACES = {
     "two layers": make_space(2, gamma_max=2),
     "whole layers": make_space(6, whole=True),
     "six layers": SPACE,
+    "six layers, a shared prefix or none": dataclasses.replace(SPACE, share_prefix=True),
 }
 
 
