@@ -93,8 +93,6 @@ def make_plan(arguments: argparse.Namespace, spec: StudySpec) -> ComparisonPlan:
     from search.comparison.plan import ComparisonPlan
     from search.rivals import STRATEGIES
 
-    if spec.share_prefix:
-        raise ValueError("share_prefix: must be off in a comparison, the published strategies do not have it; got True")
     names = tuple(STRATEGIES) if arguments.strategies is None else split_list(arguments.strategies)
     if arguments.checkpoints is None:
         trials = arguments.trials

@@ -65,6 +65,8 @@ class CostModel:
         if not share_prefix or depth in (0, mask.num_layers):
             return self.verify_s
         kept_s = sum(self.attention_s[:depth]) + sum(self.mlp_s[:depth])
+        if kept_s == 0.0:
+            return self.verify_s  # where nothing costs anything, there is no share to tell either
         return tuple(s - kept_s * max(0.0, s / self.verify_s[0] - 1.0) for s in self.verify_s)
 
     def to_json(self) -> str:

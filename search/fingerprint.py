@@ -10,6 +10,7 @@ from typing import Any
 
 from layerskip.machine import cpu_name, device_names, git_commit, package_version
 from search.prompts import PromptSet
+from search.space import SearchSpace
 from search.spec import StudySpec
 
 SPACE_VERSION = 1
@@ -53,7 +54,9 @@ class FingerprintMismatch(ValueError):  # noqa: N818 (reads as the fact it state
     """The study was measured on something else."""
 
 
-def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: PromptSet) -> Fingerprint:
+def take_fingerprint(
+    model: Any, spec: StudySpec, space: SearchSpace, tuning: PromptSet, held_out: PromptSet
+) -> Fingerprint:
     """The fingerprint of a greedy run about to start. Cost: one pass over the weights."""
     import torch
 
@@ -71,9 +74,9 @@ def take_fingerprint(model: Any, spec: StudySpec, tuning: PromptSet, held_out: P
         tuning_prompts=tuning.fingerprint,
         held_out_prompts=held_out.fingerprint,
         max_new_tokens=spec.max_new_tokens,
-        gamma_max=spec.gamma_max,
+        gamma_max=space.gamma_max,
         granularity=spec.granularity,
-        share_prefix=spec.share_prefix,
+        share_prefix=space.share_prefix,
         objective=spec.objective,
         drafters=spec.drafters,
         device_map=model.placement.describe(),

@@ -68,8 +68,8 @@ class Candidates:
         return max([best, *self._shared(best, wide=wide)], key=lambda one: one.speedup)
 
     def _shared(self, one: Predicted, *, wide: bool) -> list[Predicted]:
-        """Of layer skipping alone: a hybrid's lookups verify from layer 0."""
-        if not self._space.share_prefix or one.config.lookup or PrefixStates.of(one.config.skip_mask) is None:
+        """A hybrid's too: rounds that it drafts under the mask share, those that it looks up verify from layer 0."""
+        if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
             return []
         return [self.predictor.shared(one, wide=wide)]
 

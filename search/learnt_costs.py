@@ -17,6 +17,7 @@ import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.engines.prefix import PrefixStates
 from layerskip.skip_mask import SkipMask
 from layerskip.stats import DecodeStats
 from search.cost_model import CostModel, pool_costs
@@ -32,6 +33,8 @@ _HALF_LIFE = 100
 """Trials after which a trial counts half: a machine's price of a step drifts."""
 _MOMENT = 0.05
 """Standard deviation, relative, of what a step costs from one trial to the next, in plain steps."""
+_MOST_SHARED = 0.9
+"""Of a step: behind a longer prefix a verification tells little of one without."""
 _SINGLE = 0.15
 """Of a single step."""
 _COMMON, _OWN = 0.1, 0.05
@@ -52,8 +55,9 @@ class _Steps:
     """A draft token; None where the engine runs a round in one piece."""
     num_drafted: int
     rounds: tuple[tuple[int, int, float], ...]
-    """(drafts, how many rounds had so many, one such round), all drafted under the mask. None of a config that shares a
-    prefix."""
+    """(drafts, how many rounds had so many, one such round), all drafted under the mask."""
+    prefix: int
+    """Layers behind which these verify, 0 where they share none."""
     lookups: tuple[tuple[int, int, float], ...]
     """The same of rounds that were looked up, which verify alone."""
 
@@ -130,13 +134,14 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     # n - 1 and not n.
     counts = attrs.get(COUNTS) or [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
     num_drafted = sum(n * m for n, m in enumerate(counts, 1))
-    shares = trial.params.get(SHARE_PREFIX, False)
+    prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
     draft = attrs["draft_s"] / num_drafted / plain_s if attrs.get("draft_s") and num_drafted else None
     return _Steps(
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
         num_drafted=num_drafted,
-        rounds=() if shares else _rounds(counts, round_s, plain_s),
+        rounds=_rounds(counts, round_s, plain_s),
+        prefix=0 if prefix is None else prefix.depth,
         lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
     )
 
@@ -177,10 +182,16 @@ def _learn_verifications(cost: CostModel, told: Sequence[_Steps], fresh: Floats)
     terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
     for one, weight in zip(told, fresh, strict=True):
         draft = one.draft if one.draft is not None else float(terms @ one.kept)
-        by_mask = [(n, count, seconds - n * draft) for n, count, seconds in one.rounds]
-        for n, count, seconds in (*by_mask, *one.lookups):
+        # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
+        shared = one.prefix * (terms[1] + terms[2])
+        by_mask = [
+            (n, count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
+            for n, count, seconds in one.rounds
+            if shared < _MOST_SHARED
+        ]
+        for n, count, seconds, certain in (*by_mask, *((*lookup, 1.0) for lookup in one.lookups)):
             if n < size:
-                certainty = weight / (_MOMENT**2 + _SINGLE**2 / count)
+                certainty = certain * weight / (_MOMENT**2 + _SINGLE**2 / count)
                 weights[n] += certainty
                 sums[n] += certainty * (seconds * alone / cost.verify_s[n] - 1.0)
     seen = np.flatnonzero(weights)

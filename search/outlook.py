@@ -30,6 +30,7 @@ COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
 READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
 EFFECTS = "setting_effects"
 LOOKUPS = "hybrid_lookups"
+GAMMA_LOWERED = "gamma_max_lowered"
 """Attributes of the study."""
 _RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
@@ -41,7 +42,6 @@ class OutlookOptions:
     """How much to spend on predictions."""
 
     max_new_tokens: int
-    gamma_max: int
     seed: int
     trials: int
     trial_seconds: float
@@ -53,7 +53,7 @@ class OutlookOptions:
     def of(cls, spec: StudySpec, reference: Reference) -> OutlookOptions:
         """A study's, by what its trials really take: their number of prompts has bounds, or is the spec's own, so they
         may be far from `spec.trial_seconds`."""
-        return cls(spec.max_new_tokens, spec.gamma_max, spec.seed, spec.trials, reference.trial_s, spec.timeout_s)
+        return cls(spec.max_new_tokens, spec.seed, spec.trials, reference.trial_s, spec.timeout_s)
 
     @property
     def search_s(self) -> float:
@@ -120,7 +120,7 @@ class Outlook:
 
         Returns how the price of verifying four tokens, in target steps, has changed since the first measurement.
         """
-        options = CostOptions(self.options.gamma_max, _RECHECK_REPEATS, self.options.seed)
+        options = CostOptions(self.space.gamma_max, _RECHECK_REPEATS, self.options.seed)
         new = measure_costs(self.timer, self.texts, self.space, self.fingerprint, options)
         if (stored := study.user_attrs.get(COSTS)) is not None:  # with what other workers have measured since
             self.costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
@@ -198,6 +198,7 @@ def outlook_facts(study: optuna.Study) -> dict[str, Any]:
         "pool": {"num_predicted": len(pool), "best": pool[:3]},
         "texts": _text_facts(attrs),
         "cannot_win": attrs.get("cannot_win"),
+        GAMMA_LOWERED: attrs.get(GAMMA_LOWERED),
     }
 
 

@@ -78,22 +78,22 @@ def open_outlook(
     of the time that the trials may take.
     Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
     """
-    _check_lengths(reference, options)
+    _check_lengths(reference, space, options)
     opening = _Opening(study, decoder, space, reference, fingerprint, options, tuple(prompts), clock, tell)
     return opening.outlook()
 
 
-def _check_lengths(reference: Reference, options: OutlookOptions) -> None:
-    longest = max(len(case.reference_ids) for case in reference.cases)
+def _check_lengths(reference: Reference, space: SearchSpace, options: OutlookOptions) -> None:
+    longest = reference.longest
     if longest < 3:
         raise ValueError(
             f"max_new_tokens: must leave room for a draft, three tokens, on at least one tuning prompt; the longest "
             f"continuation has {longest} (max_new_tokens {options.max_new_tokens})"
         )
-    if options.gamma_max > longest - 2:
+    if space.gamma_max > longest - 2:
         raise ValueError(
             f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or "
-            f"no round could draft so many, got {options.gamma_max}"
+            f"no round could draft so many, got {space.gamma_max}"
         )
 
 
@@ -117,10 +117,10 @@ class _Opening:
         start = self.clock()
         timer = self.decoder.timer(space.gamma_limit)
         most_new = max(1, options.max_new_tokens - space.gamma_limit - 1)
-        timed = texts_to_time(self.reference, options.gamma_max, most_new if space.lookup_methods else None)
+        timed = texts_to_time(self.reference, space.gamma_max, most_new if space.lookup_methods else None)
         stored = study.user_attrs.get(COSTS)
         if stored is None:
-            cost_options = CostOptions(options.gamma_max, seed=options.seed)
+            cost_options = CostOptions(space.gamma_max, seed=options.seed)
             costs = [measure_costs(timer, timed, space, self.fingerprint, cost_options)]
             store_costs(study, costs)
         else:
@@ -161,7 +161,7 @@ class _Opening:
                 texts = texts[: max(_MIN_TEXTS, int(len(texts) * allowed / needed))]
                 forcing = self.decoder.teacher_forcing(texts)
             self.study.set_user_attr(TEXTS, len(texts))
-        return Predictor(forcing, self._rows(forcing), cost, self.options.gamma_max)
+        return Predictor(forcing, self._rows(forcing), cost, self.space.gamma_max)
 
     def _sensitivity(self, predictor: Predictor) -> Sensitivity:
         stored = self.study.user_attrs.get(SENSITIVITY)

@@ -18,7 +18,7 @@ from search.held_out import HELD_OUT
 from search.leaderboard import Entry, counted
 from search.measurement import LosslessViolation, PromptCase
 from search.objective import standings_of, violations_in
-from search.outlook import POOL, Outlook, OutlookOptions, outlook_facts
+from search.outlook import GAMMA_LOWERED, POOL, Outlook, OutlookOptions, outlook_facts
 from search.outlook_opening import open_outlook
 from search.prediction_check import check_predictions
 from search.prompts import EncodedPrompt, split_held_out
@@ -150,6 +150,10 @@ class SearchRun:
         """What trials are measured with: made by the first worker, read by the others and on a resume."""
         with self._phase("reference"):
             reference = self._reference(study)
+        self._subject, lowered = self._subject.with_room(reference, self._spec)
+        if lowered is not None:
+            self._say.phase("reference", lowered)
+            study.set_user_attr(GAMMA_LOWERED, lowered)
         if not searches:
             return reference, None
         with self._phase("outlook"):

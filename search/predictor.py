@@ -32,9 +32,10 @@ from search.space import (
     snap_threshold,
 )
 
-SHARP_DEPTH = 7
-"""Drafts of a round, at most, that see the draft's own keys when a config about to be measured is read: all of a gamma
-of 8."""
+_SHARP_DEPTH = 7
+_SHARP_ROWS = 4096
+"""A config about to be measured is read with the draft's own keys as many drafts into a round as its gamma needs: up to
+a gamma of 8 always, beyond that while a text has no more rows than this, because attention among them is quadratic."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _LOOKUP_GAMMAS = (2, 3, 4, 6, 8, 12, 16, LOOKUP_GAMMA_MAX)
@@ -137,7 +138,7 @@ class Predictor:
     def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
         """From now on masks are predicted as the rest of a hybrid with one of these; or_not: and without any."""
         choices: list[LookupChoice | None] = [None] if or_not or not lookups else []
-        gammas = range(1, self._gamma_max + 1)
+        gammas = coarse_gammas(self._gamma_max)
         self._grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, [*choices, *lookups])
 
     def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
@@ -222,7 +223,7 @@ class Predictor:
             sorted({snap_threshold(value + step * THRESHOLD_STEP) for step in (-1, 0, 1)})
             for value in (config.draft_threshold, config.target_threshold)
         ]
-        gammas = [g for g in range(config.gamma - 1, config.gamma + 2) if 1 <= g <= self._gamma_max]
+        gammas = gammas_around(config.gamma, self._gamma_max)
         return self._best(mask, Settings.grid(gammas, near[0], near[1], [LookupChoice.of(config)]), wide=wide)
 
     def best_lookups(
@@ -307,7 +308,7 @@ class Predictor:
     def trial(self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None) -> TrialPrediction:
         """A sharper prediction for a config about to be measured: read several drafts deep.
 
-        `steps` are places of texts; `unread` holds those that are not among all texts. Cost: up to SHARP_DEPTH + 1
+        `steps` are places of texts; `unread` holds those that are not among all texts. Cost: up to `gamma`
         readings of these texts alone and a few short ones.
         """
         draft_s = self._draft_s(config)
@@ -357,16 +358,13 @@ class Predictor:
             reading.confidence,
             self._rows.select(places),
             settings,
-            self._verifications_s(config),
+            _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix),
             lambda one: self._lookup(one).select(places),
         )
 
-    def _verifications_s(self, config: DecodeConfig) -> tuple[float, ...]:
-        return self.cost.verifications_s(config.skip_mask, share_prefix=config.share_prefix)
-
     def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
-        depth = min(SHARP_DEPTH, max(0, config.gamma - 1))
         rows = self._rows.select(places)
+        depth = sharp_depth(config.gamma, int(rows.lengths.max()))
         reading = self._forcing.read(config.skip_mask, depth, places) if config.drafts_by_mask else no_reading(rows)
         rounds = walk(reading, rows, config, lambda one: self._lookup(one).select(places))
         open_ended = [one for one in rounds if one.wrong_and_sure]
@@ -376,7 +374,7 @@ class Predictor:
                 map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
             )
         )
-        table = self._verifications_s(config)
+        by_mask_s, looked_up_s = _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix)
         drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
         for one in rounds:
             by_mask = one.drafted + added.get(id(one), 0)
@@ -385,7 +383,7 @@ class Predictor:
             looked_up[0, one.text] += one.looked_up
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
-            verify_s[0, one.text] += table[count] if count else 0.0
+            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[count] if count else 0.0
         return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
     @staticmethod
@@ -443,7 +441,7 @@ class Predictor:
     ) -> Floats:
         """(S, P): log speedup on each text, at today's prices or these."""
         readings, rows, cost = self._reading_for(mask, grid, wide=wide), self._rows_of(wide=wide), at or self.cost
-        table = cost.verifications_s(mask, share_prefix=share_prefix)
+        table = _verifications_s(cost, mask, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
         counts = replay(
@@ -489,6 +487,27 @@ def no_reading(rows: TextRows) -> DraftReadings:
     return DraftReadings(nothing, nothing, nothing.astype(np.int64))
 
 
+def coarse_gammas(most: int) -> list[int]:
+    """All up to 8, then in steps that grow with them, and the most: long rounds differ less from one gamma to the
+    next, and every gamma of the grid costs a replay of all thresholds."""
+    gammas = list(range(1, min(most, 8) + 1))
+    while gammas[-1] < most:
+        gammas.append(min(most, gammas[-1] + max(2, gammas[-1] // 4)))
+    return gammas
+
+
+def gammas_around(gamma: int, most: int) -> list[int]:
+    """From the coarse gamma before this one, which is one too, to the one after it."""
+    gammas = coarse_gammas(most)
+    place = gammas.index(gamma)
+    return list(range(gammas[max(0, place - 1)], gammas[min(place + 1, len(gammas) - 1)] + 1))
+
+
+def sharp_depth(gamma: int, longest: int) -> int:
+    """How many drafts into a round texts of up to so many continuation tokens are read for this gamma."""
+    return max(0, min(gamma - 1, max(_SHARP_DEPTH, _SHARP_ROWS // longest - 1)))
+
+
 def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
     """All lookups of one method that are predicted."""
     suffix = method == "suffix"
@@ -500,6 +519,11 @@ def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
     ]
     gammas = sorted({min(gamma, gamma_max) for gamma in _LOOKUP_GAMMAS})
     return [LookupChoice(one, gamma, at) for one in settings for gamma in gammas for at in _LOOKUP_THRESHOLDS]
+
+
+def _verifications_s(cost: CostModel, mask: SkipMask, *, share_prefix: bool) -> Floats:
+    """(2, G + 1): of rounds drafted under the mask, and of those looked up, which leave no prefix."""
+    return np.array([cost.verifications_s(mask, share_prefix=share_prefix), cost.verify_s])
 
 
 def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:

@@ -17,7 +17,7 @@ from search.measurement import pair_seconds
 from search.prompts import PromptSet, encode_prompts
 from search.reference import prompts_for, warm_up
 from search.results import Origin, portable_model_name
-from search.space import LOOKUP_GAMMA_MAX, SearchSpace
+from search.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
 from search.terminal.text import duration
@@ -40,11 +40,10 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
     tuning, held_out = prompt_sets
     if model.tokenizer is None:
         raise ValueError(f"{spec.model}: has no tokenizer, which prompts need")
-    if spec.share_prefix and not isinstance(model.engine, PrefixEngine):
-        raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
+    space = space_for(model, spec)
     defaults = model.model.generation_config
     encoded = [encode_prompts(one, model, room=spec.max_new_tokens, generation_config=defaults) for one in prompt_sets]
-    fingerprint = take_fingerprint(model, spec, tuning, held_out)
+    fingerprint = take_fingerprint(model, spec, space, tuning, held_out)
     origin = Origin(
         model=portable_model_name(spec.model, paths.folder),
         weights_fingerprint=fingerprint.weights,
@@ -58,19 +57,38 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         held_out_fingerprint=fingerprint.held_out_prompts,
         attention_backend=model.engine.attention_backend,
     )
-    space = SearchSpace.for_model(
-        model,
-        gamma_max=spec.gamma_max,
-        granularity=spec.granularity,
-        share_prefix=spec.share_prefix,
-        drafters=spec.drafters,
-        lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
-    )
     decoder = ModelDecoder(model, spec.max_new_tokens)
-    subject = Subject(decoder, space, encoded[0], encoded[1], fingerprint, origin, rounding=lambda: model.rounding)
+    subject = Subject(
+        decoder,
+        space,
+        encoded[0],
+        encoded[1],
+        fingerprint,
+        origin,
+        can_share_prefix=isinstance(model.engine, PrefixEngine),
+        rounding=lambda: model.rounding,
+    )
     for name in spec.regimes or ():
         subject.in_regime(Sampling.parse(name))  # each has prompts
     return subject.in_regime(first_regime(spec, model))
+
+
+def space_for(model: Any, spec: StudySpec) -> SearchSpace:
+    """What is searched: as the spec says, and where it says nothing as far as the engine can.
+
+    Raises: ValueError if a shared prefix is asked for and the engine cannot.
+    """
+    can_share = isinstance(model.engine, PrefixEngine)
+    if spec.share_prefix and not can_share:
+        raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
+    return SearchSpace.for_model(
+        model,
+        gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
+        granularity=spec.granularity,
+        share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
+        drafters=spec.drafters,
+        lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
+    )
 
 
 def first_regime(spec: StudySpec, model: Any) -> Sampling:

@@ -77,6 +77,11 @@ class Reference:
     """Prompts whose continuation ends before its second token: nothing to time."""
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest continuation."""
+        return max(len(case.reference_ids) for case in self.cases)
+
+    @property
     def trial_s(self) -> float:
         """Seconds of a full trial, at the cost of plain pairs."""
         return self.num_per_trial * self.pair_s

@@ -153,13 +153,14 @@ def replay(
     confidence: NDArray[np.float32],
     rows: TextRows,
     settings: Settings,
-    verify_s: Sequence[float] | None = None,
+    verify_s: Sequence[float] | Floats | None = None,
     read_lookup: ReadLookup | None = None,
 ) -> Counts:
     """Counts of every setting on every text.
 
     Shapes: accepted and confidence (D + 1, P, T), see `DraftReadings`; of lookups alone they are not looked at.
-    verify_s[n]: seconds of verifying n draft tokens, n = 0..largest gamma. read_lookup: needed where settings look up.
+    verify_s: seconds of verifying n draft tokens, n = 0..largest gamma; or two rows of these, for rounds drafted under
+    the mask and for those looked up. read_lookup: needed where settings look up.
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core, greedy or sampled.
     Raises: ValueError if the shapes do not fit.
     """
@@ -167,9 +168,10 @@ def replay(
         raise ValueError(
             f"readings: must have shape (depths, *{rows.target_probs.shape}), got {accepted.shape}, {confidence.shape}"
         )
-    table = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
-    if len(table) <= settings.gamma_max:
-        raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {len(table)} entries")
+    given = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
+    table = np.broadcast_to(given, (2, given.shape[-1]))
+    if table.shape[1] <= settings.gamma_max:
+        raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {table.shape[1]} entries")
     certain = bool(np.isin(accepted, (0.0, 1.0)).all())
     run = _run_certain if certain else _run_expected
     return run(accepted, _Steps(confidence, rows, settings, _Lookups(rows, settings.lookups, read_lookup)), table)
@@ -361,7 +363,7 @@ def _run_certain(accepted: NDArray[np.float32], steps: _Steps, table: Floats) ->
         looked_up[alive] += step.looked_up
         rounds[alive] += ~alone
         target_only[alive] += alone
-        verify_s[alive] += np.where(alone, 0.0, table[count])
+        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), count])
         kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, until_wrong[where, at - 1]))
         emitted[alive] = at + kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
@@ -378,7 +380,8 @@ def _run_expected(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -
         step = steps.at(setting, text, np.full_like(text, emitted))
         count = step.drafted + step.looked_up
         alone = count == 0
-        here = np.stack([step.drafted, step.looked_up, ~alone, alone, np.where(alone, 0.0, table[count])])
+        verify_s = np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), count])
+        here = np.stack([step.drafted, step.looked_up, ~alone, alone, verify_s])
         here = here.astype(np.float64)
         reached = np.ones((num_settings, num_texts))  # probability that all drafts so far were kept
         for k in range(int(count.max()) + 1):

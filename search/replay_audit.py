@@ -105,7 +105,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers, spec.seed)
     forcing = subject.decoder.teacher_forcing([case.text for case in cases])
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
-    predictor = Predictor(forcing, rows, free_costs(subject.space, subject.space.gamma_limit), spec.gamma_max)
+    predictor = Predictor(forcing, rows, free_costs(subject.space, subject.space.gamma_limit), subject.space.gamma_max)
     rng = np.random.default_rng(seed)
     records: list[dict[str, Any]] = []
     violations: list[str] = []

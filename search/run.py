@@ -55,7 +55,7 @@ _ABOUT_NUMBERS = {
     "timeout": (float, "seconds of searching in this run; the confirm stage follows all the same"),
     "trial_seconds": (float, "seconds a full trial should take; decides its number of prompts"),
     "max_new_tokens": (int, "tokens decoded per prompt"),
-    "gamma_max": (int, "most draft tokens per round"),
+    "gamma_max": (int, "most draft tokens per round under a mask (default: 16, or what the texts have room for)"),
     "seed": (int, "seed of everything random"),
     "threads": (int, "CPU threads of torch; without it, measured"),
     "trial_timeout": (
@@ -130,7 +130,9 @@ def build_parser() -> OneLineParser:
         help="search each group of prompts apart as well, --trials trials each; export a setting per group",
     )
     parser.add_argument(
-        "--share-prefix", action="store_true", default=None, help="search over verification behind the kept layers too"
+        "--share-prefix",
+        action=argparse.BooleanOptionalAction,
+        help="search over verification behind the kept layers too (default: where the engine can)",
     )
     parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
@@ -319,7 +321,7 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
 
     groups = count_groups(subject.tuning, subject.held_out) if spec.per_group else None
     regimes = spec.regimes or (subject.sampling.name,)
-    reporter.tell(Preflight(subject, spec.gamma_max, spec.held_out is None, spec.group_field, regimes, groups))
+    reporter.tell(Preflight(subject, spec.held_out is None, spec.group_field, regimes, groups))
 
 
 def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: Subject) -> None:

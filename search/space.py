@@ -25,6 +25,8 @@ FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
 MIN_MATCH_MAX = 6
+GAMMA_MAX = 16
+"""Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""
 LOOKUP_GAMMA_MAX = 24
 """Text that repeats itself rewards long proposals: on the demo most are best at the end of this range."""
 FACTORS = (1.0, 2.0, 4.0, 16.0)

@@ -72,13 +72,15 @@ class StudySpec(OneLineErrors):
     """How one forward is executed; plain and speculative decoding always use the same one."""
     max_new_tokens: Annotated[int, Field(ge=2, le=MAX_NEW_TOKENS)] = 64
     """Tokens decoded per prompt; the first comes from the prefill and is not timed, so at least 2."""
-    gamma_max: Annotated[int, Field(ge=1, le=MAX_GAMMA)] = 8
-    """Most draft tokens per round that the search may propose."""
+    gamma_max: Annotated[int, Field(ge=1, le=MAX_GAMMA)] | None = None
+    """Most draft tokens per round under a mask that the search may propose. None = what an existing study has; of a new
+    one 16, or as many as the longest continuation has room for if that is fewer."""
     granularity: Granularity = "sublayer"
     """Skip attention and MLP apart, or whole layers only."""
-    share_prefix: bool = False
-    """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. Little to gain where
-    reading the weights is what costs (see the README)."""
+    share_prefix: bool | None = None
+    """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. None = what an existing
+    study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see the
+    README)."""
     drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(_as_tuple)] = DRAFTERS
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask. Lookups cost nothing to predict."""
     regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None

@@ -55,19 +55,25 @@ def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts:
 
 
 def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
-    """The spec with what an existing study was measured with in place of what is left to measurement."""
-    if spec.engine != "auto" and not _leaves_threads_open(spec):
+    """The spec with what an existing study was measured with, and searches, in place of what is left open."""
+    if spec.engine != "auto" and not _leaves_threads_open(spec) and None not in (spec.gamma_max, spec.share_prefix):
         return spec
     return with_choices(spec, _stored_fingerprint(paths.storage_url(spec), paths.study_name(spec)))
 
 
 def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> StudySpec:
-    """The spec with a fingerprint's engine and CPU threads, where it leaves them to measurement here.
+    """The spec with a fingerprint's engine, CPU threads, `gamma_max` and `share_prefix`, where it leaves them open:
+    a study goes on as it was begun, whatever a new one would be like.
 
     Threads are measured anew where workers may differ, and where there are fewer cores than the fingerprint's.
     """
     known = fingerprint or {}
     update: dict[str, Any] = {}
+    if spec.gamma_max is None and "gamma_max" in known:
+        update["gamma_max"] = known["gamma_max"]
+    # On another engine than the study's, what is to be said is that it is another.
+    if spec.share_prefix is None and known and spec.engine in ("auto", known.get("engine")):
+        update["share_prefix"] = known.get("share_prefix", False)
     engine, threads = known.get("engine"), known.get("num_threads")
     if spec.engine == "auto" and isinstance(engine, str):
         update["engine"] = engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from layerskip.rounding import RoundingSpread
 from layerskip.sampling_regime import GREEDY, Sampling
@@ -17,6 +18,10 @@ from search.stop import StopSignal
 from search.terminal.reporter import Reporter
 from search.thread_choice import ThreadChoice
 from search.workers.witness import Patience
+
+if TYPE_CHECKING:
+    from search.reference import Reference
+    from search.spec import StudySpec
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Subject:
     """With the prompts of all regimes, where this is in one."""
     threads: ThreadChoice | None = None
     """How the number of CPU threads was measured; None where it was given."""
+    can_share_prefix: bool = True
+    """Whether the engine can verify behind the layers that a draft keeps."""
     rounding: Callable[[], RoundingSpread | None] = lambda: None
     """What this process has judged logit ties by so far; None where nothing had to be judged."""
 
@@ -62,6 +69,16 @@ class Subject:
             whole=whole,
         )
         return replace(changed, fingerprint=replace(changed.fingerprint, sampling=sampling.name))
+
+    def with_room(self, reference: Reference, spec: StudySpec) -> tuple[Subject, str | None]:
+        """(The same, with no larger gamma than a round of the reference's texts has room for; what was lowered, and
+        why). What the spec itself says stays: where it does not fit, predicting refuses it."""
+        most, longest = self.space.gamma_max, reference.longest
+        fitting = longest - 2  # all but the first token, which comes from the prefill, and the target's own at the end
+        if spec.gamma_max is not None or not 0 < fitting < most:
+            return self, None
+        note = f"gamma 1..{fitting} instead of 1..{most}: the longest continuation has {longest} tokens"
+        return replace(self, space=replace(self.space, gamma_max=fitting)), note
 
     def on_prompts(self, tuning: tuple[EncodedPrompt, ...], held_out: tuple[EncodedPrompt, ...]) -> Subject:
         """The same on a part of the prompts; with all of them it is the same."""

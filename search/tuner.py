@@ -144,7 +144,8 @@ def _subject(model: Any, tokenizer: Any, spec: StudySpec, paths: StudyPaths) -> 
             count_groups(sets[0].prompts, sets[1].prompts)
         if tokenizer is None:
             raise ValueError("tokenizer: is required to encode the prompts, got None")
-        wrapped = LayerSkipModel(model, tokenizer, engine=as_before(spec, paths).engine)
+        spec = as_before(spec, paths)
+        wrapped = LayerSkipModel(model, tokenizer, engine=spec.engine)
         return subject_of(wrapped, spec, paths, sets)
     except ValueError as error:
         raise ValueError(_without_files(str(error), spec, paths)) from None

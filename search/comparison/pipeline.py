@@ -100,7 +100,10 @@ class ComparisonRun:
             reference = Reference.from_json(setup["reference"])
             warm_up(subject.decoder, reference.cases[0].prompt_ids, subject.space.num_layers)
         self._say.tell(ReferenceKnown(reference))
-        shared = Shared(subject, reference, spec, self._tools, self._out)
+        self._subject, lowered = subject.with_room(reference, spec)
+        if lowered is not None:
+            self._say.phase("reference", lowered)
+        shared = Shared(self._subject, reference, spec, self._tools, self._out)
         shared.hints(Account(shared.ledger, self._tools.clock)).recall()
         return shared
 

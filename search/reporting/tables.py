@@ -10,6 +10,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.leaderboard import tokens_per_s_of
+from search.outlook import GAMMA_LOWERED
 from search.prediction_check import check_predictions
 from search.regime_settings import BY_REGIME
 from search.reporting.record import StudyRecord
@@ -39,6 +40,7 @@ _OF_THE_STUDY = (
     "confirmed",
     "config",
     "cannot_win",
+    GAMMA_LOWERED,
     "plain_tokens_per_s",
     "noise_sigma",
     "rounding",

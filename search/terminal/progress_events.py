@@ -27,7 +27,6 @@ class Preflight(Event):
 
     name = "preflight"
     subject: Subject
-    gamma_max: int
     is_split: bool
     """The held-out prompts were split off from the tuning prompts."""
     group_field: str
@@ -37,16 +36,19 @@ class Preflight(Event):
     """Tuning and held-out prompts of each group, in a per-group search."""
 
     def lines(self) -> list[Line]:
-        subject, print_ = self.subject, self.subject.fingerprint
+        subject, space, print_ = self.subject, self.subject.space, self.subject.fingerprint
         threads = "thread" if print_.num_threads == 1 else "threads"
         split = " (split off, by content hash)" if self.is_split else ""
         texts = [
-            f"{subject.origin.model}: {print_.model_class}, {subject.space.num_layers} layers, {print_.dtype} on "
+            f"{subject.origin.model}: {print_.model_class}, {space.num_layers} layers, {print_.dtype} on "
             f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
             f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
-            f"{len(subject.space.bit_names)} mask bits, gamma 1..{self.gamma_max}, two thresholds",
+            f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
+            + (", a shared prefix or none" if space.share_prefix else ""),
         ]
-        texts.append(f"drafters {', '.join(subject.space.drafters)}; {', '.join(self.regimes)}")
+        if space.uses_masks and not subject.can_share_prefix:
+            texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")
+        texts.append(f"drafters {', '.join(space.drafters)}; {', '.join(self.regimes)}")
         if subject.threads is not None:
             texts.insert(1, str(subject.threads))
         if self.groups is not None:
@@ -68,7 +70,8 @@ class Preflight(Event):
             "num_tuning_prompts": len(subject.tuning),
             "num_held_out_prompts": len(subject.held_out),
             "num_mask_bits": len(subject.space.bit_names),
-            "gamma_max": self.gamma_max,
+            "gamma_max": subject.space.gamma_max,
+            "share_prefix": subject.space.share_prefix,
             "drafters": list(subject.space.drafters),
             "regimes": list(self.regimes),
             "groups": self.groups,

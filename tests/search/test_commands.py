@@ -146,8 +146,17 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         "group-field",
         "dry-run",
         "share-prefix",
+        "no-share-prefix",
     ]:
         assert re.search(rf"--{flag}\b", text), flag
+
+
+@pytest.mark.parametrize("flags", [[], ["--share-prefix"], ["--no-share-prefix"]])
+def test_a_shared_prefix_can_be_left_out(
+    flags: list[str], tiny_study: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main([*tiny_study, *flags, "--dry-run"]) == 0
+    assert ("a shared prefix or none" in capsys.readouterr().out) == (flags != ["--no-share-prefix"])
 
 
 @pytest.fixture

@@ -27,12 +27,14 @@ from search.comparison.journal import Journal
 from search.comparison.pipeline import ComparisonRun, as_before
 from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.plot import _speedup_range, make_plot
+from search.comparison.record import FILE, read_record
 from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
 from search.fingerprint import FingerprintMismatch
 from search.measurement import PromptCase, time_able
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
 from search.rivals.leave_one_out import LeaveOneOut
+from search.space import SearchSpace
 from search.stop import StopSignal
 from search.subject import Subject, Tools
 from search.terminal.reporter import Reporter
@@ -79,9 +81,10 @@ class Comparison:
     decoder: ReadableDecoder = field(default_factory=ReadableDecoder)
     stop: StopSignal = field(default_factory=StopSignal)
     output: io.StringIO = field(default_factory=io.StringIO)
+    space: SearchSpace = SPACE
 
     def run(self, plan: ComparisonPlan | None = None, *, named: bool = True, fingerprint: Any = FINGERPRINT) -> int:
-        subject = Subject(self.decoder, SPACE, prompts(12), prompts(6, first=500), fingerprint, ORIGIN)
+        subject = Subject(self.decoder, self.space, prompts(12), prompts(6, first=500), fingerprint, ORIGIN)
         tools = Tools(Reporter(self.output), self.stop, "python -m search.compare", self.decoder.clock)
         return ComparisonRun(plan or plan_of(), subject, make_spec(), self.out, tools).run(named=named)
 
@@ -756,9 +759,22 @@ def test_checkpoints_follow_from_the_trials(flags: list[str], checkpoints: tuple
     assert plan.strategies == tuple(STRATEGIES)
 
 
-def test_a_space_that_the_rivals_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="share_prefix: must be off in a comparison"):
-        make_plan(build_parser().parse_args([]), make_spec(share_prefix=True))
+def test_a_shared_prefix_is_searched_like_anything_else(bench: Comparison) -> None:
+    """It was refused as something that the published strategies do not have; early exits have it."""
+    make_plan(build_parser().parse_args([]), make_spec(share_prefix=True))
+    bench.space = dataclasses.replace(SPACE, share_prefix=True)
+    assert bench.run() == 0
+    assert {record["params"]["share_prefix"] for record in bench.trials()} == {False, True}
+    assert read_record(bench.out / FILE).space.share_prefix
+
+
+def test_a_gamma_limit_that_does_not_fit_is_lowered_for_all_strategies(bench: Comparison) -> None:
+    bench.space = dataclasses.replace(SPACE, gamma_max=16)
+    assert bench.run() == 0
+    assert "gamma 1..15 instead of 1..16: the longest continuation has 17 tokens" in bench.output.getvalue()
+    assert read_record(bench.out / FILE).space.gamma_max == 15
+    again = Comparison(bench.out, space=bench.space)
+    assert again.run() == 0, "the journal is of that space"
 
 
 def test_the_estimate_says_what_it_would_take() -> None:

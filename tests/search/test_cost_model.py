@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from layerskip import SkipMask
-from search.cost_model import CostModel, CostOptions, device_facts, measure_costs, pool_costs
+from search.cost_model import (
+    CostModel,
+    CostOptions,
+    device_facts,
+    free_costs,
+    measure_costs,
+    pool_costs,
+)
 from search.space import SearchSpace
 from tests.layerskip.zoo import random_mask
 from tests.search.fake_outlook import FakeTimer
@@ -217,5 +224,7 @@ def test_a_shared_prefix_saves_the_kept_layers_on_all_rows_but_one() -> None:
     early = SkipMask.early_exit(4, 2)
     assert cost.verifications_s(early, share_prefix=True) == pytest.approx((10.0, 12.0 - 4 * 0.2, 15.0 - 4 * 0.5))
     assert cost.verifications_s(early, share_prefix=False) == cost.verify_s
+    free = free_costs(space_of(6), 2)
+    assert free.verifications_s(SkipMask.early_exit(6, 3), share_prefix=True) == free.verify_s
     for mask in (SkipMask.none(4), SkipMask.from_sublayers(4, mlp=[0])):
         assert cost.verifications_s(mask, share_prefix=True) == cost.verify_s

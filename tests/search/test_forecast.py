@@ -12,9 +12,11 @@ import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.teacher_forcing import ForcedText
+from layerskip.usual_lookups import NGRAMS, lookup_alone
 from search.cost_model import CostOptions, measure_costs
 from search.forecast import Candidate, Candidates, Pool, known_masks, make_pool
 from search.leaderboard import key_of
+from search.lookup_choice import LookupChoice
 from search.predictor import Predictor
 from search.replay import TextRows
 from search.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
@@ -237,6 +239,22 @@ def test_sharing_is_proposed_where_it_is_predicted_to_pay() -> None:
     late = SkipMask.from_layers(space.num_layers, [0])
     assert candidates.of(late).params["share_prefix"] is False
     assert {two.params["share_prefix"] for two in candidates.variants(late, 2)} == {False}
+
+
+def test_a_hybrid_shares_what_it_drafts_under_the_mask() -> None:
+    """What it looks up has no prefix; see `test_rounds_that_are_looked_up_have_seconds_of_their_own`."""
+    space = dataclasses.replace(SPACE, share_prefix=True, drafters=("layer_skip", "hybrid"))
+    candidates, _ = candidates_of(space)
+    early = SkipMask.early_exit(space.num_layers, space.num_layers // 2)
+    lookup = LookupChoice.of(lookup_alone(space.num_layers, NGRAMS))
+    assert lookup is not None
+    candidates.predictor.look_up_with([lookup], or_not=False)
+    best = candidates.predictor.best_settings(early, 1)[0]
+    assert best.config.drafter == "hybrid"
+    shared = candidates.predictor.shared(best)
+    assert shared.config == best.config.model_copy(update={"share_prefix": True})
+    assert shared.speedup > best.speedup
+    assert {two.params["share_prefix"] for two in candidates.variants(early, 2)} == {False, True}
 
 
 def tiers_of(space: SearchSpace, num_first: int = 2, num_more: int = 3) -> Candidates:

@@ -27,6 +27,7 @@ from search.more_texts import MAX_MORE
 from search.outlook import (
     COSTS,
     EFFECTS,
+    GAMMA_LOWERED,
     MORE,
     POOL,
     READINGS,
@@ -41,6 +42,7 @@ from search.outlook_opening import open_outlook
 from search.prompts import EncodedPrompt
 from search.proposals import ProposeOptions
 from search.reference import Reference, ReferenceOptions, make_reference
+from search.space import SearchSpace
 from search.stop import StopSignal
 from search.subject import Subject, Tools
 from search.terminal.reporter import Reporter
@@ -53,7 +55,7 @@ NUM_TOKENS = 17
 NUM_COST_CALLS = 3 * (15 + 1)
 """A verification and two draft phases, 15 times and once to warm up."""
 NUM_RECHECK_CALLS = 3 * (7 + 1)
-OPTIONS = OutlookOptions(max_new_tokens=NUM_TOKENS, gamma_max=6, seed=0, trials=30, trial_seconds=1.0)
+OPTIONS = OutlookOptions(max_new_tokens=NUM_TOKENS, seed=0, trials=30, trial_seconds=1.0)
 
 
 def reference_of(lengths: Sequence[int] = (NUM_TOKENS,) * 6) -> Reference:
@@ -85,9 +87,14 @@ def open_(
     reference: Reference | None = None,
     fingerprint: Fingerprint = FINGERPRINT,
     tuning: Sequence[EncodedPrompt] = (),
+    space: SearchSpace = SPACE,
 ) -> Outlook:
     reference = reference or reference_of()
-    return open_outlook(study, decoder, SPACE, reference, fingerprint, options, prompts=tuning, clock=decoder.clock)
+    return open_outlook(study, decoder, space, reference, fingerprint, options, prompts=tuning, clock=decoder.clock)
+
+
+def up_to(gamma_max: int) -> SearchSpace:
+    return dataclasses.replace(SPACE, gamma_max=gamma_max)
 
 
 def test_a_second_opening_measures_nothing() -> None:
@@ -161,7 +168,7 @@ def test_a_recheck_appends_pools_and_tells_the_drift() -> None:
 
 def test_drift_with_few_drafts_is_that_of_the_longest_verification() -> None:
     study, timer = new_study(), PlantedTimer()
-    outlook = open_(study, WatchedDecoder(step_times=timer), dataclasses.replace(OPTIONS, gamma_max=2))
+    outlook = open_(study, WatchedDecoder(step_times=timer), space=up_to(2))
     timer.verify_share = 0.53
     assert outlook.recheck(study) == pytest.approx(2.06 / 1.06)
 
@@ -201,10 +208,10 @@ def test_more_drafts_than_any_text_has_room_for_are_refused(lengths: tuple[int, 
     study, decoder, reference = new_study(), planted(), reference_of(lengths)
     message = r"^gamma_max: must be at most 15, two less than the longest continuation \(17 tokens\), .*, got 16$"
     with pytest.raises(ValueError, match=message) as caught:
-        open_(study, decoder, dataclasses.replace(OPTIONS, gamma_max=16), reference)
+        open_(study, decoder, reference=reference, space=up_to(16))
     assert "\n" not in str(caught.value)
     assert (num_timer_calls(decoder), decoder.num_readings, study.user_attrs) == (0, 0, {})
-    outlook = open_(study, decoder, dataclasses.replace(OPTIONS, gamma_max=15), reference)
+    outlook = open_(study, decoder, reference=reference, space=up_to(15))
     assert len(outlook.predictor.cost.verify_s) == 16
 
 
@@ -417,9 +424,8 @@ def test_texts_of_middling_length_are_timed_in_the_middle_of_their_continuations
 
 def test_timed_steps_stay_within_the_positions_that_decoding_needs() -> None:
     """A prompt may fill the model's positions up to `max_new_tokens`: beyond them some models cannot run."""
-    options = dataclasses.replace(OPTIONS, gamma_max=15)
-    outlook = open_(new_study(), planted(), options)
-    assert all(len(text) + options.gamma_max + 1 <= 3 + NUM_TOKENS for text in outlook.texts)
+    outlook = open_(new_study(), planted(), space=up_to(15))
+    assert all(len(text) + 15 + 1 <= 3 + NUM_TOKENS for text in outlook.texts)
 
 
 def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
@@ -470,6 +476,7 @@ def test_facts_of_a_study_with_and_without_an_outlook() -> None:
         "pool": nothing,
         "texts": None,
         "cannot_win": None,
+        GAMMA_LOWERED: None,
     }
     outlook = open_(study, planted())
     facts = outlook_facts(study)
@@ -642,6 +649,57 @@ def test_the_command_stops_after_a_handful_and_goes_on_by_force(
     assert "trial 9/9" in capsys.readouterr().out
     assert DecodeConfig.load(best).gamma == 0
     assert json.loads(summary.read_text())["trials"]["counted"] == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "lengths", "searched"),
+    [
+        (None, 16, (NUM_TOKENS, 9), 15),
+        (None, 16, (18, 9), 16),
+        (None, 16, (3, 3), 1),
+        (None, 16, (2, 2), 16),  # refused for another reason
+        (16, 16, (NUM_TOKENS, 9), 16),  # refused
+    ],
+)
+def test_a_gamma_limit_that_nobody_asked_for_is_lowered_to_what_fits(
+    given: int | None, asked: int, lengths: tuple[int, ...], searched: int
+) -> None:
+    subject = Subject(planted(), up_to(asked), prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    reference = reference_of(lengths)
+    fitted, note = subject.with_room(reference, make_spec(gamma_max=given))
+    assert fitted.space == up_to(searched)
+    if searched == asked:
+        assert (fitted, note) == (subject, None)
+    else:
+        assert note == f"gamma 1..{searched} instead of 1..16: the longest continuation has {lengths[0]} tokens"
+        assert fitted.with_room(reference, make_spec()) == (fitted, None), "told once"
+
+
+def test_what_was_lowered_is_told_and_kept(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, space=up_to(16))
+    assert bench.run(trials=6) == 0
+    told = "gamma 1..15 instead of 1..16: the longest continuation has 17 tokens"
+    assert bench.output.getvalue().count(told) == 1
+    assert json.loads(bench.paths.summary.read_text())[GAMMA_LOWERED] == told
+    trials = optuna.load_study(study_name=tmp_path.name, storage=f"sqlite:///{tmp_path / 'study.db'}").trials
+    assert {trial.distributions["gamma"].high for trial in trials} == {15}  # type: ignore[attr-defined]
+    again = Bench(tmp_path, space=up_to(16))
+    assert again.run(trials=7) == 0
+    assert told in again.output.getvalue()
+
+
+@pytest.mark.usefixtures("slow_speculation")
+def test_the_command_lowers_its_own_gamma_limit(
+    tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tiny_study.index("--gamma-max")
+    flags = [*tiny_study[:place], *tiny_study[place + 2 :]]
+    assert run.main(flags) == 0
+    output = capsys.readouterr().out
+    assert "gamma 1..16, two thresholds, a shared prefix or none" in output
+    assert "reference gamma 1..6 instead of 1..16: the longest continuation has 8 tokens" in output
+    assert json.loads((tmp_path / "study/summary.json").read_text())["fingerprint"]["gamma_max"] == 16
+    assert run.main(flags) == 0, "and goes on as it began"
 
 
 @pytest.mark.usefixtures("slow_speculation")

@@ -17,7 +17,7 @@ from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search import predictor as predictor_module
 from search.cost_model import CostModel, CostOptions, measure_costs
 from search.learnt_costs import CostLearner
-from search.predictor import SHARP_DEPTH, Predictor
+from search.predictor import Predictor, coarse_gammas, gammas_around, sharp_depth
 from search.replay import Settings, TextRows, live_counts, replay
 from tests.search.fake_outlook import FakeForcing, FakeTimer, simulate
 from tests.search.fakes import FINGERPRINT
@@ -368,7 +368,7 @@ class ScriptedForcing(FakeForcing):
         self.overruns = Overrun()
 
     def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
-        assert 0 <= depth <= SHARP_DEPTH
+        assert 0 <= depth < len(self._accepted)
         reading = DraftReadings(
             self._accepted[: depth + 1], self.confidence[: depth + 1], self.choices[: depth + 1].astype(np.int64)
         )
@@ -382,7 +382,7 @@ class ScriptedForcing(FakeForcing):
 def two_texts() -> ScriptedForcing:
     """All right when read one deep. Deeper, text 0 is wrong at place 2, two drafts into a round, and text 1 at place 1,
     one draft into it, where it is unsure as well."""
-    accepted = np.ones((SHARP_DEPTH + 1, 2, 8), dtype=int)
+    accepted = np.ones((5, 2, 8), dtype=int)  # a gamma of 5 needs no more
     accepted[:, :, 7] = 0
     accepted[2, 0, 2] = accepted[1, 1, 1] = 0
     forcing = ScriptedForcing(accepted.tolist(), lengths=[8, 8])
@@ -408,6 +408,46 @@ def test_sharp_counts_hold_what_a_draft_adds_after_a_wrong_token() -> None:
     assert sharp.verify_s.tolist() == [[16.5 + 4.5, 2.5 + 8.5]]
     token = int(forcing.choices[2, 0, 2])
     assert forcing.overruns.asked == [(MASKS[1], [WrongDraft(text=0, row=2, drafted=2, token=token, room=2)], 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "longest", "expected"),
+    [
+        (1, 48, 0),
+        (5, 48, 4),
+        (8, 5000, 7),  # always
+        (16, 48, 15),
+        (16, 256, 15),
+        (16, 273, 14),
+        (16, 1024, 7),
+        (64, 48, 63),
+        (64, 128, 31),
+    ],
+)
+def test_a_trial_is_read_as_deep_as_its_gamma_needs(gamma: int, longest: int, expected: int) -> None:
+    """Beyond eight only while a text has no more than 4096 rows: 16 times 256 tokens."""
+    assert sharp_depth(gamma, longest) == expected
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 16, 24, 64])
+def test_every_gamma_can_be_predicted(most: int) -> None:
+    coarse = coarse_gammas(most)
+    assert coarse[: min(most, 8)] == list(range(1, min(most, 8) + 1))
+    assert coarse[-1] == most
+    assert {gamma for one in coarse for gamma in gammas_around(one, most)} == set(range(1, most + 1))
+    assert all(one in gammas_around(one, most) for one in coarse)
+
+
+def test_the_best_gamma_beyond_eight_is_found_between_the_coarse_ones() -> None:
+    """Every draft is right but the one after 13: a round of 13 wastes none."""
+    accepted = np.ones((1, 1, 400))
+    accepted[0, 0, 13::14] = 0
+    accepted[0, 0, 399] = 0
+    forcing = ScriptedForcing(accepted.astype(int).tolist(), lengths=[400])
+    drafts = CostModel((1.0,) * 17, 0.2, (0.0,) * 12, (0.0,) * 12, 0.0, 0.0, 8, {})
+    best = predictor_of(forcing, drafts, max_new_tokens=400).best_setting(MASKS[1])
+    assert best.config.gamma == 13
+    assert 13 not in coarse_gammas(16)
 
 
 def test_ranked_counts_read_one_deep_and_look_no_further() -> None:

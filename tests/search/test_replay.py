@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from layerskip import DecodeConfig, SkipMask
 from layerskip.stats import DecodeStats
 from layerskip.teacher_forcing import DraftReadings, ForcedText
+from layerskip.usual_lookups import NGRAMS, lookup_else_mask
+from search.lookup_readings import LookupReadings
 from search.replay import Settings, TextRows, check_replay, live_counts, replay, walk
 from tests.search.fake_outlook import FakeForcing, simulate
 
@@ -80,6 +82,28 @@ def test_verification_seconds_come_from_the_table() -> None:
     counts = replay(reading.accepted, reading.confidence, rows_of(forcing, 12), Settings.of(config), table)
     assert counts.total()[0].tolist() == [8, 2, 1]
     assert counts.verify_s[0, 0] == 2000.0
+
+
+@pytest.mark.parametrize("sure", [1.0, 1.0 - 1e-6])
+def test_rounds_that_are_looked_up_have_seconds_of_their_own(sure: float) -> None:
+    """Nothing was drafted behind which they could be verified: they cost what the second row says. The first round
+    looks 3 tokens up, then 4 and 1 are drafted; greedy, and sampled with hardly a doubt."""
+    forcing = forcing_of([12])
+    reading = forcing.read(SkipMask.none(12))
+    proposed = np.zeros((1, 12), dtype=np.int64)
+    proposed[0, 0] = 3
+    hybrid = lookup_else_mask(DecodeConfig(skip_mask=MASK, gamma=4), NGRAMS)
+    table = np.array([[0.0, 1.0, 10.0, 100.0, 1000.0] + [9e9] * 20, [0.0, 0.1, 0.2, 0.3, 0.4] + [9e9] * 20])
+    counts = replay(
+        reading.accepted * np.float32(sure),
+        reading.confidence,
+        rows_of(forcing, 12),
+        Settings.of(hybrid),
+        table,
+        lambda _settings: LookupReadings(proposed, proposed),
+    )
+    assert counts.total()[0] == pytest.approx([8, 3, 0], abs=1e-3)
+    assert counts.verify_s[0, 0] == pytest.approx(1001.3, rel=1e-4)
 
 
 def test_sampled_counts_are_the_average_of_many_decodings() -> None:

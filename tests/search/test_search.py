@@ -17,7 +17,7 @@ from search import study
 from search.fingerprint import FingerprintMismatch, compare
 from search.leaderboard import counted
 from search.storage import open_storage
-from search.study import as_before
+from search.study import as_before, with_choices
 from tests.search.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
 
 
@@ -278,6 +278,33 @@ def test_a_study_from_before_prefixes_were_shared_resumes_without_them() -> None
     compare(stored, FINGERPRINT)
     with pytest.raises(FingerprintMismatch, match="share_prefix was False, now True"):
         compare(stored, replace(FINGERPRINT, share_prefix=True))
+
+
+def test_what_is_left_open_is_as_the_study_has_it(bench: Bench) -> None:
+    """A default that changes between versions must not end a study: it goes on with the values it was begun with."""
+    bench.run(trials=1)
+    open_ = make_spec()
+    assert (open_.gamma_max, open_.share_prefix) == (None, None)
+    before = as_before(open_, bench.paths)
+    assert (before.gamma_max, before.share_prefix) == (FINGERPRINT.gamma_max, False)
+    fixed = make_spec(engine="eager", num_threads=1)
+    assert as_before(fixed, bench.paths).gamma_max == FINGERPRINT.gamma_max, "also where all else is given"
+    given = as_before(make_spec(gamma_max=12, share_prefix=True), bench.paths)
+    assert (given.gamma_max, given.share_prefix) == (12, True), "what is given is compared, and refused"
+    new = as_before(make_spec(study_name="other"), bench.paths)
+    assert (new.gamma_max, new.share_prefix) == (None, None)
+
+
+def test_a_study_on_another_engine_is_not_blamed_on_the_prefix(bench: Bench) -> None:
+    """`share_prefix` of a study on an engine that can, taken over on one that cannot, would be refused first."""
+    bench.run(trials=1, fingerprint=replace(FINGERPRINT, share_prefix=True))
+    assert as_before(make_spec(), bench.paths).share_prefix is True
+    assert as_before(make_spec(engine="cuda_graph"), bench.paths).share_prefix is None
+
+
+def test_a_study_from_before_there_was_the_choice_goes_on_without_a_prefix() -> None:
+    stored = {name: value for name, value in asdict(FINGERPRINT).items() if name != "share_prefix"}
+    assert with_choices(make_spec(), stored).share_prefix is False
 
 
 def test_a_study_of_somebody_else_is_refused(bench: Bench) -> None:

@@ -1,0 +1,69 @@
+"""Preflight: what a spec leaves open is searched as far as the engine can, and what it cannot is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from search.preflight import space_for
+from search.subject import Subject
+from search.terminal.progress_events import Preflight
+from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
+
+
+class Sharing:
+    """As much of an engine as tells that it can verify behind the kept layers."""
+
+    def draft_shared(self) -> None: ...
+
+    def verify_shared(self) -> None: ...
+
+
+def model_on(engine: object) -> Any:
+    return SimpleNamespace(engine=engine, engine_name="cuda_graph", num_layers=4, whole_layers_only=(False,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "searched"),
+    [
+        (None, Sharing(), True),
+        (None, object(), False),
+        (False, Sharing(), False),
+        (False, object(), False),
+        (True, Sharing(), True),
+    ],
+)
+def test_a_shared_prefix_is_searched_where_the_engine_can(given: bool | None, engine: object, searched: bool) -> None:
+    assert space_for(model_on(engine), make_spec(share_prefix=given)).share_prefix is searched
+
+
+def test_a_shared_prefix_that_is_asked_for_and_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="share_prefix: engine cuda_graph cannot verify behind the kept layers"):
+        space_for(model_on(object()), make_spec(share_prefix=True))
+
+
+@pytest.mark.parametrize(("given", "searched"), [(None, 16), (8, 8), (24, 24)])
+def test_up_to_sixteen_drafts_unless_the_spec_says(given: int | None, searched: int) -> None:
+    assert space_for(model_on(Sharing()), make_spec(gamma_max=given)).gamma_max == searched
+
+
+def told(**changes: Any) -> list[str]:
+    """What preflight prints of a subject."""
+    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6), FINGERPRINT, ORIGIN)
+    event = Preflight(replace(subject, **changes), is_split=False, group_field="category", regimes=("greedy",))
+    return [line.text for line in event.lines()]
+
+
+CANNOT = "engine eager cannot verify behind the kept layers: no shared prefix is searched"
+
+
+def test_what_is_searched_is_told() -> None:
+    sharing, lookups = replace(SPACE, share_prefix=True), replace(SPACE, drafters=("suffix",))
+    assert told(space=sharing)[1].endswith("12 mask bits, gamma 1..6, two thresholds, a shared prefix or none")
+    assert told()[1].endswith("12 mask bits, gamma 1..6, two thresholds")
+    assert told(can_share_prefix=False).count(CANNOT) == 1
+    assert CANNOT not in told()
+    assert CANNOT not in told(space=lookups, can_share_prefix=False), "nothing is drafted under a mask"
