@@ -28,7 +28,6 @@ from search.spec import StudySpec
 
 COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
 READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
-EFFECTS = "setting_effects"
 LOOKUPS = "hybrid_lookups"
 GAMMA_LOWERED = "gamma_max_lowered"
 """Attributes of the study."""

@@ -20,7 +20,6 @@ from search.lookup_choice import LookupChoice, read_choice, write_choice
 from search.more_texts import MAX_MORE, MAX_POSITIONS, Beyond, MoreOptions, MoreText, make_more_texts
 from search.outlook import (
     COSTS,
-    EFFECTS,
     LOOKUPS,
     MORE,
     POOL,
@@ -39,7 +38,6 @@ from search.reference import Reference
 from search.refinement import Refiner, refine_pool
 from search.replay import TextRows
 from search.sensitivity import Sensitivity, measure_sensitivity
-from search.setting_effects import SettingEffects
 from search.space import SearchSpace
 
 _MIN_TEXTS = 4
@@ -184,8 +182,6 @@ class _Opening:
         if stored is not None:
             predictor, num_cuts = self._widen(first, attrs.get(MORE))
             self._look_up_with(predictor, [read_choice(one) for one in json.loads(attrs.get(LOOKUPS, "[]"))])
-            if EFFECTS in attrs:
-                predictor.set_effects(SettingEffects.from_json(attrs[EFFECTS]))
             return predictor, Pool.from_json(stored, Candidates(predictor, self.space)), num_cuts
         if "hybrid" in self.space.drafters:
             found = first.best_lookups(self.space.lookup_methods, self.space.lookup_gamma_max)
@@ -203,8 +199,6 @@ class _Opening:
         if pool.candidates and (predictor.has_more or is_hybrid):
             seconds = _REFINE_SHARE * self.budget
             pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
-        if pool.candidates and predictor.has_more:
-            pool = self._judge_by_many(pool, predictor, candidates)
         pool = pool.with_others(self._lookups_alone(predictor))
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
@@ -259,18 +253,6 @@ class _Opening:
         if "hybrid" in self.space.drafters:
             or_not = "layer_skip" in self.space.drafters
             predictor.look_up_with([one for one in choices if one is not None], or_not=or_not)
-
-    def _judge_by_many(self, pool: Pool, predictor: Predictor, candidates: Candidates) -> Pool:
-        """The pool with its masks that were predicted on all texts judged by what settings are worth to all of these.
-
-        Cost: two replays each.
-        """
-        refiner = Refiner(candidates, self.space)
-        effects = predictor.effects_of([refiner.mask(one) for one in pool.candidates if one.wide])
-        self.study.set_user_attr(EFFECTS, effects.to_json())
-        predictor.set_effects(SettingEffects.from_json(effects.to_json()))  # as a resume will read them
-        judged = [refiner.refine(one) if one.wide else one for one in pool.candidates]
-        return Pool(tuple(refiner.best_first(judged)))
 
     @property
     def _proposal_s(self) -> float:

@@ -21,7 +21,6 @@ from search.learnt_costs import CostLearner
 from search.lookup_choice import LookupChoice
 from search.lookup_readings import LookupReadings, read_lookups
 from search.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
-from search.setting_effects import SettingEffects
 from search.space import (
     FACTORS,
     LOOKUP_GAMMA_MAX,
@@ -114,8 +113,7 @@ class Predictor:
 
     There may be texts beyond the first ones (see `with_more`). A mask is then predicted on the first ones alone, which
     is cheap and enough to tell the hopeless from the rest, or, `wide`, on all. What is asked decides, never what is
-    kept, so an answer does not depend on the questions before it. Once it is known what settings are worth to many
-    masks (see `set_effects`), wide predictions are of texts like these rather than of these.
+    kept, so an answer does not depend on the questions before it.
     """
 
     def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel, gamma_max: int | None = None) -> None:
@@ -131,8 +129,6 @@ class Predictor:
         self._learner = CostLearner()
         self._yardstick: DecodeConfig | None = None
         self._shift = 0.0
-        self._effects: SettingEffects | None = None
-        self._discounts: dict[SkipMask, Floats] = {}
         self._first_cost = self._measured = self.cost = cost
 
     def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
@@ -144,19 +140,7 @@ class Predictor:
     def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
         """The config by which a shift of the prices since these is told."""
         self._yardstick, self._first_cost = config, first_cost
-        self._discounts.clear()
         self._use(self.cost)
-
-    def effects_of(self, masks: Sequence[SkipMask]) -> SettingEffects:
-        """What settings are worth on the average of these masks on all texts. Cost: a replay each, and their readings
-        unless they are kept."""
-        logs = [self._text_logs(mask, self._grid, wide=True, at=self._first_cost).mean(axis=1) for mask in masks]
-        return SettingEffects.of(self._grid, np.stack(logs))
-
-    def set_effects(self, effects: SettingEffects) -> None:
-        """From now on wide predictions are drawn towards these."""
-        self._effects = effects
-        self._discounts.clear()
 
     def set_costs(self, measured: CostModel) -> None:
         """Costs measured anew; what trials taught is forgotten until the next `learn`."""
@@ -210,13 +194,10 @@ class Predictor:
         return float(self._reading(mask, wide=wide).accepted[0].sum() / max(1, (lengths - 1).sum()))
 
     def best_setting(self, mask: SkipMask, *, wide: bool = False) -> Predicted:
-        """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best;
-        where it is known what settings are worth to many masks, the coarse grid alone, since steps are finer than that.
+        """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best.
 
         Cost: a reading if the mask is new, and some milliseconds, up to a tenth of a second for a hundred texts.
         """
-        if wide and self._effects is not None:
-            return self.best_settings(mask, 1, wide=True)[0]
         rough = self._best(mask, self._grid, wide=wide)
         config = rough.config
         near: list[list[float]] = [
@@ -257,12 +238,8 @@ class Predictor:
         self, mask: SkipMask, count: int, *, wide: bool = False, hybrid: bool | None = None
     ) -> list[Predicted]:
         """The `count` best of the coarse grid, best first; of hybrids alone, or of those without a lookup, if asked."""
-        grid, effects = self._grid, self._effects if wide and hybrid is None else None
-        if effects is None:
-            logs = self._log_speedups(mask, grid, wide=wide)
-        else:
-            grid = effects.settings
-            logs = self._log_speedups(mask, grid, wide=wide) + self._discount(mask, effects)
+        grid = self._grid
+        logs = self._log_speedups(mask, grid, wide=wide)
         if hybrid is not None:
             is_none = np.array([one is None for one in grid.lookups])[grid.lookup]
             logs = np.where(is_none == hybrid, -np.inf, logs)
@@ -278,20 +255,19 @@ class Predictor:
         self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None
     ) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, speedup on texts like all of them) as configs are ranked: one draft deep,
-        costs by terms. The latter is the mean over all texts, drawn towards what its setting is worth to many masks
-        where that is known (see `set_effects`). `unread` holds those of `steps` that are not among all texts."""
+        costs by terms. `unread` holds those of `steps` that are not among all texts."""
         logs = self._config_logs(config, wide=True) - self._shift
         at = dict(enumerate(logs.tolist()))
         if unread is not None:
             others = unread.predictor._config_logs(config, wide=True) - self._shift
             at |= dict(zip(unread.steps, others.tolist(), strict=True))
-        mean = float(np.exp(logs.mean() + self._discount_of(config, wide=True)))
+        mean = float(np.exp(logs.mean()))
         return [math.exp(at[step]) for step in steps], mean
 
     def shared(self, one: Predicted, *, wide: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
         config = one.config.model_copy(update={"share_prefix": True})
-        log = self._config_logs(config, wide=wide).mean() - self._shift + self._discount_of(config, wide=wide)
+        log = self._config_logs(config, wide=wide).mean() - self._shift
         return Predicted(config, float(np.exp(log)))
 
     def surface(
@@ -415,19 +391,6 @@ class Predictor:
         """(S,): mean log speedup over texts, at the first prices."""
         means: Floats = self._text_logs(mask, grid, wide=wide).mean(axis=1) - self._shift
         return means
-
-    def _discount_of(self, config: DecodeConfig, *, wide: bool) -> float:
-        """Of one config's mean log speedup; between the settings of the effects, that of the nearest."""
-        if not wide or self._effects is None or not config.drafts_by_mask:
-            return 0.0
-        return float(self._discount(config.skip_mask, self._effects)[self._effects.nearest(config)])
-
-    def _discount(self, mask: SkipMask, effects: SettingEffects) -> Floats:
-        """(K,): at the first prices, so that today's count in full."""
-        if mask not in self._discounts:
-            logs = self._text_logs(mask, effects.settings, wide=True, at=self._first_cost).mean(axis=1)
-            self._discounts[mask] = effects.discount(logs)
-        return self._discounts[mask]
 
     def _config_logs(self, config: DecodeConfig, *, wide: bool, at: CostModel | None = None) -> Floats:
         """(P,): log speedup on each text."""

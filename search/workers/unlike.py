@@ -8,9 +8,9 @@ from typing import Any
 import optuna
 
 from search.fingerprint import DEVICE_FIELDS, Fingerprint
-from search.outlook import COSTS, EFFECTS, GAMMA_LOWERED, LOOKUPS, MORE, POOL, READINGS, SENSITIVITY, TEXTS
+from search.outlook import COSTS, GAMMA_LOWERED, LOOKUPS, MORE, POOL, READINGS, SENSITIVITY, TEXTS
 
-_PREDICTED = (COSTS, SENSITIVITY, POOL, READINGS, TEXTS, MORE, EFFECTS, LOOKUPS, GAMMA_LOWERED)
+_PREDICTED = (COSTS, SENSITIVITY, POOL, READINGS, TEXTS, MORE, LOOKUPS, GAMMA_LOWERED)
 _MEASURED = ("reference", "plain_tokens_per_s", "noise_sigma", *_PREDICTED)
 """Attributes that depend on the device."""
 

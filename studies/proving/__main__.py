@@ -47,6 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--processes", type=int, default=2, help="runs at a time [2]")
     add("--noise", type=float, default=1.0, help="of a pair's ratio, in per cent [1]")
     add("--drift", type=float, default=0.0, help="swing of what verifying costs, in per cent [0]")
+    add("--burst", type=float, default=0.0, help="of all verifications timed in one go, in per cent [0]")
     add("--readings", type=Path, default=READINGS, help="folder of the tables [studies/proving/readings]")
     add("--save-optima", action="store_true", help="keep optima that had to be enumerated beside the tables")
     add("--out", type=Path, help="JSON file of every run's scores and their means")
@@ -64,7 +65,7 @@ def benchmark(args: argparse.Namespace) -> int:
     for name in ("seeds", "trials", "processes"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(args, name)}")
-    noise = Noise(args.noise / 100, args.drift / 100)
+    noise = Noise(args.noise / 100, args.drift / 100, args.burst / 100)
     tables = load_tables(args.readings, args.models)
     optima = known_optima(args.readings, tables, saves=args.save_optima, tell=lambda name: _say(f"{name}: enumerating"))
     checkpoints = tuple(sorted({one for one in CHECKPOINTS if one < args.trials} | {args.trials}))

@@ -8,16 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from search.correction import Correction
 
 import search.leaderboard
 import search.replay_proposer
-from search.forecast import Pool
-from search.learnt_costs import CostLearner, TimingTrust
+from search.learnt_costs import CostLearner
 from search.more_texts import Beyond
 from search.outlook import MORE, TEXTS, Outlook
 from search.outlook_opening import _Opening
 from search.predictor import Predictor
+from search.refinement import Refiner
 
 Patches = Callable[[ExitStack], None]
 
@@ -35,24 +34,17 @@ def _one_fidelity(stack: ExitStack) -> None:
     stack.enter_context(patch.object(_Opening, "outlook", outlook))
 
 
-def _no_setting_effects(stack: ExitStack) -> None:
-    def as_it_is(self: _Opening, pool: Pool, *_: Any) -> Pool:  # noqa: ARG001
-        return pool
+def _no_expectation(stack: ExitStack) -> None:
+    """What was predicted on the first texts alone counts as it is."""
 
-    stack.enter_context(patch.object(_Opening, "_judge_by_many", as_it_is))
+    def expected(self: Refiner, found: Any) -> Any:  # noqa: ARG001
+        return np.array([one.log_speedup for one in found])
 
-
-def _no_correction(stack: ExitStack) -> None:
-    def of(self: Correction, params: Any) -> tuple[Any, Any]:  # noqa: ARG001
-        return np.zeros(len(params)), np.zeros(len(params))
-
-    stack.enter_context(patch.object(Correction, "of", of))
+    stack.enter_context(patch.object(Refiner, "expected", expected))
 
 
 def _no_learnt_costs(stack: ExitStack) -> None:
     stack.enter_context(patch.object(CostLearner, "learn", lambda _self, measured, _trials: measured))
-    before = TimingTrust.before_trials
-    stack.enter_context(patch.object(CostLearner, "trust", lambda _self, measured, _trials: before(measured)))
 
 
 def _no_yardstick(stack: ExitStack) -> None:
@@ -84,7 +76,7 @@ def _no_repeats(stack: ExitStack) -> None:
 
 def _only_predicted(stack: ExitStack) -> None:
     """The leader is what the prediction says of all that was measured; nothing is learnt from measuring."""
-    for one in (_no_correction, _no_learnt_costs, _no_shapes, _no_repeats):
+    for one in (_no_learnt_costs, _no_shapes, _no_repeats):
         one(stack)
 
     def as_forecast(fit: Any, forecasts: Any, sigma: float, _may_lead: Any) -> tuple[Any, Any]:
@@ -96,8 +88,7 @@ def _only_predicted(stack: ExitStack) -> None:
 
 ABLATIONS: dict[str, Patches] = {
     "one_fidelity": _one_fidelity,
-    "no_setting_effects": _no_setting_effects,
-    "no_correction": _no_correction,
+    "no_expectation": _no_expectation,
     "no_learnt_costs": _no_learnt_costs,
     "no_yardstick": _no_yardstick,
     "no_taste": _no_taste,

@@ -35,9 +35,11 @@ class Noise:
     """Standard deviation of the log of a plain/plain ratio, 0.01 for 1 %."""
     drift: float = 0.0
     """Share by which what a verification costs beyond a target step swings, over half an hour."""
+    burst: float = 0.0
+    """Standard deviation of the log by which all verifications timed in one go are off together: a machine's moment."""
 
     def __post_init__(self) -> None:
-        for name in ("pair_sigma", "drift"):
+        for name in ("pair_sigma", "drift", "burst"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}: must be from 0 to below 1, got {getattr(self, name)}")
 
@@ -135,7 +137,7 @@ class TabularDecoder:
 
     def timer(self, gamma_max: int) -> TabularTimer:  # noqa: ARG002
         """Tells the machine's prices."""
-        return TabularTimer(self.machine)
+        return TabularTimer.at_a_moment(self.machine)
 
     def rounds(self, place: int, config: DecodeConfig) -> list[Round]:
         """What decoding the text at this place under `config` does, wrong drafts' own drafts included."""
@@ -221,10 +223,18 @@ class TabularTimer:
     """See `search.cost_model.Timer`: the machine's prices, each with the noise of one measurement."""
 
     machine: SimulatedMachine
+    moment: float = 1.0
+    """By which verifications of several tokens are off while this timer is used."""
+
+    @classmethod
+    def at_a_moment(cls, machine: SimulatedMachine) -> TabularTimer:
+        """With a moment's luck, if the machine has moments."""
+        burst = machine.noise.burst
+        return cls(machine, math.exp(burst * machine.rng.standard_normal()) if burst else 1.0)
 
     def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]:  # noqa: ARG002
         """Forwards over so many tokens, from 1."""
-        return [self._timed(self.machine.verify_s(count - 1)) for count in counts]
+        return [self._timed(self.machine.verify_s(n - 1) * (self.moment if n > 1 else 1.0)) for n in counts]
 
     def draft_s(
         self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool  # noqa: ARG002

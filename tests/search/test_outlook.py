@@ -26,7 +26,6 @@ from search.measurement import PromptCase
 from search.more_texts import MAX_MORE
 from search.outlook import (
     COSTS,
-    EFFECTS,
     GAMMA_LOWERED,
     MORE,
     POOL,
@@ -304,24 +303,6 @@ def test_more_texts_are_made_of_the_tuning_prompts_and_kept() -> None:
     assert again.num_cuts == 24
     made = [[text.ids for text in one.forcings[-1].texts] for one in (decoder, other)]
     assert made[0] == made[1]
-
-
-def test_what_settings_are_worth_to_many_masks_is_kept() -> None:
-    study = new_study()
-    outlook = open_(study, quick(), LONG, tuning=CUTTABLE)
-    again = open_(study, quick(), LONG, tuning=CUTTABLE)
-    old = new_study()
-    for name, value in study.user_attrs.items():
-        if name != EFFECTS:
-            old.set_user_attr(name, value)
-    before = open_(old, quick(), LONG, tuning=CUTTABLE)
-    wide = [SPACE.to_config(one.params) for one in outlook.pool.candidates if one.wide]
-    told = [[each.predictor.forecast(config, [])[1] for config in wide] for each in (outlook, again, before)]
-    assert told[0] == told[1]
-    assert told[0] == pytest.approx(
-        [math.exp(one.log_speedup) for one in outlook.pool.candidates if one.wide], abs=2e-5
-    )
-    assert told[0] != pytest.approx(told[2], rel=1e-4), "a study from before goes on without"
 
 
 def test_texts_that_the_reference_has_are_not_made_again() -> None:

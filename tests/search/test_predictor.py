@@ -309,45 +309,6 @@ def test_no_text_is_read_twice_for_a_mask() -> None:
     assert (first.num_readings, more.num_readings) == (2, 1), "more texts are read where it is asked for alone"
 
 
-def test_settings_are_judged_by_what_many_masks_make_of_them() -> None:
-    plain, judging = split(2, LENGTHS)[0], split(2, LENGTHS)[0]
-    effects = judging.effects_of(MASKS[1:4])
-    judging.set_effects(effects)
-    for mask in MASKS[1:3]:
-        raw = {one.config: math.log(one.speedup) for one in plain.best_settings(mask, 10_000, wide=True)}
-        found = judging.best_settings(mask, 10_000, wide=True)
-        assert len(found) == len(effects.settings) == round(len(raw) / 2)
-        assert found == sorted(found, key=lambda one: -one.speedup)
-        assert judging.best_setting(mask, wide=True) == found[0]
-        level = np.mean([raw[one.config] for one in found])
-        for one in found:
-            expected = 0.3 * raw[one.config] + 0.7 * (level + effects.effects[effects.nearest(one.config)])
-            assert math.log(one.speedup) == pytest.approx(expected)
-            ratios, speedup = judging.forecast(one.config, [3, 1])
-            assert ratios == plain.forecast(one.config, [3, 1])[0], "on a text of its own a config is what it is"
-            assert speedup == pytest.approx(one.speedup)
-        assert judging.best_setting(mask) == plain.best_setting(mask), "on the first texts alone nothing changes"
-    mask = SkipMask.early_exit(NUM_LAYERS, 10)
-    one = judging.best_setting(mask, wide=True)
-    gain = [math.log(each.shared(one, wide=True).speedup) for each in (judging, plain)]
-    raw_log = math.log(plain.forecast(one.config, [])[1])
-    assert gain[0] - math.log(one.speedup) == pytest.approx(gain[1] - raw_log)
-
-
-def test_todays_prices_count_in_full_for_what_is_judged_by_many() -> None:
-    """What is drawn towards the average is acceptance as the texts have it; no price is believed by a share."""
-    plain, judging = split(2, LENGTHS)[0], split(2, LENGTHS)[0]
-    judging.set_effects(judging.effects_of(MASKS[1:4]))
-    configs = [one.config for one in judging.best_settings(MASKS[2], 200, wide=True)]
-    before = [[each.forecast(config, [])[1] for config in configs] for each in (plain, judging)]
-    for each in (plain, judging):
-        each.set_costs(cost_of(PlantedTimer(verify_share=0.2)))
-    after = [[each.forecast(config, [])[1] for config in configs] for each in (plain, judging)]
-    moved = np.log(np.array(after) / np.array(before))
-    assert np.ptp(moved[0]) > 0.02
-    assert moved[1] == pytest.approx(moved[0])
-
-
 @dataclass
 class Overrun:
     """Answers given, and what was asked."""

@@ -12,9 +12,9 @@ from tests.search.fakes import FINGERPRINT
 
 
 def test_what_is_measured_before_the_trials_is_each_devices_own() -> None:
-    """Setting effects once were not: a resume read one device's beside the other's pool."""
+    """A resume must not read one device's beside the other's pool."""
     names = [value for name, value in vars(outlook).items() if name.isupper() and isinstance(value, str) and value]
-    assert {outlook.EFFECTS, outlook.LOOKUPS, outlook.POOL} <= set(names)
+    assert {outlook.LOOKUPS, outlook.POOL} <= set(names)
     study = optuna.create_study()
     study.set_user_attr("fingerprint", dataclasses.asdict(FINGERPRINT))
     first = as_seen_on(study, FINGERPRINT)
