@@ -18,7 +18,7 @@ from search.leaderboard import Entry, is_full
 from search.objective import standings_of
 from search.outlook import POOL
 from search.prediction_check import PredictionCheck, predicted_and_measured, prediction_check_of, replay_check_of
-from search.reference import Reference
+from search.reference import REFERENCE, Reference
 from search.space import (
     DRAFT_THRESHOLD,
     DRAFTER,
@@ -32,8 +32,6 @@ from search.space import (
 )
 from search.study import trials_by_state
 
-REFERENCE = "reference"
-"""Attribute of the study."""
 _MAX_STANDINGS = 200
 """Points of the leader's curve: each costs a fit over all earlier trials."""
 _DISPLAY = {"warm": "known shape", "repeat": "measured again", "replay": "neighbour by replay"}
