@@ -87,6 +87,7 @@ class RegimeRun:
         summary = next(iter(outcomes.values())).summary | {
             BY_REGIME: {name: found_in(outcome.summary) for name, outcome in outcomes.items()},
         }
+        summary["budget"] = summary["budget"] | {"minutes": self._spec.budget_minutes}
         summary["seconds"] = summary["seconds"] | {"total": self._tools.clock() - self._start}
         summary["not_lossless"] = [line for one in outcomes.values() for line in one.summary["not_lossless"]]
         save_summary(summary, self._paths)

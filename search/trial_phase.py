@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import optuna
@@ -31,6 +32,8 @@ HANDFUL = 6
 """Trials that check a prediction of no gain."""
 _FREE_EVERY = 10
 """Trials of this process after which garbage is collected; what a trial freed is given back after each."""
+_NUM_LATEST = 5
+"""Trials, the longest of which tells how long the next one may take."""
 CANNOT_WIN = "cannot_win"
 """Attribute of the study: why the search was cut short."""
 
@@ -55,7 +58,8 @@ class TrialPhase:
         self._subject, self._spec, self._tools = subject, spec, tools
         self._say = tools.reporter
         self._num_run = 0
-        self._deadline, self._longest_s = deadline, reference.trial_s
+        self._deadline = deadline
+        self._latest_s = deque([reference.trial_s], maxlen=_NUM_LATEST)
 
     def run(self, callbacks: Sequence[Callback] = ()) -> str | None:
         """Returns why the run must end without a result, else None. Raises: KeyboardInterrupt if stopped.
@@ -163,7 +167,7 @@ class TrialPhase:
                 raise
             # Others took this worker for dead, because it slept, and have queued its config again.
             self._say.warn(f"trial {mine[-1].number} came too late: others took this worker for dead meanwhile")
-        self._longest_s = max(self._longest_s, self._tools.clock() - start)
+        self._latest_s.append(self._tools.clock() - start)
 
     @property
     def _ends_at(self) -> float:
@@ -176,7 +180,7 @@ class TrialPhase:
         now, limit = self._tools.clock(), self._spec.timeout_s
         if limit is not None and now - self._start >= limit:
             return False
-        return now + self._longest_s <= self._deadline or not counted(self._trials())
+        return now + max(self._latest_s) <= self._deadline or not counted(self._trials())
 
     def _why_ended(self) -> str:
         limit = self._spec.timeout_s
