@@ -179,8 +179,10 @@ def test_the_search_that_is_watched_is_a_real_one(tmp_path: Path) -> None:
 def test_the_study_of_a_budget_makes_its_model_and_tells_minutes_and_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = "--layers 4 --hidden 64 --heads 4 --kv-heads 2 --mlp 128 --vocabulary 4096 --dtype float32"
-    code = budget.main([*shape.split(), *"--max-new-tokens 24 --trials 6 --budget 5 --out".split(), str(tmp_path)])
+    numbers = {"layers": 4, "hidden": 64, "heads": 4, "kv-heads": 2, "mlp": 128, "vocabulary": 4096}
+    numbers |= {"max-new-tokens": 24, "trials": 6, "budget": 5}
+    flags = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+    code = budget.main([*flags, "--dtype", "float32", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "budget.json").read_text())
     assert code == 0
     assert record["num_trials"] == 6
