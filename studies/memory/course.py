@@ -86,15 +86,15 @@ def resident_mib(pid: int) -> float:
     return _status_mib(pid, "VmRSS:")
 
 
-def _status_mib(pid: int | str, field: str) -> float:
+def _status_mib(pid: int, field: str) -> float:
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
     raise ProcessLookupError(f"process {pid} has ended")
 
 
-def peak_mib(pid: int | str) -> float:
-    """VmHWM of a process, `self` for this one: the most that it ever had resident. Raises: OSError if it has ended.
+def peak_mib(pid: int) -> float:
+    """VmHWM of a process: the most that it ever had resident. Raises: OSError if it has ended.
 
     Not `ru_maxrss`, which begins at what the parent had resident.
     """

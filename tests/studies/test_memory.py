@@ -184,11 +184,14 @@ def test_the_study_of_a_budget_makes_its_model_and_tells_minutes_and_memory(
     flags = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
     code = budget.main([*flags, "--dtype", "float32", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "budget.json").read_text())
-    assert code == 0
+    assert code == (0 if record["is_within_memory"] else 1)
+    assert record["limit_mib"] == pytest.approx(
+        record["program_mib"] + 2 * record["weights_mib"] + record["layers_mib"], abs=0.5
+    )
     assert record["num_trials"] == 6
     assert record["budget"]["minutes"] == 5.0
     assert record["weights_mib"] > record["layers_mib"] > 0
-    assert record["program_mib"] < record["peak_mib"]
+    assert record["peak_mib"] > 100
     told = capsys.readouterr().out
     assert "| confirm |" in told
     assert "6 trials; nothing was cut" in told
@@ -220,7 +223,7 @@ def test_the_figures_of_a_course() -> None:
     assert len(many["samples"]) <= 61
     assert many["samples"][-1] == [500, 100.0]
     assert resident_mib(1) > 0
-    assert peak_mib("self") >= resident_mib(os.getpid()) > 0
+    assert peak_mib(os.getpid()) >= resident_mib(os.getpid()) > 0
 
 
 @pytest.mark.parametrize(
