@@ -27,6 +27,8 @@ _MEASURED_ONCE = ("prompts_per_trial", "num_texts", "max_new_tokens", "num_noise
 """Amounts of the first run."""
 _OUTLOOK_SHARE, _SEARCH_SHARE = 0.2, 0.4
 """Of the budget: what predictions and trials may count on, as far as they would take so long."""
+_LATE_SEARCH_SHARE = 0.6
+"""Trials: of what is left once the predictions are made, about as much."""
 _MARGIN = 0.04
 """Of the budget: for figures and files, and for steps that take longer than those that were timed."""
 _COSTS_SHARE = 0.4
@@ -158,13 +160,16 @@ class _Parts:
     least_outlook_s: float
     trial_s: float
     """The least of the search; 0 where no trial is left."""
+    search_share: float
+    """Of what is left: what the trials may count on."""
 
     @classmethod
     def of(cls, work: Work, amounts: Amounts, pace: Pace) -> _Parts:
         seconds = work.seconds(amounts, pace)
         has_trials = work.trials > 0 and "search" not in work.over
         least_s = min(seconds["outlook"], work.least_outlook_s(amounts, pace))
-        return cls(seconds, least_s, work.trial_s(amounts, pace) if has_trials else 0.0)
+        share = _LATE_SEARCH_SHARE if "outlook" in work.over else _SEARCH_SHARE
+        return cls(seconds, least_s, work.trial_s(amounts, pace) if has_trials else 0.0, share)
 
     @property
     def fixed_s(self) -> float:
@@ -179,7 +184,7 @@ class _Parts:
     def reserved_s(self, usable_s: float) -> float:
         """What predictions and trials may count on."""
         outlook_s = max(self.least_outlook_s, min(self.seconds["outlook"], _OUTLOOK_SHARE * usable_s))
-        return outlook_s + max(self.trial_s, min(self.seconds["search"], _SEARCH_SHARE * usable_s))
+        return outlook_s + max(self.trial_s, min(self.seconds["search"], self.search_share * usable_s))
 
     def shared_out(self, usable_s: float) -> dict[str, float]:
         """All of it by phase: predictions have their share, trials the rest, and predictions what these leave."""
