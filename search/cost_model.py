@@ -13,6 +13,8 @@ from layerskip.skip_mask import SkipMask
 from search.fingerprint import Fingerprint
 from search.space import SearchSpace
 
+NUM_REPEATS = 15
+"""Of a measurement of the costs."""
 _DRAFT_LENGTH = 4
 _FURTHER = (13, 17)
 """Tokens of verifications that only lookups need."""
@@ -106,7 +108,7 @@ class CostOptions:
     """What to time and how often."""
 
     gamma_max: int
-    repeats: int = 15
+    repeats: int = NUM_REPEATS
     seed: int = 0
 
 

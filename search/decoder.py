@@ -52,6 +52,9 @@ class Decoder(Protocol):
     def with_sampling(self, sampling: Sampling) -> Decoder:
         """The same model's decoder for another way to choose tokens."""
 
+    def with_new_tokens(self, most: int) -> Decoder:
+        """The same, with at most so many new tokens a prompt."""
+
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
 
@@ -102,6 +105,10 @@ class ModelDecoder:
     def with_sampling(self, sampling: Sampling) -> ModelDecoder:
         """The same model's decoder for another way to choose tokens."""
         return ModelDecoder(self.model, self.max_new_tokens, sampling.params())
+
+    def with_new_tokens(self, most: int) -> ModelDecoder:
+        """The same, with at most so many new tokens a prompt."""
+        return ModelDecoder(self.model, most, self._params)
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""

@@ -22,6 +22,8 @@ from search.warm_starts import warm_starts
 _NUM_ELITE = 4
 _NUM_ORDERED = 12
 _NUM_EXITS = 12
+_LEAST_READINGS = 3
+"""However little time there is."""
 _NUM_LOOKUPS = 4
 """Of each method, to be measured if they lead: predictions leave out what a lookup itself takes."""
 
@@ -186,13 +188,13 @@ def make_pool(
 ) -> Pool:
     """Known shapes, exits, sublayers skipped in order of sensitivity, then climbs from the best by single flips.
 
-    Cost: at most `max_readings` readings, and about `seconds`.
+    Cost: at most `max_readings` readings, and about `seconds`; three readings in any case.
     """
     start = clock()
     found: dict[SkipMask, Candidate] = {}
 
     def spent() -> bool:
-        return len(found) >= max_readings or clock() - start > seconds
+        return len(found) >= max_readings or (len(found) >= _LEAST_READINGS and clock() - start > seconds)
 
     for mask in (*known_masks(space), *_ordered_masks(space, sensitivity)):
         if mask not in found and not spent():

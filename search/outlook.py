@@ -13,11 +13,12 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config import DecodeConfig
 from search.confirm import describe
-from search.cost_model import CostModel, CostOptions, Timer, measure_costs, pool_costs
+from search.cost_model import NUM_REPEATS, CostModel, CostOptions, Timer, measure_costs, pool_costs
 from search.fingerprint import Fingerprint
 from search.forecast import Candidates, Pool
 from search.learnt_costs import learnt_costs_of
 from search.more_texts import Beyond
+from search.plan import Plan
 from search.predictor import Forcing, Predictor
 from search.proposals import ProposeOptions, Proposer
 from search.reference import Reference
@@ -47,12 +48,25 @@ class OutlookOptions:
     """That a full trial takes."""
     timeout_s: float | None = None
     """Time limit of all trials."""
+    seconds: float | None = None
+    """For everything before the first trial; None = a share of what the trials may take."""
+    cost_repeats: int = NUM_REPEATS
+    """Of measuring the costs."""
 
     @classmethod
-    def of(cls, spec: StudySpec, reference: Reference) -> OutlookOptions:
+    def of(cls, spec: StudySpec, reference: Reference, plan: Plan | None = None) -> OutlookOptions:
         """A study's, by what its trials really take: their number of prompts has bounds, or is the spec's own, so they
-        may be far from `spec.trial_seconds`."""
-        return cls(spec.max_new_tokens, spec.seed, spec.trials, reference.trial_s, spec.timeout_s)
+        may be far from `spec.trial_seconds`. With a plan, as much time as that has for it."""
+        seconds, repeats = (None, None) if plan is None else (plan.outlook_s, plan.cost_repeats)
+        return cls(
+            spec.max_new_tokens,
+            spec.seed,
+            spec.trials,
+            reference.trial_s,
+            spec.timeout_s,
+            seconds,
+            repeats or NUM_REPEATS,
+        )
 
     @property
     def search_s(self) -> float:
@@ -119,7 +133,8 @@ class Outlook:
 
         Returns how the price of verifying four tokens, in target steps, has changed since the first measurement.
         """
-        options = CostOptions(self.space.gamma_max, _RECHECK_REPEATS, self.options.seed)
+        repeats = min(_RECHECK_REPEATS, self.options.cost_repeats)
+        options = CostOptions(self.space.gamma_max, repeats, self.options.seed)
         new = measure_costs(self.timer, self.texts, self.space, self.fingerprint, options)
         if (stored := study.user_attrs.get(COSTS)) is not None:  # with what other workers have measured since
             self.costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]

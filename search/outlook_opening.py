@@ -40,7 +40,8 @@ from search.replay import TextRows
 from search.sensitivity import Sensitivity, measure_sensitivity
 from search.space import SearchSpace
 
-_MIN_TEXTS = 4
+_MIN_TEXTS, _MIN_TEXTS_IN_A_HURRY = 4, 2
+"""For the first readings; the second where there is a limit for all predictions."""
 _PREFLIGHT_SHARE = 0.05
 """Of the time that all trials may take: about what predicting before the first one may."""
 _MIN_PREFLIGHT_S = 10.0
@@ -111,19 +112,22 @@ class _Opening:
 
     def outlook(self) -> Outlook:
         options, study, space = self.options, self.study, self.space
-        self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.search_s)
         start = self.clock()
         timer = self.decoder.timer(space.gamma_limit)
         most_new = max(1, options.max_new_tokens - space.gamma_limit - 1)
         timed = texts_to_time(self.reference, space.gamma_max, most_new if space.lookup_methods else None)
         stored = study.user_attrs.get(COSTS)
         if stored is None:
-            cost_options = CostOptions(space.gamma_max, seed=options.seed)
+            cost_options = CostOptions(space.gamma_max, options.cost_repeats, options.seed)
             costs = [measure_costs(timer, timed, space, self.fingerprint, cost_options)]
             store_costs(study, costs)
         else:
             costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
         costs_s = self.clock() - start
+        self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.search_s)
+        if options.seconds is not None:
+            shares = _SENSITIVITY_SHARE + _POOL_SHARE + _MORE_SHARE + _REFINE_SHARE
+            self.budget = max(0.0, options.seconds - costs_s) / shares
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
@@ -155,8 +159,9 @@ class _Opening:
             forcing.read(SkipMask.none(self.space.num_layers))
             needed = (self.clock() - start) * _READINGS_A_BIT * len(self.space.bit_names)
             allowed = _SENSITIVITY_SHARE * self.budget
-            if needed > allowed and len(texts) > _MIN_TEXTS:
-                texts = texts[: max(_MIN_TEXTS, int(len(texts) * allowed / needed))]
+            least = _MIN_TEXTS if self.options.seconds is None else _MIN_TEXTS_IN_A_HURRY
+            if needed > allowed and len(texts) > least:
+                texts = texts[: max(least, int(len(texts) * allowed / needed))]
                 forcing = self.decoder.teacher_forcing(texts)
             self.study.set_user_attr(TEXTS, len(texts))
         return Predictor(forcing, self._rows(forcing), cost, self.space.gamma_max)
@@ -167,7 +172,8 @@ class _Opening:
             return Sensitivity.from_json(stored)
         if not self.space.uses_masks:
             return Sensitivity((), str(SkipMask.none(self.space.num_layers)), 1.0)
-        sensitivity = measure_sensitivity(predictor.agreement, self.space, self.tell)
+        limit = None if self.options.seconds is None else _SENSITIVITY_SHARE * self.budget
+        sensitivity = measure_sensitivity(predictor.agreement, self.space, self.tell, seconds=limit, clock=self.clock)
         self.study.set_user_attr(SENSITIVITY, sensitivity.to_json())
         return sensitivity
 

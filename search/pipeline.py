@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,16 +21,26 @@ from search.measurement import LosslessViolation, PromptCase
 from search.objective import standings_of, violations_in
 from search.outlook import GAMMA_LOWERED, POOL, Outlook, OutlookOptions, outlook_facts
 from search.outlook_opening import open_outlook
+from search.plan import BUDGET, FIRST_PLAN, spread
 from search.prediction_check import check_predictions
 from search.prompts import EncodedPrompt, split_held_out
-from search.reference import Reference, ReferenceOptions, make_case_sets, make_reference, plain_speed, warm_up
+from search.reference import (
+    REFERENCE,
+    Reference,
+    ReferenceOptions,
+    make_case_sets,
+    make_reference,
+    plain_speed,
+    warm_up,
+)
 from search.reporting.publish import Publisher
 from search.results import SearchFacts, save_best, save_summary, with_provenance
 from search.rounding_record import ROUNDING, RoundingRecord
+from search.run_plan import RunPlan
 from search.samplers import quiet_optuna
 from search.spec import StudyPaths, StudySpec
 from search.storage import close_storage, near, open_storage, redact
-from search.study import now_utc, open_study
+from search.study import now_utc, open_study, stored_study
 from search.subject import Subject, Tools
 from search.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
 from search.surfaces import store_surfaces
@@ -37,13 +48,11 @@ from search.terminal.event import Stopped
 from search.terminal.progress import Progress
 from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
 from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Ties, Written
+from search.terminal.text import duration
 from search.trial_phase import TrialPhase
 from search.workers.crew import Crew
 from search.workers.device import computing_on
 from search.workers.unlike import as_seen_on
-
-_REFERENCE = "reference"
-"""Attribute of the study."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class RunOutcome:
     confirmation: Confirmation
     reference: Reference
     summary: dict[str, Any]
+    max_new_tokens: int
+    """That were decoded: a budget may have cut those of the spec."""
 
 
 class SearchRun:
@@ -78,6 +89,10 @@ class SearchRun:
     ) -> None:
         self._exports = exports
         self._subject, self._spec, self._paths, self._tools = subject, spec, paths, tools
+        self._asked = spec
+        self._plan: RunPlan | None = None
+        """None in a per-group search, which has no budget."""
+        self._budget: dict[str, Any] = {}
         self._say = tools.reporter
         self._seconds: dict[str, float] = {"load": load_s}
         self._machine: dict[str, Any] = {}
@@ -96,6 +111,8 @@ class SearchRun:
         study = None
         try:
             with self._crew.setting_up():
+                if not self._spec.per_group:
+                    self._make_plan(stored_study(storage, self._paths.study_name(self._spec)))
                 study = as_seen_on(self._open(storage), self._subject.fingerprint)
                 self._crew.join(study, alone=not self._exports or self._spec.per_group)
                 prepared = None if _is_set_up(study) else self._prepare(study, searches=searches)
@@ -159,6 +176,13 @@ class SearchRun:
         with self._phase("outlook"):
             return reference, self._look_ahead(study, reference)
 
+    def _make_plan(self, study: optuna.Study | None) -> None:
+        """Decide on how much is measured, and say how long that takes."""
+        with self._phase("reference"):
+            self._plan = RunPlan(self._subject, self._spec, self._tools, self._start, study)
+        self._say.tell(self._plan.told)
+        self._subject, self._spec = self._plan.subject, self._plan.spec
+
     def _has_all(self, study: optuna.Study) -> bool:
         return counted(study.get_trials(deepcopy=False)) >= self._spec.trials
 
@@ -167,8 +191,10 @@ class SearchRun:
         facts = {
             "environment": environment() | {"attention_backend": self._subject.origin.attention_backend},
             "command": self._tools.command,
-            "spec": spec.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
+            "spec": self._asked.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
         }
+        if self._plan is not None:
+            facts[FIRST_PLAN] = self._plan.at_start.to_json()
         study = open_study(storage, self._paths.study_name(spec), self._subject.fingerprint, facts)
         done = counted(study.get_trials(deepcopy=False))
         where = redact(self._paths.storage_url(spec))
@@ -178,16 +204,16 @@ class SearchRun:
     def _reference(self, study: optuna.Study) -> Reference:
         """The stored reference, or a new one. On a resume the plain speed is looked at again, and drift is told."""
         spec, subject = self._spec, self._subject
-        stored, now = study.user_attrs.get(_REFERENCE), None
+        stored, now = study.user_attrs.get(REFERENCE), None
         if stored is None:
             way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
             self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
-            options = ReferenceOptions.of(spec, subject)
+            options = ReferenceOptions.of(spec, subject, self._plan.at_start if self._plan else None)
             tell = self._progress("reference", "tuning texts")
             reference = make_reference(subject.decoder, subject.tuning, options, tell)
             study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)
             study.set_user_attr("noise_sigma", reference.noise_sigma)
-            study.set_user_attr(_REFERENCE, reference.to_json())
+            study.set_user_attr(REFERENCE, reference.to_json())
         else:
             reference = Reference.from_json(stored)
             warm_up(subject.decoder, reference.cases[0].prompt_ids, subject.space.num_layers)
@@ -202,7 +228,8 @@ class SearchRun:
         """What is predicted before the first trial; read from the study on a resume."""
         spec, subject = self._spec, self._subject
         self._say.phase("outlook", "costs of the steps, what each sublayer is worth, and a pool of predicted configs")
-        options = OutlookOptions.of(spec, reference)
+        plan = self._plan.after(study, reference, "reference") if self._plan else None
+        options = OutlookOptions.of(spec, reference, plan)
         outlook = open_outlook(
             study,
             subject.decoder,
@@ -219,7 +246,11 @@ class SearchRun:
 
     def _search(self, study: optuna.Study, reference: Reference, outlook: Outlook) -> str | None:
         """Trials up to the total, or a handful where nothing can win. Returns why the run must end, else None."""
-        phase = TrialPhase(study, reference, outlook, self._subject, self._spec, self._tools, self._crew)
+        deadline = math.inf
+        if self._plan is not None:
+            deadline = self._plan.deadline(self._plan.after(study, reference, "reference", "outlook"))
+        spec = self._spec
+        phase = TrialPhase(study, reference, outlook, self._subject, spec, self._tools, self._crew, deadline=deadline)
         broken = phase.run([self._refresh])
         leading = self._candidates(study, reference)
         self._publisher.attempt("no surface to draw", lambda: store_surfaces(study, outlook.predictor, leading))
@@ -231,15 +262,24 @@ class SearchRun:
 
     def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
         spec, subject = self._spec, self._subject
-        entries = self._candidates(study, reference)
+        entries, repeats = self._candidates(study, reference), spec.confirm_repeats
         choosing, reporting = split_held_out(subject.held_out, spec.num_confirm_prompts)
+        if self._plan is not None:
+            over = ("reference", "outlook", "search")
+            plan = self._plan.after(study, reference, *over, num_candidates=len(entries))
+            self._budget = self._plan.facts(plan)
+            if plan.cuts:
+                self._say.phase("plan", f"{duration(plan.budget_s or 0.0)} left to confirm: {', '.join(plan.cuts)}")
+                amounts = plan.amounts
+                choosing, reporting = spread(choosing, amounts.num_choosing), spread(reporting, amounts.num_held_out)
+                entries, repeats = entries[: amounts.num_candidates], amounts.confirm_repeats
         others = f"the chosen one on {len(reporting)} others" if choosing else "the chosen one again on the same"
         self._say.phase(
             "confirm",
             f"{len(entries)} candidates and plain decoding on {len(choosing or reporting)} held-out prompts, {others}",
         )
-        case_sets, dropped = self._held_out_cases(choosing, reporting)
-        options = ConfirmOptions(subject.space.num_layers, spec.confirm_repeats, reference.noise_sigma, spec.seed)
+        case_sets, dropped = self._held_out_cases(choosing, reporting, repeats)
+        options = ConfirmOptions(subject.space.num_layers, repeats, reference.noise_sigma, spec.seed)
         tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
         result = confirm(
             subject.decoder, case_sets, entries, options, tell, lambda what: self._progress("confirm", what)
@@ -249,12 +289,12 @@ class SearchRun:
         return result, dropped
 
     def _held_out_cases(
-        self, choosing: Sequence[EncodedPrompt], reporting: Sequence[EncodedPrompt]
+        self, choosing: Sequence[EncodedPrompt], reporting: Sequence[EncodedPrompt], repeats: int
     ) -> tuple[list[tuple[PromptCase, ...]], tuple[str, ...]]:
         """(See `confirm.confirm`, ids of the prompts left out.) Sampled text is continued anew for each pass that
         reports, and the prompts that report choose as well where there are no others."""
         is_sampled = self._subject.sampling.do_sample
-        num_fresh = self._spec.confirm_repeats if is_sampled else 1
+        num_fresh = repeats if is_sampled else 1
         parts = [(choosing, 1), (reporting, num_fresh)] if choosing else [(reporting, num_fresh + int(is_sampled))]
         case_sets: list[tuple[PromptCase, ...]] = []
         dropped: list[str] = []
@@ -301,10 +341,11 @@ class SearchRun:
                 fingerprint=asdict(self._subject.fingerprint),
                 machine=self._machine,
                 prediction=checks | outlook_facts(study),
+                budget=self._budget,
                 rounding=study.user_attrs.get(ROUNDING),
             )
         )
-        self.outcome = RunOutcome(config, confirmation, reference, summary)
+        self.outcome = RunOutcome(config, confirmation, reference, summary, self._spec.max_new_tokens)
         self._write(study, config, summary, confirmation)
         self._say.tell(Result(study.study_name, confirmation))
         if (ties := Ties.among(trials, confirmation.measured, summary["rounding"], self._spec)) is not None:
@@ -328,6 +369,7 @@ class SearchRun:
                 self._say.warn(f"best.json could not be read and was kept as {kept.name}")
         for key in ("verdict", "reason", "confirmed", "config"):
             study.set_user_attr(key, summary[key])
+        study.set_user_attr(BUDGET, summary["budget"])
         study.set_user_attr(CANDIDATES, candidates_of(confirmation))
         if confirmation.held_out is not None:
             study.set_user_attr(HELD_OUT, confirmation.held_out.to_json())
@@ -362,4 +404,4 @@ class SearchRun:
 
 def _is_set_up(study: optuna.Study) -> bool:
     """Whether a worker has made all that workers share; the pool is the last of it."""
-    return {_REFERENCE, POOL} <= study.user_attrs.keys()
+    return {REFERENCE, POOL} <= study.user_attrs.keys()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +16,18 @@ from layerskip.sampling_regime import Sampling
 from search.decoder import ModelDecoder, load_model
 from search.fingerprint import take_fingerprint
 from search.measurement import pair_seconds
+from search.pace import Pace, measure_pace
+from search.plan import make_plan
 from search.prompts import PromptSet, encode_prompts
 from search.reference import prompts_for, warm_up
 from search.results import Origin, portable_model_name
 from search.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace
 from search.spec import StudyPaths, StudySpec
 from search.subject import Subject
+from search.terminal.progress_events import LONG_S, Planned
 from search.terminal.text import duration
 from search.thread_choice import choose_threads
+from search.work import Work
 
 
 def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:
@@ -125,14 +131,29 @@ def time_study(subject: Subject, spec: StudySpec, pair_s: float) -> StudyTime:
     return StudyTime(per_trial, spec.trials * per_trial * pair_s, confirm_s)
 
 
-def estimate(subject: Subject, spec: StudySpec) -> str:
-    """How long the search will take, from one prompt decoded plainly. Cost: three decodings."""
-    time = time_study(subject, spec, time_pair(subject))
-    search_s = min(time.search_s, spec.timeout_s or time.search_s)
-    return (
-        f"{spec.trials} trials of up to {time.num_per_trial} prompts: at most about {duration(search_s)}, "
-        f"then confirm about {duration(time.confirm_s)}; nothing was written"
-    )
+def foresee(
+    subject: Subject, spec: StudySpec, left_s: float | None, clock: Callable[[], float] = time.perf_counter
+) -> Planned:
+    """How long a new study will take, and with what of everything. Cost: see `measure_pace`.
+
+    left_s: of a budget; None without one. Raises: ValueError if that is too little for anything.
+    """
+    pace = measure_pace(subject.decoder, subject.tuning, tokens_to_time(spec), clock)
+    return planned(Work.of(spec, subject), pace, left_s)
+
+
+def tokens_to_time(spec: StudySpec) -> int:
+    """Of the verification that tells what further tokens cost."""
+    return max(2, min((spec.gamma_max or GAMMA_MAX) + 1, spec.max_new_tokens))
+
+
+def planned(work: Work, pace: Pace, left_s: float | None, spent_s: float = 0.0) -> Planned:
+    """The plan, and beside one without a budget that takes long the one with a budget. Raises: as `make_plan`."""
+    plan, shorter = make_plan(work, pace, left_s, spent_s=spent_s), None
+    if left_s is None and plan.total_s > LONG_S:
+        with suppress(ValueError):  # half an hour is not enough for anything
+            shorter = make_plan(work, pace, LONG_S)
+    return Planned(plan, pace, work.trials, shorter)
 
 
 def estimate_groups(subjects: Mapping[str, Subject], spec: StudySpec) -> str:
@@ -157,9 +178,9 @@ def estimate_regimes(subject: Subject, specs: Mapping[str, StudySpec]) -> str:
     search_s = confirm_s = 0.0
     for name, spec in specs.items():
         decoded = subject.in_regime(Sampling.parse(name))
-        time = time_study(decoded, spec, time_pair(decoded))
-        search_s += min(time.search_s, spec.timeout_s or time.search_s)
-        confirm_s += time.confirm_s
+        one = time_study(decoded, spec, time_pair(decoded))
+        search_s += min(one.search_s, spec.timeout_s or one.search_s)
+        confirm_s += one.confirm_s
     trials = max(spec.trials for spec in specs.values())
     return (
         f"{len(specs)} studies ({', '.join(specs)}) of {trials} trials: at most about {duration(search_s)}, then "

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -22,17 +22,20 @@ from search.prompts import EncodedPrompt, continuation_seed
 from search.statistics import geometric_mean, log_spread
 
 if TYPE_CHECKING:
+    from search.plan import Plan
     from search.spec import StudySpec
     from search.subject import Subject
 
 LOG = logging.getLogger(__name__)
+REFERENCE = "reference"
+"""Attribute of the study."""
 MIN_PROMPTS_PER_TRIAL = 4
 MAX_PROMPTS_PER_TRIAL = 16
 MIN_NOISE_PAIRS = 12
 _NUM_TO_ESTIMATE = 3
-_MAX_TRIALS_APART = 8
+MAX_TRIALS_APART = 8
 """So many trials of one config see different texts, if there are enough; then they repeat."""
-_MAX_CONTINUATIONS = 8
+MAX_CONTINUATIONS = 8
 """Of a prompt, where tokens are sampled: each is another text. Two prompts suffice for a search."""
 
 
@@ -46,16 +49,29 @@ class ReferenceOptions:
     prompts_per_trial: int | None
     is_sampled: bool = False
     """Whether a prompt can be continued in more than one way."""
+    max_texts: int | None = None
+    """Tuning prompts, each with a continuation, at most; None = enough for eight trials."""
+    num_noise_pairs: int = MIN_NOISE_PAIRS
+    """Plain against plain: at least."""
 
     @classmethod
-    def of(cls, spec: StudySpec, subject: Subject) -> ReferenceOptions:
-        """A study's."""
-        return cls(
+    def of(cls, spec: StudySpec, subject: Subject, plan: Plan | None = None) -> ReferenceOptions:
+        """A study's; as many prompts as the plan has, where a budget limits them."""
+        options = cls(
             subject.space.num_layers,
             spec.seed,
             spec.trial_seconds,
             spec.prompts_per_trial,
             is_sampled=subject.sampling.do_sample,
+        )
+        if plan is None or not plan.limits:
+            return options
+        amounts = plan.amounts
+        return replace(
+            options,
+            prompts_per_trial=amounts.prompts_per_trial,
+            max_texts=amounts.num_texts,
+            num_noise_pairs=amounts.num_noise_pairs,
         )
 
 
@@ -122,13 +138,17 @@ def make_reference(
     dropped: list[str] = []
     seconds: list[float] = []
     per_trial = options.prompts_per_trial or MAX_PROMPTS_PER_TRIAL
-    numbers = range(_MAX_CONTINUATIONS if options.is_sampled else 1)
+    numbers = range(MAX_CONTINUATIONS if options.is_sampled else 1)
+
+    def wanted() -> int:
+        return min(MAX_TRIALS_APART * per_trial, options.max_texts or len(numbers) * len(shuffled))
+
     for number, prompt in itertools.product(numbers, shuffled):
-        if len(cases) >= _MAX_TRIALS_APART * per_trial:
+        if len(cases) >= wanted():
             break
         seed = continuation_seed(options.seed, prompt.ids, number)
         out = decoder.decode(prompt.ids, plain, seed)
-        tell(len(cases) + 1, min(_MAX_TRIALS_APART * per_trial, len(numbers) * len(shuffled)))
+        tell(len(cases) + 1, min(wanted(), len(numbers) * len(shuffled)))
         if not _file_case(prompt, seed, out, cases, dropped):
             continue
         seconds.append(pair_seconds(out.stats))
@@ -137,7 +157,7 @@ def make_reference(
     if not cases:
         raise ValueError("prompts: the model ends the text before a second token on every tuning prompt")
     per_trial = min(per_trial, len(cases))
-    rates, noise = _plain_against_plain(decoder, cases[:per_trial], plain)
+    rates, noise = _plain_against_plain(decoder, cases[:per_trial], plain, options.num_noise_pairs)
     return Reference(
         cases=tuple(cases),
         num_per_trial=per_trial,
@@ -218,12 +238,12 @@ def prompts_for(trial_seconds: float, pair_s: float) -> int:
 
 
 def _plain_against_plain(
-    decoder: Decoder, cases: Sequence[PromptCase], plain: DecodeConfig
+    decoder: Decoder, cases: Sequence[PromptCase], plain: DecodeConfig, num_pairs: int
 ) -> tuple[list[float], float]:
-    """Plain tokens/s per prompt (median), and the A/A noise."""
+    """Plain tokens/s per prompt (median), and the A/A noise of at least so many pairs."""
     rates: list[list[float]] = [[] for _ in cases]
     ratios: list[float] = []
-    for repeat in range(math.ceil(MIN_NOISE_PAIRS / len(cases))):
+    for repeat in range(math.ceil(num_pairs / len(cases))):
         for i, case in enumerate(cases):
             pair = measure_pair(decoder, case, plain, plain_first=(i + repeat) % 2 == 0)
             rates[i] += [pair.plain.tokens_per_s, pair.speculative.tokens_per_s]

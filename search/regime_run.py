@@ -41,16 +41,18 @@ class RegimeRun:
         settings = self._exported_before()
         for place, name in enumerate(names):
             spec, paths = regime_study(self._spec, self._paths, name)
+            if outcomes:  # one file names one length for all of its settings
+                spec = spec.model_copy(update={"max_new_tokens": next(iter(outcomes.values())).max_new_tokens})
             self._tools.reporter.phase(
                 "regime", f"{place + 1} of {len(names)}, {name}: study {spec.study_name}, {spec.trials} trials"
             )
             if place:
                 paths.folder.mkdir(parents=True, exist_ok=True)
                 save_spec(spec, paths)
-            subject = self._subject.in_regime(Sampling.parse(name))
+            subject = self._subject.with_new_tokens(spec.max_new_tokens).in_regime(Sampling.parse(name))
             run = SearchRun(
                 _from_within(subject) if place else subject,
-                spec,
+                spec.model_copy(update={"budget_minutes": self._minutes_of(place)}),
                 paths,
                 self._tools,
                 load_s=0.0 if place else self._load_s,
@@ -65,6 +67,14 @@ class RegimeRun:
         self._export(outcomes)
         return max(codes)
 
+    def _minutes_of(self, place: int) -> float | None:
+        """An equal share of what is left of the budget; loading the model counts for the first regime."""
+        if self._spec.budget_minutes is None:
+            return None
+        spent = (self._tools.clock() - self._start) / 60
+        share = max(0.0, self._spec.budget_minutes - spent) / (len(self._spec.regimes or ()) - place)
+        return share if place else share + self._load_s / 60
+
     def _exported_before(self) -> dict[str, DecodeConfig]:
         """The settings of an earlier run's best.json, by regime; none where it cannot be read."""
         try:
@@ -77,6 +87,7 @@ class RegimeRun:
         summary = next(iter(outcomes.values())).summary | {
             BY_REGIME: {name: found_in(outcome.summary) for name, outcome in outcomes.items()},
         }
+        summary["budget"] = summary["budget"] | {"minutes": self._spec.budget_minutes}
         summary["seconds"] = summary["seconds"] | {"total": self._tools.clock() - self._start}
         summary["not_lossless"] = [line for one in outcomes.values() for line in one.summary["not_lossless"]]
         save_summary(summary, self._paths)
@@ -108,6 +119,7 @@ def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySp
         "storage": paths.storage_url(spec),
         "trials": -(-spec.trials // len(names)),
         "timeout_s": None if spec.timeout_s is None else spec.timeout_s / len(names),
+        "budget_minutes": None if spec.budget_minutes is None else spec.budget_minutes / len(names),
     }
     return spec.model_copy(update=changes), paths if is_first else replace(paths, folder=paths.folder / name)
 

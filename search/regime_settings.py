@@ -12,7 +12,7 @@ from search.results import finite
 
 BY_REGIME = "by_regime"
 """In summary.json: what each regime's study found. Attribute of the first regime's study, see `regime_facts`."""
-_FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise")
+_FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise", "budget")
 _KEPT = ("verdict", "reason", "confirmed", "config")
 
 

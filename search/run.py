@@ -53,6 +53,7 @@ _ABOUT_FLAGS = {
 _ABOUT_NUMBERS = {
     "trials": (int, "trials in the study in total"),
     "timeout": (float, "seconds of searching in this run; the confirm stage follows all the same"),
+    "budget": (float, "minutes that the whole run may take; what is measured less for it is told"),
     "trial_seconds": (float, "seconds a full trial should take; decides its number of prompts"),
     "max_new_tokens": (int, "tokens decoded per prompt"),
     "gamma_max": (int, "most draft tokens per round under a mask (default: 16, or what the texts have room for)"),
@@ -64,7 +65,12 @@ _ABOUT_NUMBERS = {
     ),
 }
 _SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
-_FIELDS = {"timeout": "timeout_s", "threads": "num_threads", "trial_timeout": "trial_timeout_s"}
+_FIELDS = {
+    "budget": "budget_minutes",
+    "timeout": "timeout_s",
+    "threads": "num_threads",
+    "trial_timeout": "trial_timeout_s",
+}
 _NOT_OF_THE_SPEC = ("study", "dry_run", "quiet", "json", "workers", "devices", "reap")
 
 
@@ -326,7 +332,7 @@ def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
 
 def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: Subject) -> None:
     from search.per_group.run import group_subjects
-    from search.preflight import estimate, estimate_groups, estimate_regimes
+    from search.preflight import estimate_groups, estimate_regimes, foresee
     from search.regime_run import regime_study
 
     if spec.per_group:
@@ -334,7 +340,8 @@ def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: 
     elif spec.regimes is not None and spec.has_several_regimes:
         text = estimate_regimes(subject, {name: regime_study(spec, paths, name)[0] for name in spec.regimes})
     else:
-        text = estimate(subject, spec)
+        reporter.tell(foresee(subject, spec, None if spec.budget_minutes is None else 60 * spec.budget_minutes))
+        text = "nothing was written"
     reporter.phase("dry run", text)
 
 

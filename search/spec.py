@@ -61,6 +61,9 @@ class StudySpec(OneLineErrors):
     three proposals in a row. None = all `trials`."""
     timeout_s: Seconds | None = None
     """Seconds of searching in this run; the confirm stage follows all the same. None = no limit."""
+    budget_minutes: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Minutes that the whole run may take, from its start to its result: prompts, new tokens, repeats, candidates and
+    trials follow, in this order, and the confirm stage keeps its share. None = as long as all of it takes."""
     device: NonEmpty = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`."""
     device_map: str | dict[str, int | str] | None = None
@@ -151,6 +154,8 @@ class StudySpec(OneLineErrors):
     def _check_groups(self) -> StudySpec:
         if self.per_group and self.has_several_regimes:
             raise ValueError(f"regimes: must be one in a per-group search, got {len(self.regimes or ())}")
+        if self.per_group and self.budget_minutes is not None:
+            raise ValueError(f"budget_minutes: must not be given in a per-group search, got {self.budget_minutes:g}")
         return self
 
     @property

@@ -54,6 +54,14 @@ def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts:
     return study
 
 
+def stored_study(storage: BaseStorage, name: str) -> optuna.Study | None:
+    """The study, if there is one that `open_study` made."""
+    if name not in optuna.get_all_study_names(storage):
+        return None
+    study = optuna.load_study(study_name=name, storage=storage)
+    return study if _FINGERPRINT in study.user_attrs else None
+
+
 def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
     """The spec with what an existing study was measured with, and searches, in place of what is left open."""
     if spec.engine != "auto" and not _leaves_threads_open(spec) and None not in (spec.gamma_max, spec.share_prefix):

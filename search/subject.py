@@ -80,6 +80,18 @@ class Subject:
         note = f"gamma 1..{fitting} instead of 1..{most}: the longest continuation has {longest} tokens"
         return replace(self, space=replace(self.space, gamma_max=fitting)), note
 
+    def with_new_tokens(self, most: int) -> Subject:
+        """The same with at most so many new tokens a prompt."""
+        if most == self.fingerprint.max_new_tokens:
+            return self
+        return replace(
+            self,
+            decoder=self.decoder.with_new_tokens(most),
+            space=replace(self.space, lookup_gamma_max=min(self.space.lookup_gamma_max, max(1, most - 2))),
+            fingerprint=replace(self.fingerprint, max_new_tokens=most),
+            whole=None if self.whole is None else self.whole.with_new_tokens(most),
+        )
+
     def on_prompts(self, tuning: tuple[EncodedPrompt, ...], held_out: tuple[EncodedPrompt, ...]) -> Subject:
         """The same on a part of the prompts; with all of them it is the same."""
         if (len(tuning), len(held_out)) == (len(self.tuning), len(self.held_out)):

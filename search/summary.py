@@ -41,6 +41,8 @@ class SummaryInput:
     """Its state by phase, see `layerskip.machine_watch`."""
     prediction: Mapping[str, Any]
     """Replay and prediction against what was measured, and what was known before the first trial."""
+    budget: Mapping[str, Any]
+    """What was planned, and what was measured less than asked for; see `search.plan`."""
     rounding: Mapping[str, Any] | None
     """What logit ties were judged by, see `search.rounding_record`."""
 
@@ -57,6 +59,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
         "seconds_in_trials": round(sum(trial.user_attrs.get("seconds", 0.0) for trial in given.trials), 3),
         "seconds": {name: round(value, 3) for name, value in given.seconds.items()},
+        "budget": dict(given.budget),
         "noise": {"plain_against_plain_sigma": reference.noise_sigma, "pair_sigma": given.standings.sigma},
         "reference": {
             "plain_tokens_per_s": reference.plain_tokens_per_s,

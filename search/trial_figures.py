@@ -25,7 +25,7 @@ from search.prediction_check import (
     prediction_check_of,
     replay_check_of,
 )
-from search.reference import Reference
+from search.reference import REFERENCE, Reference
 from search.space import (
     DRAFT_THRESHOLD,
     DRAFTER,
@@ -39,8 +39,6 @@ from search.space import (
 )
 from search.study import trials_by_state
 
-REFERENCE = "reference"
-"""Attribute of the study."""
 _MAX_STANDINGS = 200
 """Points of the leader's curve: each costs a fit over all earlier trials."""
 _DISPLAY = {"warm": "known shape", "repeat": "measured again", "replay": "neighbour by replay"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import optuna
@@ -30,6 +32,8 @@ HANDFUL = 6
 """Trials that check a prediction of no gain."""
 _FREE_EVERY = 10
 """Trials of this process after which garbage is collected; what a trial freed is given back after each."""
+_NUM_LATEST = 5
+"""Trials, the longest of which tells how long the next one may take."""
 CANNOT_WIN = "cannot_win"
 """Attribute of the study: why the search was cut short."""
 
@@ -46,11 +50,16 @@ class TrialPhase:
         spec: StudySpec,
         tools: Tools,
         crew: Crew | None = None,
+        *,
+        deadline: float = math.inf,
     ) -> None:
+        """deadline: by the tools' clock, when the last trial must be over; one trial is measured in any case."""
         self._study, self._reference, self._outlook, self._crew = study, reference, outlook, crew
         self._subject, self._spec, self._tools = subject, spec, tools
         self._say = tools.reporter
         self._num_run = 0
+        self._deadline = deadline
+        self._latest_s = deque([reference.trial_s], maxlen=_NUM_LATEST)
 
     def run(self, callbacks: Sequence[Callback] = ()) -> str | None:
         """Returns why the run must end without a result, else None. Raises: KeyboardInterrupt if stopped.
@@ -103,16 +112,16 @@ class TrialPhase:
             limit_s=spec.trial_timeout_s,
             hang_grace_s=tools.patience.hang_grace_s,
         )
-        watch = TrialWatch(spec, subject.space, reference, tools, done=done, total=total, outlook=self._outlook)
+        watch = TrialWatch(
+            spec, subject.space, reference, tools, done=done, total=total, outlook=self._outlook, ends_at=self._ends_at
+        )
         with tools.stop.deferred():
             while self._goes_on(total, watch):
                 self._one_trial(objective, watch)
         if tools.stop.received is not None:
             raise KeyboardInterrupt
         if watch.broken is None and counted(self._trials()) < total and not self._is_settled():
-            self._say.phase(
-                "search", f"time limit of {spec.timeout_s:g} s reached" if spec.timeout_s else "ended early"
-            )
+            self._say.phase("search", self._why_ended())
         if watch.broken is None and self._is_settled():
             most = max(expected_gains(self._trials(), SETTLED_AFTER))
             self._say.phase(
@@ -147,7 +156,7 @@ class TrialPhase:
         return False
 
     def _one_trial(self, objective: Objective, watch: TrialWatch) -> None:
-        number = len(self._trials())
+        number, start = len(self._trials()), self._tools.clock()
         try:
             with storage_failures_shown():
                 callbacks: list[Callback] = [self._give_back, watch, *self._callbacks]
@@ -158,10 +167,28 @@ class TrialPhase:
                 raise
             # Others took this worker for dead, because it slept, and have queued its config again.
             self._say.warn(f"trial {mine[-1].number} came too late: others took this worker for dead meanwhile")
+        self._latest_s.append(self._tools.clock() - start)
+
+    @property
+    def _ends_at(self) -> float:
+        """When no trial goes on any more, by the time limit or the budget."""
+        limit = self._spec.timeout_s
+        return min(self._deadline, math.inf if limit is None else self._start + limit)
 
     def _has_time(self) -> bool:
+        """Before the time limit a trial may begin; with a budget it must be expected to end in time."""
+        now, limit = self._tools.clock(), self._spec.timeout_s
+        if limit is not None and now - self._start >= limit:
+            return False
+        return now + max(self._latest_s) <= self._deadline or not counted(self._trials())
+
+    def _why_ended(self) -> str:
         limit = self._spec.timeout_s
-        return limit is None or self._tools.clock() - self._start < limit
+        if limit is not None and self._tools.clock() - self._start >= limit:
+            return f"time limit of {limit:g} s reached"
+        if self._deadline < math.inf:
+            return f"{counted(self._trials())} trials; what is left of the budget is the confirm stage's"
+        return "ended early"
 
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

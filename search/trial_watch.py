@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
@@ -28,10 +30,12 @@ class TrialWatch:
         done: int,
         total: int,
         outlook: Outlook,
+        ends_at: float = math.inf,
     ) -> None:
+        """ends_at: by the tools' clock, when the trials end at the latest."""
         self._spec, self._space, self._reference, self._tools = spec, space, reference, tools
         self._total, self._outlook = total, outlook
-        self._start = tools.clock()
+        self._start, self._ends_at = tools.clock(), ends_at
         self._num_at_start = self._num_done = done
         self._failures_in_row = 0
         self.broken: str | None = None
@@ -46,7 +50,8 @@ class TrialWatch:
         # Of the study: what other workers have measured meanwhile counts.
         pace = (self._tools.clock() - self._start) / max(1, done - self._num_at_start)
         leader = standings_of(trials, self._space, self._reference).leader
-        self._tools.reporter.tell(TrialDone(trial, done, total, leader, pace * max(0, total - done)))
+        eta_s = min(pace * max(0, total - done), max(0.0, self._ends_at - self._tools.clock()))
+        self._tools.reporter.tell(TrialDone(trial, done, total, leader, eta_s))
         self._failures_in_row = self._failures_in_row + 1 if trial.state == TrialState.FAIL else 0
         if self._failures_in_row >= self._spec.max_failures:
             reason = trial.user_attrs.get(FAILURE, "unknown")

@@ -47,6 +47,7 @@ class TuneOptions(TypedDict, total=False):
     seed: int
     until_settled: float | None
     timeout_s: float | None
+    budget_minutes: float | None
     trial_timeout_s: float | None
     trial_seconds: float
     prompts_per_trial: int | None

@@ -11,6 +11,7 @@ from typing import Any
 from layerskip.repetition import NGRAM
 from search.confirm import describe
 from search.per_group.export import PER_GROUP
+from search.plan import BUDGET
 from search.regime_settings import config_of, read_regimes, sampling_of
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
@@ -236,6 +237,9 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     hashes = f"{print_.get('tuning_prompts', '?')} and {print_.get('held_out_prompts', '?')}"
     rows.append(("prompts", f"{' and '.join(prompts) or '?'}, hashes {hashes}"))
     rows.append(("tokens a prompt", str(print_.get("max_new_tokens", "?"))))
+    if (budget := attrs.get(BUDGET)) and budget["minutes"] is not None:
+        less = f"with {', '.join(budget['cuts'])}" if budget["cuts"] else "nothing was cut for it"
+        rows.append(("budget", f"{budget['minutes']:g} minutes for the whole run, {less}"))
     rows.append(("tokens chosen", sampling_of(attrs)))
     rows.append(("sampler, seed", f"{spec.get('sampler', '?')}, {spec.get('seed', '?')}"))
     versions = {"torch": print_.get("torch"), "transformers": print_.get("transformers")} | {

@@ -17,8 +17,8 @@ from search.figure_style import MissingData
 from search.held_out import HELD_OUT, HeldOut
 from search.leaderboard import Entry, Standings, is_full
 from search.objective import standings_of
-from search.reference import Reference
-from search.trial_figures import REFERENCE, leaders, space_of
+from search.reference import REFERENCE, Reference
+from search.trial_figures import leaders, space_of
 
 
 @dataclass(frozen=True)

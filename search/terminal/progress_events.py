@@ -15,10 +15,14 @@ from search.terminal.text import duration, trial_line
 
 if TYPE_CHECKING:
     from search.outlook import Outlook
+    from search.pace import Pace
+    from search.plan import Plan
     from search.reference import Reference
     from search.subject import Subject
 
 _NOTABLE_DRIFT = 0.1
+LONG_S = 1800.0
+"""A run that will take longer is told that it need not."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,55 @@ class StudyOpened(Event):
 
     def lines(self) -> list[Line]:
         return [Line(f"{self.study} in {self.storage}: {self.num_done} of {self.num_trials} trials done", "study")]
+
+
+@dataclass(frozen=True)
+class Planned(Event):
+    """How long the run will take and what takes it; with a budget, and what is measured less for it."""
+
+    name = "plan"
+    plan: Plan
+    pace: Pace
+    num_trials: int
+    """That are still to be measured, without a budget."""
+    shorter: Plan | None = None
+    """With a budget of `LONG_S`, where there is none and everything takes longer."""
+
+    def lines(self) -> list[Line]:
+        plan, pace = self.plan, self.pace
+        steps = f"a token takes {_ms(pace.token_s)}, a prompt {_ms(pace.prompt_s)}"
+        texts = [f"{'without a budget' if plan.limits else 'in all'} at most about {_phases(plan.asked_s)}; {steps}"]
+        if plan.limits:
+            texts.append(f"with {duration(plan.budget_s or 0.0)} left about {_phases(plan.seconds)}")
+            texts.append(f"for that {self._less(plan)}")
+        elif plan.budget_s is not None:
+            texts.append(f"within the {duration(plan.budget_s)} that are left, so nothing is cut")
+        if self.shorter is not None:
+            minutes = round(LONG_S / 60)
+            texts.append(f"--budget {minutes} would end within {minutes} minutes, with {self._less(self.shorter)}")
+        return [Line(text, "plan") for text in texts]
+
+    def _less(self, plan: Plan) -> str:
+        fewer = plan.num_trials < self.num_trials
+        trials = [f"about {plan.num_trials} of {self.num_trials} trials"] if fewer else []
+        return ", ".join([*plan.cuts, *trials]) or "shorter predictions"
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "token_ms": 1000 * self.pace.token_s,
+            "prompt_ms": 1000 * self.pace.prompt_s,
+            "num_trials": self.plan.num_trials,
+            **self.plan.facts(),
+        }
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
+    return f"{duration(sum(seconds.values()))}: {parts}"
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,22 @@ class Course:
 
 def resident_mib(pid: int) -> float:
     """VmRSS of a process: private pages and those of mapped files. Raises: OSError if it has ended."""
+    return _status_mib(pid, "VmRSS:")
+
+
+def _status_mib(pid: int, field: str) -> float:
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(field):
             return int(line.split()[1]) / 1024
     raise ProcessLookupError(f"process {pid} has ended")
+
+
+def peak_mib(pid: int) -> float:
+    """VmHWM of a process: the most that it ever had resident. Raises: OSError if it has ended.
+
+    Not `ru_maxrss`, which begins at what the parent had resident.
+    """
+    return _status_mib(pid, "VmHWM:")
 
 
 def check_proc() -> None:

@@ -126,11 +126,14 @@ class FakeDecoder:
         gain = self.gain_by_regime.get(sampling.name, self.gain)
         return dataclasses.replace(self, gain=gain, is_sampled=sampling.do_sample)
 
+    def with_new_tokens(self, most: int) -> FakeDecoder:
+        return dataclasses.replace(self, num_tokens=min(most, self.num_tokens))
+
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
         return FakeForcing(texts, self.clock.advance)
 
     def timer(self, gamma_max: int) -> FakeTimer:
-        return FakeTimer(1 / PLAIN_TOKENS_PER_S)
+        return FakeTimer(1 / PLAIN_TOKENS_PER_S / self.pace)
 
 
 def true_speedup(config: DecodeConfig, gain: float = 1.0) -> float:

@@ -165,7 +165,7 @@ def test_a_small_space_is_predicted_whole_and_then_done() -> None:
     assert {str(space_of(1).to_mask(one.params)) for one in pool.candidates} == {"1:none", "1:0", "1:a0", "1:m0"}
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.5, 3), (2.0, 11)])
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (0.5, 3), (2.0, 11)])
 def test_the_pool_keeps_to_its_seconds(seconds: float, expected: int) -> None:
     """A reading takes 0.19 s; the one under way when time is up is finished."""
     clock = FakeClock()

@@ -130,6 +130,7 @@ def test_the_words_of_an_event(event: Event, lines: list[str]) -> None:
 
 
 SHAPE = """\
+plan      in all at most about T: reference T, outlook T, search T, confirm T; a token takes N ms, a prompt N ms
 study     study in sqlite:///TMP/study.db: N of N trials done
 reference plain decoding of tuning prompts, greedy, N tokens each
 reference plain N tok/s, A/A noise N % a pair, N of N prompts a full trial
@@ -251,7 +252,7 @@ def test_json_lines_hold_the_run_in_numbers(told: Told) -> None:
     events, bench = strictly(output.getvalue()), told.bench
     names = [one["event"] for one in events]
     assert [name for i, name in enumerate(names) if name != "note" and name not in names[:i]] == [
-        *("study", "reference", "outlook", "search", "trial", "confirm", "prediction", "result", "written")
+        *("plan", "study", "reference", "outlook", "search", "trial", "confirm", "prediction", "result", "written")
     ]
     by_number = {one["number"]: one for one in events if one["event"] == "trial"}
     assert names.count("trial") == len(by_number) == len(told.trials) == 12
@@ -556,11 +557,13 @@ def test_quiet_and_json_exclude_each_other(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_command_tells_in_json(tiny_study: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([*tiny_study, "--dry-run", "--json"]) == 0
-    preflight, note = strictly(capsys.readouterr().out)
+    preflight, plan, note = strictly(capsys.readouterr().out)
     assert preflight["event"] == "preflight"
     assert (preflight["num_layers"], preflight["device"], preflight["dtype"]) == (4, "cpu", "float32")
     assert (preflight["num_tuning_prompts"], preflight["num_held_out_prompts"], preflight["gamma_max"]) == (6, 5, 4)
     assert (preflight["drafters"], preflight["regimes"]) == ([*DRAFTERS], ["greedy"])
+    assert plan["event"] == "plan"
+    assert sum(plan["expected_s"].values()) > 0
     assert (note["event"], note["phase"]) == ("note", "dry run")
 
 

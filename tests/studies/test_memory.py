@@ -20,8 +20,8 @@ from search import outlook_opening, predictor
 from search import run as search_run
 from search.reporting.publish import Publisher
 from search.trial_watch import TrialWatch
-from studies.memory import search, serve
-from studies.memory.course import LIMIT, Course, resident_mib
+from studies.memory import budget, search, serve
+from studies.memory.course import LIMIT, Course, peak_mib, resident_mib
 from tests.search.conftest import save_tiny_model, tiny_flags
 
 NUM_TRIALS, WARM_UP = 36, 12
@@ -176,6 +176,28 @@ def test_the_search_that_is_watched_is_a_real_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_study_of_a_budget_makes_its_model_and_tells_minutes_and_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = {"layers": 4, "hidden": 64, "heads": 4, "kv-heads": 2, "mlp": 128, "vocabulary": 4096}
+    numbers |= {"max-new-tokens": 24, "trials": 6, "budget": 5}
+    flags = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+    code = budget.main([*flags, "--dtype", "float32", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "budget.json").read_text())
+    assert code == (0 if record["is_within_memory"] else 1)
+    assert record["limit_mib"] == pytest.approx(
+        record["program_mib"] + 2 * record["weights_mib"] + record["layers_mib"], abs=0.5
+    )
+    assert record["num_trials"] == 6
+    assert record["budget"]["minutes"] == 5.0
+    assert record["weights_mib"] > record["layers_mib"] > 0
+    assert record["peak_mib"] > 100
+    told = capsys.readouterr().out
+    assert "| confirm |" in told
+    assert "6 trials; nothing was cut" in told
+
+
+@pytest.mark.slow
 def test_the_study_of_a_server_asks_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For some seconds: each way to ask and its outcome. That nothing stays of a request: test_server_memory.py."""
     code = serve.main(["--minutes", "0.1", "--out", str(tmp_path)])
@@ -201,6 +223,7 @@ def test_the_figures_of_a_course() -> None:
     assert len(many["samples"]) <= 61
     assert many["samples"][-1] == [500, 100.0]
     assert resident_mib(1) > 0
+    assert peak_mib(os.getpid()) >= resident_mib(os.getpid()) > 0
 
 
 @pytest.mark.parametrize(
@@ -211,6 +234,8 @@ def test_the_figures_of_a_course() -> None:
         (search.main, ["--trial-seconds", "nan"], "--trial-seconds: must be above 0, got nan"),
         (search.main, ["--model", "/nowhere"], "--model: no such folder: /nowhere"),
         (search.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
+        (budget.main, ["--layers", "1"], "--layers: must be at least 2, got 1"),
+        (budget.main, ["--budget", "0"], "--budget: must be above 0, got 0.0"),
         (serve.main, ["--minutes", "0"], "--minutes: must be above 0, got 0.0"),
         (serve.main, ["--minutes", "inf"], "--minutes: must be above 0, got inf"),
         (serve.main, ["--config", "/nowhere"], "--config: no such file: /nowhere"),
