@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,7 @@ from search.leaderboard import Key, make_standings, was_interrupted
 from search.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 from search.refinement import Refiner
 from search.space import GAMMA, SearchSpace
-from search.warm_starts import warm_starts
 
-_CALIBRATION = ("no-skip", "early-exit", "alternating", "middle-half", "later-attention", "later-mlp")
-_CALIBRATE_EVERY = 2
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
 
@@ -57,8 +55,8 @@ class _Field:
 class ReplayProposer:
     """Every proposal follows from (trials, index, random generator), so that a resume equals an uninterrupted run.
 
-    In turn: at the start every second trial a known shape at its best predicted setting, so that predictions are
-    checked far from the top too; every `repeat_every`-th trial a leader again; otherwise new neighbours of the leading
+    In turn: at the start the best of each drafter, where there are several; every `repeat_every`-th trial a leader
+    again; otherwise new neighbours of the leading
     masks are predicted, and of all configs ever predicted and not measured the one with the best
     prediction is measured: `pool` if its mask was known before the first trial, else `replay`.
 
@@ -78,7 +76,6 @@ class ReplayProposer:
         self._candidates, self._pool = candidates, pool
         self._num_readings = num_readings
         self._known: dict[int, list[Candidate]] = {}
-        self._calibration: list[Candidate] | None = None
         self._refiner = Refiner(candidates, space)
         self._pool_masks = {self._refiner.mask(one) for one in pool.candidates}
 
@@ -89,10 +86,8 @@ class ReplayProposer:
         if every and index % every == every - 1 and (free := not_taken(entries, trials)):
             return propose_again(free)
         measured = measured_keys(trials)
-        if index % _CALIBRATE_EVERY == 1:
-            left = [one for one in self._shapes() if one.key not in measured]
-            if left:
-                return Proposal("warm", left[0].params)
+        if first := next((one for one in self._best_by_drafter if one.key not in measured), None):
+            return Proposal("drafter", first.params)
         self._candidates.predictor.learn(trials)
         known = self._all_known(trials)
         field = _Field(self._refiner)
@@ -112,21 +107,14 @@ class ReplayProposer:
         considered = self._candidates.write([*refined, *fresh])
         return Proposal(origin, chosen.params, considered=considered, gain=field.gain(measured))
 
-    def _shapes(self) -> list[Candidate]:
-        """What calibrates, each at the setting that was best for it before the first trial: the best of each drafter,
-        and known shapes."""
-        if self._calibration is None:
-            self._candidates.predictor.learn(())
-            starts = warm_starts(self._space)
-            chosen = [next((s for s in starts if s.origin.startswith(name)), None) for name in _CALIBRATION]
-            masks = [self._space.to_mask(start.params) for start in chosen if start is not None]
-            pool = {self._refiner.mask(one): one for one in self._pool.candidates if self._has_mask(one)}
-            self._calibration = []
-            if len(self._space.drafters) > 1:
-                self._calibration += self._candidates.best_by_drafter(self._pool).values()
-            if self._space.uses_masks:
-                self._calibration += [pool[mask] if mask in pool else self._candidates.of(mask) for mask in masks]
-        return self._calibration
+    @cached_property
+    def _best_by_drafter(self) -> list[Candidate]:
+        """What is measured first, each at the setting that was best for it before the first trial; none of a single
+        drafter's, whose best comes first in any case."""
+        if len(self._space.drafters) == 1:
+            return []
+        self._candidates.predictor.learn(())
+        return list(self._candidates.best_by_drafter(self._pool).values())
 
     def _all_known(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
         """The pool and what earlier proposals predicted, each config once, and none of what a wide one replaces."""

@@ -41,7 +41,12 @@ from search.study import trials_by_state
 
 _MAX_STANDINGS = 200
 """Points of the leader's curve: each costs a fit over all earlier trials."""
-_DISPLAY = {"warm": "known shape", "repeat": "measured again", "replay": "neighbour by replay"}
+_DISPLAY = {
+    "warm": "known shape",
+    "drafter": "best of a drafter",
+    "repeat": "measured again",
+    "replay": "neighbour by replay",
+}
 
 
 def prediction_figure(study: optuna.Study) -> go.Figure:

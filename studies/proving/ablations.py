@@ -66,17 +66,13 @@ def _no_shrinkage(stack: ExitStack) -> None:
     stack.enter_context(patch.object(search.leaderboard, "_towards_forecasts", as_measured))
 
 
-def _no_shapes(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(search.replay_proposer.ReplayProposer, "_shapes", lambda _self: []))
-
-
 def _no_repeats(stack: ExitStack) -> None:
     stack.enter_context(patch.object(search.replay_proposer, "not_taken", lambda *_: []))
 
 
 def _only_predicted(stack: ExitStack) -> None:
     """The leader is what the prediction says of all that was measured; nothing is learnt from measuring."""
-    for one in (_no_learnt_costs, _no_shapes, _no_repeats):
+    for one in (_no_learnt_costs, _no_repeats):
         one(stack)
 
     def as_forecast(fit: Any, forecasts: Any, sigma: float, _may_lead: Any) -> tuple[Any, Any]:
@@ -93,7 +89,6 @@ ABLATIONS: dict[str, Patches] = {
     "no_yardstick": _no_yardstick,
     "no_taste": _no_taste,
     "no_shrinkage": _no_shrinkage,
-    "no_shapes": _no_shapes,
     "no_repeats": _no_repeats,
     "only_predicted": _only_predicted,
 }

@@ -173,23 +173,6 @@ def test_repeats_come_as_often_as_asked_for(every: int) -> None:
     assert repeats == ([] if every == 0 else [i for i in range(every - 1, 15, every) if i > 0])
 
 
-def test_known_shapes_come_first_in_every_second_trial() -> None:
-    """Each at its best predicted setting; then never again."""
-    lab = Lab(repeat_every=0)
-    lab.run(20)
-    warm = {i: SPACE.to_config(one.params or {}) for i, one in enumerate(lab.proposals) if one.origin == "warm"}
-    assert list(warm) == [1, 3, 5, 7, 9, 11][: len(warm)]
-    assert len(warm) >= 4
-    assert warm[1].skip_mask == SkipMask.none(6)
-    assert warm[3].skip_mask.exit_layer == 1
-    for config in warm.values():
-        assert lab.candidates.predictor.best_setting(config.skip_mask).config == config
-    shapes = {SkipMask.alternating(6), SkipMask.contiguous(6, 1, 3), SkipMask.from_sublayers(6, attention=[3, 4, 5])}
-    tried = {SPACE.to_config(one.params or {}).skip_mask for one in lab.proposals}
-    assert shapes <= tried
-    assert SkipMask.from_sublayers(6, mlp=[3, 4]) in tried
-
-
 def test_the_first_proposal_is_the_best_prediction_of_all() -> None:
     lab = Lab()
     first = lab.propose()
@@ -251,7 +234,8 @@ def test_what_is_known_is_not_predicted_again() -> None:
     lab.proposer = lab.resumed()
     lab.run(30)
     origins = [one.origin for one in lab.proposals]
-    assert {"replay", "warm"} <= set(origins)
+    assert set(origins) <= {"replay", "pool"}
+    assert "replay" in origins
     earlier: set[Any] = {start.key}
     masks: set[SkipMask] = set()
     for one in lab.proposals:
@@ -263,9 +247,7 @@ def test_what_is_known_is_not_predicted_again() -> None:
             assert SPACE.to_mask(dict(one.params or {})) in masks
         earlier |= fresh
     speedups = [
-        lab.candidates.predictor.forecast(SPACE.to_config(dict(one.params or {})), [])[1]
-        for one in lab.proposals
-        if one.origin != "warm"
+        lab.candidates.predictor.forecast(SPACE.to_config(dict(one.params or {})), [])[1] for one in lab.proposals
     ]
     assert max(speedups) > 1.3 * math.exp(start.log_speedup)
 
@@ -375,8 +357,6 @@ def test_only_what_is_predicted_on_all_texts_is_proposed() -> None:
         assert not set(read) & set(lab.more.masks[:before])
         lab.add(proposal)
         lab.proposals.append(proposal)
-        if proposal.origin == "warm":
-            continue
         config = SPACE.to_config(dict(proposal.params or {}))
         known = [*lab.pool.candidates]
         for one in lab.proposals:
@@ -404,7 +384,7 @@ def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
     before = len(lab.more.masks)
     later = lab.propose(lab.resumed())
     assert FAR[1] not in lab.more.masks[before:]
-    assert later.origin == "warm"
+    assert SPACE.to_mask(later.params or {}) == NEAR[0]  # another setting of the honest one
 
 
 def test_neighbours_are_looked_for_once_all_that_is_known_is_measured() -> None:
