@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from layerskip.config import DecodeConfig, write_atomically
 from layerskip.skip_mask import SkipMask
 from studies.proving.costs import COSTS
 from studies.proving.table import Table
-from studies.proving.truth import Optimum, optima_of
+from studies.proving.truth import Optimum, optima_of, worth_of_tuning_optima
 
 FILE = "optima.json"
+_NUMBERS = ("speedup", "share_faster", "on_tuning")
 _FIELDS = ("gamma", "draft_threshold", "target_threshold", "share_prefix")
 
 
@@ -40,7 +41,11 @@ def known_optima(
         if stored.get(name, {}).get("fingerprint") != key:
             tell(name)
             prices = {one.name: one.prices(name, table.space.num_layers) for one in COSTS.values()}
-            optima = optima_of(table, prices, table.reporting)
+            tuned = worth_of_tuning_optima(table, prices)
+            optima = {
+                one: replace(best, on_tuning=tuned[one])
+                for one, best in optima_of(table, prices, table.reporting).items()
+            }
             stored[name] = {"fingerprint": key, "optima": {one: _to_json(best) for one, best in optima.items()}}
             if saves:
                 write_atomically(file, json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
@@ -51,17 +56,17 @@ def known_optima(
 def fingerprint_of(table: Table) -> str:
     """Of all that the optima follow from: readings, which texts report, and prices."""
     digest = hashlib.sha256(json.dumps([asdict(one) for one in COSTS.values()], sort_keys=True).encode())
-    digest.update(repr((table.space, table.reporting)).encode())
+    digest.update(repr((table.space, table.num_tuning, table.reporting)).encode())
     digest.update(table.codes.tobytes() + table.target_levels.tobytes())
     return digest.hexdigest()[:16]
 
 
 def _to_json(best: Optimum) -> dict[str, Any]:
     config = {name: getattr(best.config, name) for name in _FIELDS}
-    numbers = {"speedup": round(best.speedup, 6), "share_faster": round(best.share_faster, 6)}
+    numbers = {name: round(getattr(best, name), 6) for name in _NUMBERS}
     return numbers | {"skip_mask": str(best.config.skip_mask)} | config
 
 
 def _from_json(data: dict[str, Any]) -> Optimum:
     config = DecodeConfig(skip_mask=SkipMask.parse(data["skip_mask"]), **{name: data[name] for name in _FIELDS})
-    return Optimum(config, data["speedup"], data["share_faster"])
+    return Optimum(config, **{name: data[name] for name in _NUMBERS})

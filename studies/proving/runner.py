@@ -129,7 +129,7 @@ class _Run:
 
     @classmethod
     def begin(cls, case: Case) -> _Run:
-        label = zlib.crc32(f"{case.model} {case.costs.name} {case.strategy}".encode())
+        label = zlib.crc32(f"{case.model} {case.costs.name}".encode())  # strategies share their luck: they are compared
         machine = SimulatedMachine(case.prices, case.noise, np.random.default_rng([case.seed, label]))
         subject, spec = _subject(case, TabularDecoder(case.table, machine)), _spec(case)
         options = ReferenceOptions(subject.space.num_layers, case.seed, spec.trial_seconds, spec.prompts_per_trial)

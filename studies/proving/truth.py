@@ -93,6 +93,8 @@ class Optimum:
     """Below 1 where nothing beats plain decoding."""
     share_faster: float
     """Of all configs, those that beat plain decoding."""
+    on_tuning: float = 1.0
+    """What the config that is best on the tuning texts is worth here: as far as these can tell, no search has more."""
 
     @property
     def value(self) -> float:
@@ -139,6 +141,15 @@ def optima_of(
     return {
         name: Optimum(_config(settings, mask, i, share), float(np.exp(log)), num_faster[name] / total)
         for name, (log, mask, i, share) in best.items()
+    }
+
+
+def worth_of_tuning_optima(table: Table, prices: Mapping[str, Prices]) -> dict[str, float]:
+    """What the best decision by the tuning texts, all of them and nothing else, is worth on those that report."""
+    found = optima_of(table, prices, range(table.num_tuning))
+    return {
+        name: speedup_of(table, prices[name], best.config, table.reporting) if best.speedup > 1.0 else 1.0
+        for name, best in found.items()
     }
 
 
