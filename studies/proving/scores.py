@@ -26,6 +26,8 @@ class Score:
     seed: int
     optimum: float
     """Speedup of the best decision, at least 1."""
+    tuning_regret: float
+    """Of the best decision by the tuning texts alone: what no search can be expected to go below."""
     regrets: dict[int, float]
     """After so many trials: by how much the leader's speedup falls short of the optimum, in per cent of it."""
     regret: float
@@ -56,6 +58,7 @@ class Score:
             strategy=case.strategy,
             seed=case.seed,
             optimum=optimum.value,
+            tuning_regret=round(100.0 * (1.0 - optimum.on_tuning / optimum.value), 4),
             regrets={count: regret(config) for count, config in result.leaders.items()},
             regret=regret(exported),
             is_slower=value(exported) < 1.0,
