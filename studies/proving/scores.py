@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from layerskip.config import DecodeConfig
+from search.rivals.registry import OURS
 from studies.proving.runner import Case, RunResult
 from studies.proving.truth import Optimum, speedup_of
 
@@ -78,12 +79,16 @@ class Mean:
     high: float | None
 
     @classmethod
-    def over_models(cls, scores: Sequence[Score], of: Callable[[Score], float]) -> Mean:
-        """Of the models' own means over prices and seeds."""
+    def over_models(cls, scores: Sequence[Score], of: Callable[[Score], float], against: Sequence[Score] = ()) -> Mean:
+        """Of the models' own means over prices and seeds; less those of the scores that they are held against."""
         from scipy import stats
 
         models = sorted({one.model for one in scores})
-        means = [float(np.mean([of(one) for one in scores if one.model == model])) for model in models]
+
+        def mean_of(model: str, some: Sequence[Score]) -> float:
+            return float(np.mean([of(one) for one in some if one.model == model]))
+
+        means = [mean_of(model, scores) - (mean_of(model, against) if against else 0.0) for model in models]
         mean = float(np.mean(means))
         if len(means) < 2:
             return cls(mean, None, None)
@@ -95,8 +100,9 @@ class Mean:
 
 
 def summarise(scores: Sequence[Score]) -> dict[str, dict[str, Mean]]:
-    """By strategy: the columns of the table."""
+    """By strategy: the columns of the table; `behind` is what the exported config lacks of ours, model by model."""
     found = {}
+    ours = [one for one in scores if one.strategy == OURS]
     for strategy in dict.fromkeys(one.strategy for one in scores):
         own = [one for one in scores if one.strategy == strategy]
         columns: dict[str, Mean] = {}
@@ -105,6 +111,8 @@ def summarise(scores: Sequence[Score]) -> dict[str, dict[str, Mean]]:
         for name in ("regret", "is_slower", "refuses_wrongly", "speculates_wrongly", "proposing_s"):
             scale = 1.0 if name in ("regret", "proposing_s") else 100.0
             columns[name] = Mean.over_models(own, lambda one, n=name, s=scale: s * float(getattr(one, n)))  # type: ignore[misc]
+        if ours:
+            columns["behind"] = Mean.over_models(own, lambda one: one.regret, against=ours)
         found[strategy] = columns
     return found
 
@@ -123,6 +131,7 @@ def _title(name: str) -> str:
         return f"regret after {name.removeprefix('regret_')}, %"
     return {
         "regret": "exported, %",
+        "behind": "exported, behind ours, %",
         "is_slower": "slower than plain, % of runs",
         "refuses_wrongly": "wrongly refuses, %",
         "speculates_wrongly": "wrongly speculates, %",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,14 @@ from layerskip.teacher_forcing import ForcedText
 from search.decoder import Decoder
 from search.replay import Settings, replay
 from search.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
+from studies.proving.__main__ import load_tables, main
 from studies.proving.costs import COSTS, QUIRK
+from studies.proving.make import READINGS
+from studies.proving.optima import FILE, fingerprint_of
+from studies.proving.readings import NUM_REPORTING, NUM_TUNING
 from studies.proving.recipes import RECIPES
 from studies.proving.runner import Case, run_case
+from studies.proving.scores import Score, summarise, table_of
 from studies.proving.table import THRESHOLDS, Table, confidence_of, decode, encode, levels_of, masks_of
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
 from studies.proving.truth import Steps, can_share, grid_of, optima_of, speedup_of
@@ -232,3 +238,55 @@ def test_a_run_follows_from_its_seed(strategy: str) -> None:
     assert one.exported == other.exported
     assert one.num_trials == other.num_trials <= 6
     assert one.leaders.keys() == {1, 6}
+
+
+def score_of(model: str, strategy: str, regret: float) -> Score:
+    return Score(model, "cpu", strategy, 0, 1.2, 0.1, {1: regret}, regret, False, False, False, 1, 0.5)
+
+
+def test_strategies_are_compared_model_by_model() -> None:
+    """A rival that is always one per cent behind is so for certain, however much the models differ."""
+    scores = [score_of(m, "ours", r) for m, r in (("a", 0.0), ("b", 5.0), ("c", 1.0))]
+    scores += [score_of(m, "random", r) for m, r in (("a", 1.0), ("b", 6.0), ("c", 2.0))]
+    found = summarise(scores)
+    behind, regret = found["random"]["behind"], found["random"]["regret"]
+    assert (behind.mean, behind.low, behind.high) == pytest.approx((1.0, 1.0, 1.0))
+    assert regret.mean == pytest.approx(3.0)
+    assert regret.low is not None
+    assert regret.low < 0.0
+    assert found["ours"]["behind"].mean == 0.0
+    assert "| random | 3.00" in table_of(found)
+    assert "behind" not in summarise(scores[3:])["random"]
+
+
+def test_the_committed_tables_and_optima_belong_together() -> None:
+    """Of every recipe; a table made anew asks for its optima anew."""
+    tables = load_tables(READINGS, None)
+    assert tables.keys() == RECIPES.keys()
+    stored = json.loads((READINGS / FILE).read_text(encoding="utf-8"))
+    for name, table in tables.items():
+        recipe = RECIPES[name]
+        assert (table.space, table.depth) == (recipe.space, recipe.depth)
+        assert (table.num_tuning, len(table.reporting)) == (NUM_TUNING, NUM_REPORTING)
+        assert stored[name]["fingerprint"] == fingerprint_of(table)
+        for costs, best in stored[name]["optima"].items():
+            mask = SkipMask.parse(best["skip_mask"])
+            fields = {key: best[key] for key in ("gamma", "draft_threshold", "target_threshold", "share_prefix")}
+            prices = COSTS[costs].prices(name, table.space.num_layers)
+            value = speedup_of(table, prices, DecodeConfig(skip_mask=mask, **fields), table.reporting)
+            assert value == pytest.approx(best["speedup"], abs=1e-5)
+
+
+def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "runs.json"
+    flags = ["--models", "l6_distilled_python", "--costs", "gpu_memory", "--strategies", "ours", "layerskip+settings"]
+    assert main([*flags, "--trials", "5", "--processes", "1", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "| ours |" in shown
+    assert "The best config by all tuning texts" in shown
+    told = json.loads(out.read_text(encoding="utf-8"))
+    ours, rival = told["runs"]
+    assert ours["optimum"] == rival["optimum"] > 1.3
+    assert 0.0 <= ours["regret"] < 10.0
+    assert main(["--models", "l6_unknown"]) == 2
+    assert "--models: must be among l12_layerskip_python" in capsys.readouterr().err
