@@ -63,6 +63,15 @@ def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
     assert table(record) in README
 
 
+def test_the_readmes_table_of_searches_is_that_of_the_output() -> None:
+    """Every strategy that was run has its row, losing ones too."""
+    means = json.loads((ROOT / "studies" / "proving" / "rivals.json").read_text(encoding="utf-8"))["means"]
+    for name, columns in means.items():
+        shown = ("regret_1", "regret_25", "regret", *(("behind",) if name != "ours" else ()))
+        cells = [f"{columns[one]['mean']:.2f} ({columns[one]['low']:.2f}..{columns[one]['high']:.2f})" for one in shown]
+        assert f"| {' | '.join(cells)} |" in README.replace("**", ""), name
+
+
 def test_the_readmes_rows_of_the_engine_are_those_of_the_output() -> None:
     record = json.loads((ROOT / "studies" / "engine" / "bench_demo.json").read_text(encoding="utf-8"))
     rows = {row["name"]: row for row in record["rows"]}
