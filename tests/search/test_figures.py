@@ -226,7 +226,7 @@ def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished
 def test_groups_of_predictions_are_told_apart_and_counted(finished: optuna.Study) -> None:
     groups = prediction_figure(finished).data[1:]
     origins = [trial.user_attrs["origin"] for trial in finished.get_trials(states=(TrialState.COMPLETE,))]
-    assert f"known shape ({origins.count('warm')})" in {trace.name for trace in groups}
+    assert f"neighbour by replay ({origins.count('replay')})" in {trace.name for trace in groups}
     assert f"measured again ({origins.count('repeat')})" in {trace.name for trace in groups}
     assert sum(len(trace.x) for trace in groups) == len(origins)
     # In form, not only in colour; the legend shows a full trial's form where the group has one.
