@@ -140,7 +140,8 @@ def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]
 def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:
     """Several ways to decode one prompt, one after the other as a user runs them; those that fail are told as faults.
 
-    Not in lockstep, which is some per cent off either way (`studies/lockstep.json`). Raises: what plain decoding among them raises, for then there is nothing to compare with.
+    Not in lockstep, which is some per cent off either way (`studies/lockstep.json`). Raises: what plain decoding among
+    them raises, for then there is nothing to compare with.
     """
     return [_time_or_fault(decoder, case, config) for config in configs]
 
