@@ -73,6 +73,9 @@ def benchmark(args: argparse.Namespace) -> int:
     for name in ("seeds", "trials", "processes"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(args, name)}")
+    for name in ("noise", "drift", "burst"):
+        if not 0.0 <= getattr(args, name) < 100.0:
+            raise ValueError(f"--{name}: must be from 0 to below 100 per cent, got {getattr(args, name):g}")
     commit = git_commit(Path(__file__).parent)  # now: by the end there may be changes
     noise = Noise(args.noise / 100, args.drift / 100, args.burst / 100)
     tables = load_tables(args.readings, args.models)

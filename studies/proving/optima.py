@@ -31,10 +31,13 @@ def known_optima(
     """By model and cost table: read from the folder's file, or enumerated where table or prices are others since.
 
     saves: write what was enumerated into the file. `tell` is called with a model's name before it is enumerated. Cost:
-    see `optima_of`, for each model that the file has not.
+    see `optima_of`, for each model that the file has not. Raises: ValueError naming the file if it cannot be read.
     """
     file = folder / FILE
-    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file}: not optima in JSON, delete it to enumerate them anew: {error}") from None
     found = {}
     for name, table in tables.items():
         key = fingerprint_of(table)

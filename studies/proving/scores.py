@@ -49,20 +49,21 @@ class Score:
         def value(config: DecodeConfig) -> float:
             return speedup_of(case.table, case.prices, config, case.table.reporting)
 
-        def regret(config: DecodeConfig) -> float:
-            return round(100.0 * (1.0 - value(config) / optimum.value), 4)
+        def regret(speedup: float) -> float:
+            return round(100.0 * (1.0 - speedup / optimum.value), 4)
 
         exported = result.exported
+        worth = value(exported)
         return cls(
             model=case.model,
             costs=case.costs.name,
             strategy=case.strategy,
             seed=case.seed,
             optimum=optimum.value,
-            tuning_regret=round(100.0 * (1.0 - optimum.on_tuning / optimum.value), 4),
-            regrets={count: regret(config) for count, config in result.leaders.items()},
-            regret=regret(exported),
-            is_slower=value(exported) < 1.0,
+            tuning_regret=regret(optimum.on_tuning),
+            regrets={count: regret(value(config)) for count, config in result.leaders.items()},
+            regret=regret(worth),
+            is_slower=worth < 1.0,
             refuses_wrongly=not exported.speculates and optimum.speedup >= WORTH_IT,
             speculates_wrongly=exported.speculates and optimum.speedup <= 1.0,
             num_trials=result.num_trials,

@@ -16,7 +16,7 @@ from search.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_thresh
 from studies.proving.__main__ import load_tables, main
 from studies.proving.costs import COSTS, QUIRK
 from studies.proving.make import READINGS
-from studies.proving.optima import FILE, fingerprint_of
+from studies.proving.optima import FILE, fingerprint_of, known_optima
 from studies.proving.readings import NUM_REPORTING, NUM_TUNING
 from studies.proving.recipes import RECIPES
 from studies.proving.runner import Case, run_case
@@ -290,3 +290,11 @@ def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.
     assert 0.0 <= ours["regret"] < 10.0
     assert main(["--models", "l6_unknown"]) == 2
     assert "--models: must be among l12_layerskip_python" in capsys.readouterr().err
+    assert main(["--noise", "300"]) == 2
+    assert "--noise: must be from 0 to below 100 per cent, got 300" in capsys.readouterr().err
+
+
+def test_optima_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"optima\.json: not optima in JSON"):
+        known_optima(tmp_path, {"made": made_table()})
