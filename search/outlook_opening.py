@@ -39,16 +39,18 @@ from search.refinement import Refiner, refine_pool
 from search.replay import TextRows
 from search.sensitivity import Sensitivity, measure_sensitivity
 from search.space import SearchSpace
+from search.work import (
+    MIN_OPENING_S,
+    MORE_SHARE,
+    OPENING_SHARE,
+    POOL_SHARE,
+    READINGS_A_BIT,
+    REFINE_SHARE,
+    SENSITIVITY_SHARE,
+)
 
 _MIN_TEXTS, _MIN_TEXTS_IN_A_HURRY = 4, 2
 """For the first readings; the second where there is a limit for all predictions."""
-_PREFLIGHT_SHARE = 0.05
-"""Of the time that all trials may take: about what predicting before the first one may."""
-_MIN_PREFLIGHT_S = 10.0
-_SENSITIVITY_SHARE, _POOL_SHARE, _MORE_SHARE, _REFINE_SHARE = 0.5, 0.4, 0.4, 0.15
-"""Of that: each sublayer left out and left in, the pool, more texts, and the best of the pool on all of them."""
-_READINGS_A_BIT = 1.4
-"""What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
 _PROPOSAL_SHARE = 0.06
 _MIN_PROPOSAL_S = 0.15
 """What a proposal predicts, neighbours or a mask on all texts, may take so long, or a share of a trial's time if that
@@ -124,9 +126,9 @@ class _Opening:
         else:
             costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
         costs_s = self.clock() - start
-        self.budget = max(_MIN_PREFLIGHT_S, _PREFLIGHT_SHARE * options.search_s)
+        self.budget = max(MIN_OPENING_S, OPENING_SHARE * options.search_s)
         if options.seconds is not None:
-            shares = _SENSITIVITY_SHARE + _POOL_SHARE + _MORE_SHARE + _REFINE_SHARE
+            shares = SENSITIVITY_SHARE + POOL_SHARE + MORE_SHARE + REFINE_SHARE
             self.budget = max(0.0, options.seconds - costs_s) / shares
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
@@ -157,8 +159,8 @@ class _Opening:
         if stored is None:
             start = self.clock()
             forcing.read(SkipMask.none(self.space.num_layers))
-            needed = (self.clock() - start) * _READINGS_A_BIT * len(self.space.bit_names)
-            allowed = _SENSITIVITY_SHARE * self.budget
+            needed = (self.clock() - start) * READINGS_A_BIT * len(self.space.bit_names)
+            allowed = SENSITIVITY_SHARE * self.budget
             least = _MIN_TEXTS if self.options.seconds is None else _MIN_TEXTS_IN_A_HURRY
             if needed > allowed and len(texts) > least:
                 texts = texts[: max(least, int(len(texts) * allowed / needed))]
@@ -172,7 +174,7 @@ class _Opening:
             return Sensitivity.from_json(stored)
         if not self.space.uses_masks:
             return Sensitivity((), str(SkipMask.none(self.space.num_layers)), 1.0)
-        limit = None if self.options.seconds is None else _SENSITIVITY_SHARE * self.budget
+        limit = None if self.options.seconds is None else SENSITIVITY_SHARE * self.budget
         sensitivity = measure_sensitivity(predictor.agreement, self.space, self.tell, seconds=limit, clock=self.clock)
         self.study.set_user_attr(SENSITIVITY, sensitivity.to_json())
         return sensitivity
@@ -203,7 +205,7 @@ class _Opening:
         candidates = Candidates(predictor, self.space)
         is_hybrid = self._choose_hybrids(predictor, pool)
         if pool.candidates and (predictor.has_more or is_hybrid):
-            seconds = _REFINE_SHARE * self.budget
+            seconds = REFINE_SHARE * self.budget
             pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
         pool = pool.with_others(self._lookups_alone(predictor))
         stored = pool.to_json(candidates)
@@ -219,7 +221,7 @@ class _Opening:
             self.space,
             sensitivity,
             seed=self.options.seed,
-            seconds=_POOL_SHARE * self.budget,
+            seconds=POOL_SHARE * self.budget,
             clock=self.clock,
         )
 
@@ -283,7 +285,7 @@ class _Opening:
                 self.options.max_new_tokens,
                 self.options.seed,
                 limit=min(MAX_MORE, most - len(self.reference.cases)),
-                seconds=_MORE_SHARE * self.budget,
+                seconds=MORE_SHARE * self.budget,
             )
             used = {case.prompt_ids for case in self.reference.cases}
             made = make_more_texts(self.decoder, self.prompts, used, more, clock=self.clock)

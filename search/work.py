@@ -31,10 +31,13 @@ _FEW_TOKENS = 16
 _DRAFT_STEPS, _DRAFT_SHARE = 40, 0.55
 """Draft tokens that one repeat of measuring the costs times, and what one takes in target steps."""
 _LOOKUP_COUNTS = (13, 17, 25)
-_READINGS_A_BIT, _LEAST_READINGS = 1.4, 12
-_TEXTS_READ = 4
-_LEAST_OPENING_S, _OPENING_SHARE, _POOL_READINGS = 10.0, 0.05, 400
-"""As in `search.outlook_opening`, where no budget says how long predictions may take."""
+MIN_OPENING_S, OPENING_SHARE = 10.0, 0.05
+"""What predicting before the first trial may take where no budget says so: about this share of what all trials may."""
+SENSITIVITY_SHARE, POOL_SHARE, MORE_SHARE, REFINE_SHARE = 0.5, 0.4, 0.4, 0.15
+"""Of that: each sublayer left out and left in, the pool, more texts, and the best of the pool on all of them."""
+READINGS_A_BIT = 1.4
+"""What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
+_LEAST_READINGS, _TEXTS_READ, _POOL_READINGS = 12, 4, 400
 
 
 @dataclass(frozen=True)
@@ -216,11 +219,12 @@ class Work:
         texts_s = self._texts_s(amounts, pace)
         if "outlook" in self.kept:
             return texts_s
-        opening_s = max(_LEAST_OPENING_S, _OPENING_SHARE * self.search_s(amounts, pace))
+        opening_s = max(MIN_OPENING_S, OPENING_SHARE * self.search_s(amounts, pace))
         few_s, all_s = (self._reading_s(n, amounts, pace) for n in (_TEXTS_READ, amounts.num_texts))
-        bits = _READINGS_A_BIT * self.num_bits
-        predicting_s = max(bits * min(few_s, all_s), min(0.5 * opening_s, bits * all_s))
-        predicting_s += min(0.55 * opening_s, _POOL_READINGS * all_s) + 0.4 * opening_s
+        bits = READINGS_A_BIT * self.num_bits
+        predicting_s = max(bits * min(few_s, all_s), min(SENSITIVITY_SHARE * opening_s, bits * all_s))
+        pool_s = (POOL_SHARE + REFINE_SHARE) * opening_s
+        predicting_s += min(pool_s, _POOL_READINGS * all_s) + MORE_SHARE * opening_s
         return self.costs_s(NUM_REPEATS, pace) + texts_s + predicting_s
 
     def least_outlook_s(self, amounts: Amounts, pace: Pace) -> float:

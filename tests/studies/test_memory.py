@@ -50,7 +50,7 @@ def count_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
     monkeypatch.setattr(Publisher, "__call__", lambda *_: None)
     monkeypatch.setattr(Publisher, "publish", lambda *_: None)
     # Caches that are full before the first trial, as they are on a real model.
-    monkeypatch.setattr(outlook_opening, "_MIN_PREFLIGHT_S", 2.0)
+    monkeypatch.setattr(outlook_opening, "MIN_OPENING_S", 2.0)
     monkeypatch.setattr(predictor, "_KEPT_BYTES", 1 << 14)
     monkeypatch.setitem(LayerwiseForcing.__init__.__kwdefaults__, "cache_bytes", 1 << 14)
     flags = tiny_flags(save_tiny_model(tmp_path / "model"), tmp_path)
