@@ -19,7 +19,6 @@ from tests.search.fakes import NUM_LAYERS
 from tests.search.test_compare import Comparison, bench, plan_of, stand_in
 
 __all__ = ["bench", "stand_in"]  # fixtures
-STUDIES = Path(__file__).parents[2] / "studies"
 
 
 def texts(folder: Path) -> list[str]:
@@ -205,12 +204,3 @@ def test_a_compact_file_that_cannot_be_read_is_one_line(
     with pytest.raises(ValueError, match=rf"lines\.jsonl\.xz: {message}") as raised:
         read_lines(file)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "stock"])
-def test_the_committed_tables_are_what_the_committed_records_say(name: str, tmp_path: Path) -> None:
-    folder = STUDIES / "comparison" / name
-    write_results(read_record(folder / FILE), tmp_path)
-    for file in ("table.md", "results.json"):
-        assert (tmp_path / file).read_text(encoding="utf-8") == (folder / file).read_text(encoding="utf-8")
