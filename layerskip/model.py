@@ -13,20 +13,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from layerskip.adapter import ModelAdapter
-from layerskip.config import DecodeConfig
-from layerskip.decode import DecodeLoop, DecodeRequest, Emitted, Run
-from layerskip.device_map import DeviceMap
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
+from layerskip.decoding.lockstep import decode_in_lockstep
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted, Run
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.engines import Engine, make_engine
-from layerskip.hub import DECODE_CONFIG_NAME, HubArguments
-from layerskip.loading import load_pretrained, weights_fingerprint
-from layerskip.lockstep import decode_in_lockstep
-from layerskip.placement import Placement
-from layerskip.rounding import RoundingSpread, measure_rounding
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.stats import DecodeStats
-from layerskip.text_stream import TextStream
+from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.device_map import DeviceMap
+from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
+from layerskip.huggingface.placement import Placement
+from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ class LayerSkipModel:
         little; `generate` records them whole, which makes a round somewhat shorter.
         Of a config with regimes the setting for these arguments is taken, as in `generate`.
         Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see
-        `layerskip.lockstep` for why not one by one.
+        `layerskip.decoding.lockstep` for why not one by one.
         Raises: ValueError as `generate`.
         """
         given = GenerateArguments(**arguments)

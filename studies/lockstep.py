@@ -22,19 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config import DecodeConfig, write_atomically
-from layerskip.intervals import geometric_mean, ratio_interval
-from layerskip.machine import git_commit
-from layerskip.skip_mask import SkipMask
-from layerskip.usual_lookups import NGRAMS, lookup_alone
-from search.decoder import Decoder
-from search.measurement import Pair, PromptCase, measure_pair, measure_pair_apart
-from search.prompts import EncodedPrompt, load_prompts
-from search.reference import make_cases, warm_up
+from layerskip.analysis.intervals import geometric_mean, ratio_interval
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.config.decode_config import DecodeConfig, write_atomically
+from layerskip.config.skip_mask import SkipMask
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone
+from layerskip.machine.host import git_commit
+from search.context import Subject
+from search.measure.decoder import Decoder
+from search.measure.pairs import Pair, PromptCase, measure_pair, measure_pair_apart
+from search.measure.reference import make_cases, warm_up
 from search.regime_run import regime_study
-from search.spec import load_spec
-from search.subject import Subject
+from search.study.prompts import EncodedPrompt, load_prompts
+from search.study.spec import load_spec
 
 WAYS: Mapping[str, Callable[..., Pair]] = {"lockstep": measure_pair, "apart": measure_pair_apart}
 GAMMA = 3

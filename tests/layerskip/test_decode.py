@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
-from layerskip.decode import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
-from layerskip.identity import check_identity
-from layerskip.lookup_settings import SuffixLookup
+from layerskip.analysis.identity import check_identity
+from layerskip.config.lookup_settings import SuffixLookup
+from layerskip.decoding.loop import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
 from layerskip.model import GenerateOutput
 from tests.layerskip import zoo
 

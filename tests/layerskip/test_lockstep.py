@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.decode import DecodeLoop, Emitted, Run
-from layerskip.engines.cuda_graph import CudaGraphEngine
-from layerskip.identity import check_identity, first_difference
-from layerskip.lockstep import TURN_TOKENS
-from layerskip.sampling import SamplingParams, seeded_sampler
+from layerskip.analysis.identity import check_identity, first_difference
+from layerskip.decoding.lockstep import TURN_TOKENS
+from layerskip.decoding.loop import DecodeLoop, Emitted, Run
+from layerskip.decoding.sampling import SamplingParams, seeded_sampler
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 

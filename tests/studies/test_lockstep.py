@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from search.decoder import ModelDecoder
-from search.measurement import PromptCase
-from search.prompts import EncodedPrompt
-from search.reference import make_cases
+from search.measure.decoder import ModelDecoder
+from search.measure.pairs import PromptCase
+from search.measure.reference import make_cases
+from search.study.prompts import EncodedPrompt
 from studies import lockstep
 from studies.lockstep import configs_of, main, measure, spread, table
 from tests.layerskip import zoo
