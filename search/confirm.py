@@ -29,7 +29,7 @@ from layerskip.skip_mask import SkipMask
 from search.decoder import Decoder
 from search.held_out import HeldOut, held_out_of, typical_rate
 from search.leaderboard import Entry, Standings
-from search.measurement import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
+from search.measurement import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair, time_able
 from search.progress import Tell, nobody
 from search.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 
@@ -320,7 +320,7 @@ def _fresh_passes(
     for repeat, pairs in enumerate(passes):
         cases = case_sets[repeat % len(case_sets)]
         for row, case in enumerate(cases):
-            pairs.append(measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
+            pairs.append(measure_pair(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
             progress(repeat * len(cases) + row + 1, repeats * len(cases))
     return passes
 

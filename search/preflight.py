@@ -15,7 +15,6 @@ from layerskip.sampling_params import SamplingParams
 from layerskip.sampling_regime import Sampling
 from search.decoder import ModelDecoder, load_model
 from search.fingerprint import take_fingerprint
-from search.measurement import pair_seconds
 from search.pace import Pace, measure_pace
 from search.plan import make_plan
 from search.prompts import PromptSet, encode_prompts
@@ -117,10 +116,10 @@ class StudyTime:
 
 
 def time_pair(subject: Subject) -> float:
-    """Seconds of a plain/plain pair, the shared prefill included, on the first tuning prompt. Cost: three decodings."""
+    """Seconds of a plain/plain pair, both prefills included, on the first tuning prompt. Cost: three decodings."""
     warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
     out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    return pair_seconds(out.stats)
+    return 2 * (out.stats.prefill_s + out.stats.decode_s)
 
 
 def time_study(subject: Subject, spec: StudySpec, pair_s: float) -> StudyTime:
