@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from layerskip.config import Confirmed, DecodeConfig, GroupSetting, Provenance, RegimeSetting
-from layerskip.lookup_settings import PromptLookup, SuffixLookup
-from layerskip.sampling_regime import Sampling
-from layerskip.skip_mask import SkipMask
-from layerskip.stats import DecodeStats
+from layerskip.config.decode_config import Confirmed, DecodeConfig, GroupSetting, Provenance, RegimeSetting
+from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.config.sampling_regime import Sampling
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.stats import DecodeStats
 
 if TYPE_CHECKING:
     from layerskip.drafters import TextStore
-    from layerskip.hugging_face import CustomGenerate, custom_generate
+    from layerskip.huggingface.generate import CustomGenerate, custom_generate
     from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
 
 __all__ = [
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
         return TextStore
     if name in ("CustomGenerate", "custom_generate"):
-        from layerskip import hugging_face
+        from layerskip.huggingface import generate as hugging_face
 
         return getattr(hugging_face, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.benchmark.names import ROW_NAMES
-from layerskip.by_hand import add_setting_arguments, setting_by_hand
-from layerskip.cli import CommandError, OneLineParser, print_error, run_command
-from layerskip.command_model import add_model_arguments, load_model, max_new_tokens, read_config
-from layerskip.config import DecodeConfig, write_atomically
-from layerskip.sampling_params import SamplingParams
-from layerskip.usual_lookups import NUM_TOKENS
+from layerskip.command_line.by_hand import add_setting_arguments, setting_by_hand
+from layerskip.command_line.cli import CommandError, OneLineParser, print_error, run_command
+from layerskip.command_line.command_model import add_model_arguments, load_model, max_new_tokens, read_config
+from layerskip.config.decode_config import DecodeConfig, write_atomically
+from layerskip.config.sampling_params import SamplingParams
+from layerskip.config.usual_lookups import NUM_TOKENS
 
 if TYPE_CHECKING:
     from layerskip.benchmark.profiling import StepProfile
@@ -114,7 +114,7 @@ def _prompts_file(arguments: argparse.Namespace) -> Path | None:
 def _prompts(
     model: LayerSkipModel, arguments: argparse.Namespace, file: Path | None, room: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    from layerskip.prompts import Prompt, encode_prompt, read_prompts
+    from layerskip.command_line.prompts import Prompt, encode_prompt, read_prompts
 
     if file is None:
         prompts = [
@@ -185,7 +185,7 @@ def _print(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, A
     from rich.console import Console
 
     from layerskip.benchmark.report import print_profiles, print_rows, print_steps
-    from layerskip.machine_watch import describe_machine
+    from layerskip.machine.watch import describe_machine
 
     # A pipe or a file has no width; 80 columns would break the intervals off.
     console = Console(highlight=False, markup=False, file=sys.stdout, width=None if sys.stdout.isatty() else 130)

@@ -8,12 +8,12 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.command_model import add_device_map_argument, device_map_of
-from layerskip.config import ENGINE_NAMES, DecodeConfig
-from layerskip.lookup_settings import SuffixLookup
-from layerskip.skip_mask import SkipMask
-from layerskip.usual_lookups import lookup_alone, lookup_else_mask
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.command_model import add_device_map_argument, device_map_of
+from layerskip.config.decode_config import ENGINE_NAMES, DecodeConfig
+from layerskip.config.lookup_settings import SuffixLookup
+from layerskip.config.skip_mask import SkipMask
+from layerskip.config.usual_lookups import lookup_alone, lookup_else_mask
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -81,8 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _proof(model: LayerSkipModel, given: argparse.Namespace) -> str | None:
     """The command that proves the code, where this run lets ties pass; None in float32."""
-    from layerskip.identity import float32_command
-    from layerskip.rounding import is_reduced
+    from layerskip.analysis.identity import float32_command
+    from layerskip.huggingface.rounding import is_reduced
 
     if not is_reduced(model.dtype):
         return None
@@ -185,7 +185,7 @@ def _check_identity(
     model: LayerSkipModel, name: str, prompt_ids: list[int], reference: list[int], **decoding: Any
 ) -> Check:
     """decoding: what `generate` is told besides the prompt and the length."""
-    from layerskip.identity import check_identity
+    from layerskip.analysis.identity import check_identity
 
     output = model.generate(prompt_ids, max_new_tokens=max(1, len(reference)), do_sample=False, **decoding)
     report = check_identity(model, prompt_ids, output.ids, reference)
@@ -207,7 +207,7 @@ def _check_draft_logits(model: LayerSkipModel, name: str, mask: SkipMask, prompt
     """A wrong draft is silent (its tokens are rejected): so compare its logits one token at a time and in one go."""
     import torch
 
-    from layerskip.identity import logit_difference
+    from layerskip.analysis.identity import logit_difference
 
     adapter = model.adapter
     ids = torch.tensor(prompt_ids, device=model.device)

@@ -7,14 +7,20 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from layerskip.by_hand import add_setting_arguments, setting_by_hand
-from layerskip.cli import OneLineParser, run_command
-from layerskip.command_model import add_model_arguments, confirmed_length, load_model, max_new_tokens, read_config
-from layerskip.repetition import NGRAM
+from layerskip.analysis.repetition import NGRAM
+from layerskip.command_line.by_hand import add_setting_arguments, setting_by_hand
+from layerskip.command_line.cli import OneLineParser, run_command
+from layerskip.command_line.command_model import (
+    add_model_arguments,
+    confirmed_length,
+    load_model,
+    max_new_tokens,
+    read_config,
+)
 
 if TYPE_CHECKING:
-    from layerskip.compare import Comparison
-    from layerskip.config import DecodeConfig
+    from layerskip.command_line.compare import Comparison
+    from layerskip.config.decode_config import DecodeConfig
     from layerskip.model import GenerateOutput, LayerSkipModel
 
 PROG = "layerskip.generate"
@@ -65,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prompt_ids = _prompt_ids(model, arguments)
     generation = _generation_arguments(arguments, config)
     if arguments.compare:
-        from layerskip.compare import compare
+        from layerskip.command_line.compare import compare
 
         comparison = compare(model, prompt_ids, model.config, num_repeats=arguments.repeats, **generation)
         _print_comparison(model, comparison, arguments)
@@ -128,7 +134,7 @@ class MarkedText:
     """Prints tokens one by one, each in the style of its origin; on a terminal rejected drafts too, struck through."""
 
     def __init__(self, tokenizer: Any) -> None:
-        from layerskip.text_stream import TextStream
+        from layerskip.decoding.text_stream import TextStream
 
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer)

@@ -13,19 +13,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from layerskip.adapter import ModelAdapter
-from layerskip.config import DecodeConfig
-from layerskip.decode import DecodeLoop, DecodeRequest, Emitted
-from layerskip.device_map import DeviceMap
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.engines import Engine, make_engine
-from layerskip.hub import DECODE_CONFIG_NAME, HubArguments
-from layerskip.loading import load_pretrained, weights_fingerprint
-from layerskip.placement import Placement
-from layerskip.rounding import RoundingSpread, measure_rounding
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.stats import DecodeStats
-from layerskip.text_stream import TextStream
+from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.device_map import DeviceMap
+from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
+from layerskip.huggingface.placement import Placement
+from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.api_key import KEY_VARIABLE, read_api_key
-from layerskip.cli import CommandError, OneLineParser, run_command
-from layerskip.command_model import add_loading_arguments, confirmed_length, load_config, load_model
-from layerskip.config import DecodeConfig, GroupSetting
+from layerskip.command_line.cli import CommandError, OneLineParser, run_command
+from layerskip.command_line.command_model import add_loading_arguments, confirmed_length, load_config, load_model
+from layerskip.config.decode_config import DecodeConfig, GroupSetting
+from layerskip.server.api_key import KEY_VARIABLE, read_api_key
 from layerskip.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
     api_key = read_api_key(arguments.api_key_file, arguments.host)
     config = load_config(arguments)
-    from layerskip.server.running import GracefulServer, bind
+    from layerskip.server.transport.running import GracefulServer, bind
 
     # Before the model is loaded, which may take minutes.
     with bind(arguments.host, arguments.port) as bound:

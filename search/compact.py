@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import write_atomically
-from layerskip.strict_json import parse_json
+from layerskip.config.decode_config import write_atomically
+from layerskip.config.strict_json import parse_json
 
 MAX_BYTES = 1 << 28
 """Of text, unpacked: far more than 18,000 trials take, far less than a small malicious file could unpack to."""

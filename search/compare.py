@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
-from layerskip.device_map import refuse_torchrun
+from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
+from layerskip.huggingface.device_map import refuse_torchrun
 from search.run import add_output_flags, demo_folder
-from search.spec import StudyPaths, StudySpec, load_spec
 from search.stop import StopSignal
+from search.study.spec import StudyPaths, StudySpec, load_spec
 
 if TYPE_CHECKING:
     from search.comparison.plan import ComparisonPlan
@@ -119,10 +119,10 @@ def _compare(
 ) -> int:
     from search.comparison.pipeline import ComparisonRun, as_before
     from search.comparison.plan import estimate
+    from search.context import Tools
     from search.preflight import open_subject
-    from search.prompts import load_prompts
-    from search.storage import check_writable
-    from search.subject import Tools
+    from search.storages.opening import check_writable
+    from search.study.prompts import load_prompts
     from search.terminal.reporter import make_reporter
 
     prompt_sets = load_prompts(spec.prompts, spec.held_out)
@@ -141,7 +141,7 @@ def _compare(
 
 def _write_tables(out: Path) -> int:
     from search.comparison.record import FILE, read_record, write_results
-    from search.samplers import quiet_optuna
+    from search.trials.sampler import quiet_optuna
 
     quiet_optuna()
     file = out / FILE

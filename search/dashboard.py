@@ -11,13 +11,13 @@ from socketserver import ThreadingMixIn
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from layerskip.api_key import KEY_VARIABLE, read_api_key
-from layerskip.cli import OneLineParser, run_command
+from layerskip.command_line.cli import OneLineParser, run_command
+from layerskip.server.api_key import KEY_VARIABLE, read_api_key
 from search.dashboard_guard import DashboardGuard
 from search.reporting.source import Address, open_source
 from search.run import demo_folder
-from search.storage import near
 from search.storages.address import STORAGE_HELP, storage_argument
+from search.storages.opening import near
 
 PROG = "search.dashboard"
 

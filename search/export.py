@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
 from search.draft_model import DraftModel, export_draft_model
 from search.storages.address import STORAGE_HELP, storage_argument
 
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _write_config(arguments: argparse.Namespace) -> int:
-    from search.stored_config import stored_config
+    from search.confirm.stored_config import stored_config
 
     file = _new_file("--config-out", arguments.config_out)
     with _opened(arguments) as source:
@@ -89,7 +89,7 @@ def _verdict(config: DecodeConfig) -> str:
 
 def _write_archive(arguments: argparse.Namespace) -> int:
     from search.reporting.archive import write_archive
-    from search.samplers import quiet_optuna
+    from search.trials.sampler import quiet_optuna
 
     quiet_optuna()
     file = _new_file("--archive", arguments.archive)
@@ -119,7 +119,7 @@ def _write_draft_model(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--config: no such file: {arguments.config}")
     config = DecodeConfig.load(arguments.config).for_group(arguments.group)
     quiet_libraries()
-    from layerskip.draft_checkpoint import check_new_folder
+    from layerskip.huggingface.draft_checkpoint import check_new_folder
 
     check_new_folder(arguments.draft_model)  # before the model is loaded
     draft = export_draft_model(
@@ -131,7 +131,7 @@ def _write_draft_model(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace, config: DecodeConfig) -> LayerSkipModel:
     """The model in the format it is stored in, on the CPU: it is only cut, and compared once."""
-    from layerskip.draft_checkpoint import checkpoint_dtype
+    from layerskip.huggingface.draft_checkpoint import checkpoint_dtype
     from layerskip.model import LayerSkipModel, resolve_model_path
 
     if arguments.model is None and config.provenance is None:

@@ -11,20 +11,16 @@ from typing import Any
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from layerskip.cli import CommandError
-from layerskip.config import DecodeConfig
-from search.confirm import Confirmation, ConfirmOptions, confirm, shortlist
-from search.fingerprint import environment
-from search.held_out import HELD_OUT
-from search.leaderboard import Entry, counted
-from search.measurement import LosslessViolation, PromptCase
-from search.objective import standings_of, violations_in
-from search.outlook import GAMMA_LOWERED, POOL, Outlook, OutlookOptions, outlook_facts
-from search.outlook_opening import open_outlook
-from search.plan import BUDGET, FIRST_PLAN, spread
-from search.prediction_check import check_predictions
-from search.prompts import EncodedPrompt, split_held_out
-from search.reference import (
+from layerskip.command_line.cli import CommandError
+from layerskip.config.decode_config import DecodeConfig
+from search.budget.plan import BUDGET, FIRST_PLAN, spread
+from search.confirm.files import SearchFacts, save_best, save_summary, with_provenance
+from search.confirm.held_out import HELD_OUT
+from search.confirm.stage import Confirmation, ConfirmOptions, confirm, shortlist
+from search.confirm.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
+from search.context import Subject, Tools
+from search.measure.pairs import LosslessViolation, PromptCase
+from search.measure.reference import (
     REFERENCE,
     Reference,
     ReferenceOptions,
@@ -33,23 +29,27 @@ from search.reference import (
     plain_speed,
     warm_up,
 )
+from search.measure.rounding_record import ROUNDING, RoundingRecord
+from search.outlook.opening import open_outlook
+from search.outlook.outlook import GAMMA_LOWERED, POOL, Outlook, OutlookOptions, outlook_facts
+from search.predict.accuracy import check_predictions
+from search.predict.surfaces import store_surfaces
 from search.reporting.publish import Publisher
-from search.results import SearchFacts, save_best, save_summary, with_provenance
-from search.rounding_record import ROUNDING, RoundingRecord
 from search.run_plan import RunPlan
-from search.samplers import quiet_optuna
-from search.spec import StudyPaths, StudySpec
-from search.storage import close_storage, near, open_storage, redact
-from search.study import now_utc, open_study, stored_study
-from search.subject import Subject, Tools
-from search.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
-from search.surfaces import store_surfaces
+from search.storages.opening import close_storage, near, open_storage, redact
+from search.study.fingerprint import environment
+from search.study.leaderboard import Entry, counted
+from search.study.opening import now_utc, open_study, stored_study
+from search.study.prompts import EncodedPrompt, split_held_out
+from search.study.spec import StudyPaths, StudySpec
 from search.terminal.event import Stopped
 from search.terminal.progress import Progress
 from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
 from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Ties, Written
 from search.terminal.text import duration
-from search.trial_phase import TrialPhase
+from search.trials.objective import standings_of, violations_in
+from search.trials.phase import TrialPhase
+from search.trials.sampler import quiet_optuna
 from search.workers.crew import Crew
 from search.workers.device import computing_on
 from search.workers.unlike import as_seen_on

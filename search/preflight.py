@@ -8,25 +8,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layerskip.config import DEFAULT_GROUP, DecodeConfig
+from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
+from layerskip.config.sampling_params import SamplingParams
+from layerskip.config.sampling_regime import Sampling
 from layerskip.engines.prefix import PrefixEngine
-from layerskip.machine import package_version
-from layerskip.sampling_params import SamplingParams
-from layerskip.sampling_regime import Sampling
-from search.decoder import ModelDecoder, load_model
-from search.fingerprint import take_fingerprint
-from search.pace import Pace, measure_pace
-from search.plan import make_plan
-from search.prompts import PromptSet, encode_prompts
-from search.reference import prompts_for, warm_up
-from search.results import Origin, portable_model_name
-from search.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace
-from search.spec import StudyPaths, StudySpec
-from search.subject import Subject
+from layerskip.machine.host import package_version
+from search.budget.pace import Pace, measure_pace
+from search.budget.plan import make_plan
+from search.budget.work import Work
+from search.confirm.files import Origin, portable_model_name
+from search.context import Subject
+from search.measure.decoder import ModelDecoder, load_model
+from search.measure.reference import prompts_for, warm_up
+from search.measure.threads import choose_threads
+from search.study.fingerprint import take_fingerprint
+from search.study.prompts import PromptSet, encode_prompts
+from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace
+from search.study.spec import StudyPaths, StudySpec
 from search.terminal.progress_events import LONG_S, Planned
 from search.terminal.text import duration
-from search.thread_choice import choose_threads
-from search.work import Work
 
 
 def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:

@@ -7,15 +7,15 @@ from typing import Any
 
 import optuna
 
-from layerskip.config import DecodeConfig
-from layerskip.sampling_regime import Sampling
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.sampling_regime import Sampling
+from search.confirm.files import save_best, save_spec, save_summary
+from search.confirm.regime_settings import BY_REGIME, combined_config, found_in, regime_facts
+from search.context import Subject, Tools
 from search.pipeline import RunOutcome, SearchRun
-from search.regime_settings import BY_REGIME, combined_config, found_in, regime_facts
 from search.reporting.publish import Publisher
-from search.results import save_best, save_spec, save_summary
-from search.spec import StudyPaths, StudySpec
-from search.storage import close_storage, open_storage
-from search.subject import Subject, Tools
+from search.storages.opening import close_storage, open_storage
+from search.study.spec import StudyPaths, StudySpec
 from search.terminal.result_events import RegimeVerdict
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command, split_list
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command, split_list
 from search.run import demo_folder
-from search.spec import StudySpec, load_spec
+from search.study.spec import StudySpec, load_spec
 
 if TYPE_CHECKING:
-    from search.space import SearchSpace
-    from search.subject import Subject
+    from search.context import Subject
+    from search.study.space import SearchSpace
 
 PROG = "search.replay_audit"
 _SHARES = (0.1, 0.6)
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.regimes is not None and spec.has_several_regimes:
         raise ValueError(f"regimes: must be one at a time, got {arguments.regimes!a}")
     from search.preflight import open_subject
-    from search.prompts import load_prompts
+    from search.study.prompts import load_prompts
     from search.terminal.reporter import Reporter
 
     quiet_libraries()
@@ -80,8 +80,8 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
             "there are none, and a run there is the proof of the code",
         )
     if arguments.out is not None:
-        from layerskip.config import write_atomically
-        from search.fingerprint import environment
+        from layerskip.config.decode_config import write_atomically
+        from search.study.fingerprint import environment
 
         facts = {"command": shlex.join(["python", "-m", PROG, *argv]), "commit": environment().get("commit")}
         write_atomically(arguments.out, json.dumps(facts | result, indent=1) + "\n")
@@ -96,11 +96,11 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
     look at drafts after a wrong token). Cost: settings x prompts decodings.
     """
-    from search.confirm import describe
-    from search.cost_model import free_costs
-    from search.predictor import Predictor
-    from search.reference import make_cases
-    from search.replay import TextRows, check_replay, live_counts
+    from search.confirm.stage import describe
+    from search.measure.reference import make_cases
+    from search.predict.costs import free_costs
+    from search.predict.predictor import Predictor
+    from search.predict.replay import TextRows, check_replay, live_counts
 
     cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers, spec.seed)
     forcing = subject.decoder.teacher_forcing([case.text for case in cases])
@@ -145,7 +145,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
 
     Each threshold is off half of the time and anywhere on its grid otherwise.
     """
-    from search.space import (
+    from search.study.space import (
         DRAFT_THRESHOLD,
         DRAFTER,
         FACTOR,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.cli import OneLineParser, run_command
+from layerskip.command_line.cli import OneLineParser, run_command
 from search.run import demo_folder
 from search.storages.address import STORAGE_HELP, storage_argument
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from search.reporting.record import read_record, read_summary
     from search.reporting.source import Address, opened
-    from search.storage import near
+    from search.storages.opening import near
 
     address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     with opened(address, demo=demo_folder()) as source:
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if out == "-":
         sys.stdout.write(text)
         return 0
-    from layerskip.config import write_atomically
+    from layerskip.config.decode_config import write_atomically
 
     write_atomically(Path(out).expanduser(), text)
     sys.stdout.write(f"{near(Path(out).expanduser().absolute())}\n")

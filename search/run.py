@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from layerskip.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
-from layerskip.config import DRAFTERS
-from layerskip.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
-from layerskip.sampling_regime import Sampling
-from search.spec import (
+from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
+from layerskip.config.decode_config import DRAFTERS
+from layerskip.config.sampling_regime import Sampling
+from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
+from search.stop import StopSignal
+from search.storages.address import STORAGE_VARIABLE, storage_argument
+from search.study.spec import (
     DTypeName,
     EngineName,
     Granularity,
@@ -23,12 +25,10 @@ from search.spec import (
     StudySpec,
     load_spec,
 )
-from search.stop import StopSignal
-from search.storages.address import STORAGE_VARIABLE, storage_argument
 
 if TYPE_CHECKING:
-    from search.prompts import PromptSet
-    from search.subject import Subject
+    from search.context import Subject
+    from search.study.prompts import PromptSet
     from search.terminal.reporter import Reporter
     from search.workers.posts import Post
 
@@ -211,7 +211,7 @@ def _regimes(arguments: argparse.Namespace) -> list[str] | None:
 def _search(
     spec: StudySpec, paths: StudyPaths, arguments: argparse.Namespace, argv: list[str], stop: StopSignal
 ) -> int:
-    from search.storage import check_storage, check_writable, redact
+    from search.storages.opening import check_storage, check_writable, redact
 
     start = time.perf_counter()
     command = shlex.join(["python", "-m", PROG, *map(redact, argv)])
@@ -219,12 +219,12 @@ def _search(
     check_storage(paths.storage_url(spec))
     if not arguments.dry_run:
         check_writable(paths.folder)
+    from search.context import Tools
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
     from search.preflight import open_subject
     from search.regime_run import RegimeRun, regime_study
-    from search.study import as_before
-    from search.subject import Tools
+    from search.study.opening import as_before
     from search.terminal.reporter import make_reporter
 
     quiet_libraries()
@@ -265,7 +265,7 @@ def _launch(
     spec: StudySpec, paths: StudyPaths, posts: list[Post], arguments: argparse.Namespace, argv: list[str]
 ) -> int:
     """Check what can be checked before several processes say it, then one process per post."""
-    from search.storage import check_storage, check_writable
+    from search.storages.opening import check_storage, check_writable
     from search.terminal.reporter import make_reporter
     from search.workers.launch import Launch
 
@@ -283,7 +283,7 @@ def _launch(
 
 
 def _reap(spec: StudySpec, paths: StudyPaths) -> int:
-    from search.samplers import quiet_optuna
+    from search.trials.sampler import quiet_optuna
     from search.workers.reap_command import reap
 
     quiet_optuna()
@@ -302,7 +302,7 @@ def _without(argv: list[str], *flags: str) -> list[str]:
 
 def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None:
     """With its study.toml, where there is none."""
-    from search.results import save_spec
+    from search.confirm.files import save_spec
 
     paths.folder.mkdir(parents=True, exist_ok=True)
     if not paths.spec_file.exists():
@@ -312,8 +312,8 @@ def _make_folder(reporter: Reporter, spec: StudySpec, paths: StudyPaths) -> None
 
 
 def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
-    from search.per_group.grouping import Grouping, count_groups
-    from search.prompts import load_prompts
+    from search.study.grouping import Grouping, count_groups
+    from search.study.prompts import load_prompts
 
     sets = load_prompts(spec.prompts, spec.held_out, Grouping(spec.group_field, required=spec.per_group))
     if spec.per_group:
@@ -322,7 +322,7 @@ def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
 
 
 def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
-    from search.per_group.grouping import count_groups
+    from search.study.grouping import count_groups
     from search.terminal.progress_events import Preflight
 
     groups = count_groups(subject.tuning, subject.held_out) if spec.per_group else None

@@ -7,16 +7,16 @@ from typing import Any
 
 import optuna
 
-from search.leaderboard import counted
-from search.outlook import POOL
-from search.pace import measure_pace
-from search.plan import FIRST_PLAN, Plan, make_plan, read_plan, recorded
+from search.budget.pace import measure_pace
+from search.budget.plan import FIRST_PLAN, Plan, make_plan, read_plan, recorded
+from search.budget.work import Amounts, Work
+from search.context import Subject, Tools
+from search.measure.reference import REFERENCE, Reference
+from search.outlook.outlook import POOL
 from search.preflight import planned, tokens_to_time
-from search.reference import REFERENCE, Reference
-from search.spec import StudySpec
-from search.subject import Subject, Tools
+from search.study.leaderboard import counted
+from search.study.spec import StudySpec
 from search.terminal.progress_events import Planned
-from search.work import Amounts, Work
 
 
 class RunPlan:
@@ -70,7 +70,7 @@ class RunPlan:
         return self._tools.clock() + plan.until_confirm_s
 
     def facts(self, confirm: Plan) -> dict[str, Any]:
-        """For summary.json; see `search.plan.recorded`."""
+        """For summary.json; see `search.budget.plan.recorded`."""
         first: tuple[Amounts, Amounts] = self._first or (self.at_start.asked, self.at_start.amounts)
         return recorded(self._minutes, first, self.at_start, confirm)
 

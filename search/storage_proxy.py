@@ -15,9 +15,10 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage
 
-from layerskip.api_key import KEY_VARIABLE, read_api_key
-from layerskip.cli import CommandError, OneLineParser, run_command
-from search.storage import (
+from layerskip.command_line.cli import CommandError, OneLineParser, run_command
+from layerskip.server.api_key import KEY_VARIABLE, read_api_key
+from search.storages.address import GRPC
+from search.storages.opening import (
     STORAGE_VARIABLE,
     check_storage,
     close_storage,
@@ -26,7 +27,6 @@ from search.storage import (
     storage_argument,
     storage_file,
 )
-from search.storages.address import GRPC
 from search.storages.proxy_client import DEFAULT_PORT, KEEPALIVE_MS, KEY_HEADER, MAX_MESSAGE_BYTES
 
 PROG = "search.storage_proxy"

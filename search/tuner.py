@@ -12,12 +12,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from layerskip.config import DecodeConfig, DrafterName, write_atomically
-from search.spec import EngineName, Granularity, ObjectiveName, SamplerName, StudyPaths, StudySpec, to_toml
+from layerskip.config.decode_config import DecodeConfig, DrafterName, write_atomically
 from search.stop import StopSignal
+from search.study.spec import EngineName, Granularity, ObjectiveName, SamplerName, StudyPaths, StudySpec, to_toml
 
 if TYPE_CHECKING:
-    from search.subject import Subject
+    from search.context import Subject
 
 Prompts = str | Path | Sequence[str | Sequence[Mapping[str, str]] | Mapping[str, Any]]
 """A JSONL file, or a list whose items are each a text, a chat (a list of messages) or a record as in such a file."""
@@ -98,10 +98,10 @@ def _search(
     subject: Subject, spec: StudySpec, paths: StudyPaths, *, quiet: bool, keeps: bool, load_s: float
 ) -> DecodeConfig:
     """The pipeline on a subject that is ready; the exported config."""
+    from search.context import Tools
     from search.per_group.run import GroupRun
     from search.pipeline import SearchRun
     from search.regime_run import RegimeRun
-    from search.subject import Tools
     from search.terminal.event import Event, Warned
     from search.terminal.reporter import Reporter
 
@@ -134,10 +134,10 @@ def _search(
 def _subject(model: Any, tokenizer: Any, spec: StudySpec, paths: StudyPaths) -> Subject:
     """Prompts first: they are cheap to check."""
     from layerskip.model import LayerSkipModel
-    from search.per_group.grouping import Grouping, count_groups
     from search.preflight import subject_of
-    from search.prompts import load_prompts
-    from search.study import as_before
+    from search.study.grouping import Grouping, count_groups
+    from search.study.opening import as_before
+    from search.study.prompts import load_prompts
 
     try:
         sets = load_prompts(spec.prompts, spec.held_out, Grouping(spec.group_field, required=spec.per_group))
@@ -159,7 +159,7 @@ def _folder_of(study: str | Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="search-tune-") as name:
             yield Path(name)
         return
-    from search.storage import check_writable
+    from search.storages.opening import check_writable
 
     folder = Path(study).expanduser().absolute()
     check_writable(folder)
@@ -218,7 +218,7 @@ def _place_of(model: Any) -> dict[str, Any]:
         raise ValueError(f"model: must be a causal LM with weights, got {type(model).__name__}")
     if not hasattr(model, "hf_device_map") and parameter.device.type != "meta":
         return {"device": str(parameter.device)}
-    from layerskip.placement import Placement
+    from layerskip.huggingface.placement import Placement
 
     placement = Placement.of(model)
     return {"device_map": placement.device_map} if placement.device_map else {"device": str(placement.entrance)}

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config import write_atomically
-from layerskip.machine import git_commit
-from layerskip.sampling_regime import Sampling
-from search.cost_model import CostModel
-from search.measurement import PromptCase
-from search.predictor import Predictor, lookup_grid
-from search.prompts import load_prompts
-from search.reference import make_case_sets
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.config.decode_config import write_atomically
+from layerskip.config.sampling_regime import Sampling
+from layerskip.machine.host import git_commit
+from search.context import Subject
+from search.measure.pairs import PromptCase
+from search.measure.reference import make_case_sets
+from search.predict.costs import CostModel
+from search.predict.predictor import Predictor, lookup_grid
+from search.predict.replay import Settings, TextRows
 from search.regime_run import regime_study
-from search.replay import Settings, TextRows
-from search.spec import load_spec
-from search.subject import Subject
+from search.study.prompts import load_prompts
+from search.study.spec import load_spec
 
 METHODS = ("prompt_lookup", "suffix")
 _DRAWS = 200

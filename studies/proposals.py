@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from layerskip.cli import CommandError, OneLineParser, check_least, run_command
-from search.outlook import RECHECK_EVERY
+from layerskip.command_line.cli import CommandError, OneLineParser, check_least, run_command
+from search.outlook.outlook import RECHECK_EVERY
 from studies.engine.random_models import random_llama
 from studies.engine.results import say
 from studies.scaling.servers import ROOT, child_environment

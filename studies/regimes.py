@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config import DRAFTERS, DecodeConfig, write_atomically
-from layerskip.intervals import geometric_mean, ratio_interval
-from layerskip.machine import cpu_name, git_commit
+from layerskip.analysis.intervals import geometric_mean, ratio_interval
+from layerskip.analysis.repetition import repeated_ngram_share
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.config.decode_config import DRAFTERS, DecodeConfig, write_atomically
+from layerskip.config.sampling_regime import Sampling
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone
+from layerskip.machine.host import cpu_name, git_commit
 from layerskip.model import LayerSkipModel
-from layerskip.repetition import repeated_ngram_share
-from layerskip.sampling_regime import Sampling
-from layerskip.usual_lookups import NGRAMS, lookup_alone
-from search.decoder import ModelDecoder
-from search.prompts import EncodedPrompt, continuation_seed
+from search.measure.decoder import ModelDecoder
 from search.regime_run import regime_study
+from search.study.prompts import EncodedPrompt, continuation_seed
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     quiet_libraries()
     import torch
 
-    from search.prompts import encode_prompts, load_prompts
-    from search.spec import load_spec
+    from search.study.prompts import encode_prompts, load_prompts
+    from search.study.spec import load_spec
 
     spec, paths = load_spec({}, str(arguments.study), demo=arguments.study)
     if spec.num_threads is not None:

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel
-from layerskip.api_key import KEY_VARIABLE
+from layerskip.server.api_key import KEY_VARIABLE
 from search import dashboard, run
 from search.dashboard import bind
 from search.dashboard_guard import DashboardGuard
 from search.run import _make_folder
-from search.spec import StudyPaths, StudySpec
+from search.study.spec import StudyPaths, StudySpec
 from tests.layerskip import zoo
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def test_nothing_that_is_read_can_become_code(tmp_path: Path, monkeypatch: pytes
 # No wall clock, which jumps, for anything but a date to be shown.
 
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
-_DATED = {"search/study.py": 1, "layerskip/server/answers.py": 1, "layerskip/server/app.py": 1}
+_DATED = {"search/study/opening.py": 1, "layerskip/server/answers.py": 1, "layerskip/server/app.py": 1}
 """When a study was created, and `created` in the server's answers: nothing is computed from them."""
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from layerskip.analysis.identity import IdentityReport
+from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.benchmark.ways import CannotRun, Sample, Way
-from layerskip.identity import IdentityReport
-from layerskip.repetition import repeated_ngram_share
 
 Check = Callable[[Sequence[int], Sequence[int], Sequence[int]], IdentityReport]
 """(prompt, output, reference) -> verdict."""
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def repeated_ngram_share(self) -> float | None:
-        """See `layerskip.repetition`."""
+        """See `layerskip.analysis.repetition`."""
         pairs = zip(self._cases, self.samples, strict=True)
         return repeated_ngram_share((case.prompt_ids, one.ids) for case, samples in pairs for one in samples)
 

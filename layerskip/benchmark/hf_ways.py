@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from layerskip.benchmark.names import HF_COMPILED, HF_EARLY_EXIT, HF_GENERATE, HF_PROMPT_LOOKUP
 from layerskip.benchmark.ways import CannotRun, Refused, Sample, Stopwatch
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 from layerskip.model import LayerSkipModel
 
 LOOKUP_TOKENS = 10

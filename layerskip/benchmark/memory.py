@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerskip.config.skip_mask import SkipMask
 from layerskip.model import LayerSkipModel
-from layerskip.skip_mask import SkipMask
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
 """More than any cache between memory and processor holds."""

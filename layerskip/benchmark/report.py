@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from layerskip.analysis.repetition import NGRAM
 from layerskip.benchmark.names import BASELINES
 from layerskip.benchmark.profiling import StepProfile
-from layerskip.repetition import NGRAM
 
 
 def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from layerskip.analysis.identity import IdentityReport, check_identity
 from layerskip.benchmark.alternation import Case, Row, Turn, alternate, make_cases
 from layerskip.benchmark.hf_ways import HuggingFaceWay, huggingface_ways
 from layerskip.benchmark.memory import read_bandwidth, step_bytes
@@ -18,10 +19,9 @@ from layerskip.benchmark.step_records import Machine, step_records
 from layerskip.benchmark.steps import StepTurn, forward_share
 from layerskip.benchmark.summary import row_records
 from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
-from layerskip.config import DecodeConfig
-from layerskip.identity import IdentityReport, check_identity
-from layerskip.machine import device_name, git_commit, package_version
-from layerskip.machine_watch import MachineWatch
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.machine.host import device_name, git_commit, package_version
+from layerskip.machine.watch import MachineWatch
 from layerskip.model import LayerSkipModel
 
 

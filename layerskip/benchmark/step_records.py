@@ -18,7 +18,7 @@ from layerskip.benchmark.steps import (
     target_ratios,
 )
 from layerskip.benchmark.summary import Estimate
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 
 
 @dataclass(frozen=True)

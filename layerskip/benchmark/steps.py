@@ -16,16 +16,16 @@ from typing import Any, cast
 
 import torch
 
+from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark.alternation import Case, Row
 from layerskip.benchmark.summary import Estimate, estimate
-from layerskip.config import DecodeConfig
-from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.stats import DecodeStats
 from layerskip.engines import Engine
 from layerskip.model import LayerSkipModel
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.skip_mask import SkipMask
-from layerskip.stats import DecodeStats
-from layerskip.step_times import StepTimer
 
 _SHOTS = 2
 """Of every step at one visit; their mean counts, as the decode loop's seconds are a sum too."""

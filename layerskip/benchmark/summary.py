@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.benchmark.alternation import Row
 from layerskip.benchmark.names import BASELINES
 from layerskip.benchmark.ways import Refused, Sample
-from layerskip.intervals import geometric_mean, ratio_interval
 
 SEED = 0
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from layerskip.analysis.free_running import READ_EVERY, FreeRunning
 from layerskip.benchmark.names import (
     FREE_RUNNING,
     HYBRID,
@@ -17,15 +18,14 @@ from layerskip.benchmark.names import (
     SPECULATIVE,
     SUFFIX,
 )
-from layerskip.config import DecodeConfig
-from layerskip.decode import DecodeLoop, DecodeRequest
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else_mask, mask_alone
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
-from layerskip.free_running import READ_EVERY, FreeRunning
 from layerskip.model import LayerSkipModel
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.stats import DecodeStats
-from layerskip.step_clock import StepClock
-from layerskip.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else_mask, mask_alone
 
 
 class CannotRun(Exception):  # noqa: N818 (reads as the fact it states)
@@ -126,7 +126,7 @@ class OwnWay:
 
 
 class FreeRunningWay:
-    """Our plain decoding without a wait for every token: the harder baseline; see `layerskip.free_running`."""
+    """Our plain decoding without a wait for every token: the harder baseline; see `layerskip.analysis.free_running`."""
 
     def __init__(self, model: LayerSkipModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.name = FREE_RUNNING

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from layerskip.device_round import DeviceRound
 from layerskip.engines.prefix import PrefixStates
-from layerskip.preparation import Starts
+from layerskip.rounds.device_round import DeviceRound
+from layerskip.rounds.preparation import Starts
 
 
 @dataclass(frozen=True)

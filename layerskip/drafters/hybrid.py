@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from layerskip.drafters.base import Proposal
 from layerskip.drafters.layer_skip import LayerSkipDrafter
 from layerskip.drafters.lookup import LookupDrafter, LookupSession
-from layerskip.preparation import Starts
+from layerskip.rounds.preparation import Starts
 
 
 class HybridDrafter:

@@ -8,14 +8,14 @@ from typing import cast
 
 import torch
 
-from layerskip.device_round import DeviceRound, OffersRounds
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import Sampler, top_probability
 from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
 from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
-from layerskip.preparation import Starts
-from layerskip.round_work import RoundPlan
-from layerskip.sampling import Sampler, top_probability
-from layerskip.skip_mask import SkipMask
+from layerskip.rounds.device_round import DeviceRound, OffersRounds
+from layerskip.rounds.preparation import Starts
+from layerskip.rounds.round_work import RoundPlan
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from layerskip.config.lookup_settings import MAX_MATCH, LookupSettings, PromptLookup, SuffixLookup
 from layerskip.drafters.base import Draft
 from layerskip.drafters.text_store import TextStore
 from layerskip.drafters.token_index import Match, TokenIndex, continue_from, vote
-from layerskip.lookup_settings import MAX_MATCH, LookupSettings, PromptLookup, SuffixLookup
-from layerskip.preparation import Starts
+from layerskip.rounds.preparation import Starts
 
 
 class LookupDrafter:

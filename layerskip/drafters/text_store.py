@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from layerskip.config.lookup_settings import MAX_MATCH
 from layerskip.drafters.token_index import Match, TokenIndex
-from layerskip.lookup_settings import MAX_MATCH
 
 
 class TextStore:

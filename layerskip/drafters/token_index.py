@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from layerskip.lookup_settings import MAX_MATCH
+from layerskip.config.lookup_settings import MAX_MATCH
 
 MAX_PLACES = 32
 """Places that are compared at a time, the most recent ones: a bound on the time of a proposal."""

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from layerskip.adapter import ModelAdapter
-from layerskip.growing_keys import growing_keys_backend
-from layerskip.kv_cache import SharedLengthCache
-from layerskip.preparation import ForwardPlan
-from layerskip.skip_mask import SkipMask
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.kv_cache import SharedLengthCache
+from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.growing_keys import growing_keys_backend
+from layerskip.rounds.preparation import ForwardPlan
 
 
 class Engine(Protocol):

@@ -9,19 +9,19 @@ from typing import TypeVar
 
 import torch
 
-from layerskip.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.config import ENGINE_NAMES
+from layerskip.analysis.identity import logit_difference
+from layerskip.config.decode_config import ENGINE_NAMES
+from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.compiled import CompiledFunctions
-from layerskip.engines.cuda_graph import CudaGraphEngine
-from layerskip.engines.cuda_recorder import CudaRecorder
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.cuda_graph.recorder import CudaRecorder
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
+from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
+from layerskip.engines.cuda_graph.static_step import StaticExecutor
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.static_lean import LeanExecutor
-from layerskip.engines.static_modules import ModuleExecutor
-from layerskip.engines.static_step import StaticExecutor
-from layerskip.identity import logit_difference
-from layerskip.skip_mask import SkipMask
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 
 _CONTEXT = 8
 _NUM_TIMED = 5

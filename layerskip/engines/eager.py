@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.prefix import PrefixStates
-from layerskip.skip_mask import SkipMask
 
 
 class EagerEngine(SessionEngine):

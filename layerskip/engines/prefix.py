@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from layerskip.skip_mask import SkipMask
+from layerskip.config.skip_mask import SkipMask
 
 
 class PrefixStates:

@@ -17,17 +17,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
 from layerskip.server.answers import AnswerFormat, ChatShape, CompletionShape, Shape
 from layerskip.server.errors import ApiError
-from layerskip.server.guard import Guard, error_response
 from layerskip.server.metrics import ServerMetrics
 from layerskip.server.prepare import Preparer
 from layerskip.server.schemas import ChatRequest, CompletionRequest, parse
 from layerskip.server.settings import ServerSettings
-from layerskip.server.transport import Answer, read_body
+from layerskip.server.transport.guard import Guard, error_response
+from layerskip.server.transport.transport import Answer, read_body
 from layerskip.server.worker import DecodeWorker
 
 logger = logging.getLogger(__name__)

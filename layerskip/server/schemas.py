@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from layerskip.sampling_params import asks_to_sample
+from layerskip.config.sampling_params import asks_to_sample
+from layerskip.config.validated import describe_validation_error
 from layerskip.server.errors import ApiError
 from layerskip.server.settings import MAX_MODEL_ID
-from layerskip.validated import describe_validation_error
 
 _HARMLESS = frozenset(
     (

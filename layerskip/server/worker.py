@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.model import GenerationStream, StreamPiece
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
 from layerskip.server.metrics import ServerMetrics
 from layerskip.server.stop_text import StopText
-from layerskip.stats import DecodeStats
-from layerskip.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 

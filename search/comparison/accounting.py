@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from search.proposals import Proposal, Proposer
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from layerskip.config.skip_mask import SkipMask
 from search.stop import StopSignal
+from search.trials.proposals import Proposal, Proposer
 
 if TYPE_CHECKING:
-    from search.cost_model import Timer
-    from search.decoder import Decoder, TextForcing
+    from search.measure.decoder import Decoder, TextForcing
+    from search.predict.costs import Timer
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 29

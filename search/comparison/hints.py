@@ -9,20 +9,20 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from layerskip.config import DecodeConfig, MaskField
-from layerskip.skip_mask import SkipMask
-from layerskip.validated import Probability, describe_validation_error
+from layerskip.config.decode_config import DecodeConfig, MaskField
+from layerskip.config.skip_mask import SkipMask
+from layerskip.config.validated import Probability, describe_validation_error
 from search.comparison.accounting import Account, SharedForcing
 from search.comparison.journal import Journal
-from search.cost_model import CostModel, CostOptions, measure_costs
-from search.forecast import Candidates
-from search.outlook import texts_to_time
-from search.predictor import LayerStates, Predictor
-from search.reference import Reference
-from search.replay import TextRows
+from search.context import Subject
+from search.measure.reference import Reference
+from search.outlook.forecast import Candidates
+from search.outlook.outlook import texts_to_time
+from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.predictor import LayerStates, Predictor
+from search.predict.replay import TextRows
 from search.rivals.common import Plan, mean_confidences
 from search.rivals.hidden_states import layer_plan, sublayer_plan
-from search.subject import Subject
 
 
 class ModelHints:

@@ -8,14 +8,14 @@ from typing import Any
 
 import optuna
 
-from layerskip.config import write_atomically
+from layerskip.config.decode_config import write_atomically
 from search.comparison.accounting import Account, SharedDecoder
-from search.outlook import RECHECK_EVERY, Outlook, OutlookOptions
-from search.outlook_opening import open_outlook
-from search.proposals import ProposeOptions, Proposer
-from search.reference import Reference
-from search.spec import StudySpec
-from search.subject import Subject
+from search.context import Subject
+from search.measure.reference import Reference
+from search.outlook.opening import open_outlook
+from search.outlook.outlook import RECHECK_EVERY, Outlook, OutlookOptions
+from search.study.spec import StudySpec
+from search.trials.proposals import ProposeOptions, Proposer
 
 
 class OurWay:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from search.context import Subject
 from search.preflight import time_pair, time_study
 from search.rivals import STRATEGIES
-from search.spec import StudySpec
-from search.subject import Subject
+from search.study.spec import StudySpec
 from search.terminal.text import duration
 
 BLOCK = 3

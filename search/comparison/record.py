@@ -12,16 +12,16 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from layerskip.config import DecodeConfig, write_atomically
-from layerskip.validated import describe_validation_error
+from layerskip.config.decode_config import DecodeConfig, write_atomically
+from layerskip.config.validated import describe_validation_error
 from search.compact import read_lines, write_lines
 from search.comparison.confirm import Confirmed, check_measurement, sum_up
 from search.comparison.plan import ComparisonPlan
 from search.comparison.plot import make_plot
 from search.comparison.results import Run, make_table, picks_of, summarise
 from search.comparison.runs import TrialRecord, trials_of
-from search.leaderboard import Entry, make_standings
-from search.space import SearchSpace
+from search.study.leaderboard import Entry, make_standings
+from search.study.space import SearchSpace
 
 FILE = "record.jsonl.xz"
 RESULTS = ("results.json", "table.md", "plot.html")

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 from search.comparison.confirm import Confirmed, pick_key
 from search.comparison.plan import ComparisonPlan
 from search.comparison.runs import TrialRecord
-from search.confirm import describe
-from search.leaderboard import Entry
+from search.confirm.stage import describe
+from search.measure.statistics import CI_LEVEL, geometric_mean
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
-from search.statistics import CI_LEVEL, geometric_mean
+from search.study.leaderboard import Entry
 
 
 class Run(Protocol):

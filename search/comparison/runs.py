@@ -15,25 +15,25 @@ from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from layerskip.cli import CommandError
-from layerskip.strict_json import printable
-from layerskip.validated import describe_validation_error
+from layerskip.command_line.cli import CommandError
+from layerskip.config.strict_json import printable
+from layerskip.config.validated import describe_validation_error
 from search.comparison.accounting import Account, Ledger, TimedProposer
 from search.comparison.hints import ModelHints
 from search.comparison.journal import Journal
 from search.comparison.ours import OurWay
 from search.comparison.plan import ComparisonPlan
-from search.leaderboard import Entry, counted
-from search.objective import Objective, TrialFailed, standings_of
-from search.proposals import ProposeOptions
-from search.reference import Reference
+from search.context import Subject, Tools
+from search.measure.reference import Reference
 from search.rivals import STRATEGIES, Setup
-from search.samplers import ProposalSampler
-from search.space import SearchSpace
-from search.spec import StudySpec
-from search.study import set_sampler
-from search.subject import Subject, Tools
+from search.study.leaderboard import Entry, counted
+from search.study.opening import set_sampler
+from search.study.space import SearchSpace
+from search.study.spec import StudySpec
 from search.terminal.comparison_events import ComparisonBegins, RunAdvanced
+from search.trials.objective import Objective, TrialFailed, standings_of
+from search.trials.proposals import ProposeOptions
+from search.trials.sampler import ProposalSampler
 
 _AGREEMENTS = "agreements.jsonl"
 _State = Literal["COMPLETE", "PRUNED", "FAIL"]
@@ -99,7 +99,7 @@ class StrategyRun:
         self.records = list(records)
         self._shared = shared
         self._account = Account(shared.ledger, shared.tools.clock)
-        # The objective stops hopeless trials itself; see `search.study`.
+        # The objective stops hopeless trials itself; see `search.study.opening`.
         self._study = optuna.create_study(direction="maximize", pruner=NopPruner())
         self._study.add_trials([record.to_trial(shared.subject.space) for record in self.records])
         self._ours: OurWay | None = None

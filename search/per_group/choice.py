@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from layerskip.config import DecodeConfig, GroupSetting
-from search.confirm import TIE, describe
+from layerskip.config.decode_config import DecodeConfig, GroupSetting
+from search.confirm.stage import TIE, describe
 from search.per_group.matrix import Cell
 
 _MAX_REASON = 500

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerskip.config import Confirmed, DecodeConfig
-from layerskip.repetition import repeated_ngram_share
-from search.confirm import describe, summarise
-from search.decoder import Decoder
-from search.held_out import held_out_of
-from search.measurement import LosslessViolation, Pair, PromptCase, fault_of, measure_pair
+from layerskip.analysis.repetition import repeated_ngram_share
+from layerskip.config.decode_config import Confirmed, DecodeConfig
+from search.confirm.held_out import held_out_of
+from search.confirm.stage import describe, summarise
+from search.measure.decoder import Decoder
+from search.measure.pairs import LosslessViolation, Pair, PromptCase, fault_of, measure_pair
 
 _TABLE_WIDTH = 110
 _NAME_WIDTH = 24

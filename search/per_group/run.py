@@ -8,25 +8,25 @@ from typing import Any
 
 import optuna
 
-from layerskip.cli import CommandError
-from layerskip.config import DEFAULT_GROUP, DecodeConfig
-from search.fingerprint import FingerprintMismatch, compare
-from search.leaderboard import counted
-from search.measurement import LosslessViolation, PromptCase
+from layerskip.command_line.cli import CommandError
+from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
+from search.confirm.files import save_best, save_summary
+from search.context import Subject, Tools
+from search.measure.pairs import LosslessViolation, PromptCase
+from search.measure.reference import make_cases
 from search.per_group.choice import Decision, decide
 from search.per_group.export import PER_GROUP, GroupResult, combined_config, group_summary, matrix_facts
-from search.per_group.grouping import count_groups, interleaved, of_group
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
 from search.pipeline import RunOutcome, SearchRun
-from search.reference import make_cases
 from search.reporting.publish import Publisher
-from search.results import save_best, save_summary
-from search.samplers import quiet_optuna
-from search.spec import StudyPaths, StudySpec
-from search.storage import close_storage, near, open_storage
-from search.subject import Subject, Tools
+from search.storages.opening import close_storage, near, open_storage
+from search.study.fingerprint import FingerprintMismatch, compare
+from search.study.grouping import count_groups, interleaved, of_group
+from search.study.leaderboard import counted
+from search.study.spec import StudyPaths, StudySpec
 from search.terminal.event import Stopped
 from search.terminal.result_events import GroupVerdict, Written
+from search.trials.sampler import quiet_optuna
 
 
 def group_subjects(subject: Subject) -> dict[str, Subject]:

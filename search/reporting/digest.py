@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerskip.repetition import NGRAM
-from search.confirm import describe
+from layerskip.analysis.repetition import NGRAM
+from search.budget.plan import BUDGET
+from search.confirm.regime_settings import config_of, read_regimes, sampling_of
+from search.confirm.stage import describe
+from search.confirm.summary import CANDIDATES
+from search.measure.rounding_record import ROUNDING, describe_rounding
 from search.per_group.export import PER_GROUP
-from search.plan import BUDGET
-from search.regime_settings import config_of, read_regimes, sampling_of
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
-from search.rounding_record import ROUNDING, describe_rounding
-from search.storage import redact
-from search.study import trials_by_state
-from search.summary import CANDIDATES
+from search.storages.opening import redact
+from search.study.opening import trials_by_state
 
 _NUM_LEADING = 5
 
@@ -254,6 +254,6 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
 
 
 def _typed(folder: Path) -> str:
-    from search.storage import near
+    from search.storages.opening import near
 
     return str(near(folder))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import optuna
 
-from layerskip.config import write_atomically
-from search.spec import StudyPaths
-from search.subject import Tools
+from layerskip.config.decode_config import write_atomically
+from search.context import Tools
+from search.study.spec import StudyPaths
 
 _REFRESH_S = 60.0
 _REFRESH_SHARE = 0.02
@@ -53,7 +53,7 @@ class Publisher:
         return self._paths.report
 
     def _push(self, study: optuna.Study) -> None:
-        from search.dashboard_figures import push_figures
+        from search.reporting.dashboard_page import push_figures
 
         push_figures(study)
 

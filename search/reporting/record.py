@@ -12,13 +12,13 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config import DecodeConfig
-from search.figure_style import MissingData
-from search.held_out import HELD_OUT, HeldOut
-from search.leaderboard import Entry, Standings, is_full
-from search.objective import standings_of
-from search.reference import REFERENCE, Reference
-from search.trial_figures import leaders, space_of
+from layerskip.config.decode_config import DecodeConfig
+from search.confirm.held_out import HELD_OUT, HeldOut
+from search.measure.reference import REFERENCE, Reference
+from search.reporting.figures.style import MissingData
+from search.reporting.figures.trials import leaders, space_of
+from search.study.leaderboard import Entry, Standings, is_full
+from search.trials.objective import standings_of
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from search.figure_style import MissingData, fit_page
 from search.reporting.digest import Table, digest_of
-from search.reporting.pictures import CHAPTERS, Picture
+from search.reporting.figures.pictures import CHAPTERS, Picture
+from search.reporting.figures.style import MissingData, fit_page
 from search.reporting.record import StudyRecord
-from search.study import now_utc
+from search.study.opening import now_utc
 
 
 @dataclass(frozen=True)

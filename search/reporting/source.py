@@ -11,8 +11,8 @@ import optuna
 from optuna.storages import BaseStorage
 
 from search.reporting.archive import read_archive
-from search.spec import StudyPaths, load_spec
-from search.storage import check_storage, close_storage, near, open_storage, redact, storage_file
+from search.storages.opening import check_storage, close_storage, near, open_storage, redact, storage_file
+from search.study.spec import StudyPaths, load_spec
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from search.leaderboard import tokens_per_s_of
-from search.outlook import GAMMA_LOWERED
-from search.prediction_check import check_predictions
-from search.regime_settings import BY_REGIME
+from search.confirm.files import finite
+from search.confirm.regime_settings import BY_REGIME
+from search.outlook.outlook import GAMMA_LOWERED
+from search.predict.accuracy import check_predictions
 from search.reporting.record import StudyRecord
-from search.results import finite
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
+from search.study.leaderboard import tokens_per_s_of
+from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
 
 _FIRST = (
     "number",

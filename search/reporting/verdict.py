@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerskip.repetition import NGRAM
-from layerskip.sampling_regime import GREEDY, Sampling
-from search.confirm import describe
-from search.leaderboard import counted
-from search.regime_settings import sampling_of
+from layerskip.analysis.repetition import NGRAM
+from layerskip.config.sampling_regime import GREEDY, Sampling
+from search.confirm.regime_settings import sampling_of
+from search.confirm.stage import describe
 from search.reporting.record import StudyRecord
+from search.study.leaderboard import counted
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from functools import cached_property
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from search.leaderboard import key_of, was_interrupted
-from search.proposals import Proposal, measured_keys
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
 from search.rivals.common import Departure, Setup, bits_of, union
 from search.rivals.gaussian_process import Array, GaussianProcess, upper_bound_points
-from search.space import THRESHOLD_MAX
+from search.study.leaderboard import key_of, was_interrupted
+from search.study.space import THRESHOLD_MAX
+from search.trials.proposals import Proposal, measured_keys
 
 
 class DraftVerify:

@@ -10,10 +10,10 @@ import optuna
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from search.proposals import Proposal
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
 from search.rivals.common import Departure, Listed, Setup, random_params
+from search.trials.proposals import Proposal
 
 
 class RandomSearch:

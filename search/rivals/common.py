@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings
-from search.cost_model import CostModel
-from search.leaderboard import Entry, key_of, make_standings
-from search.proposals import Proposal, ProposeOptions, Proposer, measured_keys, not_taken, propose_again
-from search.space import (
+from layerskip.analysis.teacher_forcing import DraftReadings
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.predict.costs import CostModel
+from search.study.leaderboard import Entry, key_of, make_standings
+from search.study.space import (
     DRAFT_THRESHOLD,
     GAMMA,
     SHARE_PREFIX,
@@ -26,7 +25,8 @@ from search.space import (
     THRESHOLD_STEP,
     SearchSpace,
 )
-from search.space import snap_threshold as snap
+from search.study.space import snap_threshold as snap
+from search.trials.proposals import Proposal, ProposeOptions, Proposer, measured_keys, not_taken, propose_again
 
 Params = dict[str, Any]
 Plan = dict[int, SkipMask]

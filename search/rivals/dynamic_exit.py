@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
 from search.rivals.common import Departure, Listed, Setup, by_throughput
 
 

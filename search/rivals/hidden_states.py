@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from optuna.trial import FrozenTrial
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from search.cost_model import CostModel
-from search.leaderboard import key_of
-from search.predictor import LayerStates
-from search.proposals import Proposal, measured_keys
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.predict.costs import CostModel
+from search.predict.predictor import LayerStates
 from search.rivals.common import Departure, Listed, Plan, Setup, bits_of, by_throughput, union
-from search.space import SearchSpace
+from search.study.leaderboard import key_of
+from search.study.space import SearchSpace
+from search.trials.proposals import Proposal, measured_keys
 
 PLANS = "plans"
 """Under which a record keeps `plan_facts`."""

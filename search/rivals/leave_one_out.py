@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
 from search.rivals.common import Listed, Setup, bits_of, by_throughput, saved_seconds, union
 
 

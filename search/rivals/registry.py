@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from search.proposals import Proposer
 from search.rivals.bayesian import DraftVerify, Swift
 from search.rivals.blind import EarlyExitGrid, RandomSearch, RawTpe
 from search.rivals.common import Departure, Setup, WithRepeats
 from search.rivals.dynamic_exit import DynamicExit
 from search.rivals.hidden_states import Clasp, KnapSpec
 from search.rivals.leave_one_out import LeaveOneOut
+from search.trials.proposals import Proposer
 
 OURS = "ours"
 WITH_SETTINGS = "+settings"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search.leaderboard import Entry
+from search.study.leaderboard import Entry
 from search.terminal.event import Event, Line
 from search.terminal.text import duration
 

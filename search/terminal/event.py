@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import Entry, tokens_per_s_of
+from search.study.leaderboard import Entry, tokens_per_s_of
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration, trial_line
 
 if TYPE_CHECKING:
-    from search.outlook import Outlook
-    from search.pace import Pace
-    from search.plan import Plan
-    from search.reference import Reference
-    from search.subject import Subject
+    from search.budget.pace import Pace
+    from search.budget.plan import Plan
+    from search.context import Subject
+    from search.measure.reference import Reference
+    from search.outlook.outlook import Outlook
 
 _NOTABLE_DRIFT = 0.1
 LONG_S = 1800.0
@@ -184,7 +184,7 @@ class Foreseen(Event):
     outlook: Outlook
 
     def lines(self) -> list[Line]:
-        from search.outlook import describe_outlook
+        from search.outlook.outlook import describe_outlook
 
         return [Line(text, "outlook") for text in describe_outlook(self.outlook)]
 

@@ -11,7 +11,7 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from search.results import finite
+from search.confirm.files import finite
 from search.terminal.event import Event, Line, Note, Stopped, Warned
 
 _NAMES_OF_VERDICTS = ("result", "ties", "written")

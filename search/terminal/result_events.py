@@ -8,13 +8,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from layerskip.config import Confirmed, DecodeConfig
-from layerskip.identity import float32_command
-from layerskip.repetition import NGRAM
-from search.confirm import Candidate, Confirmation, describe
-from search.prediction_check import describe_checks
-from search.rounding_record import describe_rounding
-from search.spec import StudySpec
+from layerskip.analysis.identity import float32_command
+from layerskip.analysis.repetition import NGRAM
+from layerskip.config.decode_config import Confirmed, DecodeConfig
+from search.confirm.stage import Candidate, Confirmation, describe
+from search.measure.rounding_record import describe_rounding
+from search.predict.accuracy import describe_checks
+from search.study.spec import StudySpec
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration
 
@@ -117,7 +117,7 @@ class Ties(Event):
     num_held_out: int
     """Prompts."""
     rounding: Mapping[str, Any] | None
-    """See `search.rounding_record`; None in a study of an earlier version."""
+    """See `search.measure.rounding_record`; None in a study of an earlier version."""
     command: str
 
     @classmethod

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import tokens_per_s_of
-from search.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_METHOD, MIN_MATCH
+from search.study.leaderboard import tokens_per_s_of
+from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_METHOD, MIN_MATCH
 
 
 def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:

@@ -12,10 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from layerskip.skip_mask import SkipMask
-from search.confirm import describe
-from search.leaderboard import Entry, tokens_per_s_of
-from search.reference import Reference
+from layerskip.config.skip_mask import SkipMask
+from search.confirm.stage import describe
+from search.measure.reference import Reference
+from search.study.leaderboard import Entry, tokens_per_s_of
 from search.terminal.event import Event, Note
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
 from search.terminal.result_events import Result

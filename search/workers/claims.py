@@ -11,7 +11,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import Key, counted, key_of
+from search.study.leaderboard import Key, counted, key_of
 from search.workers.device import share_a_device
 from search.workers.process import process_token
 from search.workers.roster import PROCESS, WORKER, Roster

@@ -11,7 +11,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import counted
+from search.study.leaderboard import counted
 from search.workers.beats import Beats
 from search.workers.claims import Claims
 from search.workers.device import share_a_device, strangers_on

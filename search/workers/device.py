@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from layerskip.nvidia import nvidia_smi, unit_name
+from layerskip.machine.nvidia import nvidia_smi, unit_name
 from search.workers.posts import own_cores
 from search.workers.process import is_here
 from search.workers.roster import Worker

@@ -50,7 +50,7 @@ def devices_for(num_workers: int | None, given: Sequence[str], device: str) -> t
         return tuple(given)
     if num_workers is None or num_workers == 1:
         return (device,)
-    from layerskip.loading import resolve_device
+    from layerskip.huggingface.loading import resolve_device
 
     kind = resolve_device(device).type
     if kind != "cuda":

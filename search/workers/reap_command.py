@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import optuna
 
-from search.storage import check_storage, close_storage, open_storage, redact, storage_file
+from search.storages.opening import check_storage, close_storage, open_storage, redact, storage_file
 from search.workers.crew import Crew
 from search.workers.witness import Patience
 

@@ -11,7 +11,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.leaderboard import FAILURE, INTERRUPTED, WORKER_DIED
+from search.study.leaderboard import FAILURE, INTERRUPTED, WORKER_DIED
 from search.workers.claims import CLAIM, claim_of
 from search.workers.lease import Lease
 from search.workers.roster import Roster

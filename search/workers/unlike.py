@@ -7,8 +7,8 @@ from typing import Any
 
 import optuna
 
-from search.fingerprint import DEVICE_FIELDS, Fingerprint
-from search.outlook import COSTS, GAMMA_LOWERED, LOOKUPS, MORE, POOL, READINGS, SENSITIVITY, TEXTS
+from search.outlook.outlook import COSTS, GAMMA_LOWERED, LOOKUPS, MORE, POOL, READINGS, SENSITIVITY, TEXTS
+from search.study.fingerprint import DEVICE_FIELDS, Fingerprint
 
 _PREDICTED = (COSTS, SENSITIVITY, POOL, READINGS, TEXTS, MORE, LOOKUPS, GAMMA_LOWERED)
 _MEASURED = ("reference", "plain_tokens_per_s", "noise_sigma", *_PREDICTED)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import write_atomically
+from layerskip.config.decode_config import write_atomically
 from studies.audit.cases import Case
 from studies.audit.subjects import Outcome
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
 from studies.audit.cases import VERSION, Case, draw_case
 from studies.audit.record import VERDICTS, Record
 from studies.audit.subjects import Outcome, Subjects

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from layerskip import DecodeStats, LayerSkipModel, TextStore
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.identity import IdentityReport, check_identity
+from layerskip.analysis.identity import IdentityReport, check_identity
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
 from studies.audit.cases import LEAN, LONGEST, MODULES, Case
 from tests.layerskip import zoo
 from tests.layerskip.tape import on_graphs

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from layerskip.machine import device_name
+from layerskip.machine.host import device_name
 from studies.demo import corpus, evaluate
 from studies.demo.make_prompts import NUM_PROMPTS, make_prompts, write_prompts
 

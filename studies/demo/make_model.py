@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.loading import resolve_device
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.huggingface.loading import resolve_device
 from studies.demo import corpus, export
 from studies.demo.recipe import RECIPES
 from studies.demo.training import SIZES, Run, Settings, Size, progress_line, train

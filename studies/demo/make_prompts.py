@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
 from studies.demo.corpus import (
     MAX_SHARED_LINES,
     MIN_LINES_LEFT,

@@ -14,11 +14,11 @@ import plotly.graph_objects as go
 import torch
 
 from layerskip import LayerSkipModel, SkipMask
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.config import ENGINE_NAMES
-from layerskip.machine import cpu_name
-from layerskip.step_times import StepTimer
-from search.figure_style import finish, fit_card, look
+from layerskip.analysis.step_times import StepTimer
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config.decode_config import ENGINE_NAMES
+from layerskip.machine.host import cpu_name
+from search.reporting.figures.style import finish, fit_card, look
 from studies.engine.random_models import random_llama, random_text
 from studies.engine.results import FOLDER, facts, markdown_table, say, write_json, write_picture
 

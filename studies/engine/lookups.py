@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config.lookup_settings import LookupSettings
+from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES
 from layerskip.drafters.lookup import LookupSession
-from layerskip.lookup_settings import LookupSettings
-from layerskip.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES
 from studies.demo.corpus import read_modules
 from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from layerskip.config import write_atomically
-from layerskip.machine import cpu_name, git_commit, package_version
+from layerskip.config.decode_config import write_atomically
+from layerskip.machine.host import cpu_name, git_commit, package_version
 from studies.pictures import take_picture
 
 FOLDER = Path(__file__).parent

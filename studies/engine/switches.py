@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
-from layerskip.config import ENGINE_NAMES
-from layerskip.step_times import StepTimer
+from layerskip.analysis.step_times import StepTimer
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config.decode_config import ENGINE_NAMES
 from studies.engine.random_models import random_llama, random_text
 from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
 

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from layerskip.cli import OneLineParser, run_command
+from layerskip.command_line.cli import OneLineParser, run_command
 from studies.gpu.book import Book
 from studies.gpu.runner import Part, run_part
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import write_atomically
+from layerskip.config.decode_config import write_atomically
 
 DONE, RUNNING, FAILED, STOPPED, WAITING = "done", "running", "failed", "stopped", "waiting"
 """States of a step; `stopped` by its time limit, `waiting` before its turn."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerskip.cli import OneLineParser, run_command
-from layerskip.config import DecodeConfig
+from layerskip.command_line.cli import OneLineParser, run_command
+from layerskip.config.decode_config import DecodeConfig
 
 PROG = "studies.gpu.candidate"
 

@@ -121,7 +121,7 @@ class EnginePart:
     def facts(self) -> dict[str, Any]:
         import torch
 
-        from layerskip.cli import quiet_libraries
+        from layerskip.command_line.cli import quiet_libraries
         from studies.gpu.machine import copy_bandwidth, free_memory, machine_facts, study_device
 
         quiet_libraries()

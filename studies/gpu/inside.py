@@ -10,8 +10,8 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.profiling import profile_steps
-from layerskip.engines.cuda_graph import CudaGraphEngine
-from layerskip.engines.static_lean import LeanExecutor
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of

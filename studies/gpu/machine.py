@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from layerskip.machine import cpu_name, device_name, git_commit, package_version
-from layerskip.nvidia import gpu_states, unit_name
+from layerskip.machine.host import cpu_name, device_name, git_commit, package_version
+from layerskip.machine.nvidia import gpu_states, unit_name
 from studies.gpu.environment import ROOT
 
 _COPIES, _TIMES = 10, 5

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip import LayerSkipModel
-from layerskip.engines.cuda_graph import CudaGraphEngine
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.engines.static_lean import LeanExecutor
 
 _MAX_POSITIONS = 8192
 _BOOST = 6.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.identity import check_identity
+from layerskip.analysis.identity import check_identity
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.machine import free_memory
 from studies.gpu.models import SHAPES, on_engine, random_llama, random_prompt

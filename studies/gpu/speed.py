@@ -14,10 +14,10 @@ from layerskip.benchmark.memory import step_bytes
 from layerskip.benchmark.names import FREE_RUNNING, HF_COMPILED, HF_GENERATE, PLAIN, SPECULATIVE
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.ways import FreeRunningWay, OwnWay, Sample, Way
-from layerskip.decode import DecodeLoop, DecodeRequest
-from layerskip.machine_watch import MachineWatch
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.stats import DecodeStats
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.stats import DecodeStats
+from layerskip.machine.watch import MachineWatch
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 

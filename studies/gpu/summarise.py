@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 from studies.gpu import tables
 from studies.gpu.book import DONE, read
 from studies.gpu.tables import Rows, percent
@@ -131,7 +131,7 @@ def search(facts: Mapping[str, Any]) -> str:
     ]
     prediction, replay = facts.get("prediction"), facts.get("replay")
     if prediction:
-        from search.prediction_check import describe_ranks  # late, as `describe` below
+        from search.predict.accuracy import describe_ranks  # late, as `describe` below
 
         lines.append(
             f"- Predictions of {prediction['num_trials']} trials: median error "
@@ -147,7 +147,7 @@ def search(facts: Mapping[str, Any]) -> str:
 
 def confirmed(numbers: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The number that may be quoted: held-out prompts, interval over prompts, prompt apart and included."""
-    from search.confirm import describe  # which imports torch: pages without this number are to come at once
+    from search.confirm.stage import describe  # which imports torch: pages without this number are to come at once
 
     found = DecodeConfig.model_validate_json(json.dumps(config))
     repeated = numbers["repeated_ngram_share"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerskip.machine_watch import describe_machine
+from layerskip.machine.watch import describe_machine
 
 Rows = Sequence[Mapping[str, Any]]
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9, 0.95)

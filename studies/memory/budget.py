@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from layerskip.cli import CommandError, OneLineParser, check_least, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, check_least, run_command
 from studies.engine.results import facts, markdown_table, say, write_json
 from studies.memory.course import FOLDER, check_proc, peak_mib
 from studies.scaling.servers import ROOT, child_environment

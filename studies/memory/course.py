@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import write_atomically
-from layerskip.machine import cpu_name
+from layerskip.config.decode_config import write_atomically
+from layerskip.machine.host import cpu_name
 from studies.engine.results import facts, markdown_table, write_json
 
 FOLDER = Path(__file__).parent

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layerskip.cli import CommandError, OneLineParser, check_least, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, check_least, run_command
 from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
 from studies.scaling.servers import ROOT, child_environment

@@ -23,7 +23,7 @@ from typing import Any
 
 import openai
 
-from layerskip.cli import CommandError, OneLineParser, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, run_command
 from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
 from studies.scaling.servers import ROOT, child_environment

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from layerskip.cli import CommandError, OneLineParser, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, run_command
 
 PROG = "studies.pictures"
 _HERE = Path(__file__).parent

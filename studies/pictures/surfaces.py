@@ -15,7 +15,7 @@ from subprocess import PIPE
 from playwright.sync_api import Page
 from rich.console import Console
 
-from layerskip.config import write_atomically
+from layerskip.config.decode_config import write_atomically
 from search import report
 from search.reporting.record import read_record
 from search.reporting.source import Address, opened

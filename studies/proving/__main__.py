@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from layerskip.cli import OneLineParser, run_command
-from layerskip.config import write_atomically
-from layerskip.machine import git_commit
+from layerskip.command_line.cli import OneLineParser, run_command
+from layerskip.config.decode_config import write_atomically
+from layerskip.machine.host import git_commit
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from studies.proving.ablations import ABLATIONS

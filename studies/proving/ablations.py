@@ -9,14 +9,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-import search.leaderboard
-import search.replay_proposer
-from search.learnt_costs import CostLearner
-from search.more_texts import Beyond
-from search.outlook import MORE, TEXTS, Outlook
-from search.outlook_opening import _Opening
-from search.predictor import Predictor
-from search.refinement import Refiner
+import search.study.leaderboard
+import search.trials.replay_proposer
+from search.outlook.opening import _Opening
+from search.outlook.outlook import MORE, TEXTS, Outlook
+from search.outlook.refinement import Refiner
+from search.predict.learnt_costs import CostLearner
+from search.predict.more_texts import Beyond
+from search.predict.predictor import Predictor
 
 Patches = Callable[[ExitStack], None]
 
@@ -53,8 +53,8 @@ def _no_yardstick(stack: ExitStack) -> None:
 
 def _no_taste(stack: ExitStack) -> None:
     """Prompts' interaction with configs is not taken out, nor forecasts drawn towards, which ask for it."""
-    stack.enter_context(patch.object(search.leaderboard, "taste_of", lambda _attributes: None))
-    stack.enter_context(patch("search.objective.taste_of", lambda _attributes: None))
+    stack.enter_context(patch.object(search.study.leaderboard, "taste_of", lambda _attributes: None))
+    stack.enter_context(patch("search.trials.objective.taste_of", lambda _attributes: None))
 
 
 def _no_shrinkage(stack: ExitStack) -> None:
@@ -63,11 +63,11 @@ def _no_shrinkage(stack: ExitStack) -> None:
     def as_measured(fit: Any, _forecasts: Any, sigma: float, _may_lead: Any) -> tuple[Any, Any]:
         return fit.configs, np.sqrt(sigma**2 / fit.pairs)
 
-    stack.enter_context(patch.object(search.leaderboard, "_towards_forecasts", as_measured))
+    stack.enter_context(patch.object(search.study.leaderboard, "_towards_forecasts", as_measured))
 
 
 def _no_repeats(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(search.replay_proposer, "not_taken", lambda *_: []))
+    stack.enter_context(patch.object(search.trials.replay_proposer, "not_taken", lambda *_: []))
 
 
 def _only_predicted(stack: ExitStack) -> None:
@@ -78,7 +78,7 @@ def _only_predicted(stack: ExitStack) -> None:
     def as_forecast(_fit: Any, forecasts: Any, _sigma: float, _may_lead: Any) -> tuple[Any, Any]:
         return np.array([0.0 if one is None else one for one in forecasts]), np.zeros(len(forecasts))
 
-    stack.enter_context(patch.object(search.leaderboard, "_towards_forecasts", as_forecast))
+    stack.enter_context(patch.object(search.study.leaderboard, "_towards_forecasts", as_forecast))
 
 
 ABLATIONS: dict[str, Patches] = {

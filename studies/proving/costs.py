@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerskip.skip_mask import SkipMask
-from search.cost_model import CostModel
+from layerskip.config.skip_mask import SkipMask
+from search.predict.costs import CostModel
 
 _GAMMA_MAX = 16
 QUIRK = 0.02

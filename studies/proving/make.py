@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from layerskip.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
 from studies.demo.training import Run, train
 from studies.proving.readings import take_readings
 from studies.proving.recipes import RECIPES, ModelRecipe

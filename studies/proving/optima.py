@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import DecodeConfig, write_atomically
-from layerskip.skip_mask import SkipMask
+from layerskip.config.decode_config import DecodeConfig, write_atomically
+from layerskip.config.skip_mask import SkipMask
 from studies.proving.costs import COSTS
 from studies.proving.table import Table
 from studies.proving.truth import Optimum, optima_of, worth_of_tuning_optima

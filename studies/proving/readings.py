@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from layerskip import LayerSkipModel
-from layerskip.config import DecodeConfig
-from layerskip.repetition import repeated_ngram_share
-from layerskip.teacher_forcing import ForcedText, make_teacher_forcing
-from search.predictor import LayerStates
+from layerskip.analysis.repetition import repeated_ngram_share
+from layerskip.analysis.teacher_forcing import ForcedText, make_teacher_forcing
+from layerskip.config.decode_config import DecodeConfig
+from search.predict.predictor import LayerStates
 from search.rivals.hidden_states import PLANS, plan_facts
 from studies.proving.recipes import ModelRecipe
 from studies.proving.table import Table, encode, levels_of, masks_of

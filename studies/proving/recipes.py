@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from search.space import SearchSpace
+from search.study.space import SearchSpace
 from studies.demo.recipe import Recipe
 from studies.demo.training import Settings, Size
 from studies.proving.texts import TEXTS, VOCABULARY

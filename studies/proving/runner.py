@@ -15,32 +15,32 @@ import optuna
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from search.confirm import ConfirmOptions, confirm, shortlist
-from search.cost_model import CostModel
-from search.fingerprint import Fingerprint
-from search.forecast import Candidates
-from search.leaderboard import Standings
-from search.objective import Objective, TrialFailed, standings_of
-from search.outlook import OutlookOptions
-from search.outlook_opening import open_outlook
-from search.predictor import Predictor
-from search.prompts import EncodedPrompt, encoded_fingerprint
-from search.proposals import ProposeOptions
-from search.reference import Reference, ReferenceOptions, make_cases, make_reference
-from search.results import Origin
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.confirm.files import Origin
+from search.confirm.stage import ConfirmOptions, confirm, shortlist
+from search.context import Subject, Tools
+from search.measure.reference import Reference, ReferenceOptions, make_cases, make_reference
+from search.outlook.forecast import Candidates
+from search.outlook.opening import open_outlook
+from search.outlook.outlook import OutlookOptions
+from search.predict.costs import CostModel
+from search.predict.predictor import Predictor
 from search.rivals import STRATEGIES, Setup
 from search.rivals.common import Plan, mean_confidences
 from search.rivals.hidden_states import PLANS, StoredPlans
 from search.rivals.registry import OURS
-from search.samplers import ProposalSampler, quiet_optuna
-from search.spec import StudySpec
 from search.stop import StopSignal
-from search.study import set_sampler
-from search.subject import Subject, Tools
+from search.study.fingerprint import Fingerprint
+from search.study.leaderboard import Standings
+from search.study.opening import set_sampler
+from search.study.prompts import EncodedPrompt, encoded_fingerprint
+from search.study.spec import StudySpec
 from search.terminal.reporter import Reporter
-from search.trial_phase import CANNOT_WIN, TrialPhase
+from search.trials.objective import Objective, TrialFailed, standings_of
+from search.trials.phase import CANNOT_WIN, TrialPhase
+from search.trials.proposals import ProposeOptions
+from search.trials.sampler import ProposalSampler, quiet_optuna
 from studies.proving.ablations import left_out
 from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 from search.rivals.registry import OURS
 from studies.proving.runner import Case, RunResult
 from studies.proving.truth import Optimum, speedup_of

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.config import write_atomically
-from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText
-from search.replay import TextRows
-from search.space import SearchSpace
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
+from layerskip.config.decode_config import write_atomically
+from layerskip.config.skip_mask import SkipMask
+from search.predict.replay import TextRows
+from search.study.space import SearchSpace
 
 Codes = NDArray[np.uint8]
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

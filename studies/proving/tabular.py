@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.config import DecodeConfig
-from layerskip.identity import IdentityReport
-from layerskip.sampling_regime import Sampling
-from layerskip.skip_mask import SkipMask
-from layerskip.stats import DecodeStats
-from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from search.decoder import Decoded
-from search.predictor import no_reading
-from search.replay import Round, TextRows, drafts_before, walk
+from layerskip.analysis.identity import IdentityReport
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.sampling_regime import Sampling
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.stats import DecodeStats
+from search.measure.decoder import Decoded
+from search.predict.predictor import no_reading
+from search.predict.replay import Round, TextRows, drafts_before, walk
 from studies.proving.costs import Prices
 from studies.proving.table import Table
 
@@ -75,7 +75,7 @@ class SimulatedMachine:
 
 @dataclass
 class TabularDecoder:
-    """See `search.decoder.Decoder`. Greedy only; prompts are those of the table.
+    """See `search.measure.decoder.Decoder`. Greedy only; prompts are those of the table.
 
     A config's seconds are its rounds, known exactly, at the machine's prices, times the clock's noise. Everything
     follows from the machine's generator and the order of the calls.
@@ -179,7 +179,7 @@ class TabularDecoder:
 
 
 class TabularForcing:
-    """See `search.decoder.TextForcing`: the table's readings of some of its texts."""
+    """See `search.measure.decoder.TextForcing`: the table's readings of some of its texts."""
 
     keys = "target"
 
@@ -214,7 +214,7 @@ class TabularForcing:
 
 @dataclass(frozen=True)
 class TabularTimer:
-    """See `search.cost_model.Timer`: the machine's prices, each with the noise of one measurement."""
+    """See `search.predict.costs.Timer`: the machine's prices, each with the noise of one measurement."""
 
     machine: SimulatedMachine
     moment: float = 1.0
@@ -243,7 +243,7 @@ class TabularTimer:
 
 
 class NothingToWatch:
-    """See `search.decoder.Watch`."""
+    """See `search.measure.decoder.Watch`."""
 
     def record(self) -> dict[str, Any]:
         """What a confirmation puts into words, as unknown."""
@@ -253,7 +253,7 @@ class NothingToWatch:
 
 
 def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) -> list[Round]:
-    """The rounds of one config with all that they draft: those of `search.replay.walk` end at a wrong token.
+    """The rounds of one config with all that they draft: those of `search.predict.replay.walk` end at a wrong token.
 
     Raises: ValueError for a config that looks tokens up.
     """

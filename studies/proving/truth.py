@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from search.replay import Settings, drafts_before
-from search.space import snap_threshold
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.predict.replay import Settings, drafts_before
+from search.study.space import snap_threshold
 from studies.proving.costs import Prices
 from studies.proving.table import THRESHOLDS, Table
 

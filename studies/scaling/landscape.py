@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.config import DecodeConfig
-from search.space import SearchSpace
+from layerskip.config.decode_config import DecodeConfig
+from search.study.space import SearchSpace
 
 NUM_LAYERS, GAMMA_MAX = 24, 8
 NUM_PROMPTS = 8

@@ -14,10 +14,10 @@ import numpy as np
 import optuna
 from optuna.storages import BaseStorage, get_storage
 
-from search.leaderboard import FAILURE, WITHDRAWN
-from search.proposals import ProposeOptions
-from search.samplers import ProposalSampler, make_sampler, quiet_optuna
-from search.storage import close_storage, open_storage
+from search.storages.opening import close_storage, open_storage
+from search.study.leaderboard import FAILURE, WITHDRAWN
+from search.trials.proposals import ProposeOptions
+from search.trials.sampler import ProposalSampler, make_sampler, quiet_optuna
 from search.workers.crew import Crew
 from studies.scaling.landscape import NOISE, NUM_PROMPTS, SPACE, Landscape
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from search.dashboard import bind, open_app
-from search.dashboard_figures import FIGURES
+from search.reporting.dashboard_page import FIGURES
 from tests.browser.conftest import Visit
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

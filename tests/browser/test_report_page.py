@@ -13,10 +13,10 @@ import pytest
 from playwright.sync_api import Browser
 
 from layerskip import DecodeConfig
-from search.figure_style import MissingData
-from search.reporting.pictures import PICTURES
+from search.reporting.figures.pictures import PICTURES
+from search.reporting.figures.style import MissingData
 from search.reporting.record import read_record
-from search.storage import close_storage, open_storage
+from search.storages.opening import close_storage, open_storage
 from tests.browser.conftest import Visit, visiting
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

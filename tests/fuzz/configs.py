@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from layerskip.config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig
 
 
 def read_config_file(data: bytes, folder: Path) -> DecodeConfig:

@@ -10,16 +10,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from layerskip.prompts import Prompt, read_prompts
+from layerskip.command_line.prompts import Prompt, read_prompts
+from layerskip.config.skip_mask import SkipMask
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, parse
-from layerskip.skip_mask import SkipMask
 from search.comparison.confirm import read_measurements
 from search.comparison.hints import read_agreements
 from search.comparison.journal import Journal
 from search.comparison.runs import read_trials
-from search.space import SearchSpace
-from search.spec import StudySpec, load_spec, to_toml
+from search.study.space import SearchSpace
+from search.study.spec import StudySpec, load_spec, to_toml
 from tests.fuzz.configs import CONFIGS, check_config, read_config_file
 
 _ALL = tuple(range(4))

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.model import GenerationStream
 from layerskip.server.app import Service, create_app
-from layerskip.server.running import GracefulServer, bind
 from layerskip.server.settings import ServerSettings
+from layerskip.server.transport.running import GracefulServer, bind
 from tests.layerskip import zoo
 
 MODEL_ID = "tiny"

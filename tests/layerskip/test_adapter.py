@@ -13,8 +13,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip import adapter as adapter_module
-from layerskip.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface import adapter as adapter_module
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
 PROMPT, DRAFTED = 9, 6  # longer than the sliding windows, together and the prompt alone

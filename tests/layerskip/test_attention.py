@@ -11,19 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from layerskip import growing_keys
-from layerskip.adapter import ModelAdapter
+from layerskip.analysis.teacher_forcing.layerwise import LayerwiseForcing
+from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.engines import EagerEngine, check_agreement
-from layerskip.engines.attention import AttentionChoice, AttentionShape
-from layerskip.engines.attention_kernels import _efficient_part, attend, split_keys
-from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
+from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
+from layerskip.engines.cuda_graph.attention_kernels import _efficient_part, attend, split_keys
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
+from layerskip.engines.cuda_graph.static_step import additive_mask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.engines.static_lean import LeanExecutor
-from layerskip.engines.static_step import additive_mask
-from layerskip.growing_keys import WITHOUT_CUDNN, over_growing_keys
-from layerskip.teacher_forcing.layerwise import LayerwiseForcing
-from layerskip.teacher_forcing.rows import ForcedText
+from layerskip.huggingface import growing_keys
+from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.growing_keys import WITHOUT_CUDNN, over_growing_keys
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 

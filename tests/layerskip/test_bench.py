@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from torch.autograd import DeviceType
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, bench
+from layerskip.analysis.identity import IdentityReport
+from layerskip.analysis.intervals import ratio_interval
 from layerskip.benchmark import memory, profiling, run, steps
 from layerskip.benchmark.alternation import Case, Row, alternate, make_cases, order_of
 from layerskip.benchmark.hf_ways import CompiledWay, HuggingFaceWay, huggingface_ways
@@ -38,11 +40,9 @@ from layerskip.benchmark.ways import (
     own_settings,
     own_ways,
 )
-from layerskip.identity import IdentityReport
-from layerskip.intervals import ratio_interval
-from layerskip.lookup_settings import PromptLookup, SuffixLookup
-from layerskip.stats import DecodeStats
-from layerskip.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
+from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
+from layerskip.decoding.stats import DecodeStats
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
 

@@ -9,13 +9,13 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from layerskip import SkipMask
-from layerskip.adapter import ModelAdapter
 from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines.compiled import CompiledFunctions
-from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.engines.static_lean import LeanExecutor
+from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
 
 FUNCTIONS = 3

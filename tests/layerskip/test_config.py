@@ -26,10 +26,17 @@ from layerskip import (
     Sampling,
     SkipMask,
 )
-from layerskip.config import MAX_GAMMA, MAX_GROUP_NAME, MAX_GROUPS, MAX_REGIMES, is_group_name, write_atomically
-from layerskip.loading import weights_fingerprint
+from layerskip.config.decode_config import (
+    MAX_GAMMA,
+    MAX_GROUP_NAME,
+    MAX_GROUPS,
+    MAX_REGIMES,
+    is_group_name,
+    write_atomically,
+)
+from layerskip.decoding.sampling import SamplingParams
+from layerskip.huggingface.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
-from layerskip.sampling import SamplingParams
 from tests.layerskip import zoo
 
 PROVENANCE: dict[str, Any] = {

@@ -12,14 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.adapter import UnsupportedModelError
-from layerskip.draft_stopping import Stopping
+from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.engines import EagerEngine
-from layerskip.engines.graph_pool import Replay, RerunRecorder
-from layerskip.engines.static_modules import ModuleExecutor
-from layerskip.engines.static_step import num_visible_for
-from layerskip.round_work import RoundPlan
-from layerskip.sampling import Sampler, SamplingParams
+from layerskip.engines.cuda_graph.graph_pool import Replay, RerunRecorder
+from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
+from layerskip.engines.cuda_graph.static_step import num_visible_for
+from layerskip.huggingface.adapter import UnsupportedModelError
+from layerskip.rounds.draft_stopping import Stopping
+from layerskip.rounds.round_work import RoundPlan
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, engine_of, graph_model
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.decode import DecodeRequest
-from layerskip.draft_stopping import Stopping
+from layerskip.analysis.free_running import FreeRunning
+from layerskip.analysis.identity import check_identity, logit_difference
+from layerskip.decoding.loop import DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.engines import EagerEngine, choice
-from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
-from layerskip.engines.cuda_recorder import CudaRecorder
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.cuda_graph.recorder import CudaRecorder
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.engines.static_lean import LeanExecutor
-from layerskip.free_running import FreeRunning
-from layerskip.identity import check_identity, logit_difference
-from layerskip.round_work import RoundPlan
-from layerskip.sampling import Sampler, SamplingParams
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.rounds.draft_stopping import Stopping
+from layerskip.rounds.round_work import RoundPlan
 from tests.layerskip import zoo
 from tests.layerskip.tape import on_graphs
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from layerskip import DecodeConfig, SkipMask, round_work
-from layerskip.draft_stopping import Stopping
-from layerskip.engines.graph_pool import Replay, RerunRecorder, warm_up
-from layerskip.engines.sync_watch import SyncError, SyncWatch
+from layerskip import DecodeConfig, SkipMask
+from layerskip.engines.cuda_graph.graph_pool import Replay, RerunRecorder, warm_up
+from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.rounds import round_work
+from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 

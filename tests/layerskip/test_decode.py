@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
-from layerskip.decode import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
-from layerskip.identity import check_identity
-from layerskip.lookup_settings import SuffixLookup
+from layerskip.analysis.identity import check_identity
+from layerskip.config.lookup_settings import SuffixLookup
+from layerskip.decoding.loop import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
+from layerskip.decoding.sampling import SamplingParams, seeded_sampler
 from layerskip.model import GenerateOutput
-from layerskip.sampling import SamplingParams, seeded_sampler
 from tests.layerskip import zoo
 
 GAMMAS = (1, 2, 4, 7)

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
-from layerskip.decode import DecodeLoop, DecodeRequest
-from layerskip.draft_stopping import Stopping
-from layerskip.engines.cuda_graph import CudaGraphEngine, GraphOptions
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.kv_cache import StaticCache
-from layerskip.placement import Placement
-from layerskip.round_work import RoundPlan
-from layerskip.sampling import Sampler, SamplingParams
+from layerskip.decoding.kv_cache import StaticCache
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.huggingface.placement import Placement
+from layerskip.rounds.draft_stopping import Stopping
+from layerskip.rounds.round_work import RoundPlan
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, graph_model
 from tests.layerskip.test_sampling import (

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import layerskip.decode
+import layerskip.decoding.loop
 from layerskip import LayerSkipModel
+from layerskip.analysis.identity import float32_command
+from layerskip.decoding.verifier import Verdict
 from layerskip.doctor import examine, main
-from layerskip.identity import float32_command
-from layerskip.verifier import Verdict
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
 
@@ -63,19 +63,19 @@ def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPa
         # A single-token step takes its position from a length that a skipped layer never advanced.
         return arange(1, **kwargs) if len(args) == 2 and args[1] - args[0] == 1 else arange(*args, **kwargs)
 
-    monkeypatch.setattr("layerskip.adapter.torch.arange", stale)
+    monkeypatch.setattr("layerskip.huggingface.adapter.torch.arange", stale)
     failed = [check.name for check in examine(model, num_tokens=8) if not check.passed]
     assert any(name.startswith("draft logits") for name in failed)
 
 
 def test_notices_a_lookup_that_is_believed_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu")
-    right = layerskip.decode.verify
+    right = layerskip.decoding.loop.verify
 
     def believes(draft_ids: torch.Tensor, *arguments: Any, **options: bool) -> Verdict:
         return replace(right(draft_ids, *arguments, **options), num_accepted=len(draft_ids))
 
-    monkeypatch.setattr(layerskip.decode, "verify", believes)
+    monkeypatch.setattr(layerskip.decoding.loop, "verify", believes)
     failed = {check.name for check in examine(model, num_tokens=12) if not check.passed}
     assert "lookup in an earlier text, gamma 8" in failed
     assert "plain decoding" not in failed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerskip.draft_stopping import Stopping
+from layerskip.rounds.draft_stopping import Stopping
 
 
 def test_cutting_pays_from_the_mean_draft_on_at_which_both_ways_take_equally_long() -> None:

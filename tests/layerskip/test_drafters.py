@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import layerskip.decode
+import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask, custom_generate
-from layerskip.decode import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY, DecodeLoop, DecodeRequest
+from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.decoding.loop import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY, DecodeLoop, DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.drafters import TextStore
 from layerskip.drafters.lookup import LookupSession
-from layerskip.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.model import GenerateOutput
-from layerskip.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, engine_of
 from tests.layerskip.test_adapter import PlantedError, gates_on
@@ -201,7 +201,11 @@ def test_an_exception_anywhere_leaves_the_model_whole(name: str, drafter: str, m
 
     expected = run()
     assert expected[1]["num_rounds"] > 1
-    for owner, attribute in ((LookupSession, "propose"), (LookupSession, "look_up"), (layerskip.decode, "_settle")):
+    for owner, attribute in (
+        (LookupSession, "propose"),
+        (LookupSession, "look_up"),
+        (layerskip.decoding.loop, "_settle"),
+    ):
         for call, after in itertools.product(range(2), (False, True)):
             with failing(monkeypatch, owner, attribute, call, after=after), pytest.raises(PlantedError):
                 run()
@@ -256,7 +260,7 @@ def test_rounds_on_the_device_follow_it_too(drafter: str) -> None:
 @pytest.mark.parametrize("broken", [False, True], ids=["right", "accepted with the target's probability"])
 def test_a_broken_verifier_fails_the_same_test(drafter: str, broken: bool, monkeypatch: Any) -> None:
     verifier = accepted_with_the_targets_probability if broken else correct
-    monkeypatch.setattr(layerskip.decode, "verify", verifier)
+    monkeypatch.setattr(layerskip.decoding.loop, "verify", verifier)
     values = p_values(draw_many(TableEngine(), drafters(MASK, gamma=3)[drafter], 13, NUM_DRAWS)[0], exactly())
     assert min(values.values()) < FAILS if broken else min(values.values()) > PASSES, values
 

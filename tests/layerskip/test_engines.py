@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines import fused as fused_module
 from layerskip.engines.fused import FusedEngine
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
 FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.decode import DecodeRequest
-from layerskip.device_free_steps import DeviceFreeSteps
-from layerskip.engines.sync_watch import SyncError, SyncWatch
-from layerskip.free_running import FreeRunning
+from layerskip.analysis.free_running import FreeRunning
+from layerskip.decoding.loop import DecodeRequest
+from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.rounds.device_free_steps import DeviceFreeSteps
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 

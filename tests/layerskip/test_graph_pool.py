@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerskip.device_number import DeviceNumber
-from layerskip.engines import sync_watch
-from layerskip.engines.graph_pool import GraphPool, Recorder, Replay, RerunRecorder
-from layerskip.engines.sync_watch import SyncError, SyncWatch
+from layerskip.engines.cuda_graph import sync_watch
+from layerskip.engines.cuda_graph.graph_pool import GraphPool, Recorder, Replay, RerunRecorder
+from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.rounds.device_number import DeviceNumber
 from tests.layerskip.tape import TapeRecorder
 
 RECORDERS: list[Callable[[], Recorder]] = [RerunRecorder, TapeRecorder]

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, SuffixLookup
-from layerskip.loading import weights_fingerprint
+from layerskip.huggingface.loading import weights_fingerprint
 from tests.layerskip import zoo
 
 CONFIG = DecodeConfig(skip_mask=SkipMask.from_layers(zoo.NUM_LAYERS, [1]), gamma=3, draft_threshold=0.25)

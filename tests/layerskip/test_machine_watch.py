@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import nvidia
-from layerskip.machine_watch import MachineWatch, describe_machine
-from layerskip.nvidia import gpu_states
+from layerskip.machine import nvidia
+from layerskip.machine.nvidia import gpu_states
+from layerskip.machine.watch import MachineWatch, describe_machine
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, RegimeSetting, Sampling, SkipMask
+from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
-from layerskip.text_stream import TextStream
 from tests.layerskip import zoo
 
 CONFIG = DecodeConfig(skip_mask=SkipMask.from_layers(4, [3]), gamma=4)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.identity import IdentityReport, check_identity
-from layerskip.rounding import measure_rounding
+from layerskip.analysis.identity import IdentityReport, check_identity
+from layerskip.huggingface.rounding import measure_rounding
 from tests.layerskip import zoo
 from tests.layerskip.planted_bugs import EAGER, EAGER_SLIDING, FUSED, FUSED_SLIDING, LOOP, Bug, planted
 

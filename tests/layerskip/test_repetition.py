@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip.repetition import repeated_ngram_share
+from layerskip.analysis.repetition import repeated_ngram_share
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
 

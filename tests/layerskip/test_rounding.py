@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis.identity import check_identity, first_difference
 from layerskip.engines.fused import FusedEngine
-from layerskip.identity import check_identity, first_difference
-from layerskip.rounding import RoundingSpread, StockForward, measure_rounding
+from layerskip.huggingface.rounding import RoundingSpread, StockForward, measure_rounding
 from tests.layerskip import zoo
 
 NUM_TOKENS = 24

@@ -14,12 +14,12 @@ import torch
 from scipy.stats import chi2
 from transformers import GenerationConfig
 
-import layerskip.decode
+import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
-from layerskip.decode import DecodeLoop, DecodeRequest
-from layerskip.kv_cache import SharedLengthCache
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.verifier import Verdict
+from layerskip.decoding.kv_cache import SharedLengthCache
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.verifier import Verdict
 from tests.layerskip import zoo
 
 VOCAB, PROMPT, NUM_TOKENS, NUM_DRAWS = 4, (1, 2), 4, 8_000
@@ -229,7 +229,7 @@ def broken_verify(
 
 def test_the_harness_of_the_broken_verifiers_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = draw_texts(PLAIN, config_of(0))
-    monkeypatch.setattr(layerskip.decode, "verify", correct)
+    monkeypatch.setattr(layerskip.decoding.loop, "verify", correct)
     assert draw_texts(PLAIN, config_of(2)) == expected
     values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
     assert min(values.values()) > PASSES, values
@@ -245,7 +245,7 @@ def test_the_harness_of_the_broken_verifiers_is_right(monkeypatch: pytest.Monkey
 )
 def test_a_broken_verifier_fails_the_same_tests(verifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = draw_texts(PLAIN, config_of(0))
-    monkeypatch.setattr(layerskip.decode, "verify", verifier)
+    monkeypatch.setattr(layerskip.decoding.loop, "verify", verifier)
     assert draw_texts(PLAIN, config_of(2)) != expected
     values = p_values(draw_many(PLAIN, config_of(2))[0], exactly(PLAIN))
     assert min(values.values()) < FAILS, values

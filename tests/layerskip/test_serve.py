@@ -28,9 +28,9 @@ from layerskip import (
     SkipMask,
     SuffixLookup,
 )
+from layerskip.config.usual_lookups import lookup_else_mask
 from layerskip.serve import KEY_VARIABLE, describe, main
 from layerskip.server.settings import ServerSettings
-from layerskip.usual_lookups import lookup_else_mask
 from tests.layerskip import zoo
 
 DEMO_CONFIG = Path(__file__).parents[2] / "studies" / "demo" / "best.json"

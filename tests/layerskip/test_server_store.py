@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel, PromptLookup, SkipMask, SuffixLookup
+from layerskip.config.usual_lookups import lookup_alone, lookup_else_mask
 from layerskip.server.app import text_store
 from layerskip.server.settings import ServerSettings
-from layerskip.usual_lookups import lookup_alone, lookup_else_mask
 from tests.layerskip import zoo
 from tests.layerskip.serving import MODEL_ID, Gate, Serving, completion_request, serving, tiny_model, wait_for
 from tests.layerskip.test_server_memory import assert_nothing_stays

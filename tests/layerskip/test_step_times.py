@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, step_clock
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis.step_times import StepTimer
+from layerskip.decoding import step_clock
 from layerskip.drafters import layer_skip
-from layerskip.step_times import StepTimer
 from tests.layerskip import zoo
 
 GAMMA_MAX = 5

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, step_clock
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.steps import StepTurn, allowed_s, decode
-from layerskip.draft_stopping import Stopping
-from layerskip.engines.graph_pool import RerunRecorder
-from layerskip.skip_mask import SkipMask as Mask
-from layerskip.step_times import StepTimer
+from layerskip.config.skip_mask import SkipMask as Mask
+from layerskip.decoding import step_clock
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 

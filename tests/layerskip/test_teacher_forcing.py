@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from layerskip import LayerSkipModel, SkipMask
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.teacher_forcing import (
+from layerskip.analysis.teacher_forcing import (
     ForcedText,
     LayerwiseForcing,
     TeacherForcing,
     WrongDraft,
     make_teacher_forcing,
 )
-from layerskip.teacher_forcing.whole_model import WholeModelForcing
+from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
+from layerskip.decoding.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 
 OWN_KEYS = {"bloom", "mpt", "falcon-alibi"}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.placement import Placement, UnsupportedModelError
-from layerskip.step_times import StepTimer
-from layerskip.teacher_forcing import ForcedText, make_teacher_forcing
+from layerskip.analysis.step_times import StepTimer
+from layerskip.analysis.teacher_forcing import ForcedText, make_teacher_forcing
+from layerskip.huggingface.placement import Placement, UnsupportedModelError
 from tests.layerskip import zoo
 from tests.layerskip.two_devices import FIRST, SECOND, TwoDevices, dispatch
 

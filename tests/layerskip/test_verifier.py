@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from layerskip.sampling import Sampler, SamplingParams
-from layerskip.verifier import verify
+from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.decoding.verifier import verify
 
 GREEDY = Sampler(SamplingParams())
 

@@ -16,10 +16,10 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config import DecodeConfig
-from search.confirm import describe
-from search.leaderboard import FAILURE, WORKER_DIED, counted, key_of, was_interrupted
-from search.storage import close_storage, open_storage, storage_file
+from layerskip.config.decode_config import DecodeConfig
+from search.confirm.stage import describe
+from search.storages.opening import close_storage, open_storage, storage_file
+from search.study.leaderboard import FAILURE, WORKER_DIED, counted, key_of, was_interrupted
 from search.workers.claims import CLAIM
 from search.workers.reaping import ATTEMPT, MAX_ATTEMPTS, RETRY_OF
 from studies.scaling.servers import NoServer, own_postgres

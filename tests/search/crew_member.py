@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import DecodeConfig
-from search.confirm import describe
+from search.confirm.stage import describe
 from search.reporting.publish import Publisher
 from search.workers.witness import Patience
 from tests.search.fakes import Bench

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.stats import DecodeStats
-from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from layerskip.decoding.stats import DecodeStats
 
 
 class FakeForcing:

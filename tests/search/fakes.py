@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import DecodeConfig, DecodeStats
-from layerskip.identity import IdentityReport
-from layerskip.rounding import RoundingSpread
-from layerskip.sampling_regime import Sampling
-from layerskip.teacher_forcing import ForcedText
-from search.decoder import Decoded
-from search.fingerprint import Fingerprint
+from layerskip.analysis.identity import IdentityReport
+from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.sampling_regime import Sampling
+from layerskip.huggingface.rounding import RoundingSpread
+from search.confirm.files import Origin
+from search.context import Subject, Tools
+from search.measure.decoder import Decoded
 from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
-from search.prompts import EncodedPrompt
 from search.regime_run import RegimeRun
-from search.results import Origin
-from search.space import SearchSpace
-from search.spec import StudyPaths, StudySpec
 from search.stop import StopSignal
-from search.subject import Subject, Tools
+from search.study.fingerprint import Fingerprint
+from search.study.prompts import EncodedPrompt
+from search.study.space import SearchSpace
+from search.study.spec import StudyPaths, StudySpec
 from search.terminal.reporter import Reporter
 from search.workers.witness import Patience
 from tests.search.fake_outlook import FakeForcing, FakeTimer

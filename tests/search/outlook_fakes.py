@@ -10,8 +10,8 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import SkipMask
-from layerskip.teacher_forcing import ForcedText
-from search.space import SearchSpace
+from layerskip.analysis.teacher_forcing import ForcedText
+from search.study.space import SearchSpace
 from tests.search.fake_outlook import FakeForcing, FakeTimer
 from tests.search.fakes import FakeDecoder
 

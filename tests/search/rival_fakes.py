@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from layerskip.config import DecodeConfig
-from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText
-from search.cost_model import CostModel
-from search.proposals import ProposeOptions
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.predict.costs import CostModel
 from search.rivals import Setup
 from search.rivals.common import Plan
 from search.rivals.hidden_states import layer_plan, sublayer_plan
-from search.space import SearchSpace
+from search.study.space import SearchSpace
+from search.trials.proposals import ProposeOptions
 from tests.search.fake_outlook import FakeForcing
 from tests.search.fakes import NUM_LAYERS, FakeClock, FakeDecoder
 

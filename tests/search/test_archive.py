@@ -18,7 +18,7 @@ from search.compact import read_lines, write_lines
 from search.dashboard import bind, open_app
 from search.reporting.archive import read_archive, write_archive
 from search.reporting.source import Address, opened
-from search.storage import close_storage, open_storage
+from search.storages.opening import close_storage, open_storage
 from tests.search.fakes import Bench
 
 ARCHIVE = "study.jsonl.xz"

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from layerskip import SkipMask
 from search import run
-from search.fingerprint import FingerprintMismatch
-from search.leaderboard import counted
-from search.measurement import PromptCase
-from search.pace import Pace, measure_pace
-from search.plan import make_plan, spread
-from search.reference import Reference
+from search.budget.pace import Pace, measure_pace
+from search.budget.plan import make_plan, spread
+from search.budget.work import Amounts, Work
+from search.measure.pairs import PromptCase
+from search.measure.reference import Reference
+from search.predict.sensitivity import measure_sensitivity
 from search.reporting.digest import digest_of
 from search.reporting.record import read_record
-from search.sensitivity import measure_sensitivity
-from search.space import SearchSpace
-from search.storage import open_storage
-from search.work import Amounts, Work
+from search.storages.opening import open_storage
+from search.study.fingerprint import FingerprintMismatch
+from search.study.leaderboard import counted
+from search.study.space import SearchSpace
 from tests.search.fakes import FINGERPRINT, Bench, FakeClock, FakeDecoder, make_spec, prompts
 
 SLOW = 0.05

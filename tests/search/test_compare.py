@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerskip import DecodeConfig, usual_lookups
-from layerskip.cli import CommandError
-from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import ForcedText
-from layerskip.usual_lookups import lookup_alone
+from layerskip import DecodeConfig
+from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.command_line.cli import CommandError
+from layerskip.config import usual_lookups
+from layerskip.config.skip_mask import SkipMask
+from layerskip.config.usual_lookups import lookup_alone
 from search.compare import build_parser, main, make_plan
 from search.comparison import confirm
 from search.comparison.accounting import Account, Ledger, SharedDecoder, TimedProposer
@@ -29,14 +30,14 @@ from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.plot import _speedup_range, make_plot
 from search.comparison.record import FILE, read_record
 from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
-from search.fingerprint import FingerprintMismatch
-from search.measurement import PromptCase, time_able
+from search.context import Subject, Tools
+from search.measure.pairs import PromptCase, time_able
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
 from search.rivals.leave_one_out import LeaveOneOut
-from search.space import SearchSpace
 from search.stop import StopSignal
-from search.subject import Subject, Tools
+from search.study.fingerprint import FingerprintMismatch
+from search.study.space import SearchSpace
 from search.terminal.reporter import Reporter
 from tests.search.fakes import (
     FINGERPRINT,

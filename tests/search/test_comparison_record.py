@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from layerskip import DecodeConfig
-from layerskip.usual_lookups import NGRAMS, lookup_alone
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from search.compact import read_lines, write_lines
 from search.compare import main
 from search.comparison.record import FILE, RESULTS, read_record, write_record, write_results

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from search.comparison.pipeline import ComparisonRun
 from search.comparison.plan import ComparisonPlan
+from search.context import Subject, Tools
 from search.stop import StopSignal
-from search.subject import Subject, Tools
 from search.terminal.comparison_events import ComparisonBegins, PicksAdvanced, RunAdvanced
 from search.terminal.comparison_view import ComparisonView
 from search.terminal.event import Event, Note

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from layerskip import SkipMask
-from search.cost_model import (
+from search.predict.costs import (
     CostModel,
     CostOptions,
     device_facts,
@@ -20,7 +20,7 @@ from search.cost_model import (
     measure_costs,
     pool_costs,
 )
-from search.space import SearchSpace
+from search.study.space import SearchSpace
 from tests.layerskip.zoo import random_mask
 from tests.search.fake_outlook import FakeTimer
 from tests.search.fakes import FINGERPRINT, SPACE

@@ -13,12 +13,12 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerskip import DecodeConfig, LayerSkipModel
-from layerskip.loading import weights_fingerprint
+from layerskip.huggingface.loading import weights_fingerprint
 from search import compare as compare_command
 from search import tune
-from search.fingerprint import FingerprintMismatch, compare
-from search.results import Origin
-from search.spec import load_spec, to_toml
+from search.confirm.files import Origin
+from search.study.fingerprint import FingerprintMismatch, compare
+from search.study.spec import load_spec, to_toml
 from search.workers.device import computing_on, share_a_device
 from search.workers.process import process_token
 from search.workers.roster import Worker

@@ -13,9 +13,9 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3MoeConfig
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
-from layerskip.adapter import UnsupportedModelError
-from layerskip.draft_checkpoint import draft_config, write_draft_checkpoint
-from layerskip.loading import weights_fingerprint
+from layerskip.huggingface.adapter import UnsupportedModelError
+from layerskip.huggingface.draft_checkpoint import draft_config, write_draft_checkpoint
+from layerskip.huggingface.loading import weights_fingerprint
 from search import export
 from search.draft_model import nearest_whole_layers
 from tests.layerskip import zoo

@@ -20,21 +20,21 @@ from optuna_dashboard import get_note, save_note
 from optuna_dashboard._custom_plot_data import get_plotly_graph_objects
 
 from layerskip import DecodeConfig
-from search.cost_model import CostModel
-from search.dashboard_figures import FIGURES, YOURS, note, push_figures
-from search.figure_style import MissingData, fit_card
-from search.learnt_costs import CostLearner
-from search.objective import standings_of
-from search.outlook import COSTS, SENSITIVITY
-from search.outlook_figures import cost_figure, sensitivity_figure
-from search.prediction_check import describe_ranks, prediction_check_of
-from search.reference import Reference
+from search.measure.reference import Reference
+from search.measure.statistics import geometric_mean
+from search.outlook.outlook import COSTS, SENSITIVITY
+from search.predict.accuracy import describe_ranks, prediction_check_of
+from search.predict.costs import CostModel
+from search.predict.learnt_costs import CostLearner
+from search.predict.sensitivity import Sensitivity, SublayerWorth
+from search.reporting.dashboard_page import FIGURES, YOURS, note, push_figures
+from search.reporting.figures.outlook import cost_figure, sensitivity_figure
+from search.reporting.figures.style import MissingData, fit_card
+from search.reporting.figures.trials import convergence_figure, leaders, prediction_figure, space_of
 from search.reporting.record import StudyRecord, read_record
-from search.sensitivity import Sensitivity, SublayerWorth
-from search.space import SearchSpace
-from search.statistics import geometric_mean
-from search.storage import close_storage, open_storage
-from search.trial_figures import convergence_figure, leaders, prediction_figure, space_of
+from search.storages.opening import close_storage, open_storage
+from search.study.space import SearchSpace
+from search.trials.objective import standings_of
 from tests.search import outlook_fakes
 from tests.search.fakes import SPACE, Bench
 from tests.search.test_learnt_costs import ALONE, CHEAP, trials_of
@@ -276,7 +276,7 @@ def test_the_confirmed_number_stands_beside_the_trials(finished: optuna.Study, s
 
 
 def test_long_studies_have_a_curve_of_some_points(finished: optuna.Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.trial_figures._MAX_STANDINGS", 5)
+    monkeypatch.setattr("search.reporting.figures.trials._MAX_STANDINGS", 5)
     trials = finished.get_trials(states=(TrialState.COMPLETE,))
     found = leaders(trials, Reference.from_json(finished.user_attrs["reference"]))
     assert [number for number, _ in found] == sorted({number for number, _ in found})
@@ -422,7 +422,7 @@ def test_a_push_that_fails_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyP
     def fail(_study: optuna.Study) -> list[str]:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("search.dashboard_figures.push_figures", fail)
+    monkeypatch.setattr("search.reporting.dashboard_page.push_figures", fail)
     assert bench.run(**FAST) == 0
     assert bench.paths.best.exists()
     assert bench.paths.summary.exists()
@@ -457,7 +457,7 @@ def test_ctrl_c_during_a_push_is_not_swallowed(bench: Bench, monkeypatch: pytest
     def stop(_study: optuna.Study) -> list[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("search.dashboard_figures.push_figures", stop)
+    monkeypatch.setattr("search.reporting.dashboard_page.push_figures", stop)
     with pytest.raises(KeyboardInterrupt):
         bench.run(**FAST)
     assert bench.paths.summary.exists()

@@ -11,16 +11,16 @@ import random
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.teacher_forcing import ForcedText
-from layerskip.usual_lookups import NGRAMS, lookup_alone
-from search.cost_model import CostOptions, measure_costs
-from search.forecast import Candidate, Candidates, Pool, known_masks, make_pool
-from search.leaderboard import key_of
-from search.lookup_choice import LookupChoice
-from search.predictor import Predictor
-from search.replay import TextRows
-from search.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
-from search.space import SearchSpace
+from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone
+from search.outlook.forecast import Candidate, Candidates, Pool, known_masks, make_pool
+from search.predict.costs import CostOptions, measure_costs
+from search.predict.predictor import Predictor
+from search.predict.replay import TextRows
+from search.predict.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
+from search.study.leaderboard import key_of
+from search.study.lookup_choice import LookupChoice
+from search.study.space import SearchSpace
 from tests.search.fake_outlook import FakeForcing, FakeTimer
 from tests.search.fakes import FINGERPRINT, SPACE, FakeClock
 from tests.search.outlook_fakes import space_of

@@ -16,17 +16,17 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
-from layerskip.config import write_atomically
-from search.leaderboard import counted
-from search.storage import StorageFull, close_storage, open_storage, storage_file
+from layerskip.config.decode_config import write_atomically
+from search.storages.opening import StorageFull, close_storage, open_storage, storage_file
+from search.study.leaderboard import counted
 from tests.search.fakes import Bench
 from tests.search.servers import ROOT, child_environment
 
 FILE_LIMIT = """
 import resource, sys, optuna
 from pathlib import Path
-from layerskip.config import write_atomically
-from search.storage import StorageFull, close_storage, open_storage, storage_file
+from layerskip.config.decode_config import write_atomically
+from search.storages.opening import StorageFull, close_storage, open_storage, storage_file
 url = sys.argv[1]
 storage = open_storage(url)
 study = optuna.create_study(study_name="s", storage=storage)

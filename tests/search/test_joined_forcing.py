@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from layerskip import SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from search.joined_forcing import JoinedForcing, KeptReadings, join_readings
-from search.replay import TextRows
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
+from search.predict.replay import TextRows
 from tests.search.fake_outlook import FakeForcing
 
 LENGTHS = (9, 17, 5, 21, 3)

@@ -18,8 +18,8 @@ from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
 from search import run
-from search.leaderboard import counted
-from search.storage import open_storage
+from search.storages.opening import open_storage
+from search.study.leaderboard import counted
 from search.workers.device import computing_on, pids_on, share_a_device
 from search.workers.launch import Launch
 from search.workers.posts import Post, assign_posts, devices_for, parse_devices

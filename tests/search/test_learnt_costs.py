@@ -12,8 +12,8 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
-from search.cost_model import CostModel
-from search.learnt_costs import (
+from search.predict.costs import CostModel
+from search.predict.learnt_costs import (
     COUNTS,
     PLAIN_STEP,
     ROUNDS,
@@ -21,7 +21,7 @@ from search.learnt_costs import (
     learnt_costs_of,
     step_times_of,
 )
-from search.space import SHARE_PREFIX, SearchSpace
+from search.study.space import SHARE_PREFIX, SearchSpace
 from tests.search.fakes import SPACE
 
 ALONE = 0.01

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from layerskip import Confirmed, DecodeConfig, SkipMask
-from search.decoder import Decoded
-from search.measurement import LosslessViolation, PromptCase
+from search.measure.decoder import Decoded
+from search.measure.pairs import LosslessViolation, PromptCase
 from search.per_group.choice import decide, tolerance
 from search.per_group.export import GroupResult, combined_config
 from search.per_group.matrix import NO_PROMPT, Cell, measure_matrix, table, violations_of

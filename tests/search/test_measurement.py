@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
-from search.decoder import Decoded
-from search.measurement import LosslessViolation, PromptCase, measure_pair, time_able, time_one
+from search.measure.decoder import Decoded
+from search.measure.pairs import LosslessViolation, PromptCase, measure_pair, time_able, time_one
 from tests.search.fakes import NUM_LAYERS, FakeDecoder, true_speedup
 
 PLAIN = DecodeConfig.plain(NUM_LAYERS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from search import more_texts
-from search.decoder import Decoded
-from search.more_texts import CUT_SHARES, MIN_CUT, Beyond, MoreOptions, MoreText, beginnings, make_more_texts
-from search.prompts import EncodedPrompt
+from search.measure.decoder import Decoded
+from search.predict import more_texts
+from search.predict.more_texts import CUT_SHARES, MIN_CUT, Beyond, MoreOptions, MoreText, beginnings, make_more_texts
+from search.study.prompts import EncodedPrompt
 from tests.search.fakes import NUM_LAYERS, FakeDecoder
 
 NUM_TOKENS = 17

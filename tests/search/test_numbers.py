@@ -12,14 +12,14 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, PromptLookup, SkipMask, SuffixLookup
-from layerskip.usual_lookups import lookup_alone
-from search.by_position import seconds_by_position
-from search.confirm import Candidate, choose, shortlist, summarise
-from search.leaderboard import Entry, Standings, counted, make_standings
-from search.measurement import Pair, Timed, add_up
-from search.reference import Reference, prompts_for
-from search.space import SearchSpace
-from search.statistics import geometric_mean, log_spread, prompt_interval, ratio_interval
+from layerskip.config.usual_lookups import lookup_alone
+from search.confirm.stage import Candidate, choose, shortlist, summarise
+from search.measure.by_position import seconds_by_position
+from search.measure.pairs import Pair, Timed, add_up
+from search.measure.reference import Reference, prompts_for
+from search.measure.statistics import geometric_mean, log_spread, prompt_interval, ratio_interval
+from search.study.leaderboard import Entry, Standings, counted, make_standings
+from search.study.space import SearchSpace
 from tests.search.fakes import NUM_LAYERS, SPACE
 
 
@@ -391,7 +391,7 @@ def test_prompts_of_a_trial_follow_its_time() -> None:
 
 
 def test_reference_survives_json_and_goes_round() -> None:
-    from search.measurement import PromptCase
+    from search.measure.pairs import PromptCase
 
     cases = tuple(PromptCase(f"p{i}", (i, 2), (3, 4)) for i in range(5))
     reference = Reference(cases, 3, 100.0, 0.01, 0.5, ("short",))

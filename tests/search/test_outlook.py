@@ -17,14 +17,13 @@ import pytest
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search import run
-from search.cost_model import pool_costs
-from search.decoder import Decoded, ModelDecoder
-from search.fingerprint import Fingerprint
-from search.forecast import Candidate, Pool
-from search.leaderboard import expected_gains, key_of, make_standings, taste_of
-from search.measurement import PromptCase
-from search.more_texts import MAX_MORE
-from search.outlook import (
+from search.context import Subject, Tools
+from search.measure.decoder import Decoded, ModelDecoder
+from search.measure.pairs import PromptCase
+from search.measure.reference import Reference, ReferenceOptions, make_reference
+from search.outlook.forecast import Candidate, Pool
+from search.outlook.opening import open_outlook
+from search.outlook.outlook import (
     COSTS,
     GAMMA_LOWERED,
     MORE,
@@ -37,15 +36,16 @@ from search.outlook import (
     describe_outlook,
     outlook_facts,
 )
-from search.outlook_opening import open_outlook
-from search.prompts import EncodedPrompt
-from search.proposals import ProposeOptions
-from search.reference import Reference, ReferenceOptions, make_reference
-from search.space import SearchSpace
+from search.predict.costs import pool_costs
+from search.predict.more_texts import MAX_MORE
 from search.stop import StopSignal
-from search.subject import Subject, Tools
+from search.study.fingerprint import Fingerprint
+from search.study.leaderboard import expected_gains, key_of, make_standings, taste_of
+from search.study.prompts import EncodedPrompt
+from search.study.space import SearchSpace
 from search.terminal.reporter import Reporter
-from search.trial_phase import CANNOT_WIN, HANDFUL, TrialPhase
+from search.trials.phase import CANNOT_WIN, HANDFUL, TrialPhase
+from search.trials.proposals import ProposeOptions
 from tests.search.fake_outlook import FakeTimer
 from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
 from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record

@@ -14,12 +14,12 @@ import pytest
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip import generate as generate_command
 from search import run
-from search.decoder import Decoded
-from search.fingerprint import FingerprintMismatch
-from search.leaderboard import counted
+from search.context import Subject
+from search.measure.decoder import Decoded
 from search.per_group.run import group_subjects
-from search.storage import open_storage
-from search.subject import Subject
+from search.storages.opening import open_storage
+from search.study.fingerprint import FingerprintMismatch
+from search.study.leaderboard import counted
 from tests.search.conftest import write_jsonl
 from tests.search.fakes import (
     CALM,
@@ -324,7 +324,7 @@ def test_a_prompt_without_a_group_is_named(
 def test_a_small_group_is_refused_before_the_model_is_loaded(
     grouped_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.decoder.load_model", lambda _spec: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("search.measure.decoder.load_model", lambda _spec: pytest.fail("the model was loaded"))
     with (tmp_path / "tuning.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "w40", "topic": "prime"}) + "\n")
     assert run.main(grouped_study) == 2

@@ -10,7 +10,7 @@ import pytest
 from optuna.distributions import IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.prediction_check import (
+from search.predict.accuracy import (
     check_predictions,
     describe_checks,
     describe_ranks,

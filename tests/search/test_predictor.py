@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from search import predictor as predictor_module
-from search.cost_model import CostModel, CostOptions, measure_costs
-from search.learnt_costs import CostLearner
-from search.predictor import Predictor, coarse_gammas, gammas_around, sharp_depth
-from search.replay import Settings, TextRows, live_counts, replay
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from search.predict import predictor as predictor_module
+from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.learnt_costs import CostLearner
+from search.predict.predictor import Predictor, coarse_gammas, gammas_around, sharp_depth
+from search.predict.replay import Settings, TextRows, live_counts, replay
 from tests.search.fake_outlook import FakeForcing, FakeTimer, simulate
 from tests.search.fakes import FINGERPRINT
 from tests.search.outlook_fakes import PlantedTimer, space_of

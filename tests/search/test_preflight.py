@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from search.context import Subject
 from search.preflight import space_for
-from search.subject import Subject
 from search.terminal.progress_events import Preflight
 from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from search.per_group.grouping import Grouping, of_group
-from search.prompts import Prompt, PromptSet, encode_prompts, load_prompts, read_prompts
+from search.study.grouping import Grouping, of_group
+from search.study.prompts import Prompt, PromptSet, encode_prompts, load_prompts, read_prompts
 from tests.search.conftest import write_jsonl
 
 TEXT = {"prompt": "def read(", "id": "a", "category": "code"}

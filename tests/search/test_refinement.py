@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from search.forecast import Candidate, Pool
-from search.leaderboard import key_of
-from search.refinement import Refiner, refine_pool
+from search.outlook.forecast import Candidate, Pool
+from search.outlook.refinement import Refiner, refine_pool
+from search.study.leaderboard import key_of
 from tests.search.fakes import SPACE, FakeClock
 
 

@@ -15,28 +15,28 @@ import pytest
 from optuna_dashboard import get_note
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.config.sampling_params import SamplingParams
+from layerskip.config.sampling_regime import Sampling
 from layerskip.model import resolve_model_path
-from layerskip.sampling_params import SamplingParams
-from layerskip.sampling_regime import Sampling
 from search import export, report
 from search.compact import read_lines
-from search.decoder import Decoded, ModelDecoder
-from search.held_out import HELD_OUT, HeldOut
+from search.confirm.files import save_spec
+from search.confirm.held_out import HELD_OUT, HeldOut
+from search.confirm.regime_settings import read_regimes
+from search.confirm.stored_config import stored_config
+from search.context import Subject
+from search.measure.decoder import Decoded, ModelDecoder
+from search.measure.reference import Reference, ReferenceOptions, make_reference
+from search.measure.statistics import geometric_mean
 from search.pipeline import SearchRun
 from search.preflight import estimate_regimes, first_regime, time_pair, time_study
-from search.prompts import split_held_out
-from search.reference import Reference, ReferenceOptions, make_reference
 from search.regime_run import RegimeRun, regime_study
-from search.regime_settings import read_regimes
 from search.reporting.digest import regimes_table
 from search.reporting.source import Address, opened
-from search.results import save_spec
 from search.run import build_parser, main
-from search.spec import StudyPaths
-from search.statistics import geometric_mean
-from search.storage import open_storage
-from search.stored_config import stored_config
-from search.subject import Subject
+from search.storages.opening import open_storage
+from search.study.prompts import split_held_out
+from search.study.spec import StudyPaths
 from search.terminal.text import duration
 from tests.layerskip import zoo
 from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts

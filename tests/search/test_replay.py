@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.stats import DecodeStats
-from layerskip.teacher_forcing import DraftReadings, ForcedText
-from layerskip.usual_lookups import NGRAMS, lookup_else_mask
-from search.lookup_readings import LookupReadings
-from search.replay import Settings, TextRows, check_replay, live_counts, replay, walk
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
+from layerskip.config.usual_lookups import NGRAMS, lookup_else_mask
+from layerskip.decoding.stats import DecodeStats
+from search.predict.lookup_readings import LookupReadings
+from search.predict.replay import Settings, TextRows, check_replay, live_counts, replay, walk
 from tests.search.fake_outlook import FakeForcing, simulate
 
 MASK = SkipMask.contiguous(12, 3, 6)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
-from layerskip.identity import IdentityReport
+from layerskip.analysis.identity import IdentityReport
 from search import replay_audit
-from search.decoder import Decoded, ModelDecoder
-from search.fingerprint import environment
-from search.predictor import Predictor
-from search.replay import Counts, check_replay
+from search.measure.decoder import Decoded, ModelDecoder
+from search.predict.predictor import Predictor
+from search.predict.replay import Counts, check_replay
 from search.replay_audit import random_params
-from search.space import SearchSpace
+from search.study.fingerprint import environment
+from search.study.space import SearchSpace
 from tests.search.conftest import write_jsonl
 from tests.search.outlook_fakes import space_of
 

@@ -14,17 +14,17 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.teacher_forcing import DraftReadings, ForcedText
-from search.cost_model import CostModel, CostOptions, measure_costs
-from search.forecast import Candidate, Candidates, Pool, make_pool
-from search.leaderboard import Key, counted, key_of
-from search.predictor import Predictor
-from search.proposals import Proposal, ProposeOptions
-from search.refinement import Refiner, refine_pool
-from search.replay import TextRows
-from search.replay_proposer import ReplayProposer, move
-from search.sensitivity import measure_sensitivity
-from search.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
+from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
+from search.outlook.refinement import Refiner, refine_pool
+from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.predictor import Predictor
+from search.predict.replay import TextRows
+from search.predict.sensitivity import measure_sensitivity
+from search.study.leaderboard import Key, counted, key_of
+from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.trials.proposals import Proposal, ProposeOptions
+from search.trials.replay_proposer import ReplayProposer, move
 from tests.search.fake_outlook import FakeForcing
 from tests.search.fakes import FINGERPRINT, SPACE, true_speedup
 from tests.search.outlook_fakes import PlantedTimer, record, record_failure, space_of

@@ -21,25 +21,25 @@ from optuna.trial import TrialState, create_trial
 
 from layerskip import DecodeConfig, SkipMask
 from search import report
-from search.figure_style import MissingData
-from search.held_out import HELD_OUT, Counters, HeldOut
+from search.confirm.held_out import HELD_OUT, Counters, HeldOut
+from search.context import Tools
+from search.measure.statistics import geometric_mean
+from search.predict.surfaces import SURFACES
 from search.reporting.artifacts import attach
-from search.reporting.counters import counters_of, times_of
-from search.reporting.decode_figures import acceptance_figure, held_out_figure, position_figure, time_figure
 from search.reporting.digest import digest_of
-from search.reporting.machine_figures import machine_figure, surface_figure
-from search.reporting.mask_figures import mask_figure, tried_figure
-from search.reporting.pictures import PICTURES
+from search.reporting.figures.counters import counters_of, times_of
+from search.reporting.figures.decoding import acceptance_figure, held_out_figure, position_figure, time_figure
+from search.reporting.figures.machine import machine_figure, surface_figure
+from search.reporting.figures.masks import mask_figure, tried_figure
+from search.reporting.figures.pictures import PICTURES
+from search.reporting.figures.style import MissingData
+from search.reporting.figures.trials import space_of
 from search.reporting.publish import Publisher
 from search.reporting.record import StudyRecord, read_record, read_summary
 from search.reporting.render import plain_markdown, to_html, to_markdown, to_short_markdown
 from search.reporting.tables import to_csv, to_json
-from search.statistics import geometric_mean
-from search.storage import close_storage, open_storage
-from search.subject import Tools
-from search.surfaces import SURFACES
+from search.storages.opening import close_storage, open_storage
 from search.terminal.reporter import Reporter
-from search.trial_figures import space_of
 from tests.search.fakes import SPACE, Bench, FakeClock
 
 pytestmark = pytest.mark.publishes
@@ -369,7 +369,7 @@ def test_masks_are_drawn_layer_by_layer(record: StudyRecord) -> None:
 
 
 def test_long_studies_draw_some_of_their_masks(record: StudyRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.reporting.mask_figures._MAX_COLUMNS", 4)
+    monkeypatch.setattr("search.reporting.figures.masks._MAX_COLUMNS", 4)
     shown = tried_figure(record).data[0].x
     numbers = [trial.number for trial in record.measured]
     assert len(shown) == 4
@@ -602,7 +602,7 @@ def test_the_dashboard_is_refreshed_now_and_then(
         pushed.append(clock.now)
         clock.advance(3.0)
 
-    monkeypatch.setattr("search.dashboard_figures.push_figures", push)
+    monkeypatch.setattr("search.reporting.dashboard_page.push_figures", push)
     publisher = Publisher(bench.paths, Tools(Reporter(bench.output), bench.stop, "", clock), page=True)
     while clock.now < 400:
         publisher(record.study, record.trials[0])

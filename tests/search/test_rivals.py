@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from optuna.trial import FrozenTrial
 
-from layerskip.skip_mask import SkipMask
-from layerskip.teacher_forcing import DraftReadings
-from search.leaderboard import counted
-from search.proposals import Proposal, ProposeOptions, measured_keys
+from layerskip.analysis.teacher_forcing import DraftReadings
+from layerskip.config.skip_mask import SkipMask
 from search.rivals import STRATEGIES, Setup, departures_table, hidden_states
 from search.rivals.bayesian import DraftVerify, Swift
 from search.rivals.common import bits_of, mean_confidences, throughput, union
@@ -32,7 +30,9 @@ from search.rivals.hidden_states import (
     sublayer_plan,
 )
 from search.rivals.leave_one_out import LeaveOneOut
-from search.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
+from search.study.leaderboard import counted
+from search.study.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
+from search.trials.proposals import Proposal, ProposeOptions, measured_keys
 from tests.search.fakes import SPACE
 from tests.search.rival_fakes import (
     FakeHints,

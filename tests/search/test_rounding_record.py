@@ -9,15 +9,15 @@ from pathlib import Path
 import optuna
 import pytest
 
-from layerskip.rounding import RoundingSpread
+from layerskip.huggingface.rounding import RoundingSpread
+from search.measure.rounding_record import ROUNDING
 from search.preflight import open_subject
-from search.prompts import load_prompts
 from search.reporting.record import read_record
 from search.reporting.render import to_markdown
 from search.reporting.tables import to_json
-from search.rounding_record import ROUNDING
-from search.spec import StudyPaths
-from search.storage import open_storage
+from search.storages.opening import open_storage
+from search.study.prompts import load_prompts
+from search.study.spec import StudyPaths
 from search.terminal.reporter import JsonReporter, QuietReporter
 from tests.search.conftest import write_jsonl
 from tests.search.fakes import Bench, make_spec

@@ -13,11 +13,11 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
-from search import study
-from search.fingerprint import FingerprintMismatch, compare
-from search.leaderboard import counted
-from search.storage import open_storage
-from search.study import as_before, with_choices
+from search.storages.opening import open_storage
+from search.study import opening as study
+from search.study.fingerprint import FingerprintMismatch, compare
+from search.study.leaderboard import counted
+from search.study.opening import as_before, with_choices
 from tests.search.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
 
 
@@ -360,7 +360,7 @@ def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatc
 
 def test_what_a_trial_freed_is_given_back_before_it_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr("search.trial_phase.trim_heap", lambda: told.append(bench.output.getvalue().count("\ntrial ")))
+    monkeypatch.setattr("search.trials.phase.trim_heap", lambda: told.append(bench.output.getvalue().count("\ntrial ")))
     bench.run(trials=4)
     assert told == [0, 1, 2, 3]
 

@@ -21,9 +21,8 @@ from optuna.trial import TrialState, create_trial
 
 from layerskip import DecodeConfig
 from search.dashboard import open_app
-from search.leaderboard import counted
-from search.spec import to_toml
-from search.storage import (
+from search.storages.errors import ConnectionLost
+from search.storages.opening import (
     Patience,
     StorageError,
     StorageLost,
@@ -32,8 +31,9 @@ from search.storage import (
     open_storage,
     redact,
 )
-from search.storages.errors import ConnectionLost
 from search.storages.patient import PatientStorage
+from search.study.leaderboard import counted
+from search.study.spec import to_toml
 from tests.search.chaos import audit as audit_search
 from tests.search.chaos import kill_at_random
 from tests.search.crew_member import Order
@@ -45,7 +45,7 @@ NUM_WORKERS = 4
 NUM_QUEUED = 40
 WORKERS = """
 import sys, optuna
-from search.storage import close_storage, open_storage
+from search.storages.opening import close_storage, open_storage
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -57,7 +57,7 @@ for url in sys.argv[1:]:
 """
 ENDLESS = """
 import sys, optuna
-from search.storage import open_storage
+from search.storages.opening import open_storage
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 study = optuna.load_study(study_name="long", storage=open_storage(sys.argv[1]))
 stop = optuna.study.MaxTrialsCallback(int(sys.argv[2]), states=(optuna.trial.TrialState.COMPLETE,))

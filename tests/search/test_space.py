@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.config import DRAFTERS
-from search.local_proposer import local_move, unmeasured_flips
-from search.space import SearchSpace, snap_threshold
-from search.warm_starts import warm_starts
+from layerskip.config.decode_config import DRAFTERS
+from search.outlook.warm_starts import warm_starts
+from search.study.space import SearchSpace, snap_threshold
+from search.trials.local_proposer import local_move, unmeasured_flips
 
 
 @st.composite

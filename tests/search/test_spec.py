@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from search.spec import StudySpec, load_spec, to_toml
+from search.study.spec import StudySpec, load_spec, to_toml
 
 MINIMAL = 'model = "./model"\nprompts = "p.jsonl"\n'
 

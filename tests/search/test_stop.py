@@ -17,9 +17,9 @@ import torch
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
-from search.leaderboard import counted
 from search.stop import StopSignal, TrialTimedOut
-from search.storage import open_storage
+from search.storages.opening import open_storage
+from search.study.leaderboard import counted
 from search.workers.hang import HUNG_EXIT_CODE
 from tests.search.fakes import Bench
 from tests.search.test_search import trials_of

@@ -15,16 +15,16 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from search.leaderboard import counted
-from search.storage import StorageError, check_storage, check_writable, open_storage, redact
-from search.study import trials_by_state
+from search.storages.opening import StorageError, check_storage, check_writable, open_storage, redact
+from search.study.leaderboard import counted
+from search.study.opening import trials_by_state
 from tests.search.fakes import Bench
 from tests.search.test_search import history, trials_of
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
 import sys, optuna
-from search.storage import open_storage
+from search.storages.opening import open_storage
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 study = optuna.load_study(study_name="s", storage=open_storage(sys.argv[1]))
 study.optimize(lambda trial: trial.suggest_int("x", 0, 99), n_trials=int(sys.argv[2]))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from search import dashboard, export, report, run
-from search.spec import StudyPaths, load_spec
-from search.storage import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
+from search.storages.opening import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
+from search.study.spec import StudyPaths, load_spec
 from tests.search.test_commands import changed, run_main
 
 URL = "postgresql+psycopg://me:s3cret@127.0.0.1:1/db"

@@ -19,14 +19,14 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.config import DRAFTERS
+from layerskip.config.decode_config import DRAFTERS
 from search import run
-from search.decoder import Decoded
-from search.leaderboard import Entry
-from search.measurement import PromptCase
-from search.reference import Reference
+from search.measure.decoder import Decoded
+from search.measure.pairs import PromptCase
+from search.measure.reference import Reference
 from search.reporting.publish import Publisher
-from search.storage import open_storage
+from search.storages.opening import open_storage
+from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
 from search.terminal.live import LiveReporter
 from search.terminal.progress import Progress

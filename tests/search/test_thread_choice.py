@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import step_times
-from search.thread_choice import NUM_STEPS, choose_threads, halves
+from layerskip.analysis import step_times
+from search.measure.threads import NUM_STEPS, choose_threads, halves
 from tests.layerskip import zoo
 
 

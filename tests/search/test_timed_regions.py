@@ -10,14 +10,14 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.benchmark import memory
 from layerskip.benchmark.names import PLAIN, SPECULATIVE
 from layerskip.benchmark.run import Plan, run_benchmark
-from layerskip.decode import DecodeLoop
-from layerskip.device_round import DeviceRound
-from layerskip.engines.cuda_graph import CudaGraphEngine
-from layerskip.engines.graph_pool import RerunRecorder
-from search.confirm import ConfirmOptions, confirm
-from search.decoder import ModelDecoder
-from search.leaderboard import Entry
-from search.measurement import PromptCase, measure_pair
+from layerskip.decoding.loop import DecodeLoop
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.rounds.device_round import DeviceRound
+from search.confirm.stage import ConfirmOptions, confirm
+from search.measure.decoder import ModelDecoder
+from search.measure.pairs import PromptCase, measure_pair
+from search.study.leaderboard import Entry
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 

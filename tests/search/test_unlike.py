@@ -6,7 +6,7 @@ import dataclasses
 
 import optuna
 
-from search import outlook
+from search.outlook import outlook
 from search.workers.unlike import StudyOnDevice, as_seen_on
 from tests.search.fakes import FINGERPRINT
 

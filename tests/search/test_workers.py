@@ -19,13 +19,13 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
-from search.fingerprint import FingerprintMismatch
-from search.leaderboard import FAILURE, WITHDRAWN, WORKER_DIED, counted, key_of
-from search.proposals import ProposeOptions
-from search.samplers import make_sampler, quiet_optuna
-from search.storage import open_storage
-from search.study import trials_by_state
-from search.warm_starts import warm_starts
+from search.outlook.warm_starts import warm_starts
+from search.storages.opening import open_storage
+from search.study.fingerprint import FingerprintMismatch
+from search.study.leaderboard import FAILURE, WITHDRAWN, WORKER_DIED, counted, key_of
+from search.study.opening import trials_by_state
+from search.trials.proposals import ProposeOptions
+from search.trials.sampler import make_sampler, quiet_optuna
 from search.workers.beats import Beats
 from search.workers.claims import CLAIM
 from search.workers.crew import Crew, StudyBusy

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import decode
-from layerskip.verifier import Verdict
+from layerskip.decoding import loop as decode
+from layerskip.decoding.verifier import Verdict
 from studies.audit import run as audit
 from studies.audit.cases import LEAN, LONGEST, MODULES, PAIRS, Case, draw_case
 from studies.audit.record import Record

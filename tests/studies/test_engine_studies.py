@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
-from layerskip.step_times import StepTimer
 from studies.demo.corpus import Module
 from studies.engine import growth, lookups, results, sizes, switches
 from studies.engine.random_models import VOCABULARY, random_llama, random_text

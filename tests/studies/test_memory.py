@@ -14,12 +14,13 @@ from typing import IO, Any
 import pytest
 import torch
 
-from layerskip.kv_cache import SharedLengthCache
-from layerskip.teacher_forcing import LayerwiseForcing
-from search import outlook_opening, predictor
+from layerskip.analysis.teacher_forcing import LayerwiseForcing
+from layerskip.decoding.kv_cache import SharedLengthCache
 from search import run as search_run
+from search.outlook import opening as outlook_opening
+from search.predict import predictor
 from search.reporting.publish import Publisher
-from search.trial_watch import TrialWatch
+from search.trials.watch import TrialWatch
 from studies.memory import budget, search, serve
 from studies.memory.course import LIMIT, Course, peak_mib, resident_mib
 from tests.search.conftest import save_tiny_model, tiny_flags

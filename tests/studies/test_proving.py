@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.teacher_forcing import ForcedText
-from search.decoder import Decoder
-from search.replay import Settings, replay
-from search.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
+from layerskip.analysis.teacher_forcing import ForcedText
+from search.measure.decoder import Decoder
+from search.predict.replay import Settings, replay
+from search.study.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
 from studies.proving.__main__ import load_tables, main
 from studies.proving.costs import COSTS, QUIRK
 from studies.proving.make import READINGS

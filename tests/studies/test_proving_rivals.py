@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.teacher_forcing import ForcedText
+from layerskip.analysis.teacher_forcing import ForcedText
 from search.rivals.hidden_states import PLANS, StoredPlans, latency_weights, layer_plan, plan_facts, sublayer_plan
-from search.space import SearchSpace
+from search.study.space import SearchSpace
 from studies.proving.costs import COSTS
 from studies.proving.readings import states_of
 from studies.proving.runner import Case, TabularHints, run_case

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.config import RegimeSetting
-from layerskip.sampling_regime import GREEDY, Sampling
-from search.decoder import ModelDecoder
-from search.prompts import EncodedPrompt
+from layerskip.config.decode_config import RegimeSetting
+from layerskip.config.sampling_regime import GREEDY, Sampling
+from search.measure.decoder import ModelDecoder
+from search.study.prompts import EncodedPrompt
 from studies.regimes import Regime, measure, table, ways_in
 from tests.layerskip import zoo
 

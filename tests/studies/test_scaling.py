@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from layerskip.skip_mask import SkipMask
+from layerskip.config.skip_mask import SkipMask
 from search import run as search_run
 from search import storage_proxy
 from studies.scaling import run

@@ -1,0 +1,104 @@
+"""StepTimer: seconds of the steps that decoding is made of, run as decoding runs them on this engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from layerskip.analysis.timed_steps import DeviceEngine, DeviceSteps, HostSteps, Step, StepMaker, TextEnd
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import SamplingParams, seeded_sampler
+from layerskip.decoding.step_clock import StepClock
+from layerskip.model import LayerSkipModel
+from layerskip.rounds.device_round import OffersRounds
+
+_LEAST_SHARE = 0.001
+"""Of a round that its draft takes at least, whatever a disturbed clock says."""
+
+
+class StepTimer:
+    """Times single steps of decoding after a given text, greedy or sampled. Every call is one repeat: interleave and
+    repeat.
+
+    Where the engine runs rounds on the device, those are timed, and a draft is what a round takes beyond its
+    verification by itself; one that looks at its confidence is timed in rounds that look, also where `generate` would
+    draft on and cut. Elsewhere drafts and verifications are the host's.
+
+    Cost of a call: the steps timed and, untimed, a forward over the text and what has not been recorded before.
+    """
+
+    def __init__(self, model: LayerSkipModel, gamma_max: int, sampling: SamplingParams | None = None) -> None:
+        """sampling: how tokens are chosen, greedily without it."""
+        self._engine = model.engine
+        self._sampler = seeded_sampler(sampling or SamplingParams(), 0, model.device)
+        self._gamma_max = gamma_max
+        self._on_device: DeviceSteps | None = None
+        # Rounds that need the text on the host for a repetition penalty are run there, and so timed there.
+        if isinstance(model.engine, OffersRounds) and self._sampler.params.repetition_penalty == 1.0:
+            self._on_device = DeviceSteps(cast(DeviceEngine, model.engine), self._sampler)
+        self._steps: StepMaker = self._on_device or HostSteps(model.engine, self._sampler)
+
+    @property
+    def rounds_on_device(self) -> bool:
+        """Whether a round is recorded work, of which a draft is told apart by calculation alone."""
+        return self._on_device is not None
+
+    def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]:
+        """Seconds of a target forward over n tokens, its verdict and the rollback, for each n (n = 1: target alone)."""
+        return self._time(text_ids, [self._steps.verification(n) for n in counts])
+
+    def draft_s(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+    ) -> list[float]:
+        """Seconds of one draft token under each mask, averaged over a round of `gamma` of them.
+
+        threshold: with the look at the confidence that a `draft_threshold` costs.
+        """
+        after = [self._steps.verification(gamma + 1)] if self._steps.draft_verifies else []
+        steps: list[Step] = []
+        for mask in masks:
+            steps += [self._steps.draft(mask, gamma, threshold=threshold), *after]
+        seconds = self._time(text_ids, steps)
+        if not after:
+            return [one / gamma for one in seconds]
+        rounds = zip(seconds[::2], seconds[1::2], strict=True)
+        return [max(whole - verify, _LEAST_SHARE * whole) / gamma for whole, verify in rounds]
+
+    def rounds_s(self, text_ids: Sequence[int], config: DecodeConfig, counts: Sequence[int]) -> list[float] | None:
+        """Seconds of rounds that make n drafts under this config, for each n, as `generate` runs them.
+
+        None where a round is no more than its draft and its verification.
+        """
+        if self._on_device is None:
+            return None
+        return self._time(text_ids, [self._on_device.whole_round(config, n) for n in counts])
+
+    @torch.inference_mode()
+    def _time(self, text_ids: Sequence[int], steps: Sequence[Step]) -> list[float]:
+        """Seconds of each step after the text, one after the other; everything is prepared before the first."""
+        if not steps:
+            return []
+        engine, text = self._engine, list(text_ids)
+        room = max(self._gamma_max + 1, *(step.room for step in steps))
+        seconds = []
+        with engine.session(len(text) + room):
+            for step in steps:
+                step.prepare(len(text))
+            logits = engine.forward(torch.tensor(text, device=engine.device))
+            end = TextEnd(text, int(logits[-1].argmax()))
+            for step in steps:
+                step.place(end)
+                self._draw_noise(len(text) + 1, step.num_verified, logits.shape[-1])
+                clock = StepClock(engine)
+                step.run(end)
+                seconds.append(clock.lap())
+        return seconds
+
+    def _draw_noise(self, place: int, count: int, vocab_size: int) -> None:
+        """As decoding would have left it: what a verification rejects has drawn its places' numbers for the next."""
+        self._sampler.begin(place)
+        if not self._sampler.greedy and count:
+            self._sampler.noise(place, count, vocab_size, self._engine.device)

@@ -1,0 +1,8 @@
+"""What a mask's draft would say at every position of the target's own text, without decoding under it."""
+
+from layerskip.analysis.teacher_forcing.base import DraftReadings, TeacherForcing, WrongDraft
+from layerskip.analysis.teacher_forcing.choice import make_teacher_forcing
+from layerskip.analysis.teacher_forcing.layerwise import LayerwiseForcing
+from layerskip.analysis.teacher_forcing.rows import ForcedText
+
+__all__ = ["DraftReadings", "ForcedText", "LayerwiseForcing", "TeacherForcing", "WrongDraft", "make_teacher_forcing"]

@@ -1,0 +1,264 @@
+"""Teacher forcing layer by layer on the fused engine: all texts at once, and no sublayer computed twice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from layerskip.analysis.teacher_forcing.base import TeacherForcing
+from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import SamplingParams
+from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean_layers import rotary_table
+from layerskip.huggingface.growing_keys import over_growing_keys
+
+_MAX_SCORES = 1 << 26
+"""Attention scores (heads x queries x keys) computed at a time: 256 MiB in float32."""
+CACHE_BYTES = 1 << 26
+"""64 MiB: a draft that wins keeps few sublayers, so that a few dozen states serve most of what a search reads."""
+_MOST_STATES = 256
+"""However small they are: more would hardly ever be of use."""
+_Sublayers = tuple[int, ...]
+"""Those that were run, in order: 2 x layer, + 1 for the MLP."""
+
+
+class LayerwiseForcing(TeacherForcing):
+    """See `TeacherForcing`. With the target's keys and values in place, a row's hidden state depends on nothing but the
+    sublayers that were run on it, so states are kept by the sequence of those and shared between masks: a mask that
+    differs from a known one in its last sublayers costs these and the head.
+
+    Cost at construction: one target forward over every text. Memory: the target's keys and values of all texts, and up
+    to `cache_bytes` of hidden states.
+    """
+
+    keys = "target"
+
+    def __init__(
+        self,
+        engine: FusedEngine,
+        texts: Sequence[ForcedText],
+        sampling: SamplingParams | None = None,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        super().__init__(texts, engine.device, sampling)
+        self._engine = engine
+        self.num_layers = len(engine.layers)
+        self._capacity = max(len(text.ids) for text in texts)
+        self._states: _KeptStates | None = None
+        self._cache_bytes = cache_bytes
+        self._layouts: dict[int, _Layout] = {}
+        with torch.inference_mode():
+            self._keep_target()
+
+    @property
+    def nbytes(self) -> int:
+        """See `TeacherForcing`; the cache of hidden states counts as full."""
+        return sum(one.nbytes for one in (*self._keys, *self._values)) + self._cache_bytes + self._noise_bytes
+
+    def embed(self) -> torch.Tensor:
+        """Hidden states (rows, hidden) before layer 0; rows are the continuation tokens of all texts in order."""
+        return self._layout(0).embedded
+
+    def target(self, layer: int) -> torch.Tensor:
+        """The target's hidden states after its first `layer` layers, 0..num_layers."""
+        return self._state(tuple(range(2 * layer)), 0).clone()
+
+    @torch.inference_mode()
+    def attention(self, layer: int, hidden: torch.Tensor, layout: _Layout | None = None) -> torch.Tensor:
+        """Hidden states after the attention sublayer of `layer`, residual included."""
+        layout = self._layout(0) if layout is None else layout
+        part = self._engine.layers[layer][0]
+        queries, keys, values = part.project(hidden, layout.cos, layout.sin)
+        out = torch.empty_like(queries)
+        for group in layout.groups(part.num_queries):
+            rows, real, texts = layout.rows[group], layout.is_row[group], layout.places(group)
+            padded = [one[rows].transpose(1, 2) for one in (queries, keys, values)]
+            with over_growing_keys((hidden.device,)):
+                attended = part.attend(
+                    padded[0],
+                    torch.cat([self._keys[layer][texts], padded[1]], dim=2),
+                    torch.cat([self._values[layer][texts], padded[2]], dim=2),
+                    layout.visible(part.window, group),
+                )
+            out[rows[real]] = attended.transpose(1, 2)[real]
+        return part.out.add_to(hidden, out.reshape(hidden.shape[0], -1))
+
+    @torch.inference_mode()
+    def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the MLP sublayer of `layer`, residual included."""
+        return self._engine.layers[layer][1].add_to(hidden)
+
+    @torch.inference_mode()
+    def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
+        layout = _Layout(self._engine, rows, self._capacity)
+        hidden = layout.embedded
+        for sublayer in _kept(mask):
+            layer, is_mlp = divmod(sublayer, 2)
+            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
+        # Text by text: the logits of all at once would be gigabytes under a large vocabulary.
+        for own in torch.split(self._engine.norm(hidden), [len(one.ids) for one in rows]):
+            yield self._engine.head(own)
+
+    @torch.inference_mode()
+    def draft_logits(
+        self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None
+    ) -> Iterator[torch.Tensor]:
+        if texts is None:
+            hidden = self._engine.norm(self._state(_kept(mask), depth))
+            for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
+                yield self._engine.head(rows).view(depth + 1, rows.shape[0] // (depth + 1), -1)
+            return
+        device = self._engine.device
+        rows_of = [
+            RowGeometry.of(text, depth, device) if i in texts else RowGeometry.from_lists([], [], [], [], device)
+            for i, text in enumerate(self.texts)
+        ]
+        for i, logits in enumerate(self.logits(mask, rows_of)):
+            if i in texts:
+                yield logits.view(depth + 1, logits.shape[0] // (depth + 1), -1)
+
+    @torch.inference_mode()
+    def target_logits(self) -> Iterator[torch.Tensor]:
+        hidden = self._engine.norm(self.target(self.num_layers))
+        for rows, first in zip(torch.split(hidden, self.lengths.tolist()), self._prompt_logits, strict=True):
+            yield torch.cat([first, self._engine.head(rows)])
+
+    @torch.inference_mode()
+    def _state(self, kept: _Sublayers, depth: int) -> torch.Tensor:
+        """Hidden states after these sublayers, from the longest known beginning; good until the next call.
+
+        Only those of depth 0 are kept: deeper ones are read of a few texts at a time, and never again.
+        """
+        layout, known = self._layout(depth), 0
+        hidden = layout.embedded
+        if depth == 0:
+            if self._states is None:
+                self._states = _KeptStates(hidden, self._cache_bytes)
+            known, found = self._states.longest(kept)
+            hidden = hidden if found is None else found
+        for n in range(known, len(kept)):
+            layer, is_mlp = divmod(kept[n], 2)
+            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
+            if depth == 0 and self._states is not None:
+                self._states.keep(kept[: n + 1], hidden)
+        return hidden
+
+    def _layout(self, depth: int) -> _Layout:
+        if depth not in self._layouts:
+            with torch.inference_mode():
+                rows = [RowGeometry.of(text, depth, self._engine.device) for text in self.texts]
+                self._layouts[depth] = _Layout(self._engine, rows, self._capacity)
+        return self._layouts[depth]
+
+    def _keep_target(self) -> None:
+        """One target forward a text: its keys and values, padded to (P, heads, capacity, head_dim) per layer."""
+        engine, count = self._engine, len(self.texts)
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._prompt_logits: list[torch.Tensor] = []
+        for i, text in enumerate(self.texts):
+            length, num_rows = len(text.ids), len(text.continuation_ids)
+            with engine.session(length):
+                ids = torch.tensor(text.ids, device=engine.device)
+                logits = engine.forward(ids, num_logits=num_rows + 1)
+                self._note_target(i, logits)
+                self._prompt_logits.append(logits[:1].clone())
+                for layer, buffers in enumerate(engine.cache.layers):
+                    if i == 0:
+                        shape = (count, buffers.keys.shape[1], self._capacity, buffers.keys.shape[3])
+                        self._keys.append(buffers.keys.new_zeros(shape))
+                        self._values.append(buffers.values.new_zeros(shape))
+                    self._keys[layer][i, :, :length] = buffers.keys[0, :, :length]
+                    self._values[layer][i, :, :length] = buffers.values[0, :, :length]
+
+
+class _KeptStates:
+    """Hidden states by the sublayers that were run, so many bytes of them at most, one at least; the state longest
+    unused makes room.
+
+    They lie in one block that is taken up at once, so that memory is the same in the first hour and the last. Tensors
+    of their own, kept for long among others that come and go, leave the heap full of holes: a search grew by a third
+    in 200 trials.
+    """
+
+    def __init__(self, like: torch.Tensor, most_bytes: int) -> None:
+        """All have the shape of `like`."""
+        count = max(1, min(most_bytes // like.nbytes, _MOST_STATES))
+        self._block = like.new_zeros((count, *like.shape))
+        self._free = list(reversed(range(count)))
+        self._places: OrderedDict[_Sublayers, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def longest(self, kept: _Sublayers) -> tuple[int, torch.Tensor | None]:
+        """(How many of these sublayers the longest known beginning has, its states until the next `keep`)."""
+        known = next((n for n in range(len(kept), 0, -1) if kept[:n] in self._places), 0)
+        if not known:
+            return 0, None
+        self._places.move_to_end(kept[:known])
+        return known, self._block[self._places[kept[:known]]]
+
+    def keep(self, kept: _Sublayers, hidden: torch.Tensor) -> None:
+        """A copy. Cost: one pass over it."""
+        place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
+        self._block[place].copy_(hidden)
+        self._places[kept] = place
+
+
+class _Layout:
+    """Where the rows of all texts stand: in one list (rows, hidden), text by text, for the products, and
+    padded to (P, C) columns for attention."""
+
+    def __init__(self, engine: FusedEngine, geometry: Sequence[RowGeometry], capacity: int) -> None:
+        device = engine.device
+        self._capacity = capacity
+        some = [i for i, one in enumerate(geometry) if len(one.positions)]
+        self._places = None if len(some) == len(geometry) else torch.tensor(some, device=device)
+        self._geometry = [geometry[i] for i in some]
+        lengths = torch.tensor([len(one.positions) for one in self._geometry], device=device)
+        self._width = int(lengths.max())
+        columns = torch.arange(self._width, device=device)
+        self.is_row = columns < lengths.unsqueeze(1)
+        starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
+        self.rows = starts + torch.minimum(columns, lengths.unsqueeze(1) - 1)
+        positions = torch.cat([one.positions for one in geometry])
+        cos, sin = rotary_table(engine.rotary, engine.embedding[:1], int(positions.max()) + 1)
+        self.cos, self.sin = cos[positions], sin[positions]
+        self.embedded = F.embedding(torch.cat([one.ids for one in geometry]), engine.embedding)
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def groups(self, num_heads: int) -> Iterator[slice]:
+        """Texts with rows in groups whose attention scores fit the memory set aside for them."""
+        num_texts = len(self._geometry)
+        size = max(1, _MAX_SCORES // (num_heads * self._width * (self._capacity + self._width)))
+        for start in range(0, num_texts, size):
+            yield slice(start, min(start + size, num_texts))
+
+    def places(self, group: slice) -> slice | torch.Tensor:
+        """Which texts a group is of, among all texts."""
+        return group if self._places is None else self._places[group]
+
+    def visible(self, window: int | None, group: slice) -> torch.Tensor:
+        """(P, 1, C, capacity + C) boolean, True = visible; padded columns see themselves, so that nothing is NaN."""
+        key = (window, group.start)
+        if key not in self._masks:
+            padded = torch.eye(self._width, dtype=torch.bool, device=self.rows.device)
+            mask = F.pad(padded, (self._capacity, 0)).repeat(group.stop - group.start, 1, 1)
+            for out, one in zip(mask, self._geometry[group], strict=True):
+                count = len(one.positions)
+                out[:count, : self._capacity] = one.sees_target(self._capacity, window)
+                out[:count, self._capacity : self._capacity + count] = one.sees_rows(window)
+            self._masks[key] = mask.unsqueeze(1)
+        return self._masks[key]
+
+
+def _kept(mask: SkipMask) -> _Sublayers:
+    """The sublayers that a draft runs."""
+    pairs = enumerate(zip(mask.attention, mask.mlp, strict=True))
+    return tuple(2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part])

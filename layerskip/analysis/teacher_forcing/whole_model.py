@@ -1,0 +1,143 @@
+"""Teacher forcing through the model's own modules, for every supported architecture, one text at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from layerskip.analysis.teacher_forcing.base import TeacherForcing
+from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import SamplingParams
+from layerskip.huggingface.adapter import ForcedPositions, ModelAdapter
+
+
+class WholeModelForcing(TeacherForcing):
+    """See `TeacherForcing`. `keys="target"` hands each layer the target's keys and values in front of its own, under a
+    mask of its own making; not every architecture takes one. `keys="own"` is an ordinary masked forward.
+
+    Cost: per text a target forward at construction and a draft forward a reading. Memory: the target's keys and values.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, texts: Sequence[ForcedText], sampling: SamplingParams | None = None, *, keys: str
+    ) -> None:
+        super().__init__(texts, adapter.device, sampling)
+        self._adapter = adapter
+        self.keys = keys
+        self._caches: list[Any] = []
+        with torch.inference_mode(), adapter.attached():
+            for i, text in enumerate(texts):
+                cache = adapter.new_cache(len(text.ids))
+                ids = torch.tensor(text.ids, device=adapter.device)
+                logits = adapter.forward(ids, cache, num_logits=len(text.continuation_ids) + 1)
+                self._note_target(i, logits)
+                self._caches.append(cache)
+
+    @property
+    def nbytes(self) -> int:
+        """See `TeacherForcing`."""
+        keys: int = sum(layer.keys.nbytes + layer.values.nbytes for cache in self._caches for layer in cache.layers)
+        return keys + self._noise_bytes
+
+    def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
+        for i, one in enumerate(rows):
+            if not len(one.ids):
+                yield torch.empty(0, device=self._adapter.device)
+                continue
+            with torch.inference_mode(), self._adapter.attached():
+                logits = self._substituted(i, mask, one)
+            yield logits
+
+    def draft_logits(
+        self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None
+    ) -> Iterator[torch.Tensor]:
+        for i in range(len(self.texts)) if texts is None else texts:
+            text = self.texts[i]
+            with torch.inference_mode(), self._adapter.attached():
+                if self.keys == "target":
+                    logits = self._substituted(i, mask, RowGeometry.of(text, depth, self._adapter.device))
+                    logits = logits.view(depth + 1, len(text.continuation_ids), -1)
+                else:
+                    logits = self._ordinary(i, mask).unsqueeze(0)
+            yield logits
+
+    def target_logits(self) -> Iterator[torch.Tensor]:
+        for text in self.texts:
+            with torch.inference_mode(), self._adapter.attached():
+                ids = torch.tensor(text.ids, device=self._adapter.device)
+                cache = self._adapter.new_cache(len(text.ids))
+                logits = self._adapter.forward(ids, cache, num_logits=len(text.continuation_ids) + 1)
+            yield logits
+
+    def _ordinary(self, i: int, mask: SkipMask) -> torch.Tensor:
+        """The target's keys and values for the prompt, the draft's own after it, which are put back at the end."""
+        cache, ids = self._caches[i], self._continuations[i]
+        start = len(self.texts[i].prompt_ids)
+        saved = [(layer.keys[:, :, start:].clone(), layer.values[:, :, start:].clone()) for layer in cache.layers]
+        cache.rollback_to(start)
+        try:
+            return self._adapter.forward(ids, cache, mask, num_logits=len(ids))
+        finally:
+            for layer, (keys, values) in zip(cache.layers, saved, strict=True):
+                layer.keys[:, :, start:], layer.values[:, :, start:] = keys, values
+
+    def _substituted(self, i: int, mask: SkipMask, rows: RowGeometry) -> torch.Tensor:
+        cache: Any = _SubstitutedCache(self._caches[i], len(self.texts[i].prompt_ids))
+        masks = {window: self._visible(rows, len(self.texts[i].ids), window) for window in set(self._adapter.windows)}
+        if len(masks) == 1:
+            attention_mask: Any = next(iter(masks.values()))
+        else:
+            window = next(window for window in masks if window is not None)
+            attention_mask = {"full_attention": masks[None], "sliding_attention": masks[window]}
+        forced = ForcedPositions(rows.positions, attention_mask)
+        return self._adapter.forward(rows.ids, cache, mask, num_logits=len(rows.ids), forced=forced)
+
+    def _visible(self, rows: RowGeometry, num_keys: int, window: int | None) -> torch.Tensor:
+        """Additive mask (1, 1, R, num_keys + R)."""
+        dtype = self._adapter.dtype
+        seen = torch.cat([rows.sees_target(num_keys, window), rows.sees_rows(window)], dim=1)
+        hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+        return hidden.masked_fill(seen, 0.0)[None, None]
+
+
+class _SubstitutedCache(Cache):  # type: ignore[misc]
+    """Read-only: every layer answers with the target's keys and values followed by those of the present forward."""
+
+    def __init__(self, target: Any, start: int) -> None:
+        self.length = start
+        super().__init__(layers=[_SubstitutedLayer(layer, target.length, start) for layer in target.layers])
+
+    def advance(self, num_tokens: int) -> None:
+        """Nothing is written, so there is nothing to count."""
+
+
+class _SubstitutedLayer(CacheLayerMixin):  # type: ignore[misc]
+    is_croppable = False
+
+    def __init__(self, layer: Any, length: int, start: int) -> None:
+        super().__init__()
+        self._start = start
+        self.keys, self.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        self.is_initialized = True
+        self.is_sliding = layer.is_sliding
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The buffers are there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[-2] + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._start
+
+    def get_max_length(self) -> int:
+        return -1

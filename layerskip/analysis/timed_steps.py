@@ -1,0 +1,207 @@
+"""Single steps of decoding, to be timed: on the host step by step, or on the device as recorded work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import Sampler
+from layerskip.decoding.verifier import verify
+from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
+from layerskip.engines import Engine
+from layerskip.rounds.device_round import DeviceRound, OffersRounds
+from layerskip.rounds.preparation import ForwardPlan
+from layerskip.rounds.round_work import RoundHost, RoundPlan
+
+_NEVER = 1e-30
+"""A draft_threshold that is looked at after every token and never reached."""
+
+
+@dataclass(frozen=True)
+class TextEnd:
+    """Where steps are timed."""
+
+    text_ids: list[int]
+    next_id: int
+    """The greedy token after the text, which is not in the cache yet."""
+
+
+class Step(Protocol):
+    """Something to time after a text."""
+
+    @property
+    def room(self) -> int:
+        """Positions that it needs after the text."""
+        ...
+
+    def prepare(self, length: int) -> None:
+        """Before a text of this length has gone through the model; see `Engine.prepare`. Not timed."""
+        ...
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens that it verifies and does not draft."""
+        ...
+
+    def place(self, end: TextEnd) -> None:
+        """Have the cache hold the text, as a step before this one would leave it. Not timed."""
+        ...
+
+    def run(self, end: TextEnd) -> None:
+        """What is timed."""
+        ...
+
+
+class StepMaker(Protocol):
+    """Makes the steps of one engine."""
+
+    draft_verifies: bool
+    """Whether a `draft` ends with its verification, because decoding does not part them."""
+
+    def verification(self, num_tokens: int) -> Step:
+        """A target forward over so many tokens and its verdict."""
+        ...
+
+    def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
+        """gamma tokens under a mask. threshold: with the looks at their confidence."""
+        ...
+
+
+class DeviceEngine(OffersRounds, RoundHost, Protocol):
+    """An engine that runs rounds on the device, seen from both sides."""
+
+    num_layers: int
+
+
+class HostSteps:
+    """Drafter, forward and verifier, one after the other."""
+
+    draft_verifies = False
+
+    def __init__(self, engine: Engine, sampler: Sampler) -> None:
+        self._engine, self._sampler = engine, sampler
+
+    def verification(self, num_tokens: int) -> Step:
+        return _HostStep(self._engine, self._sampler, None, num_tokens - 1, verifies=True)
+
+    def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
+        settings = LayerSkipSettings(mask, gamma, _NEVER if threshold else 0.0)
+        return _HostStep(self._engine, self._sampler, settings, gamma, verifies=False)
+
+
+@dataclass(frozen=True)
+class _HostStep:
+    engine: Engine
+    sampler: Sampler
+    settings: LayerSkipSettings | None
+    """None: the drafts are copies of the last token, and not timed."""
+    num_drafts: int
+    verifies: bool
+
+    def prepare(self, length: int) -> None:
+        starts = range(length, length + 1)
+        plans = [ForwardPlan(None, self.num_drafts + 1, starts)] if self.verifies else []
+        if self.settings is not None:
+            plans.append(ForwardPlan(self.settings.skip_mask, 1, range(length, length + self.num_drafts)))
+        self.engine.prepare(plans)
+
+    @property
+    def room(self) -> int:
+        return self.num_drafts + 1
+
+    @property
+    def num_verified(self) -> int:
+        return self.num_drafts if self.settings is None else 0
+
+    def place(self, end: TextEnd) -> None:
+        self.engine.cache.rollback_to(len(end.text_ids))
+
+    def run(self, end: TextEnd) -> None:
+        engine, sampler, context = self.engine, self.sampler, [*end.text_ids, end.next_id]
+        if self.settings is None:
+            drafts = torch.tensor([end.next_id] * self.num_drafts, dtype=torch.long, device=engine.device)
+        else:
+            drafts = LayerSkipDrafter(engine, sampler, self.settings).draft(context, self.num_drafts).ids
+        if self.verifies:
+            ids = torch.cat([torch.tensor([end.next_id], device=engine.device), drafts])
+            logits = engine.forward(ids, num_logits=self.num_drafts + 1)
+            verify(drafts, sampler.shape(logits, context, drafts), sampler, len(context), with_prob=False)
+            engine.cache.rollback_to(len(end.text_ids))
+
+
+class DeviceSteps:
+    """Recorded rounds. A draft is timed with its verification, because no wait for the device parts the two."""
+
+    draft_verifies = True
+
+    def __init__(self, engine: DeviceEngine, sampler: Sampler) -> None:
+        self._engine, self._sampler = engine, sampler
+
+    def verification(self, num_tokens: int) -> Step:
+        no_skip = SkipMask.none(self._engine.num_layers)
+        return self._step(RoundPlan(no_skip, num_tokens - 1), num_tokens - 1, verifies_only=True)
+
+    def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
+        plan = RoundPlan(mask, gamma, _NEVER if threshold else 0.0)
+        # In pieces, or `prepare` might have it cut instead of look.
+        return self._step(plan, gamma, in_pieces=threshold)
+
+    def whole_round(self, config: DecodeConfig, num_drafts: int) -> Step:
+        """One that makes so many drafts under this config, as `generate` runs it."""
+        with_prob = config.target_threshold > 0.0
+        return self._step(RoundPlan(config.skip_mask, config.gamma, config.draft_threshold, with_prob), num_drafts)
+
+    def _step(self, plan: RoundPlan, num_drafts: int, *, verifies_only: bool = False, in_pieces: bool = False) -> Step:
+        device_round = self._engine.make_round(plan, self._sampler)
+        assert device_round is not None  # only a repetition penalty prevents one
+        return _DeviceStep(self._engine, device_round, num_drafts, verifies_only, in_pieces)
+
+
+@dataclass(frozen=True)
+class _DeviceStep:
+    engine: DeviceEngine
+    round: DeviceRound
+    num_drafts: int
+    verifies_only: bool
+    """The drafts are copies of the last token, and not timed."""
+    in_pieces: bool
+    """Each draft is played by itself, with the look at its confidence after it."""
+
+    @property
+    def gamma(self) -> int:
+        return self.round.gamma
+
+    def prepare(self, length: int) -> None:
+        if self.verifies_only and self.gamma:
+            self.round.prepare_verify(range(length, length + 1))
+        else:
+            # As if the text went on for just long enough for a round of gamma drafts to begin here.
+            self.round.prepare(range(length, length + max(self.gamma, 1)), apart=self.in_pieces)
+
+    @property
+    def room(self) -> int:
+        return self.gamma + 1
+
+    @property
+    def num_verified(self) -> int:
+        return self.gamma if self.verifies_only else 0
+
+    def place(self, end: TextEnd) -> None:
+        self.engine.cache.rollback_to(len(end.text_ids))
+        self.engine.cache.position_on_device()
+        self.engine.token.set(end.next_id)
+
+    def run(self, end: TextEnd) -> None:
+        if self.verifies_only and self.gamma:
+            self.round.verify(end.next_id, self.engine.token.tensor.expand(self.num_drafts))
+        else:
+            after_draft = _nothing if self.in_pieces else None
+            self.round.run(end.next_id, self.num_drafts, after_draft=after_draft, takes_all=True)
+
+
+def _nothing() -> None:
+    pass

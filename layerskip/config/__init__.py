@@ -1,0 +1,1 @@
+"""The decode config and what it is made of."""

@@ -1,0 +1,291 @@
+"""The autoregressive and the speculative loop: one loop, on one model, cache, sampler and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import Sampler
+from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.step_clock import StepClock
+from layerskip.decoding.verifier import Verdict, verify
+from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
+from layerskip.engines import Engine
+from layerskip.engines.prefix import PrefixEngine
+from layerskip.rounds.device_round import DeviceRound, OffersRounds
+from layerskip.rounds.preparation import Starts, plan_forwards
+from layerskip.rounds.round_work import RoundPlan
+
+TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
+LOOKED_UP = "looked-up"
+"""Where an emitted token came from; the prompt's own forward counts as target-only. Accepted draft tokens are
+`accepted` if they were computed and `looked-up` if they were found in text."""
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Tokens of one round (or one target-only step), in order, with the origin of each."""
+
+    ids: list[int]
+    origins: list[str]
+    rejected: list[int] = field(default_factory=list)
+    """Draft tokens in whose place the last token stands."""
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """One prompt and when to stop."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    should_stop: Callable[[Sequence[int]], bool] | None = None
+    """Called with all ids (prompt and emitted) after each emitted token, in order; True ends the text there."""
+    profile: bool = False
+    """Synchronise around drafting and verification, so that their shares of the time are exact on a GPU too."""
+
+
+class DecodeLoop:
+    """Decodes one request under a config.
+
+    The output is token-identical to that of the target alone, sampled output to what it draws from the same generator.
+    Cost a round: the draft's, and one full forward over the drafted tokens and one more. Memory: one cache of
+    prompt + max_new_tokens + gamma positions.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: DecodeConfig,
+        sampler: Sampler,
+        *,
+        store: TextStore | None = None,
+    ) -> None:
+        """store: earlier texts that a suffix drafter may look into."""
+        self._engine = engine
+        self._config = config
+        self._sampler = sampler
+        self._drafter: Drafter | None = make_drafter(config, engine, sampler, store)
+        self._gamma = 0 if self._drafter is None else self._drafter.gamma
+        self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
+        self._device_target = self._on_device(0)
+        self._device_verify = self._on_device(config.lookup_gamma) if config.lookup_gamma else None
+
+    def _on_device(self, gamma: int) -> DeviceRound | None:
+        """Verification of up to gamma drafts of the host's as one piece of device work, if the engine offers that."""
+        if not isinstance(self._engine, OffersRounds):
+            return None
+        plan = RoundPlan(SkipMask.none(self._config.skip_mask.num_layers), gamma, with_prob=self._with_prob)
+        return self._engine.make_round(plan, self._sampler)
+
+    @property
+    def config(self) -> DecodeConfig:
+        return self._config
+
+    def run(self, request: DecodeRequest, stats: DecodeStats) -> Iterator[Emitted]:
+        """`begin`, then `complete`."""
+        return self.complete(self.begin(request, stats))
+
+    def complete(self, run: Run) -> Iterator[Emitted]:
+        """Yields what each step of a run just begun emitted. Close it (or exhaust it) to free the cache.
+
+        Raises: whatever a forward raises; the model is whole again afterwards.
+        """
+        with self._engine.session(run.capacity):
+            self.prepare(run)
+            try:
+                while not run.finished:
+                    yield self.step(run)
+            finally:
+                self._sampler.end(len(run.context))
+
+    def begin(self, request: DecodeRequest, stats: DecodeStats) -> Run:
+        """The request before its first step. Computes nothing."""
+        stats.num_prompt_tokens = len(request.prompt_ids)
+        stats.make_room(self._gamma)
+        self._sampler.begin(len(request.prompt_ids))
+        capacity = len(request.prompt_ids) + request.max_new_tokens + self._gamma
+        drafting = None if self._drafter is None else self._drafter.begin()
+        return Run(request, stats, list(request.prompt_ids), capacity, drafting)
+
+    def prepare(self, run: Run) -> None:
+        """Have the engine record or compile all that this run may need, before its first step and so before any clock.
+
+        In a session, whose cache is still empty. Cost: nothing where the engine does neither, or has done it for an
+        earlier run of such a length; else up to a tenth of a second for each recording.
+        """
+        config = self._config
+        starts = Starts.of(config, len(run.request.prompt_ids), run.request.max_new_tokens)
+        if self._device_target is None or config.continue_lookup:
+            self._engine.prepare(plan_forwards(config, starts))
+        if self._device_target is not None:
+            self._device_target.prepare(starts.alone)
+        if self._device_verify is not None:
+            self._device_verify.prepare_verify(starts.rounds)
+        if self._drafter is not None:
+            self._drafter.prepare(starts, profile=run.request.profile)
+
+    def step(self, run: Run) -> Emitted:
+        """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.
+
+        Everything must have been prepared (see `prepare`).
+        """
+        clock = StepClock(self._engine)
+        if run.verdict is None:
+            run.verdict = self._target_step(run.context, run.context)
+            run.stats.prefill_s = clock.lap()
+            return run.take([run.verdict.next_token], [TARGET_ONLY])
+        settled = self._round(run, run.verdict)
+        if settled is None:
+            run.verdict = self._target_alone(run)
+            run.stats.num_target_only += 1
+            emitted = run.take([run.verdict.next_token], [TARGET_ONLY])
+            seconds = clock.lap()
+            run.stats.target_only_s += seconds
+        else:
+            run.verdict = settled.verdict
+            emitted = _settle(run, settled)
+            seconds = clock.lap()
+            run.stats.count_seconds(settled.num_looked_up, len(settled.draft_ids), seconds)
+        self._sampler.settle(len(run.context))
+        run.stats.add_step(seconds, len(emitted.ids))
+        return emitted
+
+    # Inference mode per step, not per session: it belongs to the thread, and a session stays open while the consumer of
+    # the pieces runs its own code between them.
+    @torch.inference_mode()
+    def _target_step(self, context: Sequence[int], new_ids: Sequence[int]) -> Verdict:
+        """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
+        ids = torch.tensor(list(new_ids), device=self._engine.device)
+        logits = self._sampler.shape(self._engine.forward(ids), context)
+        nothing = torch.empty(0, dtype=torch.long, device=logits.device)
+        return verify(nothing, logits, self._sampler, len(context), with_prob=self._with_prob)
+
+    def _target_alone(self, run: Run) -> Verdict:
+        if self._device_target is not None:
+            return self._device_target.run(run.context[-1], 0).verdict
+        return self._target_step(run.context, run.context[-1:])
+
+    @torch.inference_mode()
+    def _round(self, run: Run, latest: Verdict) -> _Round | None:
+        """Draft, verify, commit; None if nothing is drafted.
+
+        The cache ends up holding all of the context but the last emitted token.
+        """
+        # With one token left there is nothing to gain from a draft: the target's own token ends the text.
+        if run.drafting is None or run.remaining <= 1:
+            return None
+        clock = StepClock(self._engine, waits=run.request.profile)
+        draft = run.drafting.propose(run.context, run.remaining - 1, latest.next_token_prob)
+        if draft is None:
+            return None
+        if isinstance(draft, DraftOnDevice):
+            return self._round_on_device(draft, run, clock)
+        run.stats.draft_s += clock.lap()
+        verdict = self._verify_draft(draft, run.context)
+        run.stats.verify_s += clock.lap()
+        return _Round(draft.ids.tolist(), draft.num_looked_up, verdict)
+
+    def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
+        """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
+        engine = self._engine
+        if self._device_verify is not None and draft.num_looked_up == len(draft.ids):
+            return self._device_verify.verify(context[-1], draft.ids)
+        start = engine.cache.length
+        draft_ids = draft.ids.to(engine.device)
+        ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
+        if draft.prefix is None:
+            logits = engine.forward(ids, num_logits=len(ids))
+        else:
+            logits = cast(PrefixEngine, engine).verify_shared(ids, draft.prefix)
+        shaped = self._sampler.shape(logits, context, draft_ids)
+        verdict = verify(draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob)
+        engine.cache.rollback_to(start + 1 + verdict.num_accepted)
+        return verdict
+
+    def _round_on_device(self, draft: DraftOnDevice, run: Run, clock: StepClock) -> _Round:
+        """Drafting and verification as one piece of device work; under `profile` as two, to time them apart."""
+
+        def after_draft() -> None:
+            run.stats.draft_s += clock.lap()
+
+        apart = after_draft if run.request.profile else None
+        result = draft.round.run(run.context[-1], draft.max_drafts, after_draft=apart)
+        run.stats.verify_s += clock.lap() if run.request.profile else 0.0
+        return _Round(result.draft_ids, 0, result.verdict)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What was drafted, and the verdict on it."""
+
+    draft_ids: list[int]
+    num_looked_up: int
+    """Of the draft tokens, the first so many."""
+    verdict: Verdict
+
+
+@dataclass
+class Run:
+    """One request under way: the text so far and whether it has ended."""
+
+    request: DecodeRequest
+    stats: DecodeStats
+    context: list[int]
+    """Prompt and emitted tokens."""
+    capacity: int
+    """Tokens that the cache must hold."""
+    drafting: DraftSession | None
+    """None for plain decoding."""
+    origins: list[str] = field(default_factory=list)
+    """Of the emitted tokens."""
+    rejected: dict[int, list[int]] = field(default_factory=dict)
+    """Draft tokens thrown away, by the place of the emitted token that stands for them."""
+    verdict: Verdict | None = None
+    """The latest one; None before the prompt's own forward."""
+    finished: bool = False
+
+    @property
+    def emitted_ids(self) -> list[int]:
+        return self.context[len(self.request.prompt_ids) :]
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_new_tokens - self.stats.num_emitted
+
+    def take(self, ids: list[int], origins: list[str], rejected: list[int] | None = None) -> Emitted:
+        """Append tokens up to the first that ends the text; the rest is cut, and what it stands in for with it."""
+        taken = 0
+        for token in ids:
+            self.context.append(token)
+            self.stats.num_emitted += 1
+            taken += 1
+            if self._ends(token):
+                self.finished = True
+                break
+        self.stats.num_cut += len(ids) - taken
+        self.origins += origins[:taken]
+        if taken < len(ids) or not rejected:
+            return Emitted(ids[:taken], origins[:taken])
+        self.rejected[len(self.origins) - 1] = rejected
+        return Emitted(ids, origins, rejected)
+
+    def _ends(self, token: int) -> bool:
+        if token in self.request.eos_token_ids or self.remaining <= 0:
+            return True
+        return self.request.should_stop is not None and self.request.should_stop(self.context)
+
+
+def _settle(run: Run, settled: _Round) -> Emitted:
+    """Count a round and emit what it gave."""
+    draft_ids, num_accepted = settled.draft_ids, settled.verdict.num_accepted
+    run.stats.count_round(settled.num_looked_up, len(draft_ids), num_accepted)
+    num_found = min(settled.num_looked_up, num_accepted)
+    last_origin = BONUS if num_accepted == len(draft_ids) else RECOVERED
+    origins = [LOOKED_UP] * num_found + [ACCEPTED] * (num_accepted - num_found) + [last_origin]
+    return run.take([*draft_ids[:num_accepted], settled.verdict.next_token], origins, draft_ids[num_accepted:])

@@ -1,0 +1,180 @@
+"""Logits -> probabilities -> token: the one place where temperature, top-k, top-p and the penalty act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from layerskip.config.sampling_params import SamplingParams as SamplingParams
+
+
+class Sampler:
+    """Shapes logits and chooses tokens for one run; draft and target use the same one.
+
+    A drawn token is decided by its place in the text: with the place's own exponential noise e, the token is the one
+    with the largest probability / e. Whoever draws for a place, draft or target, uses the same noise, so a draft close
+    to the target mostly says what the target will say, and the output does not depend on the draft at all: it is what
+    `torch.multinomial` draws one token after another from the same generator, and so what `generate` samples.
+    Ref: Gumbel coupling, Daliri, Musco and Suresh 2024 (2408.07978).
+
+    `generator` must live on the logits' device; None uses that device's default one, as `generate` does. Cost of a
+    drawn token: the numbers of one row of the vocabulary, once for every place, and their memory until it is settled.
+    """
+
+    def __init__(self, params: SamplingParams, generator: torch.Generator | None = None) -> None:
+        self.params = params
+        self.greedy = not params.do_sample
+        self._noise = PlaceNoise(generator)
+        self._penalty = (
+            RepetitionPenaltyLogitsProcessor(params.repetition_penalty) if params.repetition_penalty != 1.0 else None
+        )
+        self._warpers = [] if self.greedy else _warpers(params)
+
+    def shape(self, logits: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None = None) -> torch.Tensor:
+        """Penalised and warped float32 logits.
+
+        Shapes: logits (T, V); row i follows `context` plus the first i tokens of `drafted` (T - 1,), so the penalty of
+        a draft position sees the draft tokens before it. Returns (T, V) float32.
+        Cost: one device sync with a penalty and drafted tokens, else none.
+        """
+        scores = logits.float()
+        if self._penalty is not None:
+            drafted_ids = [] if drafted is None else drafted.tolist()
+            scores = self._penalty(self._seen_ids(context, drafted_ids, scores), scores)
+        for warper in self._warpers:
+            # The ids are not read by these warpers; the penalty is the only one that looks at the text.
+            scores = warper(None, scores)
+        return scores
+
+    @staticmethod
+    def _seen_ids(context: Sequence[int], drafted: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        """(T, len(context) + T - 1): row i holds context + drafted[:i], padded by a token it holds already."""
+        rows = [[*context, *drafted[:i], *([context[-1]] * (len(drafted) - i))] for i in range(scores.shape[0])]
+        return torch.tensor(rows, device=scores.device)
+
+    def begin(self, place: int) -> None:
+        """A text of so many tokens is about to be continued."""
+        self._noise.begin(place)
+
+    def choose(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
+        """The tokens at `place` and after it, (T,) int64, from shaped logits (T, V)."""
+        return choose(
+            shaped, None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the noise that it holds."""
+        return self._noise.nbytes
+
+    def noise(self, place: int, count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """(count, vocab_size): what decides the tokens at `place` and after it."""
+        return self._noise.rows(place, count, vocab_size, device)
+
+    def settle(self, place: int) -> None:
+        """The tokens before `place` are chosen for good; their noise is dropped."""
+        self._noise.settle(place)
+
+    def end(self, place: int) -> None:
+        """The text ends before `place`: the generator goes back to where one token after another would have left it."""
+        self._noise.end(place)
+
+
+def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> Sampler:
+    """One that draws what `generate` draws with this seed on this device."""
+    # Not every device has generators, and a greedy one needs none.
+    return Sampler(params, torch.Generator(device=device).manual_seed(seed) if params.do_sample else None)
+
+
+class PlaceNoise:
+    """Exponential numbers with mean 1, a row for each place of a text, drawn in the order of the places."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+        self._first = 0
+        """Place of the first row held."""
+        self._rows: list[torch.Tensor] = []
+        self._states: list[torch.Tensor | None] = []
+        """Of the generator before each row."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows held."""
+        return sum(row.nbytes for row in self._rows)
+
+    def begin(self, place: int) -> None:
+        """Rows from this place on are wanted; those of an earlier text are dropped."""
+        self._first, self._rows, self._states = place, [], []
+
+    def rows(self, place: int, count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """(count, vocab_size). Raises: ValueError for a place that is settled."""
+        if place < self._first:
+            raise ValueError(f"place: must be at least {self._first}, those before are settled, got {place}")
+        generator = _generator_of(device) if self._generator is None else self._generator
+        start = place - self._first
+        while len(self._rows) < start + count:
+            self._states.append(None if generator is None else generator.get_state())
+            self._rows.append(torch.empty(1, vocab_size, device=device).exponential_(generator=generator))
+        return torch.cat(self._rows[start : start + count])
+
+    def settle(self, place: int) -> None:
+        """Rows before this place are not wanted any more."""
+        num_done = min(max(0, place - self._first), len(self._rows))
+        self._first += num_done
+        del self._rows[:num_done], self._states[:num_done]
+
+    def end(self, place: int) -> None:
+        """Take back the rows from this place on."""
+        self.settle(place)
+        if self._rows:
+            generator = _generator_of(self._rows[0].device) if self._generator is None else self._generator
+            if generator is not None and self._states[0] is not None:
+                generator.set_state(self._states[0])
+        self.begin(place)
+
+
+def choose(shaped: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """A token per row of shaped logits (T, V), (T,) int64: the likeliest, or by noise (T, V) a drawn one."""
+    if noise is None:
+        return shaped.max(dim=-1).indices
+    return (shaped.softmax(dim=-1) / noise).argmax(dim=-1)
+
+
+def chosen_probability(shaped: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """(T,): the softmax probability of each chosen token (T,) in shaped logits (T, V)."""
+    return (shaped.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - shaped.logsumexp(dim=-1)).exp()
+
+
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """What random numbers on this device come from where no generator is given; None where torch keeps it to itself."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator if device.type == "cpu" else None
+
+
+def top_probability(logits: torch.Tensor) -> torch.Tensor:
+    """(1,): the largest softmax probability of a row (1, V), which a `draft_threshold` looks at."""
+    return (logits.max() - logits.logsumexp(-1)).exp()
+
+
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """In `generate`'s order."""
+    warpers: list[LogitsProcessor] = []
+    if params.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(int(params.top_k)))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers

@@ -1,0 +1,1 @@
+"""The engine that records its forwards as CUDA graphs."""

@@ -1,0 +1,211 @@
+"""CudaGraphEngine: forwards and whole rounds recorded as CUDA graphs on static buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.kv_cache import StaticCache
+from layerskip.decoding.sampling import Sampler
+from layerskip.engines.base import SessionEngine
+from layerskip.engines.cuda_graph.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
+from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, StaticExecutor, num_visible_for
+from layerskip.engines.fused import FusedEngine
+from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.rounds.device_free_steps import DeviceFreeSteps
+from layerskip.rounds.device_number import DeviceNumber
+from layerskip.rounds.device_round import DeviceRound
+from layerskip.rounds.draft_stopping import Stopping
+from layerskip.rounds.preparation import ForwardPlan
+from layerskip.rounds.round_work import Piece, RoundBuffers, RoundPlan
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Bounds and sizes."""
+
+    max_graphs: int = MAX_GRAPHS
+    max_bytes: int = MAX_BYTES
+    """Device memory that recordings may take."""
+    granule: int = 1024
+    """The cache's buffers have a multiple of this many positions: a new size voids every recording."""
+    min_visible: int = MIN_VISIBLE
+    max_tokens: int = 16
+    """Longest forward that is recorded; longer ones are prompts, or so rare that a recording would not pay."""
+
+
+class CudaGraphEngine(SessionEngine):
+    """See `Engine`. A forward, or a whole round, is one launch instead of a thousand.
+
+    Recorded per (mask, number of tokens, visible positions), by `prepare` or else at the first use, and kept between
+    texts as long as the cache's buffers last: those are kept too and grow only when a longer text comes. The logits
+    that `forward` returns are the caller's own; inside, recordings write to buffers that the next one overwrites.
+
+    Cost: the executor's weights; a cache of the longest text so far; recordings within the bounds of `options`.
+    `close` frees the latter two.
+    """
+
+    name = "cuda_graph"
+
+    def __init__(
+        self, adapter: ModelAdapter, executor: StaticExecutor, recorder: Recorder, options: GraphOptions | None = None
+    ) -> None:
+        super().__init__(adapter)
+        self.options = options or GraphOptions()
+        self.pool = GraphPool(recorder, max_graphs=self.options.max_graphs, max_bytes=self.options.max_bytes)
+        self.executor = executor
+        self.num_layers = adapter.num_layers
+        self._no_skip = SkipMask.none(adapter.num_layers)
+        self._static: StaticCache | None = None
+        self._running = False
+        self._buffers: dict[tuple[int, bool], RoundBuffers] = {}
+        self.stoppings: dict[Hashable, Stopping] = {}
+        with torch.inference_mode():
+            self.token, self.limit = DeviceNumber(self.device), DeviceNumber(self.device)
+            self._ids = torch.zeros(self.options.max_tokens, dtype=torch.long, device=self.device)
+            self._offsets = torch.arange(self.options.max_tokens, device=self.device)
+            self._logits = torch.zeros(
+                (self.options.max_tokens, executor.vocab_size), dtype=executor.logits_dtype, device=self.device
+            )
+
+    @property
+    def cache(self) -> StaticCache:
+        if self._static is None or not self._running:
+            raise RuntimeError("no cache: use the engine inside `with engine.session(capacity)`")
+        return self._static
+
+    @property
+    def attention_backend(self) -> str:
+        return self.executor.attention_backend
+
+    @property
+    def lean(self) -> FusedEngine | None:
+        """The engine whose layers are recorded; None where it is the model's own modules."""
+        return self.executor.fused if isinstance(self.executor, LeanExecutor) else None
+
+    @contextmanager
+    def session(self, capacity: int) -> Iterator[None]:
+        if self._running:
+            raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
+        with torch.inference_mode():
+            self._open_cache(capacity)
+        with self.executor.session():
+            self._running = True
+            try:
+                yield
+            finally:
+                self._running = False
+                self.pool.let_go()
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
+        cache, num_tokens = self.cache, input_ids.shape[0]
+        mask = self._no_skip if mask is None else mask
+        stop = cache.length + num_tokens
+        if stop > cache.capacity:
+            raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {stop}")
+        if cache.length == 0 or num_tokens > self.options.max_tokens:
+            return self.executor.forward(input_ids, mask, num_logits)
+        self._ids[:num_tokens].copy_(input_ids)
+        cache.position_on_device()
+        self.play(self._recorded_forward(mask, num_tokens, self.num_visible_for(stop), num_logits))
+        cache.advance(num_tokens)
+        return self._logits[:num_logits].clone()
+
+    @property
+    def num_preparations(self) -> int:
+        """Recordings so far, and what the executor compiled, which it does while one of them is warmed up."""
+        return self.pool.stats.num_captures + self.executor.num_compilations
+
+    @property
+    def preparation_s(self) -> float:
+        """Of all recordings; compilations are within the one that needed them."""
+        return self.pool.stats.capture_s
+
+    @torch.inference_mode()
+    def prepare(self, plans: Iterable[ForwardPlan]) -> None:
+        """See `Engine`. What is prepared stays recorded until the session ends, whatever the bounds say."""
+        self.cache.position_on_device()
+        for plan in plans:
+            if plan.num_tokens <= self.options.max_tokens:
+                mask = self._no_skip if plan.mask is None else plan.mask
+                for num_visible in self.visible_sizes(plan.starts, plan.num_tokens):
+                    self.prepare_piece(self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_logits))
+
+    def _recorded_forward(self, mask: SkipMask, num_tokens: int, num_visible: int, num_logits: int) -> Piece:
+        """From the ids' buffer to that of the logits, at the cache's position."""
+        ids, logits, offsets = self._ids[:num_tokens], self._logits[:num_logits], self._offsets[:num_tokens]
+        position = self.cache.position.tensor
+
+        def work() -> None:
+            logits.copy_(self.step(ids, position + offsets, mask, num_visible, num_logits))
+
+        return Piece(("forward", mask, num_tokens, num_visible, num_logits), work, ())
+
+    def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
+        """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
+        return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None
+
+    def make_free_steps(self) -> DeviceFreeSteps:
+        """See `FreeSteps`."""
+        return DeviceFreeSteps(self, self._no_skip.num_layers)
+
+    def close(self) -> None:
+        """Free the recordings and the cache's buffers; the next session makes new ones."""
+        if self._running:
+            raise RuntimeError("this model is decoding; close its engine afterwards")
+        self.pool.invalidate()
+        self._static = None
+        self._buffers.clear()
+
+    def step(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+    ) -> torch.Tensor:
+        """See `StaticExecutor.step`."""
+        with self.cache.static_step(positions, num_visible):
+            return self.executor.step(ids, positions, mask, num_visible, num_logits)
+
+    def play(self, piece: Piece) -> None:
+        """See `RoundHost`."""
+        self.pool.play(piece.key, piece.work, piece.preserve)
+
+    def prepare_piece(self, piece: Piece) -> None:
+        """See `RoundHost`."""
+        self.pool.prepare(piece.key, piece.work, piece.preserve)
+
+    def num_visible_for(self, num_positions: int) -> int:
+        """Positions a recorded step attends to when it must see `num_positions`."""
+        return num_visible_for(num_positions, self.cache.num_positions, self.options.min_visible)
+
+    def visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
+        """All that `num_visible_for` may say of so many tokens after any of these numbers of cached ones."""
+        sizes: list[int] = []
+        while starts:
+            sizes.append(self.num_visible_for(starts[0] + num_tokens))
+            starts = starts[max(0, sizes[-1] - num_tokens - starts[0]) + 1 :]
+        return sizes
+
+    def round_buffers(self, room: int, *, sampled: bool) -> RoundBuffers:
+        """Always the same ones for the same arguments."""
+        key = (room, sampled)
+        if key not in self._buffers:
+            self._buffers[key] = RoundBuffers(room, self.executor.vocab_size, self.device, sampled=sampled)
+        return self._buffers[key]
+
+    def _open_cache(self, capacity: int) -> None:
+        """The static cache, empty, with room for `capacity` tokens; a new one if the present one is too small."""
+        if capacity < 1:
+            raise ValueError(f"capacity: must be at least 1, got {capacity}")
+        if self._static is None or self._static.num_positions < capacity:
+            self.pool.invalidate()
+            self._static = None  # free the old buffers before the new ones are made
+            granule = self.options.granule
+            static = StaticCache(self._adapter.windows, -(-capacity // granule) * granule, self.device)
+            self.executor.use(static)
+            self._static = static
+        self._static.restart(capacity)

@@ -1,0 +1,156 @@
+"""LeanExecutor: the fused engine's lean layers in static form, for Llama-like models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.kv_cache import StaticCache
+from layerskip.engines.compiled import CompiledFunctions
+from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
+from layerskip.engines.cuda_graph.attention_kernels import Kernel
+from layerskip.engines.cuda_graph.static_step import additive_mask
+from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
+
+
+class LeanExecutor:
+    """See `StaticExecutor`. Shares the weights of `fused`, which also processes the prompts.
+
+    Attention folds the query heads that share a key head into more queries: the keys and values of a head are read
+    once, by one kernel. Left to `enable_gqa`, a mask sends it down a path that copies the keys for every query head.
+
+    compiled: run what lies before attention, what follows it, and the MLP through torch.compile. Attention itself is
+    left to a kernel of the library, so what is compiled depends on the number of tokens and the size of the cache's
+    buffers alone: it serves every layer, every mask and every number of visible positions. None runs all as it is.
+    attention: None is what may be tried on the device.
+    """
+
+    def __init__(
+        self,
+        fused: FusedEngine,
+        *,
+        compiled: CompiledFunctions | None = None,
+        attention: AttentionChoice | None = None,
+    ) -> None:
+        self.fused = fused
+        self.compiled = compiled
+        self.attention = attention or AttentionChoice.on(fused.device)
+        self.vocab_size = fused.head.weight.shape[1]
+        self.logits_dtype = fused.head.weight.dtype
+
+    @property
+    def num_compilations(self) -> int:
+        return 0 if self.compiled is None else self.compiled.num_compilations
+
+    @property
+    def attention_backend(self) -> str:
+        return self.attention.description
+
+    def use(self, cache: StaticCache) -> None:
+        self._cache = cache
+        fused = self.fused
+        self.attention.measure(self._attention_shape(), cache.num_positions)
+        # A table of its own: the fused engine's is replaced when a longer text comes, and recordings hold its address.
+        self._cos, self._sin = rotary_table(fused.rotary, fused.embedding[:1], cache.num_positions)
+        for (attention, _), layer in zip(fused.layers, cache.layers, strict=True):
+            like = fused.embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
+            layer.lazy_initialization(like, like)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        with self.fused.session_over(self._cache):
+            yield
+
+    def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:
+        return self.fused.forward(ids, mask, num_logits=num_logits)
+
+    def step(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+    ) -> torch.Tensor:
+        fused, num_tokens = self.fused, ids.shape[0]
+        project = self._function(_project_and_store, num_tokens, self._cache.num_positions)
+        finish_both = self._function(_finish_and_add_mlp, num_tokens)
+        add_mlp = self._function(_add_mlp, num_tokens)
+        cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
+        masks, attend = _Masks(positions, num_visible), self.attention.kernel(num_visible)
+        x = F.embedding(ids, fused.embedding)
+        for (attention, mlp), buffers, skip_attention, skip_mlp in zip(
+            fused.layers, self._cache.layers, mask.attention, mask.mlp, strict=True
+        ):
+            if skip_attention:
+                x = x if skip_mlp else add_mlp(mlp, x)
+                continue
+            queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
+            attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
+            x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
+        return fused.head(fused.norm(x[-num_logits:]))
+
+    def _attention_shape(self) -> AttentionShape:
+        layers, like = [attention for attention, _ in self.fused.layers], self.fused.embedding
+        first, windows = layers[0], frozenset(layer.window for layer in layers)
+        return AttentionShape(first.num_queries, first.num_keys, first.head_dim, windows, like.dtype, like.device)
+
+    def _function(self, function: Callable[..., torch.Tensor], *sizes: int) -> Callable[..., torch.Tensor]:
+        return function if self.compiled is None else self.compiled.variant(function, *sizes)
+
+
+class _Masks:
+    """Of one step, made once for all layers alike."""
+
+    def __init__(self, positions: torch.Tensor, num_visible: int) -> None:
+        self._positions, self._num_visible = positions, num_visible
+        self._made: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def of(self, layer: Attention, dtype: torch.dtype) -> torch.Tensor:
+        key = (layer.window, layer.num_queries // layer.num_keys)
+        if key not in self._made:
+            self._made[key] = additive_mask(self._positions, self._num_visible, key[0], dtype, repeats=key[1])
+        return self._made[key]
+
+
+def _project_and_store(
+    layer: Attention,
+    x: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Queries (1, key heads, group * T, head_dim); keys and values of the new positions go into the buffers.
+
+    Shapes: buffers (1, key heads, positions, head_dim); rotary: cosines and signed sines (T, 1, head_dim).
+    """
+    num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
+    queries, *new = layer.project(x, *rotary)
+    for buffer, states in zip(buffers, new, strict=True):
+        buffer.index_copy_(2, positions, states.transpose(0, 1).unsqueeze(0))
+    folded = queries.reshape(num_tokens, layer.num_keys, group, layer.head_dim).permute(1, 2, 0, 3)
+    return folded.reshape(1, layer.num_keys, group * num_tokens, layer.head_dim)
+
+
+def _attend(kernel: Kernel, layer: Attention, queries: torch.Tensor, buffers: Any, look: torch.Tensor) -> torch.Tensor:
+    """Attention (1, key heads, group * T, head_dim) over the positions that the mask `look` has columns for."""
+    num_visible = look.shape[1]
+    keys, values = buffers.keys[:, :, :num_visible], buffers.values[:, :, :num_visible]
+    return kernel(queries, keys, values, look, layer.scaling)
+
+
+def _finish(layer: Attention, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """x plus the output product of what `_attend` gave."""
+    num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
+    unfolded = attended.view(layer.num_keys, group, num_tokens, layer.head_dim).permute(2, 0, 1, 3)
+    return layer.out.add_to(x, unfolded.reshape(num_tokens, -1))
+
+
+def _finish_and_add_mlp(layer: Attention, mlp: Mlp, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """`_finish` and the MLP in one, so that a compiler can join the sum between them with the norm after it."""
+    return mlp.add_to(_finish(layer, x, attended))
+
+
+def _add_mlp(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return mlp.add_to(x)

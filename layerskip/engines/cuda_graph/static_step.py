@@ -1,0 +1,79 @@
+"""The interface of a forward in static form: tensors in, tensors out, nothing in it that changes from run to run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.kv_cache import StaticCache
+
+MIN_VISIBLE = 256
+"""Smallest number of positions that a recorded step attends to."""
+
+
+class StaticExecutor(Protocol):
+    """Runs one model over a `StaticCache`, in static form and in the ordinary one."""
+
+    vocab_size: int
+    logits_dtype: torch.dtype
+
+    @property
+    def num_compilations(self) -> int:
+        """Functions compiled so far. Each takes seconds, so a timed region must not raise it."""
+        ...
+
+    @property
+    def attention_backend(self) -> str:
+        """What computes attention in `step`."""
+        ...
+
+    def use(self, cache: StaticCache) -> None:
+        """Make the buffers that belong to this cache. Whatever was recorded on an earlier one is void."""
+        ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around all forwards of one text."""
+        ...
+
+    def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:
+        """The ordinary forward, for prompts: logits (num_logits, V); the cache advances by len(ids)."""
+        ...
+
+    def step(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+    ) -> torch.Tensor:
+        """The same in static form: logits (num_logits, V) of ids (T,) at positions (T,); the length does not move.
+
+        Pure device work on buffers whose addresses stay: may be recorded, and replayed at other positions.
+        num_visible: more than every position in `positions`; attention looks at that many under a mask.
+        """
+        ...
+
+
+def num_visible_for(num_positions: int, limit: int, smallest: int = MIN_VISIBLE) -> int:
+    """Positions a recorded step attends to when it must see `num_positions` of `limit`: a power of two, or the limit.
+
+    Too many cost memory traffic, too few cost recordings. At batch 1 the weights are read in full by every step and a
+    text's keys and values are a few percent of them, so twice as many as needed is cheap, where a mask over a
+    long buffer is not: a decode step's attention keeps few of a GPU's processors busy and takes time by its length.
+    """
+    return min(max(smallest, 1 << (num_positions - 1).bit_length()), limit)
+
+
+def additive_mask(
+    positions: torch.Tensor, num_visible: int, window: int | None, dtype: torch.dtype, *, repeats: int = 1
+) -> torch.Tensor:
+    """(repeats * T, num_visible): 0 where a query at `positions` (T,) may look, -inf elsewhere; the T rows repeated.
+
+    Additive, because a boolean one is turned into this by every layer's attention anew.
+    """
+    queries = positions.unsqueeze(1)
+    keys = torch.arange(num_visible, device=positions.device)
+    visible = keys <= queries
+    if window is not None:
+        visible = visible & (keys > queries - window)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))
+    return mask.repeat(repeats, 1) if repeats > 1 else mask

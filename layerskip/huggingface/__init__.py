@@ -1,0 +1,1 @@
+"""What knows Transformers' internals."""

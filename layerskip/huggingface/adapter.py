@@ -1,0 +1,361 @@
+"""The only file that knows Hugging Face internals: find the decoder stack and run it under a skip mask."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.kv_cache import SharedLengthCache
+from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.huggingface.placement import Placement
+from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
+
+_ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
+_MLP_NAMES = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
+_SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass
+class _Gate:
+    """One module whose forward can be left out.
+
+    `kind` says what a skipped module answers: a layer returns its input, a sublayer zeros (its residual addition then
+    changes nothing), a sublayer that adds the residual itself the residual it was given. `arity` is the length of the
+    tuple that the module returns, 0 for a bare tensor; a probe forward finds it out.
+    """
+
+    module: nn.Module
+    kind: str  # "layer" | "sublayer" | "fc1" | "fc2"
+    skip: bool = False
+    arity: int = 0
+    residual_index: int | None = None
+    entrance: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Given the hidden states that come to the module, says which go in."""
+
+    def install(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            if self.entrance is not None:
+                if args:
+                    args = (self.entrance(args[0]), *args[1:])
+                else:
+                    kwargs["hidden_states"] = self.entrance(kwargs["hidden_states"])
+            return self._skipped(args, kwargs) if self.skip else forward(*args, **kwargs)
+
+        return gated
+
+    def _skipped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.kind in ("layer", "fc1"):
+            out = hidden
+        elif self.residual_index is not None:
+            out = args[self.residual_index] if len(args) > self.residual_index else kwargs["residual"]
+        else:
+            out = torch.zeros_like(hidden)
+        return (out, *([None] * (self.arity - 1))) if self.arity else out
+
+
+@dataclass(frozen=True)
+class ForcedPositions:
+    """Positions and visibility of a forward whose tokens do not simply follow the cache."""
+
+    positions: torch.Tensor
+    """(T,) int64."""
+    attention_mask: torch.Tensor | dict[str, torch.Tensor]
+    """Additive, (1, 1, T, keys), or one for each layer type."""
+
+
+@dataclass(frozen=True)
+class _LayerGates:
+    layer: _Gate
+    attention: tuple[_Gate, ...]
+    mlp: tuple[_Gate, ...]
+
+    def __iter__(self) -> Iterator[_Gate]:
+        return iter((self.layer, *self.attention, *self.mlp))
+
+
+class ModelAdapter:
+    """Runs a Hugging Face causal LM over a shared-length cache, under a skip mask or whole.
+
+    The model is changed only inside `attached()`: each layer's and sublayer's `forward` gets an instance-level gate,
+    and the exit of the context takes them off again, whatever happened inside.
+
+    Cost: two short forwards at construction, to learn what each module returns and what may be skipped.
+    Raises: UnsupportedModelError for encoder-decoders, layers whose state cannot be rolled back (state-space, linear
+    attention), shared keys and values, stacks that cannot be found, and tensor parallel models.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.placement = Placement.of(model)
+        self.config = cast(Any, model.config)
+        self.text_config = self.config.get_text_config(decoder=True)
+        self.windows = _layer_windows(self.config, self.text_config)
+        self.stack_path, self.layers = _find_stack(model, len(self.windows))
+        self._gates = [_layer_gates(layer) for layer in self.layers]
+        self._all_gates = [gate for gates in self._gates for gate in gates]
+        self._no_skip = SkipMask.none(self.num_layers)
+        self._mask = self._no_skip
+        self._attached = False
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._keep_argument = "logits_to_keep" if "logits_to_keep" in parameters else None
+        self.sublayers_skippable = self._probe()
+        """Per layer: may attention and MLP be skipped apart? Where not, only the whole layer may."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def _embedding(self) -> nn.Embedding:
+        return cast(Any, self.model).get_input_embeddings()  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in: the embedding's device."""
+        weight: torch.Tensor = self._embedding.weight
+        # Offloaded weights are nowhere between two forwards.
+        return self.placement.entrance if weight.device.type == "meta" else weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        weight: torch.Tensor = self._embedding.weight
+        return weight.dtype
+
+    @property
+    def sublayers(self) -> tuple[tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]], ...]:
+        """Per layer the modules of its attention and those of its MLP."""
+        return tuple(
+            (tuple(gate.module for gate in gates.attention), tuple(gate.module for gate in gates.mlp))
+            for gates in self._gates
+        )
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model can be told its tokens' positions (alibi models cannot)."""
+        return self._takes_positions
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest text the position encodings are made for, None if the config does not say."""
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            value = getattr(self.text_config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    def new_cache(self, capacity: int) -> SharedLengthCache:
+        return SharedLengthCache(self.windows, capacity)
+
+    def check_mask(self, mask: SkipMask) -> None:
+        """Raises ValueError if the mask does not fit this model."""
+        if mask.num_layers != self.num_layers:
+            raise ValueError(f"skip_mask: must have the model's {self.num_layers} layers, got {mask.num_layers}")
+        for i, apart in enumerate(self.sublayers_skippable):
+            if not apart and mask.attention[i] != mask.mlp[i]:
+                raise ValueError(f"skip_mask: layer {i} of this model can only be skipped whole, got {mask}")
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Gates on; off again on every exit. Not re-entrant: one run at a time on one model."""
+        if self._attached:
+            raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
+        previous = {id(gate): gate.module.__dict__.get("forward") for gate in self._all_gates}
+        self._attached = True
+        try:
+            for gate in self._all_gates:
+                gate.module.forward = gate.install(gate.module.forward)
+            yield
+        finally:
+            for gate in self._all_gates:
+                gate.module.__dict__.pop("forward", None)
+                if (forward := previous[id(gate)]) is not None:
+                    gate.module.forward = forward
+            self._set_mask(self._no_skip)
+            self._attached = False
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: SharedLengthCache,
+        mask: SkipMask | None = None,
+        *,
+        num_logits: int,
+        forced: ForcedPositions | None = None,
+    ) -> torch.Tensor:
+        """Logits of the last `num_logits` positions, and the cache advanced by the input.
+
+        Shapes: input_ids (T,) int64 at positions [length, length + T); returns (num_logits, V) in the model's dtype.
+        Cost: one forward over T tokens; no device sync of its own.
+        Raises: RuntimeError outside `attached()`.
+        """
+        if not self._attached:
+            raise RuntimeError("forward needs the gates: call it inside `with adapter.attached()`")
+        self._set_mask(mask or self._no_skip)
+        num_tokens = input_ids.shape[0]
+        arguments: dict[str, Any] = {"input_ids": input_ids.unsqueeze(0), "past_key_values": cache, "use_cache": True}
+        if self._takes_positions:
+            # Left implicit, some models would read them from a cache layer's own count.
+            start = cache.length
+            positions = forced.positions if forced else torch.arange(start, start + num_tokens, device=input_ids.device)
+            arguments["position_ids"] = positions.unsqueeze(0)
+        if self._keep_argument is not None:
+            arguments[self._keep_argument] = num_logits
+        if forced is not None:
+            arguments["attention_mask"] = forced.attention_mask
+        with over_growing_keys(self.placement.devices):
+            logits: torch.Tensor = self.model(**arguments).logits
+        cache.advance(num_tokens)
+        return logits[0, -num_logits:]
+
+    @contextmanager
+    def entrance(self, layer: int, states: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Inside, `states` is called with the hidden states (T, hidden) that come to a layer and says which go in."""
+        gate = self._gates[layer].layer
+        gate.entrance = lambda hidden: states(hidden[0]).unsqueeze(0)
+        try:
+            yield
+        finally:
+            gate.entrance = None
+
+    def _set_mask(self, mask: SkipMask) -> None:
+        if mask is self._mask or mask == self._mask:
+            return
+        for i, gates in enumerate(self._gates):
+            attention, mlp = mask.attention[i], mask.mlp[i]
+            gates.layer.skip = attention and mlp
+            for gate in gates.attention:
+                gate.skip = attention
+            for gate in gates.mlp:
+                gate.skip = mlp
+        self._mask = mask
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[bool, ...]:
+        """Learn arities from one forward; then stub both sublayers of every layer: does layer(x) still give x?"""
+        ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        arities: dict[int, int] = {}
+        unchanged: dict[int, bool] = {}
+        hooks = [gate.module.register_forward_hook(_record_arity(arities)) for gate in self._all_gates]
+        try:
+            with self.attached():
+                self.forward(ids, cache := self.new_cache(2), num_logits=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for i, layer in enumerate(cache.layers):
+            if not layer.is_initialized:
+                raise UnsupportedModelError(
+                    f"{self.config.model_type}: layer {i} does not use the key-value cache it is given, so a rejected "
+                    "draft could not be rolled back"
+                )
+        for gate in self._all_gates:
+            gate.arity = arities.get(id(gate.module), 0)
+        hooks = [layer.register_forward_hook(_record_unchanged(unchanged), with_kwargs=True) for layer in self.layers]
+        try:
+            with self.attached():
+                for gates in self._gates:
+                    for gate in (*gates.attention, *gates.mlp):
+                        gate.skip = True
+                self._mask = SkipMask.from_layers(self.num_layers, range(self.num_layers))
+                self._run_stubbed(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        apart = (bool(g.attention) and bool(g.mlp) for g in self._gates)
+        return tuple(ok and unchanged.get(id(g.layer.module), False) for ok, g in zip(apart, self._gates, strict=True))
+
+    def _run_stubbed(self, ids: torch.Tensor) -> None:
+        """A forward that keeps the gates as they are set by hand."""
+        self.model(input_ids=ids.unsqueeze(0), past_key_values=self.new_cache(2), use_cache=True)
+
+
+def _record_arity(arities: dict[int, int]) -> Callable[..., None]:
+    def hook(module: nn.Module, _args: Any, output: Any) -> None:
+        arities[id(module)] = len(output) if isinstance(output, tuple) else 0
+
+    return hook
+
+
+def _record_unchanged(unchanged: dict[int, bool]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        # The first layer of a device is given what another one computed; its hook moves that before its forward.
+        unchanged[id(module)] = bool(torch.equal(before.to(after.device), after))
+
+    return hook
+
+
+def _layer_windows(config: Any, text_config: Any) -> tuple[int | None, ...]:
+    """Per layer its sliding window, or None for full attention. Raises UnsupportedModelError for other layer types."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{config.model_type}: encoder-decoder models are not supported")
+    layer_types, layer_arguments = get_layer_types_and_kwargs(text_config)
+    # Transformers 5.17 leaves out the layers that use others' keys and values; 5.23 calls them 'dummy'.
+    if len(layer_types) < text_config.num_hidden_layers:
+        raise UnsupportedModelError(f"{config.model_type}: layers that share keys and values are not supported")
+    for i, layer_type in enumerate(layer_types):
+        if layer_type not in _SUPPORTED_LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {i} is of type {layer_type!r}, whose state cannot be rolled back after a "
+                f"rejected draft (supported: {', '.join(_SUPPORTED_LAYER_TYPES)})"
+            )
+    # Transformers 5.17 has one dictionary for all layers; whether the window is its own, the layer's type tells.
+    of_layer = [layer_arguments] * len(layer_types) if isinstance(layer_arguments, dict) else layer_arguments
+    return tuple(
+        arguments["sliding_window"] if layer_type == "sliding_attention" else None
+        for layer_type, arguments in zip(layer_types, of_layer, strict=True)
+    )
+
+
+def _find_stack(model: nn.Module, num_layers: int) -> tuple[str, list[nn.Module]]:
+    """The ModuleList that holds the decoder layers, by the class names that the model itself says not to split."""
+    block_names = set(getattr(model, "_no_split_modules", None) or ())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            layers = list(module)
+            named = all(type(layer).__name__ in block_names for layer in layers)
+            if named or (not block_names and all(_submodule(layer, _ATTENTION_NAMES) for layer in layers)):
+                return path, layers
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: no list of {num_layers} decoder layers found "
+        f"(looked for {', '.join(sorted(block_names)) or 'layers with an attention module'})"
+    )
+
+
+def _submodule(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    return next((layer._modules[name] for name in names if layer._modules.get(name) is not None), None)
+
+
+def _layer_gates(layer: nn.Module) -> _LayerGates:
+    attention = _submodule(layer, _ATTENTION_NAMES)
+    if attention is None:
+        raise UnsupportedModelError(
+            f"{type(layer).__name__}: no attention module found (looked for {', '.join(_ATTENTION_NAMES)})"
+        )
+    mlp = _submodule(layer, _MLP_NAMES)
+    if mlp is not None:
+        mlp_gates: tuple[_Gate, ...] = (_sublayer_gate(mlp),)
+    elif (fc1 := layer._modules.get("fc1")) is not None and (fc2 := layer._modules.get("fc2")) is not None:
+        # OPT has no MLP module: a skipped fc1 passes its input on, a skipped fc2 turns that into zeros.
+        mlp_gates = (_Gate(fc1, "fc1"), _Gate(fc2, "fc2"))
+    else:
+        mlp_gates = ()
+    return _LayerGates(_Gate(layer, "layer"), (_sublayer_gate(attention),), mlp_gates)
+
+
+def _sublayer_gate(module: nn.Module) -> _Gate:
+    names = list(inspect.signature(module.forward).parameters)
+    # Bloom and MPT add the residual inside the sublayer.
+    index = names.index("residual") if "residual" in names else None
+    return _Gate(module, "sublayer", residual_index=index)

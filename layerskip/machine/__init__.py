@@ -1,0 +1,1 @@
+"""The machine that it runs on."""

@@ -1,0 +1,1 @@
+"""One round of drafting and verifying, as work for a device."""

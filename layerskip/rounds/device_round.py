@@ -1,0 +1,235 @@
+"""DeviceRound: drafts, verification, acceptance and the next token as device work, with one read after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.sampling import Sampler
+from layerskip.decoding.verifier import Verdict
+from layerskip.rounds.draft_stopping import Stopping
+from layerskip.rounds.preparation import verifications
+from layerskip.rounds.round_work import Piece, RoundHost, RoundPlan, RoundWork
+
+_NUM_TIMED = 3
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one round did."""
+
+    draft_ids: list[int]
+    """Drafted tokens, up to the one after which drafting stopped."""
+    verdict: Verdict
+
+
+@runtime_checkable
+class OffersRounds(Protocol):
+    """An engine that can run a whole round on the device."""
+
+    def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
+        """None where this round needs the host in between (a repetition penalty, which looks at the text)."""
+        ...
+
+
+class DeviceRound:
+    """Rounds under one plan; what is recorded for them is the engine's, so plans come and go for nothing.
+
+    The tokens are those of the host loop. The noise of drawn ones is copied into place before a round, so that no
+    generator is part of a recording.
+
+    Cost: one device sync and one recorded piece. With a `draft_threshold` a round either drafts on and drops what
+    follows the first unsure token, at the same cost, or runs in pieces (one for each draft, one for the verification)
+    with a sync after each draft but the last; `prepare` measures which is faster. With `after_draft` any round runs in
+    pieces.
+    Near the end of a text fewer than gamma drafts are wanted; a whole round drafts them all the same and does not
+    accept them, which costs less than recording a round for every smaller gamma.
+    """
+
+    def __init__(self, host: RoundHost, plan: RoundPlan, sampler: Sampler) -> None:
+        self._host = host
+        if plan.gamma == 0:  # the target alone is the same work for all of these
+            plan = replace(plan, skip_mask=SkipMask.none(plan.skip_mask.num_layers), draft_threshold=0.0)
+        self._plan = plan
+        self._sampler = sampler
+        self._works: dict[int, RoundWork] = {}
+        self._in_pieces = plan.draft_threshold > 0.0
+        self._stopping: Stopping | None = None
+
+    @property
+    def gamma(self) -> int:
+        """Drafts of a round, at most."""
+        return self._plan.gamma
+
+    @torch.inference_mode()
+    def run(
+        self,
+        last_token: int,
+        max_drafts: int,
+        *,
+        after_draft: Callable[[], None] | None = None,
+        takes_all: bool = False,
+    ) -> RoundResult:
+        """One round after `last_token`, which is not in the cache yet; afterwards the cache holds all but the next one.
+
+        max_drafts: 0..gamma. after_draft: called between drafting and verifying, which are apart then. takes_all: look
+        at each draft's confidence as a `draft_threshold` demands and go on whatever it is, to time so many drafts.
+        Raises: ValueError if the cache is too small.
+        """
+        work = self._begin(last_token)
+        self._place_noise(work)
+        result = self._round(work, max_drafts, after_draft, takes_all=takes_all)
+        if self._stopping is not None and not takes_all:
+            self._stopping.add(len(result.draft_ids))
+        return result
+
+    @torch.inference_mode()
+    def verify(self, last_token: int, draft_ids: torch.Tensor) -> Verdict:
+        """The verdict on up to gamma draft tokens (G,) of the host's; else as `run`."""
+        work = self._begin(last_token)
+        self._place_noise(work)
+        work.buffers.drafts[: len(draft_ids)].copy_(draft_ids)
+        self._host.limit.set(len(draft_ids))
+        return self._conclude(work.host_verification(), work.result(self._plan.gamma)).verdict
+
+    @torch.inference_mode()
+    def prepare_verify(self, starts: range) -> None:
+        """As `prepare`, for `verify`."""
+        self._host.cache.position_on_device()
+        for num_visible in self._host.visible_sizes(starts, self._plan.gamma + 1):
+            self._host.prepare_piece(self._work(num_visible).host_verification())
+
+    @torch.inference_mode()
+    def prepare(self, starts: range, *, apart: bool = False) -> None:
+        """Record what rounds may need that begin with so many tokens in the cache, so that `run` only replays.
+
+        apart: with `after_draft`. Before the prompt's forward: what it leaves in the cache is overwritten by that.
+        Cost: the recordings that there are not yet; a dozen rounds, once for a whole plan with a `draft_threshold`.
+        """
+        if not starts:
+            return
+        host, gamma, may_stop = self._host, self._plan.gamma, self._plan.draft_threshold > 0.0
+        host.cache.position_on_device()
+        if may_stop and not apart:
+            self._stopping = self._known_stopping(starts[0])
+            self._in_pieces = not self._stopping.cuts
+        if not self._runs_in_pieces(apart=apart):
+            for num_visible in host.visible_sizes(starts, gamma + 1):
+                host.prepare_piece(self._work(num_visible).whole())
+            return
+        for num_visible in host.visible_sizes(starts, gamma + 1):
+            self._prepare_draft(self._work(num_visible))
+        for num_drafts, where in verifications(starts, gamma, may_stop=may_stop).items():
+            for num_visible in host.visible_sizes(where, gamma + 1):
+                host.prepare_piece(self._work(num_visible).verification(num_drafts))
+
+    def _begin(self, last_token: int) -> RoundWork:
+        """The work of a round after `last_token`, its inputs in place."""
+        host, cache = self._host, self._host.cache
+        needed = cache.length + self._plan.gamma + 1
+        if needed > cache.capacity:
+            raise ValueError(f"cache: capacity is {cache.capacity} tokens, a round needs {needed}")
+        work = self._work(host.num_visible_for(needed))
+        host.token.set(last_token)
+        cache.position_on_device()
+        return work
+
+    def _place_noise(self, work: RoundWork) -> None:
+        if (noise := work.buffers.noise) is not None:
+            # The last token is not in the cache yet, so the first draft's place is one further.
+            count, place = self._plan.gamma + 1, self._host.cache.length + 1
+            noise[:count].copy_(self._sampler.noise(place, count, noise.shape[1], noise.device))
+
+    def _round(
+        self, work: RoundWork, max_drafts: int, after_draft: Callable[[], None] | None = None, *, takes_all: bool
+    ) -> RoundResult:
+        if not self._runs_in_pieces(apart=after_draft is not None):
+            self._host.limit.set(max_drafts)
+            return self._conclude(work.whole(), work.result(self._plan.gamma))
+        num_drafts = self._draft(work, max_drafts, takes_all=takes_all)
+        if after_draft is not None:
+            after_draft()
+        return self._conclude(work.verification(num_drafts), work.result(num_drafts))
+
+    def _runs_in_pieces(self, *, apart: bool) -> bool:
+        return self._in_pieces or (apart and self._plan.gamma > 0)
+
+    def _prepare_draft(self, work: RoundWork) -> None:
+        work.buffers.index.zero_()  # an earlier round may have left it past the last draft
+        self._host.prepare_piece(work.draft())
+
+    def _known_stopping(self, start: int) -> Stopping:
+        """What is known of this plan's rounds, measured where it is the first time."""
+        host, plan = self._host, self._plan
+        key = (plan, self._sampler.params)
+        if key not in host.stoppings:
+            work = self._work(host.num_visible_for(start + plan.gamma + 1))
+            self._prepare_draft(work)
+            for piece in (work.whole(), work.verification(1), work.verification(plan.gamma)):
+                host.prepare_piece(piece)
+            shortest_s, longest_s = (self._seconds(work, num_drafts) for num_drafts in (1, plan.gamma))
+            seconds = (shortest_s, longest_s, self._seconds(work, plan.gamma, cuts=True))
+            host.stoppings[key] = Stopping.measured(plan.gamma, *seconds)
+        return host.stoppings[key]
+
+    def _seconds(self, work: RoundWork, num_drafts: int, *, cuts: bool = False) -> float:
+        """Of a round that looks at so many drafts' confidence, or of one that cuts: the median of a few."""
+        host, seconds = self._host, []
+        start, self._in_pieces = host.cache.length, not cuts
+        for _ in range(_NUM_TIMED + 1):
+            host.token.set(0)
+            host.cache.position_on_device()
+            began = time.perf_counter()
+            # Without fresh noise: that would take numbers from the run's generator.
+            self._round(work, num_drafts, takes_all=True)
+            seconds.append(time.perf_counter() - began)
+            host.cache.rollback_to(start)
+        return median(seconds[1:])
+
+    def _work(self, num_visible: int) -> RoundWork:
+        """Made once for each size, as long as the host's buffers stay."""
+        work = self._works.get(num_visible)
+        if work is None or work.cache is not self._host.cache:
+            work = RoundWork(self._host, self._plan, self._sampler.params, num_visible)
+            self._works[num_visible] = work
+        return work
+
+    def _draft(self, work: RoundWork, max_drafts: int, *, takes_all: bool) -> int:
+        """How many tokens were drafted, one piece each, stopping after the first unsure one."""
+        buffers, piece, threshold = work.buffers, work.draft(), self._plan.draft_threshold
+        buffers.current.copy_(self._host.token.tensor)
+        buffers.index.zero_()
+        for num_drafts in range(1, max_drafts + 1):
+            self._host.play(piece)
+            # The last one's confidence decides nothing, so it is not read.
+            looks = threshold > 0.0 and num_drafts < max_drafts
+            if looks and float(buffers.confidence) < threshold and not takes_all:
+                return num_drafts
+        return max_drafts
+
+    def _conclude(self, piece: Piece, result: torch.Tensor) -> RoundResult:
+        """Run the piece that ends the round, and read what came out."""
+        host, cache = self._host, self._host.cache
+        start = cache.length
+        # Until the read below says where they are: an exception in between must not leave a wrong belief.
+        host.token.distrust()
+        cache.position.distrust()
+        host.play(piece)
+        prob, *ids = self._read(result)
+        num_drafts, num_accepted, next_token, *drafts = map(int, ids)
+        host.token.known(next_token)
+        cache.moved_to(start + num_accepted + 1)
+        told = min(1.0, prob) if self._plan.with_prob else None
+        return RoundResult(drafts[:num_drafts], Verdict(num_accepted, next_token, told))
+
+    @staticmethod
+    def _read(result: torch.Tensor) -> list[float]:
+        """The one place where a round waits for the device."""
+        numbers: list[float] = result.tolist()
+        return numbers

@@ -1,0 +1,1 @@
+"""How much a run measures within its time."""

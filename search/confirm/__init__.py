@@ -1,0 +1,1 @@
+"""The verdict on prompts that chose nothing, and its files."""

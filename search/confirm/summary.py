@@ -1,0 +1,138 @@
+"""summary.json: one run's trials, seconds, best, confirmed numbers and noise, as plain JSON values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from search.confirm.files import SearchFacts
+from search.confirm.stage import Candidate, Confirmation, describe
+from search.measure.reference import Reference
+from search.study.leaderboard import Entry, Standings, counted, is_full, tokens_per_s_of
+from search.study.opening import trials_by_state
+
+SCHEMA_VERSION = 1
+NOT_A_SETTING = {"confirmed", "provenance", "groups", "sampling", "regimes"}
+"""Of a decode config: fields left out where its setting alone is told."""
+CANDIDATES = "candidates"
+"""Attribute of the study, see `candidates_of`."""
+
+
+@dataclass(frozen=True)
+class SummaryInput:
+    """All that the summary is made of."""
+
+    facts: SearchFacts
+    storage: str
+    total: int
+    trials: Sequence[FrozenTrial]
+    standings: Standings
+    reference: Reference
+    confirmation: Confirmation
+    held_out_dropped: tuple[str, ...]
+    seconds: Mapping[str, float]
+    violations: Sequence[str]
+    fingerprint: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    """Its state by phase, see `layerskip.machine.watch`."""
+    prediction: Mapping[str, Any]
+    """Replay and prediction against what was measured, and what was known before the first trial."""
+    budget: Mapping[str, Any]
+    """What was planned, and what was measured less than asked for; see `search.budget.plan`."""
+    rounding: Mapping[str, Any] | None
+    """What logit ties were judged by, see `search.measure.rounding_record`."""
+
+
+def summarise_run(given: SummaryInput) -> dict[str, Any]:
+    """The summary as JSON values. `best_measured` is what the search saw on tuning prompts; quote `confirmed`."""
+    confirmation, reference = given.confirmation, given.reference
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": "speculate" if confirmation.winner else "do not speculate",
+        "reason": confirmation.config.reason,
+        "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
+        "config": confirmation.config.model_dump(mode="json", exclude=NOT_A_SETTING),
+        "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
+        "seconds_in_trials": round(sum(trial.user_attrs.get("seconds", 0.0) for trial in given.trials), 3),
+        "seconds": {name: round(value, 3) for name, value in given.seconds.items()},
+        "budget": dict(given.budget),
+        "noise": {"plain_against_plain_sigma": reference.noise_sigma, "pair_sigma": given.standings.sigma},
+        "reference": {
+            "plain_tokens_per_s": reference.plain_tokens_per_s,
+            "num_prompts_per_trial": reference.num_per_trial,
+            "num_prompts": len(reference.cases),
+            "too_short": list(reference.dropped),
+        },
+        "best_measured": {
+            "single_trial": _single_best(given.trials),
+            "pooled": [_entry(entry, reference) for entry in given.standings.entries[:5]],
+        },
+        **given.prediction,
+        "by_drafter": {name: one.speedup for name, one in confirmation.by_drafter.items()},
+        "candidates": [_candidate(one) for one in confirmation.candidates],
+        "held_out_too_short": list(given.held_out_dropped),
+        "not_lossless": list(given.violations),
+        "rounding": given.rounding,
+        "study": {"name": given.facts.study, "storage": given.storage, "seed": given.facts.seed},
+        "command": given.facts.command,
+        "commit": given.facts.commit,
+        "created_at": given.facts.created_at,
+        "fingerprint": dict(given.fingerprint),
+        "machine": dict(given.machine),
+        "raw": confirmation.raw,
+    }
+
+
+def candidates_of(confirmation: Confirmation) -> str:
+    """The finalists in few words as JSON, for the study: config, both speedups, why excluded."""
+    finalists = [
+        {
+            "config": describe(one.entry.config),
+            "trials": list(one.entry.trials),
+            "tuning_speedup": round(one.entry.speedup, 4),
+            "speedup": None if one.speedup is None else round(one.speedup, 4),
+            "excluded": one.excluded,
+        }
+        for one in confirmation.candidates
+    ]
+    return json.dumps(finalists, separators=(",", ":"))
+
+
+def _single_best(trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
+    """The luckiest trial: overstated by design, shown to be compared with the confirmed number."""
+    full = [trial for trial in trials if is_full(trial) and trial.value is not None]
+    if not full:
+        return None
+    best = max(full, key=lambda trial: float(trial.value or 0.0))
+    names = ("speedup", "speedup_ci_low", "speedup_ci_high", "skip_mask", "acceptance_rate", "mean_accepted_length")
+    return {"trial": best.number, "tokens_per_s": tokens_per_s_of(best)} | {
+        name: best.user_attrs[name] for name in names if name in best.user_attrs
+    }
+
+
+def _entry(entry: Entry, reference: Reference) -> dict[str, Any]:
+    return {
+        "config": entry.config.model_dump(mode="json", exclude_none=True),
+        "trials": list(entry.trials),
+        "speedup": entry.speedup,
+        "speedup_lower": entry.lower,
+        "tokens_per_s": entry.speedup * reference.plain_tokens_per_s,
+        "num_pairs": entry.num_pairs,
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    """A finalist in the choosing pass on held-out prompts."""
+    record = asdict(candidate)
+    return {
+        "config": candidate.entry.config.model_dump(mode="json", exclude_none=True),
+        "trials": list(candidate.entry.trials),
+        "tuning_speedup": candidate.entry.speedup,
+        "speedup": candidate.speedup,
+        "ratios": list(candidate.ratios),
+        "excluded": record["excluded"],
+    }

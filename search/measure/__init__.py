@@ -1,0 +1,1 @@
+"""Seconds and counts from the model."""

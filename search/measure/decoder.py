@@ -1,0 +1,176 @@
+"""Decoder: all that the search needs of a model, so that a fake with a fake clock can stand in for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numpy.typing import NDArray
+
+from layerskip.analysis.identity import IdentityReport, check_identity
+from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.sampling_regime import Sampling
+from layerskip.decoding.sampling import SamplingParams, seeded_sampler
+from layerskip.decoding.stats import DecodeStats
+from layerskip.machine.host import trim_heap
+from search.predict.costs import Timer
+from search.predict.predictor import Forcing
+
+if TYPE_CHECKING:
+    from search.study.spec import StudySpec
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One continuation: new token ids only, with synchronised timings."""
+
+    ids: tuple[int, ...]
+    stats: DecodeStats
+
+
+class Watch(Protocol):
+    """See `layerskip.machine.watch`."""
+
+    def record(self) -> dict[str, Any]:
+        """The machine's state then and now, and what lay between, as plain values."""
+
+
+class Decoder(Protocol):
+    """Decoding of one model on one device, greedy or sampled.
+
+    A sampled continuation is drawn from a seed, and is the same one under every config: so it is as much the target's
+    one and only as a greedy one, which takes no notice of the seed.
+    """
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """Where it computes: one torch.device or more, or None alone for one that does not compute."""
+
+    def with_sampling(self, sampling: Sampling) -> Decoder:
+        """The same model's decoder for another way to choose tokens."""
+
+    def with_new_tokens(self, most: int) -> Decoder:
+        """The same, with at most so many new tokens a prompt."""
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+        """Continue one prompt under `config`."""
+
+    def check(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
+    ) -> IdentityReport:
+        """Compare an output with the reference. Cost: none if equal, else about one target forward."""
+
+    def free_memory(self) -> None:
+        """Give back what runs have left behind."""
+
+    def watch_machine(self) -> Watch:
+        """Look at the machine's state now, to record it with what is measured from here on."""
+
+    def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
+        """What drafts would say at every position of these texts. Cost: about a target forward over each."""
+
+    def timer(self, gamma_max: int) -> Timer:
+        """Times single steps."""
+
+
+class TextForcing(Forcing, Protocol):
+    """Readings of drafts, and of the target on the same texts."""
+
+    lengths: NDArray[Any]
+    target_probs: NDArray[Any]
+
+
+class ModelDecoder:
+    """A LayerSkipModel as a Decoder."""
+
+    def __init__(self, model: Any, max_new_tokens: int, params: SamplingParams | None = None) -> None:
+        """params: how tokens are chosen, greedily without them."""
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+        self._params = params or SamplingParams()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether another seed gives another text."""
+        return self._params.do_sample
+
+    def with_sampling(self, sampling: Sampling) -> ModelDecoder:
+        """The same model's decoder for another way to choose tokens."""
+        return ModelDecoder(self.model, self.max_new_tokens, sampling.params())
+
+    def with_new_tokens(self, most: int) -> ModelDecoder:
+        """The same, with at most so many new tokens a prompt."""
+        return ModelDecoder(self.model, most, self._params)
+
+    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+        """Continue one prompt under `config`."""
+        out = self.model.generate(prompt_ids, config=config, **self._arguments(seed))
+        return Decoded(tuple(out.ids), out.stats)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The model's."""
+        devices: tuple[Any, ...] = self.model.placement.devices
+        return devices
+
+    def _arguments(self, seed: int) -> dict[str, Any]:
+        """Whatever the model's own generation_config says."""
+        seeded = {"seed": seed} if self._params.do_sample else {}
+        return {"max_new_tokens": self.max_new_tokens, **asdict(self._params), **seeded}
+
+    def check(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
+    ) -> IdentityReport:
+        """Compare an output with the reference. Cost: none if equal, else about one target forward."""
+        sampler = seeded_sampler(self._params, seed, self.model.device)
+        return check_identity(self.model, prompt_ids, ids, reference_ids, sampler)
+
+    def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
+        """What drafts would say at every position of these texts. Cost: about a target forward over each."""
+        from layerskip.analysis.teacher_forcing import make_teacher_forcing
+
+        return make_teacher_forcing(self.model, texts, self._params)
+
+    def timer(self, gamma_max: int) -> Timer:
+        """Times single steps."""
+        from layerskip.analysis.step_times import StepTimer
+
+        return StepTimer(self.model, gamma_max, self._params)
+
+    def watch_machine(self) -> Watch:
+        """Look at the machine's state now, to record it with what is measured from here on."""
+        from layerskip.machine.watch import MachineWatch
+
+        return MachineWatch(self.model)
+
+    def free_memory(self) -> None:
+        """Collect garbage, and give back what the device's allocator and the C heap keep free."""
+        gc.collect()
+        trim_heap()
+        if self.model.device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def load_model(spec: StudySpec) -> Any:
+    """The spec's model on its device. Raises: ValueError or OSError in one line for whatever cannot be loaded."""
+    import torch
+
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
+    from layerskip import LayerSkipModel
+
+    return LayerSkipModel.from_pretrained(
+        spec.model,
+        device=spec.device,
+        device_map=spec.device_map,
+        dtype=spec.dtype,
+        engine=spec.engine,
+        trust_remote_code=spec.trust_remote_code,
+        revision=spec.revision,
+        looks_for_config=False,  # an old one, of other weights, must not keep a model from being searched
+    )

@@ -1,0 +1,170 @@
+"""Paired measurement: plain and speculative decoding of a prompt, one after the other, outputs checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.benchmark.alternation import no_garbage_collection
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.decoding.stats import DecodeStats
+from search.measure.decoder import Decoder
+from search.measure.statistics import geometric_mean
+
+
+@dataclass(frozen=True)
+class PromptCase:
+    """One prompt as token ids with the target's own continuation."""
+
+    prompt_id: str
+    prompt_ids: tuple[int, ...]
+    reference_ids: tuple[int, ...]
+    seed: int = 0
+    """What a sampled continuation is drawn from."""
+
+    @property
+    def text(self) -> ForcedText:
+        """Prompt and continuation."""
+        return ForcedText(self.prompt_ids, self.reference_ids, self.seed)
+
+
+class LosslessViolation(Exception):  # noqa: N818 (it is the event, whoever is to blame)
+    """An output differs from the target's own: a bug, never a low score."""
+
+    def __init__(self, prompt_id: str, config: DecodeConfig, position: int | None, gap: float | None) -> None:
+        where = "" if position is None else f" from token {position} on"
+        logits = "" if gap is None else f" (the target's logits differ by {gap:.4g})"
+        super().__init__(f"prompt {prompt_id!r}: output differs from the target's{where}{logits}")
+        self.prompt_id = prompt_id
+        self.config = config
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One checked decoding of one prompt."""
+
+    tokens_per_s: float
+    """Prompt apart."""
+    end_to_end_tokens_per_s: float
+    """The same with the prompt's own forward in the seconds."""
+    is_tie: bool
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Plain and speculative decoding of one prompt."""
+
+    prompt_id: str
+    plain: Timed
+    speculative: Timed
+
+    @property
+    def ratio(self) -> float:
+        """Speculative tokens/s over plain tokens/s."""
+        return self.speculative.tokens_per_s / self.plain.tokens_per_s
+
+    @property
+    def end_to_end_ratio(self) -> float:
+        """The same with the prompt's own forward in the seconds."""
+        return self.speculative.end_to_end_tokens_per_s / self.plain.end_to_end_tokens_per_s
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a config has no numbers."""
+
+    reason: str
+    lossless: bool = True
+    """False: its output differs from the target's own."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counters of several runs added up."""
+
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    accepted_by_position: tuple[int, ...]
+    drafted_by_position: tuple[int, ...]
+    num_target_only: int
+
+
+def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
+    """Decode one prompt with garbage collection off, and check the output against the reference.
+
+    Raises: LosslessViolation if the output is neither identical nor a logit tie; ValueError if nothing could be timed.
+    """
+    with no_garbage_collection():
+        out = decoder.decode(case.prompt_ids, config, case.seed)
+    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed)
+    if not identity.lossless:
+        raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
+    rate, end_to_end = out.stats.tokens_per_s, out.stats.end_to_end_tokens_per_s
+    if rate is None or end_to_end is None:
+        num_tokens, seconds = out.stats.num_emitted, out.stats.decode_s
+        raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {seconds} s decoding: no rate")
+    return Timed(rate, end_to_end, identity.is_tie, out.stats)
+
+
+def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
+    """Both ways to decode one prompt, one after the other, as a user runs them.
+
+    Which goes first is the caller's to flip. Raises as `time_one`.
+    """
+    plain = DecodeConfig.plain(config.skip_mask.num_layers)
+    order = [plain, config] if plain_first else [config, plain]
+    timed = [time_one(decoder, case, one) for one in order]
+    return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
+
+
+def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:
+    """Several ways to decode one prompt, one after the other as a user runs them; those that fail are told as faults.
+
+    Raises: what plain decoding among them raises, for then there is nothing to compare with.
+    """
+    return [_time_or_fault(decoder, case, config) for config in configs]
+
+
+def fault_of(error: Exception) -> Fault:
+    """The error in one line."""
+    line = " ".join(str(error).split())[:300]
+    if isinstance(error, LosslessViolation):
+        return Fault(f"not lossless: {line}", lossless=False)
+    return Fault(f"{type(error).__name__}: {line}")
+
+
+def speedup(pairs: Sequence[Pair]) -> float:
+    """Geometric mean of the per-prompt ratios."""
+    return geometric_mean([pair.ratio for pair in pairs])
+
+
+def add_up(stats: Sequence[DecodeStats]) -> Acceptance:
+    """Acceptance of several runs as one: totals over totals, not a mean of rates."""
+    drafted = sum(one.num_drafted for one in stats)
+    accepted = sum(one.num_accepted for one in stats)
+    rounds = sum(one.num_rounds for one in stats)
+    return Acceptance(
+        acceptance_rate=accepted / drafted if drafted else None,
+        mean_accepted_length=(accepted + rounds) / rounds if rounds else None,
+        accepted_by_position=_sum_lists([one.accepted_by_position for one in stats]),
+        drafted_by_position=_sum_lists([one.drafted_by_position for one in stats]),
+        num_target_only=sum(one.num_target_only for one in stats),
+    )
+
+
+def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed | Fault:
+    try:
+        return time_one(decoder, case, config)
+    except Exception as error:
+        if not config.speculates:
+            raise
+        fault = fault_of(error)
+    decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
+    return fault
+
+
+def _sum_lists(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    width = max((len(one) for one in lists), default=0)
+    return tuple(sum(one[i] for one in lists if i < len(one)) for i in range(width))

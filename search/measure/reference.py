@@ -1,0 +1,251 @@
+"""Reference: the target's own continuations of the prompts, its plain speed, and the noise of a paired ratio."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.measure.decoder import Decoded, Decoder
+from search.measure.pairs import PromptCase, measure_pair, time_one
+from search.measure.statistics import geometric_mean, log_spread
+from search.progress import Tell, nobody
+from search.study.prompts import EncodedPrompt, continuation_seed
+
+if TYPE_CHECKING:
+    from search.budget.plan import Plan
+    from search.context import Subject
+    from search.study.spec import StudySpec
+
+LOG = logging.getLogger(__name__)
+REFERENCE = "reference"
+"""Attribute of the study."""
+MIN_PROMPTS_PER_TRIAL = 4
+MAX_PROMPTS_PER_TRIAL = 16
+MIN_NOISE_PAIRS = 12
+_NUM_TO_ESTIMATE = 3
+MAX_TRIALS_APART = 8
+"""So many trials of one config see different texts, if there are enough; then they repeat."""
+MAX_CONTINUATIONS = 8
+"""Of a prompt, where tokens are sampled: each is another text. Two prompts suffice for a search."""
+
+
+@dataclass(frozen=True)
+class ReferenceOptions:
+    """How many prompts a trial gets, and in which order."""
+
+    num_layers: int
+    seed: int
+    trial_seconds: float
+    prompts_per_trial: int | None
+    is_sampled: bool = False
+    """Whether a prompt can be continued in more than one way."""
+    max_texts: int | None = None
+    """Tuning prompts, each with a continuation, at most; None = enough for eight trials."""
+    num_noise_pairs: int = MIN_NOISE_PAIRS
+    """Plain against plain: at least."""
+
+    @classmethod
+    def of(cls, spec: StudySpec, subject: Subject, plan: Plan | None = None) -> ReferenceOptions:
+        """A study's; as many prompts as the plan has, where a budget limits them."""
+        options = cls(
+            subject.space.num_layers,
+            spec.seed,
+            spec.trial_seconds,
+            spec.prompts_per_trial,
+            is_sampled=subject.sampling.do_sample,
+        )
+        if plan is None or not plan.limits:
+            return options
+        amounts = plan.amounts
+        return replace(
+            options,
+            prompts_per_trial=amounts.prompts_per_trial,
+            max_texts=amounts.num_texts,
+            num_noise_pairs=amounts.num_noise_pairs,
+        )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The tuning prompts in their fixed order, with what plain decoding does on them. Where tokens are sampled a prompt
+    may come again with another continuation, after all prompts have come once."""
+
+    cases: tuple[PromptCase, ...]
+    num_per_trial: int
+    """Prompts of a full trial: a config's first trial uses the first ones, its second the next ones, and so on."""
+    plain_tokens_per_s: float
+    """Geometric mean over the first trial's prompts of the median plain speed: the study's unit of speed."""
+    noise_sigma: float
+    """Standard deviation of the log of a plain/plain ratio: what a paired ratio owes to the clock alone."""
+    pair_s: float
+    """Seconds of a plain/plain pair, both prefills included."""
+    dropped: tuple[str, ...]
+    """Prompts whose continuation ends before its second token: nothing to time."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest continuation."""
+        return max(len(case.reference_ids) for case in self.cases)
+
+    @property
+    def trial_s(self) -> float:
+        """Seconds of a full trial, at the cost of plain pairs."""
+        return self.num_per_trial * self.pair_s
+
+    def to_json(self) -> str:
+        """One line, for a study's attributes."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Reference:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        cases = tuple(
+            PromptCase(case["prompt_id"], tuple(case["prompt_ids"]), tuple(case["reference_ids"]), case.get("seed", 0))
+            for case in data.pop("cases")
+        )
+        return cls(cases=cases, dropped=tuple(data.pop("dropped")), **data)
+
+    def steps(self, num_earlier_trials: int) -> tuple[int, ...]:
+        """Places of the prompts of a config's next full trial, given how many it had. Goes round at the end."""
+        start = num_earlier_trials * self.num_per_trial
+        return tuple((start + i) % len(self.cases) for i in range(self.num_per_trial))
+
+
+def make_reference(
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions, tell: Tell = nobody
+) -> Reference:
+    """Warm up, decode the tuning prompts plainly until eight trials have enough of them, then run plain against plain.
+
+    The order of prompts is a shuffle from the seed. Sampled prompts are continued anew, from other seeds, while there
+    are not enough. Cost: a plain decoding of every prompt used, and 24 for the noise.
+    Raises: ValueError if no prompt can be timed; LosslessViolation if plain decoding does not repeat itself.
+    """
+    plain = DecodeConfig.plain(options.num_layers)
+    shuffled = [prompts[i] for i in np.random.default_rng(options.seed).permutation(len(prompts))]
+    warm_up(decoder, shuffled[0].ids, options.num_layers)
+    cases: list[PromptCase] = []
+    dropped: list[str] = []
+    seconds: list[float] = []
+    per_trial = options.prompts_per_trial or MAX_PROMPTS_PER_TRIAL
+    numbers = range(MAX_CONTINUATIONS if options.is_sampled else 1)
+
+    def wanted() -> int:
+        return min(MAX_TRIALS_APART * per_trial, options.max_texts or len(numbers) * len(shuffled))
+
+    for number, prompt in itertools.product(numbers, shuffled):
+        if len(cases) >= wanted():
+            break
+        seed = continuation_seed(options.seed, prompt.ids, number)
+        out = decoder.decode(prompt.ids, plain, seed)
+        tell(len(cases) + 1, min(wanted(), len(numbers) * len(shuffled)))
+        if not _file_case(prompt, seed, out, cases, dropped):
+            continue
+        seconds.append(2 * (out.stats.prefill_s + out.stats.decode_s))
+        if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
+            per_trial = prompts_for(options.trial_seconds, float(np.mean(seconds)))
+    if not cases:
+        raise ValueError("prompts: the model ends the text before a second token on every tuning prompt")
+    per_trial = min(per_trial, len(cases))
+    rates, noise = _plain_against_plain(decoder, cases[:per_trial], plain, options.num_noise_pairs)
+    return Reference(
+        cases=tuple(cases),
+        num_per_trial=per_trial,
+        plain_tokens_per_s=geometric_mean(rates),
+        noise_sigma=noise,
+        pair_s=float(np.mean(seconds)),
+        dropped=tuple(dict.fromkeys(dropped)),
+    )
+
+
+def make_cases(
+    decoder: Decoder,
+    prompts: Sequence[EncodedPrompt],
+    num_layers: int,
+    seed: int = 0,
+    number: int = 0,
+    tell: Tell = nobody,
+) -> tuple[tuple[PromptCase, ...], tuple[str, ...]]:
+    """The target's continuation of every prompt, the `number`-th in a study with this seed where it is sampled, and the
+    ids of those too short to time.
+
+    Cost: one plain decoding each.
+    """
+    plain = DecodeConfig.plain(num_layers)
+    cases: list[PromptCase] = []
+    dropped: list[str] = []
+    for place, prompt in enumerate(prompts):
+        from_seed = continuation_seed(seed, prompt.ids, number)
+        _file_case(prompt, from_seed, decoder.decode(prompt.ids, plain, from_seed), cases, dropped)
+        tell(place + 1, len(prompts))
+    return tuple(cases), tuple(dropped)
+
+
+def make_case_sets(
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int, count: int, tell: Tell = nobody
+) -> tuple[tuple[tuple[PromptCase, ...], ...], tuple[str, ...]]:
+    """`count` sampled continuations of every prompt, one of each in every set; a prompt too short to time in any of
+    them is left out of all.
+
+    Cost: a plain decoding each.
+    """
+
+    def beyond(number: int) -> Tell:
+        return lambda done, each: tell(number * each + done, count * each)
+
+    made = [make_cases(decoder, prompts, num_layers, seed, number, beyond(number)) for number in range(count)]
+    dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
+    return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
+
+
+def _file_case(prompt: EncodedPrompt, seed: int, out: Decoded, cases: list[PromptCase], dropped: list[str]) -> bool:
+    """Put a prompt with its reference among the cases, or, too short to time, among the dropped. True for a case."""
+    if len(out.ids) < 2:
+        LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
+        dropped.append(prompt.prompt_id)
+        return False
+    cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids, seed))
+    return True
+
+
+def warm_up(decoder: Decoder, prompt_ids: Sequence[int], num_layers: int) -> None:
+    """Decode one prompt both ways, untimed: allocators, caches and kernels settle."""
+    decoder.decode(prompt_ids, DecodeConfig.plain(num_layers))
+    decoder.decode(prompt_ids, DecodeConfig(skip_mask=SkipMask.none(num_layers), gamma=1))
+
+
+def plain_speed(decoder: Decoder, reference: Reference, num_layers: int) -> float:
+    """Plain tokens/s right now on the first trial's prompts, to compare with the stored one. Raises as `time_one`."""
+    plain = DecodeConfig.plain(num_layers)
+    cases = reference.cases[: reference.num_per_trial]
+    return geometric_mean([time_one(decoder, case, plain).tokens_per_s for case in cases])
+
+
+def prompts_for(trial_seconds: float, pair_s: float) -> int:
+    """How many prompts fit a trial's time, at the cost of plain pairs; at least 4, at most 16."""
+    fitting = int(trial_seconds / pair_s) if pair_s > 0 else MAX_PROMPTS_PER_TRIAL
+    return min(max(fitting, MIN_PROMPTS_PER_TRIAL), MAX_PROMPTS_PER_TRIAL)
+
+
+def _plain_against_plain(
+    decoder: Decoder, cases: Sequence[PromptCase], plain: DecodeConfig, num_pairs: int
+) -> tuple[list[float], float]:
+    """Plain tokens/s per prompt (median), and the A/A noise of at least so many pairs."""
+    rates: list[list[float]] = [[] for _ in cases]
+    ratios: list[float] = []
+    for repeat in range(math.ceil(num_pairs / len(cases))):
+        for i, case in enumerate(cases):
+            pair = measure_pair(decoder, case, plain, plain_first=(i + repeat) % 2 == 0)
+            rates[i] += [pair.plain.tokens_per_s, pair.speculative.tokens_per_s]
+            ratios.append(pair.ratio)
+    return [median(values) for values in rates], log_spread(ratios)

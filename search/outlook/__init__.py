@@ -1,0 +1,1 @@
+"""All predictions of one study, made before its first trial."""

@@ -1,0 +1,231 @@
+"""Forecast: everything that is known before the first trial, and the pool of configs worth measuring."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from layerskip.engines.prefix import PrefixStates
+from search.outlook.warm_starts import warm_starts
+from search.predict.predictor import Predicted, Predictor
+from search.predict.sensitivity import Sensitivity
+from search.study.leaderboard import Key, key_of
+from search.study.space import GAMMA, SearchSpace
+
+_NUM_ELITE = 4
+_NUM_ORDERED = 12
+_NUM_EXITS = 12
+_LEAST_READINGS = 3
+"""However little time there is."""
+_NUM_LOOKUPS = 4
+"""Of each method, to be measured if they lead: predictions leave out what a lookup itself takes."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config that was predicted, and not necessarily measured."""
+
+    key: Key
+    """Its parameters: a search keeps every config it ever predicted, and keys share their pairs."""
+    log_speedup: float
+    """Predicted, uncorrected."""
+    wide: bool = True
+    """On all texts; if not, on the first ones alone, and the setting is the best on those."""
+    first_log_speedup: float | None = None
+    """Of a wide one where there are more texts than the first ones: what its mask was predicted on those alone."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """By name."""
+        return dict(self.key)
+
+
+class Candidates:
+    """Predicts masks of a space and writes configs down in a few characters."""
+
+    def __init__(self, predictor: Predictor, space: SearchSpace) -> None:
+        self.predictor = predictor
+        self._space = space
+
+    def of(self, mask: SkipMask, *, wide: bool = False) -> Candidate:
+        """The mask at its best predicted setting, on the first texts or on all. Cost: a reading if the mask is new."""
+        best = self._best(mask, wide=wide)
+        first = self._best(mask, wide=False) if wide and self.predictor.has_more else None
+        return self._candidate(best, wide=wide, first=first)
+
+    def variants(self, mask: SkipMask, count: int, *, wide: bool = False) -> list[Candidate]:
+        """The mask at its `count` best settings; each with and without a shared prefix, where the space has it."""
+        found = self.predictor.best_settings(mask, count, wide=wide)
+        return [self._candidate(one, wide=wide) for best in found for one in (best, *self._shared(best, wide=wide))]
+
+    def _best(self, mask: SkipMask, *, wide: bool) -> Predicted:
+        best = self.predictor.best_setting(mask, wide=wide)
+        return max([best, *self._shared(best, wide=wide)], key=lambda one: one.speedup)
+
+    def _shared(self, one: Predicted, *, wide: bool) -> list[Predicted]:
+        """A hybrid's too: rounds that it drafts under the mask share, those that it looks up verify from layer 0."""
+        if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
+            return []
+        return [self.predictor.shared(one, wide=wide)]
+
+    def lookups_alone(self, methods: Sequence[str]) -> list[Candidate]:
+        """The best lookups of each method, without a mask, on all texts; best first. Cost: see `best_lookups`."""
+        found = self.predictor.best_lookups(methods, self._space.lookup_gamma_max, count=_NUM_LOOKUPS)
+        return [self._candidate(one, wide=True) for one in found if one.config.drafter in self._space.drafters]
+
+    def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
+        """The best of each drafter of the space that can be told from the pool, best first.
+
+        Cost: up to two replays of the pool's best mask.
+        """
+        found: dict[str, Candidate] = {}
+        for one in sorted(pool.candidates, key=lambda one: -one.log_speedup):
+            if one.wide:
+                found.setdefault(self._space.to_config(one.params).drafter, one)
+        for drafter in {"layer_skip", "hybrid"} & set(self._space.drafters) - found.keys():
+            mask = self._space.to_mask(pool.best_mask.params)
+            if best := self.predictor.best_settings(mask, 1, wide=True, hybrid=drafter == "hybrid"):
+                found[drafter] = self._candidate(best[0], wide=True)
+        return dict(sorted(found.items(), key=lambda item: -item[1].log_speedup))
+
+    def _candidate(self, one: Predicted, *, wide: bool, first: Predicted | None = None) -> Candidate:
+        params, log = self._space.to_params(one.config), float(np.log(one.speedup))
+        first_log = None if first is None else float(np.log(first.speedup))
+        return Candidate(key_of(params), log, wide=wide or not self.predictor.has_more, first_log_speedup=first_log)
+
+    def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
+        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it;
+        where there are more texts than the first ones and all were looked at, the log speedup on the first ones; and
+        the lookup, alone where it has no gamma of its own."""
+        rows: list[list[Any]] = []
+        for one in candidates:
+            config = self._space.to_config(one.params)
+            row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
+            share = [config.share_prefix] if self._space.share_prefix else []
+            first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
+            lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
+            rows.append([*row, round(one.log_speedup, 5), *share, *first, *lookup])
+        return rows
+
+    def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
+        """The inverse of `write`."""
+        found = []
+        for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
+            lookup = more.pop() if more and isinstance(more[-1], dict) else None
+            share = bool(more and more.pop(0)) if self._space.share_prefix else False
+            config = DecodeConfig(
+                drafter="layer_skip" if lookup is None else "hybrid" if "gamma" in lookup else lookup["method"],
+                skip_mask=SkipMask.parse(mask),
+                gamma=gamma,
+                draft_threshold=draft_threshold,
+                target_threshold=target_threshold,
+                share_prefix=share,
+                lookup=lookup,
+            )
+            first = float(more[0]) if more else None
+            wide = first is not None or not self.predictor.has_more or not config.drafts_by_mask
+            key = key_of(self._space.to_params(config))
+            found.append(Candidate(key, float(log_speedup), wide=wide, first_log_speedup=first))
+        return found
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Masks predicted before the first trial, best first by prediction, or by what is expected on all texts."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The first that was predicted on all texts, as long as there is one."""
+        return next((one for one in self.candidates if one.wide), self.candidates[0])
+
+    @property
+    def best_mask(self) -> Candidate:
+        """The same of those that draft under a mask, as long as there is one."""
+        masks = [one for one in self.candidates if any(name == GAMMA for name, _ in one.key)]
+        return Pool(tuple(masks)).best if masks else self.best
+
+    def with_others(self, others: Sequence[Candidate]) -> Pool:
+        """These too, each in its place by prediction."""
+        found = list(self.candidates)
+        for one in others:
+            place = next((i for i, other in enumerate(found) if other.log_speedup < one.log_speedup), len(found))
+            found.insert(place, one)
+        return Pool(tuple(found))
+
+    @property
+    def num_wide(self) -> int:
+        """Masks that were predicted on all texts."""
+        return sum(one.wide for one in self.candidates)
+
+    def to_json(self, candidates: Candidates) -> str:
+        """One line, for a study's attributes."""
+        return json.dumps(candidates.write(self.candidates), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, candidates: Candidates) -> Pool:
+        """The inverse of `to_json`."""
+        return cls(tuple(candidates.read(json.loads(text))))
+
+
+def make_pool(
+    candidates: Candidates,
+    space: SearchSpace,
+    sensitivity: Sensitivity,
+    *,
+    seed: int,
+    seconds: float,
+    max_readings: int = 400,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pool:
+    """Known shapes, exits, sublayers skipped in order of sensitivity, then climbs from the best by single flips.
+
+    Cost: at most `max_readings` readings, and about `seconds`; three readings in any case.
+    """
+    start = clock()
+    found: dict[SkipMask, Candidate] = {}
+
+    def spent() -> bool:
+        return len(found) >= max_readings or (len(found) >= _LEAST_READINGS and clock() - start > seconds)
+
+    for mask in (*known_masks(space), *_ordered_masks(space, sensitivity)):
+        if mask not in found and not spent():
+            found[mask] = candidates.of(mask)
+    rng = np.random.default_rng(seed)
+    climbed: set[SkipMask] = set()
+    while not spent():
+        best = sorted(found, key=lambda mask: -found[mask].log_speedup)[:_NUM_ELITE]
+        parent = next((mask for mask in best if mask not in climbed), None)
+        if parent is None:
+            break
+        climbed.add(parent)
+        for bit in rng.permutation(np.array(space.bit_names)):
+            bits = space.to_bits(parent)
+            neighbour = space.to_mask(bits | {str(bit): not bits[str(bit)]})
+            if neighbour not in found and not spent():
+                found[neighbour] = candidates.of(neighbour)
+    return Pool(tuple(sorted(found.values(), key=lambda one: -one.log_speedup)))
+
+
+def known_masks(space: SearchSpace) -> list[SkipMask]:
+    """The warm starts' masks and early exits at up to a dozen depths."""
+    masks = [space.to_mask(start.params) for start in warm_starts(space)]
+    if space.num_layers > 1:
+        exits = np.unique(np.linspace(1, space.num_layers - 1, _NUM_EXITS).round().astype(int)).tolist()
+        masks += [space.to_mask(space.to_bits(SkipMask.early_exit(space.num_layers, i))) for i in exits]
+    return list(dict.fromkeys(masks))
+
+
+def _ordered_masks(space: SearchSpace, sensitivity: Sensitivity) -> list[SkipMask]:
+    """The most dispensable sublayers skipped, a few of them to nearly all."""
+    order = sensitivity.order()
+    sizes = np.unique(np.linspace(1, max(1, len(order) - 1), _NUM_ORDERED).round().astype(int))
+    return [space.to_mask({name: name in set(order[:size]) for name in space.bit_names}) for size in sizes]

@@ -1,0 +1,1 @@
+"""The speedup of a config without decoding it."""

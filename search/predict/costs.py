@@ -1,0 +1,219 @@
+"""CostModel: measured seconds of the steps that decoding is made of, on this device and at the study's text lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Protocol
+
+import numpy as np
+
+from layerskip.config.skip_mask import SkipMask
+from search.study.fingerprint import Fingerprint
+from search.study.space import SearchSpace
+
+NUM_REPEATS = 15
+"""Of a measurement of the costs."""
+_DRAFT_LENGTH = 4
+_FURTHER = (13, 17)
+"""Tokens of verifications that only lookups need."""
+_NUM_KEPT = 5
+"""Of the measurements made during a study, the latest so many are pooled."""
+_DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
+
+
+class Timer(Protocol):
+    """Times single steps after a text; see `layerskip.analysis.step_times.StepTimer`."""
+
+    def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]: ...
+
+    def draft_s(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+    ) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds. A draft step under a mask costs `fixed_s` and what its kept sublayers cost."""
+
+    verify_s: tuple[float, ...]
+    """Entry n: verifying n draft tokens, a target forward over n + 1; entry 0 is the target alone. Up to gamma_max, or
+    as far as lookups go; there some numbers are measured, and those in between are taken to lie on lines."""
+    fixed_s: float
+    attention_s: tuple[float, ...]
+    mlp_s: tuple[float, ...]
+    threshold_s: float
+    """What looking at the draft's confidence adds to a draft step."""
+    fit_error: float
+    """Median relative error of the sum of terms on the masks it was fitted to."""
+    context_tokens: int
+    """Text length at which it was measured."""
+    measured_on: Mapping[str, object]
+    """Device, engine and weights."""
+
+    def draft_s(self, mask: SkipMask, *, threshold: bool) -> float:
+        """One draft token under a mask, by the sum of terms."""
+        kept = sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
+        kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
+        return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
+
+    def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
+        """`verify_s`; with `share_prefix`, less what the layers kept from layer 0 on cost for all rows but one.
+
+        A layer's share of a verification is taken to grow with its rows as the whole does.
+        """
+        depth = mask.num_kept_first
+        if not share_prefix or depth in (0, mask.num_layers):
+            return self.verify_s
+        kept_s = sum(self.attention_s[:depth]) + sum(self.mlp_s[:depth])
+        if kept_s == 0.0:
+            return self.verify_s  # where nothing costs anything, there is no share to tell either
+        return tuple(s - kept_s * max(0.0, s / self.verify_s[0] - 1.0) for s in self.verify_s)
+
+    def to_json(self) -> str:
+        """One line, for a study's attributes."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, now: Fingerprint) -> CostModel:
+        """The inverse of `to_json`. Raises: ValueError if it was measured on another device, engine or model."""
+        model = cls.parse(text)
+        here = device_facts(now)
+        for name, value in here.items():
+            if model.measured_on.get(name) != value:
+                raise ValueError(
+                    f"cost_model.measured_on.{name}: must be this run's {value!r}, got "
+                    f"{model.measured_on.get(name)!r}; use another --study-name"
+                )
+        return model
+
+    @classmethod
+    def parse(cls, text: str) -> CostModel:
+        """The inverse of `to_json`, wherever it was measured. Raises: ValueError if it cannot be read."""
+        try:
+            data = json.loads(text)
+            names = {field.name for field in fields(cls)}
+            if not isinstance(data, dict) or data.keys() != names:
+                raise ValueError(f"must be an object with the fields {sorted(names)}")
+            for name in ("verify_s", "attention_s", "mlp_s"):
+                data[name] = tuple(float(value) for value in data[name])
+            return cls(**data)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"cost_model: cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What to time and how often."""
+
+    gamma_max: int
+    repeats: int = NUM_REPEATS
+    seed: int = 0
+
+
+def device_facts(fingerprint: Fingerprint) -> dict[str, object]:
+    """The fingerprint's fields that step times depend on."""
+    return {name: getattr(fingerprint, name) for name in _DEVICE_FIELDS}
+
+
+def measure_costs(
+    timer: Timer, texts: Sequence[Sequence[int]], space: SearchSpace, now: Fingerprint, options: CostOptions
+) -> CostModel:
+    """Time everything once per repeat, all things in turn, and take medians; texts alternate from repeat to repeat.
+
+    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps).
+    Raises: ValueError without a text.
+    """
+    if not texts:
+        raise ValueError("texts: at least one is needed to time steps, got none")
+    masks = _fitting_masks(space, options.seed)
+    counts = _counts(options.gamma_max, space)
+    verify, plain_draft, watched = [], [], []
+    for repeat in range(options.repeats + 1):
+        text = texts[repeat % len(texts)]
+        verify.append(timer.verify_s(text, counts))
+        plain_draft.append(timer.draft_s(text, masks, gamma=_DRAFT_LENGTH, threshold=False))
+        watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
+    draft_s = _median(plain_draft[1:])  # the first repeat warms up
+    fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s)
+    return CostModel(
+        verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
+        fixed_s=fixed_s,
+        attention_s=(attention_s,) * space.num_layers,
+        mlp_s=(mlp_s,) * space.num_layers,
+        threshold_s=max(0.0, float(np.median(_median(watched[1:]) - draft_s[:2]))),
+        fit_error=error,
+        context_tokens=round(float(np.mean([len(text) for text in texts]))),
+        measured_on=device_facts(now),
+    )
+
+
+def _counts(gamma_max: int, space: SearchSpace) -> list[int]:
+    """Tokens of the forwards to time, ascending."""
+    limit = max(gamma_max, space.lookup_gamma_max) if space.lookup_methods else gamma_max
+    further = {count for count in (*_FURTHER, limit + 1) if gamma_max + 1 < count <= limit + 1}
+    return [*range(1, gamma_max + 2), *sorted(further)]
+
+
+def free_costs(space: SearchSpace, gamma_max: int) -> CostModel:
+    """Nothing costs anything: for counting alone."""
+    nothing = (0.0,) * space.num_layers
+    return CostModel((0.0,) * (gamma_max + 1), 0.0, nothing, nothing, 0.0, 0.0, 0, {})
+
+
+def pool_costs(history: Sequence[CostModel]) -> CostModel:
+    """Entry by entry the median of the latest measurements: drift is followed, one bad moment is not."""
+    latest = list(history)[-_NUM_KEPT:]
+    if not latest:
+        raise ValueError("history: must hold at least one measurement, got none")
+    newest = latest[-1]
+
+    def median_of(name: str) -> float:
+        return float(np.median([getattr(one, name) for one in latest]))
+
+    return CostModel(
+        verify_s=tuple(np.median([one.verify_s for one in latest], axis=0).tolist()),
+        fixed_s=median_of("fixed_s"),
+        attention_s=tuple(np.median([one.attention_s for one in latest], axis=0).tolist()),
+        mlp_s=tuple(np.median([one.mlp_s for one in latest], axis=0).tolist()),
+        threshold_s=median_of("threshold_s"),
+        fit_error=median_of("fit_error"),
+        context_tokens=newest.context_tokens,
+        measured_on=newest.measured_on,
+    )
+
+
+def _fitting_masks(space: SearchSpace, seed: int) -> list[SkipMask]:
+    """Masks that tell fixed, attention and MLP costs apart, as far as the space skips them apart."""
+    count = space.num_layers
+    rng = np.random.default_rng(seed)
+    halves = [sorted(rng.permutation(count)[: count // 2].tolist()) for _ in range(2)]
+    masks = [SkipMask.none(count), SkipMask.early_exit(count, 0)]
+    masks += [SkipMask.from_layers(count, half) for half in halves]
+    if len(space.attention_bits) == count:
+        masks += [
+            SkipMask.from_sublayers(count, attention=range(count)),
+            SkipMask.from_sublayers(count, mlp=range(count)),
+            SkipMask.from_sublayers(count, attention=halves[0], mlp=range(count)),
+            SkipMask.from_sublayers(count, attention=range(count), mlp=halves[1]),
+        ]
+    return masks
+
+
+def _fit(masks: Sequence[SkipMask], seconds: np.ndarray) -> tuple[float, float, float, float]:
+    """(fixed, one attention, one MLP, median relative error), none of them negative, relative errors weighed alike."""
+    from scipy.optimize import nnls
+
+    kept = np.array([[1, m.num_layers - m.num_skipped_attention, m.num_layers - m.num_skipped_mlp] for m in masks])
+    if all(row[1] == row[2] for row in kept):  # whole layers only: their cost is split evenly, no mask tells it apart
+        terms, _ = nnls(kept[:, :2] / seconds[:, None], np.ones(len(masks)))
+        terms = np.array([terms[0], terms[1] / 2, terms[1] / 2])
+    else:
+        terms, _ = nnls(kept / seconds[:, None], np.ones(len(masks)))
+    error = float(np.median(np.abs(kept @ terms / seconds - 1.0)))
+    return float(terms[0]), float(terms[1]), float(terms[2]), error
+
+
+def _median(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.asarray(np.median(np.array(rows), axis=0))

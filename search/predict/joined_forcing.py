@@ -1,0 +1,97 @@
+"""Teacher forcings of several sets of texts as one, so that a set can be read alone and read no more."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
+from layerskip.config.skip_mask import SkipMask
+from search.predict.replay import TextRows
+
+if TYPE_CHECKING:
+    from search.predict.predictor import Forcing
+
+
+class JoinedForcing:
+    """See `layerskip.analysis.teacher_forcing.TeacherForcing`; places of texts count through all parts."""
+
+    def __init__(self, parts: Sequence[tuple[Forcing, TextRows]]) -> None:
+        """Each part with its texts' rows, in order, one part at least, all with one `max_new_tokens`."""
+        self._parts = [forcing for forcing, _ in parts]
+        self.texts = tuple(text for forcing, _ in parts for text in forcing.texts)
+        self.keys = "target" if all(one.keys == "target" for one in self._parts) else "own"
+        self.rows = _join_rows([rows for _, rows in parts])
+        counts = [len(rows.lengths) for _, rows in parts]
+        self._starts = np.cumsum([0, *counts]).tolist()
+
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+        """As the parts read; their widths and depths are made the same. `texts` ascending, as ever."""
+        readings = []
+        for i, part in enumerate(self._parts):
+            start, stop = self._starts[i], self._starts[i + 1]
+            chosen = None if texts is None else [text - start for text in texts if start <= text < stop]
+            if chosen is None or chosen:
+                readings.append(part.read(mask, depth, chosen))
+        return join_readings(readings, self.rows.target_probs.shape[1])
+
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+        """As the parts say, each of its own texts."""
+        added = [0] * len(wrong)
+        for i, part in enumerate(self._parts):
+            start, stop = self._starts[i], self._starts[i + 1]
+            places = [place for place, one in enumerate(wrong) if start <= one.text < stop]
+            if not places:
+                continue
+            own = [replace(wrong[place], text=wrong[place].text - start) for place in places]
+            for place, count in zip(places, part.overrun(mask, own, threshold), strict=True):
+                added[place] = count
+        return added
+
+
+class KeptReadings:
+    """Readings by mask, so many bytes of them at most; the one longest unused is forgotten first, the latest never."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._used_bytes = most_bytes, 0
+        self._readings: OrderedDict[SkipMask, DraftReadings] = OrderedDict()
+
+    def of(self, mask: SkipMask, read: Callable[[], DraftReadings]) -> DraftReadings:
+        """The reading that is kept, or a new one."""
+        if mask in self._readings:
+            self._readings.move_to_end(mask)
+            return self._readings[mask]
+        reading = self._readings[mask] = read()
+        self._used_bytes += reading.nbytes
+        while self._used_bytes > self._most_bytes and len(self._readings) > 1:
+            self._used_bytes -= self._readings.popitem(last=False)[1].nbytes
+        return reading
+
+
+def join_readings(readings: Sequence[DraftReadings], width: int) -> DraftReadings:
+    """Readings of one mask on several sets of texts as one, `width` columns wide; the last depth of a reading stands
+    for all later ones, as ever."""
+    depth = max(len(one.accepted) for one in readings)
+
+    def joined(name: str) -> NDArray[Any]:
+        arrays = []
+        for reading in readings:
+            array = getattr(reading, name)
+            deeper, wider = depth - array.shape[0], width - array.shape[2]
+            array = np.pad(array, ((0, deeper), (0, 0), (0, 0)), mode="edge") if deeper else array
+            arrays.append(np.pad(array, ((0, 0), (0, 0), (0, wider))) if wider else array)
+        return np.concatenate(arrays, axis=1)
+
+    return DraftReadings(joined("accepted"), joined("confidence"), joined("choices"))
+
+
+def _join_rows(parts: Sequence[TextRows]) -> TextRows:
+    width = max(one.target_probs.shape[1] for one in parts)
+    probs = [np.pad(one.target_probs, ((0, 0), (0, width - one.target_probs.shape[1]))) for one in parts]
+    lengths = np.concatenate([one.lengths for one in parts])
+    return TextRows(lengths, np.concatenate(probs), parts[0].max_new_tokens)

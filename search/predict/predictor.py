@@ -1,0 +1,499 @@
+"""Predictor: tokens/s of a config before it is measured, from a reading of its draft and the cost of its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from optuna.trial import FrozenTrial
+
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.lookup_settings import LookupSettings
+from layerskip.config.skip_mask import SkipMask
+from search.predict.costs import CostModel
+from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
+from search.predict.learnt_costs import CostLearner
+from search.predict.lookup_readings import LookupReadings, read_lookups
+from search.predict.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
+from search.study.lookup_choice import LookupChoice
+from search.study.space import (
+    FACTORS,
+    LOOKUP_GAMMA_MAX,
+    MIN_MATCH_MAX,
+    THRESHOLD_MAX,
+    THRESHOLD_STEP,
+    lookup_settings,
+    snap_threshold,
+)
+
+_SHARP_DEPTH = 7
+_SHARP_ROWS = 4096
+"""A config about to be measured is read with the draft's own keys as many drafts into a round as its gamma needs: up to
+a gamma of 8 always, beyond that while a text has no more rows than this, because attention among them is quadratic."""
+_DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
+_LOOKUP_GAMMAS = (2, 3, 4, 6, 8, 12, 16, LOOKUP_GAMMA_MAX)
+_LOOKUP_THRESHOLDS = (0.0, 0.3, 0.6)
+_MIN_PROBABILITIES = (0.1, 0.5)
+_KEPT_BYTES = 1 << 23
+"""8 MiB of readings on the first texts, and as much on all: hundreds of masks on short texts, dozens on long ones."""
+
+
+class Forcing(Protocol):
+    """Readings of any mask on fixed texts; see `layerskip.analysis.teacher_forcing.TeacherForcing`."""
+
+    keys: str
+    texts: tuple[ForcedText, ...]
+
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
+
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
+
+
+@runtime_checkable
+class LayerStates(Protocol):
+    """The target's and a draft's hidden states (rows, hidden) on the continuations of the tuning texts."""
+
+    num_layers: int
+
+    def embed(self) -> torch.Tensor:
+        """Before layer 0."""
+
+    def attention(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """After the attention sublayer of `layer`, residual included."""
+
+    def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """After the MLP sublayer of `layer`, residual included."""
+
+    def target(self, layer: int) -> torch.Tensor:
+        """The target's after its first `layer` layers, 0..num_layers."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A config and the speedup predicted for it on all texts."""
+
+    config: DecodeConfig
+    speedup: float
+    """Geometric mean over texts."""
+
+
+@dataclass(frozen=True)
+class TrialPrediction:
+    """What a trial is expected to show on its own prompts, in their order."""
+
+    ratios: tuple[float, ...]
+    """Speculative over plain tokens/s."""
+    forwards: tuple[tuple[float, float, float], ...]
+    """Drafts, verifications and target-only steps."""
+    draft_s: float
+    """One draft token of this mask, at the pace of the cost model; 0 where nothing is drafted under one."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Texts of a trial beyond those that are read for every mask; read for this trial alone."""
+
+    steps: tuple[int, ...]
+    """Their places among the tuning texts, ascending."""
+    predictor: Predictor
+
+
+class Predictor:
+    """Readings are kept by mask, up to 16 MiB of them; costs may be measured anew, and are learnt from trials (see
+    `set_costs`, `learn`).
+
+    What configs are ranked by is told at the prices at which this was made: prices that move shift the predictions of
+    all configs, and those of different hours must compare. The shift is that of one config, the `yardstick`.
+
+    There may be texts beyond the first ones (see `with_more`). A mask is then predicted on the first ones alone, which
+    is cheap and enough to tell the hopeless from the rest, or, `wide`, on all. What is asked decides, never what is
+    kept, so an answer does not depend on the questions before it.
+    """
+
+    def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel, gamma_max: int | None = None) -> None:
+        """gamma_max: of drafts under a mask; as far as `cost` goes without it."""
+        self._forcing: Forcing = forcing
+        self._first: Forcing = forcing
+        self._more: Forcing | None = None
+        self._rows = self._first_rows = rows
+        self._gamma_max = len(cost.verify_s) - 1 if gamma_max is None else gamma_max
+        self._lookups: dict[LookupSettings, LookupReadings] = {}
+        self._readings, self._wide_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
+        self.look_up_with(())
+        self._learner = CostLearner()
+        self._yardstick: DecodeConfig | None = None
+        self._shift = 0.0
+        self._first_cost = self._measured = self.cost = cost
+
+    def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
+        """From now on masks are predicted as the rest of a hybrid with one of these; or_not: and without any."""
+        choices: list[LookupChoice | None] = [None] if or_not or not lookups else []
+        gammas = coarse_gammas(self._gamma_max)
+        self._grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, [*choices, *lookups])
+
+    def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
+        """The config by which a shift of the prices since these is told."""
+        self._yardstick, self._first_cost = config, first_cost
+        self._use(self.cost)
+
+    def set_costs(self, measured: CostModel) -> None:
+        """Costs measured anew; what trials taught is forgotten until the next `learn`."""
+        self._measured = measured
+        self._use(measured)
+
+    def learn(self, trials: Sequence[FrozenTrial]) -> None:
+        """Costs as measured, corrected by these trials: see `CostLearner`."""
+        self._use(self._learner.learn(self._measured, trials))
+
+    def _use(self, cost: CostModel) -> None:
+        self.cost = cost
+        if self._yardstick is None or cost == self._first_cost:
+            self._shift = 0.0
+        else:
+            now, first = (self._config_logs(self._yardstick, wide=True, at=at) for at in (cost, self._first_cost))
+            self._shift = float(now.mean() - first.mean())
+
+    def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
+        """This one, with these texts after its own; its readings are kept."""
+        wider = Predictor(self._first, self._first_rows, self.cost, self._gamma_max)
+        wider._grid = self._grid
+        joined = JoinedForcing([(self._first, self._first_rows), (forcing, rows)])
+        wider._forcing, wider._more, wider._rows = joined, forcing, joined.rows
+        wider._readings = self._readings
+        return wider
+
+    @property
+    def num_texts(self) -> int:
+        """Of all texts."""
+        return len(self._rows.lengths)
+
+    @property
+    def num_first(self) -> int:
+        """Of those that are always read."""
+        return len(self._first_rows.lengths)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are texts beyond the first ones; if not, every prediction is on all texts."""
+        return self._more is not None
+
+    @property
+    def keys(self) -> str:
+        """Whose keys the readings saw: `target`, or `own` as an approximation."""
+        return self._forcing.keys
+
+    def agreement(self, mask: SkipMask, *, wide: bool = False) -> float:
+        """Share of positions where the draft's choice is the target's token."""
+        lengths = self._rows_of(wide=wide).lengths
+        return float(self._reading(mask, wide=wide).accepted[0].sum() / max(1, (lengths - 1).sum()))
+
+    def best_setting(self, mask: SkipMask, *, wide: bool = False) -> Predicted:
+        """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best.
+
+        Cost: a reading if the mask is new, and some milliseconds, up to a tenth of a second for a hundred texts.
+        """
+        rough = self._best(mask, self._grid, wide=wide)
+        config = rough.config
+        near: list[list[float]] = [
+            sorted({snap_threshold(value + step * THRESHOLD_STEP) for step in (-1, 0, 1)})
+            for value in (config.draft_threshold, config.target_threshold)
+        ]
+        gammas = gammas_around(config.gamma, self._gamma_max)
+        return self._best(mask, Settings.grid(gammas, near[0], near[1], [LookupChoice.of(config)]), wide=wide)
+
+    def best_lookups(
+        self, methods: Sequence[str], gamma_max: int, config: DecodeConfig | None = None, *, count: int = 1
+    ) -> list[Predicted]:
+        """The `count` best lookups of each of these methods on all texts, best first; alone, or as part of a hybrid
+        whose other part is `config`'s.
+
+        Cost: a lookup at every place of every text for each setting of the grid, kept for the next time; seconds for a
+        hundred texts.
+        """
+        found: list[Predicted] = []
+        for method in methods:
+            choices = lookup_grid(method, gamma_max)
+            if config is None:
+                grid = Settings.of_lookups(choices)
+                mask = SkipMask.none(len(self.cost.attention_s))
+            else:
+                grid = Settings.grid([config.gamma], [config.draft_threshold], [config.target_threshold], choices)
+                mask = config.skip_mask
+            logs = self._log_speedups(mask, grid, wide=True)
+            order = np.argsort(-logs, kind="stable")[:count]
+            found += [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
+        return sorted(found, key=lambda one: -one.speedup)
+
+    def log_speedups_by_text(self, lookups: Settings) -> Floats:
+        """(S, P): of lookups alone, on every text."""
+        return self._text_logs(SkipMask.none(len(self.cost.attention_s)), lookups, wide=True)
+
+    def best_settings(
+        self, mask: SkipMask, count: int, *, wide: bool = False, hybrid: bool | None = None
+    ) -> list[Predicted]:
+        """The `count` best of the coarse grid, best first; of hybrids alone, or of those without a lookup, if asked."""
+        grid = self._grid
+        logs = self._log_speedups(mask, grid, wide=wide)
+        if hybrid is not None:
+            is_none = np.array([one is None for one in grid.lookups])[grid.lookup]
+            logs = np.where(is_none == hybrid, -np.inf, logs)
+        order = [i for i in np.argsort(-logs, kind="stable")[:count] if np.isfinite(logs[i])]
+        return [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
+
+    def unread(self, steps: Sequence[int], force: Callable[[Sequence[int]], tuple[Forcing, TextRows]]) -> Unread | None:
+        """The texts at `steps` that are not read for every mask; None if all are. Cost: what `force` takes for them."""
+        beyond = tuple(sorted({step for step in steps if step >= self.num_texts}))
+        return Unread(beyond, Predictor(*force(beyond), self.cost, self._gamma_max)) if beyond else None
+
+    def forecast(
+        self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None
+    ) -> tuple[list[float], float]:
+        """(Speedups on the texts at `steps`, speedup on texts like all of them) as configs are ranked: one draft deep,
+        costs by terms. `unread` holds those of `steps` that are not among all texts."""
+        logs = self._config_logs(config, wide=True) - self._shift
+        at = dict(enumerate(logs.tolist()))
+        if unread is not None:
+            others = unread.predictor._config_logs(config, wide=True) - self._shift
+            at |= dict(zip(unread.steps, others.tolist(), strict=True))
+        mean = float(np.exp(logs.mean()))
+        return [math.exp(at[step]) for step in steps], mean
+
+    def shared(self, one: Predicted, *, wide: bool = False) -> Predicted:
+        """The same with `share_prefix`: the same rounds, cheaper verifications."""
+        config = one.config.model_copy(update={"share_prefix": True})
+        log = self._config_logs(config, wide=wide).mean() - self._shift
+        return Predicted(config, float(np.exp(log)))
+
+    def surface(
+        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False
+    ) -> tuple[Floats, Floats, Floats]:
+        """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask on all texts, for plotting."""
+        thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
+        gammas = np.arange(1, self._gamma_max + 1)
+        grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold])
+        logs = self._text_logs(mask, grid, wide=True, share_prefix=share_prefix).mean(axis=1)
+        values = np.exp(logs).reshape(len(gammas), len(thresholds))
+        return gammas.astype(np.float64), thresholds, values
+
+    def trial(self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None) -> TrialPrediction:
+        """A sharper prediction for a config about to be measured: read several drafts deep.
+
+        `steps` are places of texts; `unread` holds those that are not among all texts. Cost: up to `gamma`
+        readings of these texts alone and a few short ones.
+        """
+        draft_s = self._draft_s(config)
+        places = sorted({step for step in steps if step < self.num_texts})
+        found = dict(zip(places, self._shown(config, places, draft_s), strict=True))
+        if unread is not None:
+            others = unread.predictor._shown(config, range(len(unread.steps)), draft_s)
+            found |= dict(zip(unread.steps, others, strict=True))
+        return TrialPrediction(
+            ratios=tuple(found[step][0] for step in steps),
+            forwards=tuple(found[step][1] for step in steps),
+            draft_s=draft_s,
+        )
+
+    def _shown(
+        self, config: DecodeConfig, places: Sequence[int], draft_s: float
+    ) -> list[tuple[float, tuple[float, float, float]]]:
+        """(Ratio, (drafts, verifications, target-only steps)) on each of the texts at these places, ascending."""
+        if not places:
+            return []
+        counts = self.counts(config, sharp=True, texts=places)
+        ratios = np.exp(_logs_at(self.cost, counts, self._rows.select(places), np.array([draft_s]))[0])
+        drafts = counts.drafted[0] + counts.looked_up[0]
+        forwards = zip(drafts, counts.rounds[0], counts.target_only[0], strict=True)
+        return [
+            (float(ratio), (float(d), float(r), float(a))) for ratio, (d, r, a) in zip(ratios, forwards, strict=True)
+        ]
+
+    def _draft_s(self, config: DecodeConfig) -> float:
+        """One draft token; 0 where none is drafted under a mask."""
+        if not config.drafts_by_mask:
+            return 0.0
+        return self.cost.draft_s(config.skip_mask, threshold=config.draft_threshold > 0)
+
+    def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
+        """Counts (1, P) of one config on the texts at these places, ascending; on all without.
+
+        sharp: from a reading several drafts deep, drafts after a wrong token included; else as configs are ranked.
+        """
+        places = list(range(self.num_texts)) if texts is None else list(texts)
+        if sharp:
+            return self._sharp_counts(config, places)
+        settings = Settings.of(config)
+        reading = self._reading_for(config.skip_mask, settings, wide=True).select(places)
+        return replay(
+            reading.accepted,
+            reading.confidence,
+            self._rows.select(places),
+            settings,
+            _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix),
+            lambda one: self._lookup(one).select(places),
+        )
+
+    def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
+        rows = self._rows.select(places)
+        depth = sharp_depth(config.gamma, int(rows.lengths.max()))
+        reading = self._forcing.read(config.skip_mask, depth, places) if config.drafts_by_mask else no_reading(rows)
+        rounds = walk(reading, rows, config, lambda one: self._lookup(one).select(places))
+        open_ended = [one for one in rounds if one.wrong_and_sure]
+        wrong = [self._wrong_draft(reading, one, places) for one in open_ended]
+        added = dict(
+            zip(
+                map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
+            )
+        )
+        by_mask_s, looked_up_s = _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix)
+        drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
+        for one in rounds:
+            by_mask = one.drafted + added.get(id(one), 0)
+            count = by_mask + one.looked_up
+            drafted[0, one.text] += by_mask
+            looked_up[0, one.text] += one.looked_up
+            num_rounds[0, one.text] += count > 0
+            alone[0, one.text] += count == 0
+            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[count] if count else 0.0
+        return Counts(drafted, looked_up, num_rounds, alone, verify_s)
+
+    @staticmethod
+    def _wrong_draft(reading: DraftReadings, one: Round, places: Sequence[int]) -> WrongDraft:
+        depth = min(one.accepted, len(reading.choices) - 1)
+        row = one.row + one.accepted
+        token = int(reading.choices[depth, one.text, row])
+        return WrongDraft(places[one.text], row, one.accepted, token, one.room - one.drafted)
+
+    def _best(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Predicted:
+        logs = self._log_speedups(mask, grid, wide=wide)
+        best = int(np.argmax(logs))
+        return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
+
+    def _config(self, mask: SkipMask, grid: Settings, i: int) -> DecodeConfig:
+        choice = grid.lookups[int(grid.lookup[i])]
+        if choice is not None and grid.gamma[i] == 0:
+            return choice.alone(mask.num_layers)
+        fields: dict[str, Any] = {} if choice is None else {"drafter": "hybrid", "lookup": choice.in_hybrid()}
+        return DecodeConfig(
+            skip_mask=mask,
+            gamma=int(grid.gamma[i]),
+            draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
+            target_threshold=snap_threshold(float(grid.target_threshold[i])),
+            **fields,
+        )
+
+    def _log_speedups(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Floats:
+        """(S,): mean log speedup over texts, at the first prices."""
+        means: Floats = self._text_logs(mask, grid, wide=wide).mean(axis=1) - self._shift
+        return means
+
+    def _config_logs(self, config: DecodeConfig, *, wide: bool, at: CostModel | None = None) -> Floats:
+        """(P,): log speedup on each text."""
+        settings, share_prefix = Settings.of(config), config.share_prefix
+        logs = self._text_logs(config.skip_mask, settings, wide=wide, share_prefix=share_prefix, at=at)
+        one: Floats = logs[0]
+        return one
+
+    def _text_logs(
+        self, mask: SkipMask, grid: Settings, *, wide: bool, share_prefix: bool = False, at: CostModel | None = None
+    ) -> Floats:
+        """(S, P): log speedup on each text, at today's prices or these."""
+        readings, rows, cost = self._reading_for(mask, grid, wide=wide), self._rows_of(wide=wide), at or self.cost
+        table = _verifications_s(cost, mask, share_prefix=share_prefix)
+        texts = range(len(rows.lengths))
+        width = rows.target_probs.shape[1]
+        counts = replay(
+            readings.accepted,
+            readings.confidence,
+            rows,
+            grid,
+            table,
+            lambda one: self._lookup(one).select(texts).narrowed(width),
+        )
+        plain, watched = (cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
+        return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
+
+    def _lookup(self, settings: LookupSettings) -> LookupReadings:
+        """On all texts; those on the first ones are its first rows."""
+        if settings not in self._lookups:
+            width = self._rows.target_probs.shape[1]
+            self._lookups[settings] = read_lookups(self._forcing.texts, settings, LOOKUP_GAMMA_MAX, width)
+        return self._lookups[settings]
+
+    def _reading_for(self, mask: SkipMask, grid: Settings, *, wide: bool) -> DraftReadings:
+        """The mask's; of lookups alone none is needed."""
+        return self._reading(mask, wide=wide) if grid.gamma.any() else no_reading(self._rows_of(wide=wide))
+
+    def _rows_of(self, *, wide: bool) -> TextRows:
+        return self._rows if wide else self._first_rows
+
+    def _reading(self, mask: SkipMask, *, wide: bool) -> DraftReadings:
+        more = self._more
+        if not wide or more is None:
+            return self._readings.of(mask, lambda: self._first.read(mask))
+        return self._wide_readings.of(mask, lambda: self._join(mask, more))
+
+    def _join(self, mask: SkipMask, more: Forcing) -> DraftReadings:
+        """What is known of the first texts, and a reading of the others."""
+        readings = [self._reading(mask, wide=False), more.read(mask)]
+        return join_readings(readings, self._rows.target_probs.shape[1])
+
+
+def no_reading(rows: TextRows) -> DraftReadings:
+    """What lookups alone need of a mask."""
+    nothing = np.zeros((1, *rows.target_probs.shape), dtype=np.float32)
+    return DraftReadings(nothing, nothing, nothing.astype(np.int64))
+
+
+def coarse_gammas(most: int) -> list[int]:
+    """All up to 8, then in steps that grow with them, and the most: long rounds differ less from one gamma to the
+    next, and every gamma of the grid costs a replay of all thresholds."""
+    gammas = list(range(1, min(most, 8) + 1))
+    while gammas[-1] < most:
+        gammas.append(min(most, gammas[-1] + max(2, gammas[-1] // 4)))
+    return gammas
+
+
+def gammas_around(gamma: int, most: int) -> list[int]:
+    """From the coarse gamma before this one, which is one too, to the one after it."""
+    gammas = coarse_gammas(most)
+    place = gammas.index(gamma)
+    return list(range(gammas[max(0, place - 1)], gammas[min(place + 1, len(gammas) - 1)] + 1))
+
+
+def sharp_depth(gamma: int, longest: int) -> int:
+    """How many drafts into a round texts of up to so many continuation tokens are read for this gamma."""
+    return max(0, min(gamma - 1, max(_SHARP_DEPTH, _SHARP_ROWS // longest - 1)))
+
+
+def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
+    """All lookups of one method that are predicted."""
+    suffix = method == "suffix"
+    settings = [
+        lookup_settings(method, least, factor, probability)
+        for least in range(1, MIN_MATCH_MAX + 1)
+        for factor in (FACTORS if suffix else FACTORS[:1])
+        for probability in (_MIN_PROBABILITIES if suffix else (0.0,))
+    ]
+    gammas = sorted({min(gamma, gamma_max) for gamma in _LOOKUP_GAMMAS})
+    return [LookupChoice(one, gamma, at) for one in settings for gamma in gammas for at in _LOOKUP_THRESHOLDS]
+
+
+def _verifications_s(cost: CostModel, mask: SkipMask, *, share_prefix: bool) -> Floats:
+    """(2, G + 1): of rounds drafted under the mask, and of those looked up, which leave no prefix."""
+    return np.array([cost.verifications_s(mask, share_prefix=share_prefix), cost.verify_s])
+
+
+def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:
+    """(S, P): log of plain over speculative seconds."""
+    alone = cost.verify_s[0]
+    seconds = counts.drafted * draft_s[:, None] + counts.verify_s + counts.target_only * alone
+    # A text of one token has no step to save: ratio 1.
+    steps = np.maximum(rows.lengths - 1, 0)
+    logs: Floats = np.log(np.where(steps > 0, steps * alone, 1.0) / np.where(steps > 0, seconds, 1.0))
+    return logs

@@ -1,0 +1,418 @@
+"""Replay: what decoding under gamma and thresholds would do, from one reading of the draft, without decoding.
+
+Greedy speculative output is the target's own continuation, known in advance. A reading (see
+`layerskip.analysis.teacher_forcing`) tells for every position of it whether the draft is right there and how sure it is; from
+that the rounds of any gamma, draft_threshold and target_threshold follow one by one. Two things are approximated: the
+drafts of a round beyond the reading's depth see the target's keys and values where the live draft sees its own, and how
+long a draft goes on after its first wrong token is taken from the confidence along the right text. What is replayed for
+a config about to be measured needs neither (see `Predictor.counts`): it is read as deep as a gamma of 8 goes, and every
+wrong draft is followed.
+
+What a lookup proposes follows from the text alone, so rounds of looked-up tokens are replayed exactly, also along a
+text that was sampled from the target: there a looked-up token is kept exactly where it is the text's own next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.analysis.teacher_forcing import DraftReadings
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.lookup_settings import LookupSettings
+from layerskip.decoding.stats import DecodeStats
+from search.predict.lookup_readings import LookupReadings
+from search.study.lookup_choice import LookupChoice
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """What replay needs of P texts besides the draft's readings."""
+
+    lengths: Ints
+    """Continuation tokens per text, (P,), each at least 1."""
+    target_probs: NDArray[np.float32]
+    """(P, T): the target's probability of each continuation token."""
+    max_new_tokens: int
+    """Budget of the decodings; a text that is shorter ended by itself."""
+
+    def __post_init__(self) -> None:
+        if self.lengths.size == 0 or self.lengths.min() < 1:
+            raise ValueError(f"lengths: every text needs at least one token, got {self.lengths.tolist()[:8]}")
+        if self.lengths.max() > self.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens: must be at least the longest continuation ({self.lengths.max()}), "
+                f"got {self.max_new_tokens}"
+            )
+
+    def select(self, texts: Sequence[int]) -> TextRows:
+        """The texts at these places."""
+        chosen = list(texts)
+        return TextRows(self.lengths[chosen], self.target_probs[chosen], self.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """S combinations of what is not the mask; arrays (S,)."""
+
+    gamma: Ints
+    """Of layer skipping; 0 where tokens are looked up alone."""
+    draft_threshold: Floats
+    target_threshold: Floats
+    lookup: Ints
+    """Places among the lookups."""
+    lookups: tuple[LookupChoice | None, ...] = (None,)
+    """None: nothing is looked up."""
+
+    @classmethod
+    def grid(
+        cls,
+        gammas: Sequence[int],
+        draft_thresholds: Sequence[float],
+        target_thresholds: Sequence[float],
+        lookups: Sequence[LookupChoice | None] = (None,),
+    ) -> Settings:
+        """All combinations; gammas from 1."""
+        if not gammas or min(gammas) < 1:
+            raise ValueError(f"gamma: must be at least 1 to draft, got {list(gammas)[:8]}")
+        axes = np.meshgrid(gammas, draft_thresholds, target_thresholds, range(len(lookups)), indexing="ij")
+        gamma, draft, target, lookup = (axis.reshape(-1) for axis in axes)
+        return cls(
+            gamma.astype(np.int64),
+            draft.astype(np.float64),
+            target.astype(np.float64),
+            lookup.astype(np.int64),
+            tuple(lookups),
+        )
+
+    @classmethod
+    def of_lookups(cls, lookups: Sequence[LookupChoice]) -> Settings:
+        """Lookups alone: the target alone where they find nothing."""
+        none = np.zeros(len(lookups))
+        return cls(none.astype(np.int64), none, none, np.arange(len(lookups)), tuple(lookups))
+
+    @classmethod
+    def of(cls, config: DecodeConfig) -> Settings:
+        """One config's. Raises: ValueError if it does not speculate."""
+        choice = LookupChoice.of(config)
+        if choice is not None and not config.drafts_by_mask:
+            return cls.of_lookups([choice])
+        return cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
+
+    @property
+    def gamma_max(self) -> int:
+        """Most draft tokens of any round."""
+        return max(int(self.gamma.max()), *(0 if one is None else one.gamma for one in self.lookups))
+
+    def select(self, places: Ints) -> Settings:
+        """The settings at these places."""
+        return replace(
+            self,
+            gamma=self.gamma[places],
+            draft_threshold=self.draft_threshold[places],
+            target_threshold=self.target_threshold[places],
+            lookup=self.lookup[places],
+        )
+
+    def __len__(self) -> int:
+        return len(self.gamma)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Forwards per setting and text, arrays (S, P); expectations where the reading is a sampled one."""
+
+    drafted: Floats
+    """Tokens drafted under the mask."""
+    looked_up: Floats
+    """Tokens drafted by lookup."""
+    rounds: Floats
+    target_only: Floats
+    verify_s: Floats
+    """Seconds of the rounds' verifications, from the table given; zero without one."""
+
+    def total(self) -> Floats:
+        """(S, 3): drafts of both kinds, verifications and target-only steps over all texts."""
+        drafts = self.drafted + self.looked_up
+        return np.stack([drafts.sum(1), self.rounds.sum(1), self.target_only.sum(1)], axis=1)
+
+
+ReadLookup = Callable[[LookupSettings], LookupReadings]
+"""What lookups with these settings would propose along the texts at hand."""
+
+
+def replay(
+    accepted: NDArray[np.float32],
+    confidence: NDArray[np.float32],
+    rows: TextRows,
+    settings: Settings,
+    verify_s: Sequence[float] | Floats | None = None,
+    read_lookup: ReadLookup | None = None,
+) -> Counts:
+    """Counts of every setting on every text.
+
+    Shapes: accepted and confidence (D + 1, P, T), see `DraftReadings`; of lookups alone they are not looked at.
+    verify_s: seconds of verifying n draft tokens, n = 0..largest gamma; or two rows of these, for rounds drafted under
+    the mask and for those looked up. read_lookup: needed where settings look up.
+    Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core, greedy or sampled.
+    Raises: ValueError if the shapes do not fit.
+    """
+    if accepted.shape[1:] != rows.target_probs.shape or confidence.shape != accepted.shape:
+        raise ValueError(
+            f"readings: must have shape (depths, *{rows.target_probs.shape}), got {accepted.shape}, {confidence.shape}"
+        )
+    given = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
+    table = np.broadcast_to(given, (2, given.shape[-1]))
+    if table.shape[1] <= settings.gamma_max:
+        raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {table.shape[1]} entries")
+    certain = bool(np.isin(accepted, (0.0, 1.0)).all())
+    run = _run_certain if certain else _run_expected
+    return run(accepted, _Steps(confidence, rows, settings, _Lookups(rows, settings.lookups, read_lookup)), table)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step of one text: a round, or the target alone where nothing is drafted or looked up."""
+
+    text: int
+    row: int
+    """Index of the continuation token that it starts from."""
+    drafted: int
+    accepted: int
+    room: int
+    """Draft tokens that it could have had."""
+    wrong_and_sure: bool
+    """Its first wrong token is not an unsure one, so how long the draft goes on after it is not in the reading."""
+    looked_up: int = 0
+    """Tokens that were looked up; then none was drafted under the mask."""
+
+
+def walk(
+    reading: DraftReadings, rows: TextRows, config: DecodeConfig, read_lookup: ReadLookup | None = None
+) -> list[Round]:
+    """The rounds of one config, one by one; `drafted` ends at the first wrong token.
+
+    Cost: a millisecond or so per thousand tokens. The same rounds as `replay` counts, told apart.
+    """
+    depth = len(reading.accepted) - 1
+    lookups = _Lookups(rows, [LookupChoice.of(config)], read_lookup)
+    gamma = config.gamma if config.drafts_by_mask else 0
+    found = []
+    for text, length in enumerate(rows.lengths.tolist()):
+        emitted = 1
+        while emitted < length:
+            row = emitted - 1
+            most = max(0, rows.max_new_tokens - emitted - 1)
+            proposed, right = lookups.one(text, row)
+            if looked_up := min(most, proposed):
+                accepted = min(looked_up, right)
+                found.append(Round(text, row, 0, accepted, room=looked_up, wrong_and_sure=False, looked_up=looked_up))
+                emitted += accepted + 1
+                continue
+            room = min(gamma, most)
+            if rows.target_probs[text, row] < config.target_threshold:
+                room = 0
+            drafted, wrong, unsure = 0, False, False
+            while drafted < room and not wrong and not unsure:
+                place = min(row + drafted, rows.target_probs.shape[1] - 1)
+                wrong = reading.accepted[min(drafted, depth), text, place] == 0.0
+                unsure = reading.confidence[min(drafted, depth), text, place] < config.draft_threshold
+                drafted += 1
+            accepted = drafted - wrong
+            found.append(Round(text, row, drafted, accepted, room, wrong and not unsure and drafted < room))
+            emitted += accepted + 1
+    return found
+
+
+def live_counts(stats: Sequence[DecodeStats]) -> Ints:
+    """(3,): drafts, verifications and target-only steps that really happened."""
+    return np.array(
+        [
+            sum(one.num_drafted for one in stats),
+            sum(one.num_rounds for one in stats),
+            sum(one.num_target_only for one in stats),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class ReplayCheck:
+    """Replayed counts against live ones, over many settings."""
+
+    num_settings: int
+    exact_share: float
+    """Settings whose three counts are all the same."""
+    median_error: float
+    """Of the settings' errors: forwards miscounted (differences of the three counts added up) over forwards made."""
+    p95_error: float
+
+
+def check_replay(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> ReplayCheck | None:
+    """Compare (replayed, live) counts of three numbers each; None without any."""
+    if not pairs:
+        return None
+    replayed, live = (np.array([pair[side] for pair in pairs], dtype=np.float64) for side in (0, 1))
+    wrong = np.abs(replayed - live).sum(axis=1)
+    errors = wrong / np.maximum(live.sum(axis=1), 1.0)
+    return ReplayCheck(
+        num_settings=len(pairs),
+        exact_share=float((wrong < 0.5).mean()),
+        median_error=float(np.median(errors)),
+        p95_error=float(np.quantile(errors, 0.95)),
+    )
+
+
+class _Lookups:
+    """What each of L lookups proposes at a place, and how much of it is right.
+
+    Readings are kept for settings that differ, (R, P, T): lookups that differ in gamma or threshold alone share one.
+    """
+
+    def __init__(self, rows: TextRows, lookups: Sequence[LookupChoice | None], read_lookup: ReadLookup | None) -> None:
+        chosen = [one for one in lookups if one is not None]
+        self.any = bool(chosen)
+        if not chosen:
+            return
+        if read_lookup is None:
+            raise ValueError("read_lookup: is required where settings look tokens up")
+        distinct = list(dict.fromkeys(one.settings for one in chosen))
+        readings = [read_lookup(one) for one in distinct]
+        self._proposed = np.stack([one.proposed for one in readings])
+        self._right = np.stack([one.right for one in readings])
+        self._target_probs = rows.target_probs
+        # Without a lookup nothing is proposed, whatever reading stands in.
+        self._reading = np.array([0 if one is None else distinct.index(one.settings) for one in lookups])
+        self._gamma = np.array([0 if one is None else one.gamma for one in lookups])
+        self._threshold = np.array([0.0 if one is None else one.target_threshold for one in lookups])
+
+    def at(self, lookup: Ints, text: Ints, row: Ints) -> tuple[Ints, Ints]:
+        """(tokens proposed, how many of them are right) by these lookups at these places."""
+        reading = self._reading[lookup]
+        is_unsure = self._target_probs[text, row] < self._threshold[lookup]
+        proposed = np.minimum(self._proposed[reading, text, row], self._gamma[lookup])
+        return np.where(is_unsure, 0, proposed), self._right[reading, text, row]
+
+    def one(self, text: int, row: int) -> tuple[int, int]:
+        """The same of the first lookup at one place; nothing without a lookup."""
+        if not self.any:
+            return 0, 0
+        proposed, right = self.at(np.array(0), np.array(text), np.array(row))
+        return int(proposed), int(right)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What each of some settings does at a place of a text; arrays."""
+
+    drafted: Ints
+    """Tokens under the mask; with nothing looked up either, 0 is the target alone."""
+    looked_up: Ints
+    right: Ints
+    """Of those looked up."""
+
+
+class _Steps:
+    """How many tokens each setting drafts at each position, or that the target goes alone there."""
+
+    def __init__(self, confidence: NDArray[np.float32], rows: TextRows, settings: Settings, lookups: _Lookups) -> None:
+        self.rows, self.settings, self._lookups = rows, settings, lookups
+        self.num_texts, self.width = rows.target_probs.shape
+        levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
+        self._until_unsure = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
+        self._unsure_target = rows.target_probs[None] < np.unique(settings.target_threshold)[:, None, None]
+        self._target_level = np.unique(settings.target_threshold, return_inverse=True)[1]
+
+    def at(self, setting: Ints, text: Ints, emitted: Ints) -> _Step:
+        """The step after `emitted` tokens."""
+        last = emitted - 1
+        room = self.rows.max_new_tokens - emitted - 1
+        unsure = self._until_unsure[self._level[setting], text, last] + 1
+        count = np.minimum(np.minimum(self.settings.gamma[setting], room), unsure)
+        count = np.where(self._unsure_target[self._target_level[setting], text, last], 0, np.maximum(count, 0))
+        if not self._lookups.any:
+            nothing = np.zeros_like(count)
+            return _Step(count, nothing, nothing)
+        proposed, right = self._lookups.at(self.settings.lookup[setting], text, last)
+        looked_up = np.maximum(np.minimum(proposed, room), 0)
+        right = np.minimum(right, looked_up)
+        return _Step(np.where(looked_up > 0, 0, count), looked_up, right)
+
+
+def _run_certain(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
+    """Greedy: every (setting, text) walks through its rounds, all of them side by side."""
+    shape = (len(steps.settings), steps.num_texts)
+    until_wrong = drafts_before(accepted == 0.0)
+    drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
+    setting, text = (axis.reshape(-1) for axis in np.indices(shape))
+    emitted = np.ones(len(setting), dtype=np.int64)
+    lengths = steps.rows.lengths[text]
+    alive = np.flatnonzero(emitted < lengths)
+    while len(alive):
+        at, where = emitted[alive], text[alive]
+        step = steps.at(setting[alive], where, at)
+        count = step.drafted + step.looked_up
+        alone = count == 0
+        drafted[alive] += step.drafted
+        looked_up[alive] += step.looked_up
+        rounds[alive] += ~alone
+        target_only[alive] += alone
+        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), count])
+        kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, until_wrong[where, at - 1]))
+        emitted[alive] = at + kept + 1
+        alive = alive[emitted[alive] < lengths[alive]]
+    return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
+
+
+def _run_expected(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
+    """Sampled: expected counts from each position on, backwards; a token drafted under the mask is kept with its
+    probability, one looked up where it is the text's own."""
+    num_settings, num_texts, width = len(steps.settings), steps.num_texts, steps.width
+    setting, text = np.indices((num_settings, num_texts))
+    ahead = np.zeros((5, num_settings, num_texts, width + 2))  # what is still to come once so many are emitted
+    for emitted in range(width - 1, 0, -1):
+        step = steps.at(setting, text, np.full_like(text, emitted))
+        count = step.drafted + step.looked_up
+        alone = count == 0
+        verify_s = np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), count])
+        here = np.stack([step.drafted, step.looked_up, ~alone, alone, verify_s])
+        here = here.astype(np.float64)
+        reached = np.ones((num_settings, num_texts))  # probability that all drafts so far were kept
+        for k in range(int(count.max()) + 1):
+            row = min(emitted - 1 + k, width - 1)
+            by_mask = np.where(k < step.drafted, accepted[min(k, len(accepted) - 1), :, row], 0.0)
+            # After the last draft the round ends all the same.
+            kept = np.where(step.looked_up > 0, k < step.right, by_mask)
+            here += reached * (1.0 - kept) * ahead[..., min(emitted + k + 1, width + 1)]
+            reached = reached * kept
+            if not reached.any():
+                break
+        ahead[..., emitted] = np.where(emitted < steps.rows.lengths[text], here, 0.0)
+    return Counts(*ahead[..., 1])
+
+
+def drafts_before(flags: NDArray[np.bool_]) -> Ints:
+    """(P, T): drafts of a round that starts at each place before the first flagged one; large where there is none.
+
+    flags: (D + 1, P, T), the last depth standing for later ones.
+    """
+    width, depth = flags.shape[-1], len(flags) - 1
+    far = 2 * width + (1 << 20)
+    places = np.where(flags[depth], np.arange(width), far)
+    following = np.minimum.accumulate(places[:, ::-1], axis=-1)[:, ::-1]
+    distance: Ints = _ahead(following - np.arange(width), depth, far) + depth
+    for d in range(depth - 1, -1, -1):
+        distance = np.where(_ahead(flags[d], d, 0), d, distance)
+    return distance
+
+
+def _ahead(values: NDArray[Any], count: int, filler: int) -> NDArray[Any]:
+    """(P, T): what stands `count` places further on."""
+    padding = np.full((len(values), count), filler, dtype=values.dtype)
+    return np.concatenate([values[:, count:], padding], axis=1)

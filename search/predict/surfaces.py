@@ -1,0 +1,73 @@
+"""Predicted speedup over gamma and draft_threshold around the leading configs, kept in the study."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import optuna
+
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
+from search.predict.predictor import Predictor
+from search.study.leaderboard import Entry
+
+SURFACES = "surfaces"
+"""Attribute of the study."""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """All gammas and draft thresholds of one mask under one target_threshold."""
+
+    skip_mask: SkipMask
+    target_threshold: float
+    gammas: tuple[int, ...]
+    draft_thresholds: tuple[float, ...]
+    speedups: tuple[tuple[float, ...], ...]
+    """(gammas, thresholds): predicted, geometric mean over the tuning texts."""
+
+
+def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[Entry]) -> None:
+    """Keep the surfaces around those of these configs that skip layers alone, for whichever is exported.
+
+    Cost: a reading per mask that is not known any more, some ten milliseconds and about a kilobyte each.
+    """
+    around = dict.fromkeys(_place(one.config) for one in entries if one.config.drafter == "layer_skip")
+    stored = []
+    for mask, target_threshold, share_prefix in around:
+        gammas, thresholds, speedups = predictor.surface(mask, target_threshold, share_prefix=share_prefix)
+        stored.append(
+            {
+                "skip_mask": str(mask),
+                "target_threshold": target_threshold,
+                "share_prefix": share_prefix,
+                "gammas": [int(one) for one in gammas],
+                "draft_thresholds": [round(float(one), 3) for one in thresholds],
+                "speedups": [[round(float(one), 4) for one in row] for row in speedups],
+            }
+        )
+    study.set_user_attr(SURFACES, json.dumps(stored, separators=(",", ":")))
+
+
+def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
+    """The kept surface that this config lies on; None if there is none."""
+    if config.drafter != "layer_skip":
+        return None
+    for one in json.loads(stored or "[]"):
+        mask = SkipMask.parse(one["skip_mask"])
+        if (mask, one["target_threshold"], one["share_prefix"]) == _place(config):
+            return Surface(
+                mask,
+                one["target_threshold"],
+                tuple(one["gammas"]),
+                tuple(one["draft_thresholds"]),
+                tuple(tuple(row) for row in one["speedups"]),
+            )
+    return None
+
+
+def _place(config: DecodeConfig) -> tuple[SkipMask, float, bool]:
+    """What a surface does not vary."""
+    return config.skip_mask, config.target_threshold, config.share_prefix

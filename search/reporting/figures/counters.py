@@ -1,0 +1,105 @@
+"""Where a config's seconds went and which drafts were accepted: from the confirm stage, else from its trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from search.confirm.held_out import Counters
+from search.reporting.figures.style import MissingData
+from search.reporting.record import StudyRecord
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Counters with the words that say whose they are."""
+
+    counters: Counters
+    source: str
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds per timed token, in parts."""
+
+    plain: float
+    draft: float
+    verify: float
+    target_only: float
+    loop: float
+    """Whatever is none of the other three."""
+    no_overhead: float
+    """The same forwards, had verifying cost one target step and the loop nothing."""
+    free_drafts: float
+    """The same, and drafting free: no draft with this acceptance can do better at this gamma."""
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.target_only + self.loop
+
+
+def counters_of(record: StudyRecord) -> Shown:
+    """Counters of the config that the report is about.
+
+    Raises: MissingData if neither the confirm stage nor a full trial of it has any.
+    """
+    held_out, choice = record.held_out, record.choice
+    if held_out is not None and held_out.counters is not None:
+        return Shown(held_out.counters, f"{len(held_out.prompt_ids)} held-out prompts")
+    if choice is None or not (trials := record.trials_of(choice.config)):
+        raise MissingData(f"counters: study {record.name!r} keeps none of the confirm stage, and no full trial of it")
+    lengths = [len(case.reference_ids) for case in record.reference.cases]
+    tokens, decode_s, plain_s = 0, 0.0, 0.0
+    for trial in trials:
+        attrs = trial.user_attrs
+        for step, rate, plain in zip(
+            attrs["prompt_steps"],
+            attrs["tokens_per_s_by_prompt"],
+            attrs["plain_tokens_per_s_by_prompt"],
+            strict=True,
+        ):
+            tokens += lengths[step] - 1
+            decode_s += (lengths[step] - 1) / rate
+            plain_s += (lengths[step] - 1) / plain
+    attrs_of = [trial.user_attrs for trial in trials]
+    drafted, rounds, alone = (
+        sum(int(row[place]) for attrs in attrs_of for row in attrs["forwards"]) for place in range(3)
+    )
+    return Shown(
+        Counters(
+            num_tokens=tokens,
+            num_rounds=rounds,
+            num_drafted=drafted,
+            num_accepted=sum(sum(attrs["accepted_by_position"]) for attrs in attrs_of),
+            num_target_only=alone,
+            accepted_by_position=_add([attrs["accepted_by_position"] for attrs in attrs_of]),
+            drafted_by_position=_add([attrs["drafted_by_position"] for attrs in attrs_of]),
+            draft_s=sum(attrs["draft_s"] for attrs in attrs_of),
+            verify_s=sum(attrs["verify_s"] for attrs in attrs_of),
+            target_only_s=alone * plain_s / tokens,  # trials keep the number of these steps, not their seconds
+            decode_s=decode_s,
+            plain_decode_s=plain_s,
+        ),
+        f"{len(trials)} trials of it on tuning prompts",
+    )
+
+
+def times_of(counters: Counters) -> Times:
+    """Seconds as milliseconds per token, beside what the same forwards could have cost at best."""
+    each = 1000.0 / counters.num_tokens
+    step = counters.plain_decode_s / counters.num_tokens
+    ideal = (counters.num_rounds + counters.num_target_only) * step
+    spent = counters.draft_s + counters.verify_s + counters.target_only_s
+    return Times(
+        plain=counters.plain_decode_s * each,
+        draft=counters.draft_s * each,
+        verify=counters.verify_s * each,
+        target_only=counters.target_only_s * each,
+        loop=max(0.0, counters.decode_s - spent) * each,
+        no_overhead=(counters.draft_s + ideal) * each,
+        free_drafts=ideal * each,
+    )
+
+
+def _add(lists: list[list[int]]) -> tuple[int, ...]:
+    longest = max(map(len, lists))
+    return tuple(sum(one[i] for one in lists if i < len(one)) for i in range(longest))

@@ -1,0 +1,176 @@
+"""Gamma and threshold around the winner as predicted, and how steady the machine was, drawn."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from statistics import median
+
+import numpy as np
+import plotly.graph_objects as go
+from optuna.trial import FrozenTrial
+from plotly.subplots import make_subplots
+
+from search.measure.statistics import geometric_mean, log_spread
+from search.predict.surfaces import SURFACES, surface_around
+from search.reporting.figures.style import BLUE, DOTTED, ORANGE, MissingData, finish
+from search.reporting.record import StudyRecord
+from search.study.space import SHARE_PREFIX, TARGET_THRESHOLD
+
+_SCALE = [[0.0, "#f3f6f9"], [0.45, "#8fbbd6"], [1.0, "#004a75"]]
+_NORMAL_95 = 1.96
+
+
+def surface_figure(record: StudyRecord) -> go.Figure:
+    """Predicted speedup over gamma and draft_threshold for the chosen mask, and where trials have measured it.
+
+    Raises: MissingData if the study keeps no surface around the chosen config.
+    """
+    choice = record.choice
+    surface = surface_around(record.attrs.get(SURFACES), choice.config) if choice else None
+    if choice is None or surface is None:
+        raise MissingData(f"{SURFACES}: study {record.name!r} keeps none around the chosen config")
+    values = np.array(surface.speedups)
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=values.tolist(),
+        x=list(surface.draft_thresholds),
+        y=list(surface.gammas),
+        colorscale=_SCALE,
+        colorbar={"thickness": 10, "outlinewidth": 0, "tickformat": ".2f"},
+        hovertemplate="gamma %{y}, draft_threshold %{x}: predicted %{z:.3f}<extra></extra>",
+    )
+    tried = sorted({(t.params["draft_threshold"], t.params["gamma"]) for t in _of_mask(record)})
+    if tried:
+        figure.add_scatter(
+            x=[x for x, _ in tried],
+            y=[y for _, y in tried],
+            mode="markers",
+            name="measured",
+            marker={"symbol": "circle-open", "size": 9, "color": "#222222", "line": {"width": 1.5}},
+            hovertemplate="measured at gamma %{y}, draft_threshold %{x}<extra></extra>",
+        )
+    figure.add_scatter(
+        x=[choice.config.draft_threshold],
+        y=[choice.config.gamma],
+        mode="markers",
+        name="chosen",
+        marker={"symbol": "star", "size": 16, "color": ORANGE, "line": {"width": 1.5, "color": "white"}},
+        hovertemplate="chosen: gamma %{y}, draft_threshold %{x}<extra></extra>",
+    )
+    figure.update_xaxes(title="draft_threshold (0 = off)", showgrid=False)
+    figure.update_yaxes(title="gamma", dtick=1 if len(surface.gammas) <= 16 else 4, showgrid=False)
+    figure.update_layout(height=430)
+    row, column = np.unravel_index(int(values.argmax()), values.shape)
+    here = _at(values, surface.gammas, surface.draft_thresholds, choice.config.gamma, choice.config.draft_threshold)
+    near = float((values >= 0.98 * values.max()).mean())
+    facts = (
+        f"mask {surface.skip_mask}, target_threshold {surface.target_threshold:g}: predicted best "
+        f"{values.max():.2f}× at gamma {surface.gammas[row]}, draft_threshold {surface.draft_thresholds[column]:g}"
+        + ("" if here is None else f", {here:.2f}× at the chosen setting")
+        + f"; {100 * near:.0f} % of the settings lie within 2 % of the best"
+    )
+    return finish(figure, "Gamma and threshold around the chosen mask", facts)
+
+
+def machine_figure(record: StudyRecord) -> go.Figure:
+    """Drift: plain tokens/s against its median on the same prompt; and what pairing leaves of it in repeated ratios.
+
+    Raises: MissingData below two measurements of the same prompt.
+    """
+    plain: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    ratios: dict[tuple[object, ...], list[tuple[int, float]]] = defaultdict(list)
+    for trial in record.measured:
+        attrs = trial.user_attrs
+        for step, rate, ratio in zip(
+            attrs["prompt_steps"], attrs.get("plain_tokens_per_s_by_prompt", []), attrs["ratios"], strict=False
+        ):
+            plain[step].append((trial.number, rate))
+            ratios[(step, *sorted(trial.params.items()))].append((trial.number, ratio))
+    drift = sorted(
+        (n, rate / median(r for _, r in some)) for some in plain.values() if len(some) > 1 for n, rate in some
+    )
+    again = sorted(
+        (n, ratio / geometric_mean([r for _, r in some]))
+        for some in ratios.values()
+        if len(some) > 1
+        for n, ratio in some
+    )
+    if not drift:
+        raise MissingData(f"plain_tokens_per_s_by_prompt: no prompt of study {record.name!r} was measured twice")
+    shown = [(drift, "plain tokens/s", BLUE, "circle-open")]
+    heads = ["plain tokens/s against its median<br>on the same prompt"]
+    if again:
+        shown.append((again, "paired speedup", ORANGE, "diamond-open"))
+        heads.append("paired speedup, measured again")
+    rows = len(shown)
+    figure = make_subplots(
+        rows=rows, shared_xaxes=True, shared_yaxes="all", vertical_spacing=0.14 if again else None, subplot_titles=heads
+    )
+    for row, (points, name, colour, symbol) in enumerate(shown, start=1):
+        figure.add_scatter(
+            x=[number for number, _ in points],
+            y=[round(value, 4) for _, value in points],
+            mode="markers",
+            name=name,
+            marker={"color": colour, "symbol": symbol, "size": 6},
+            hovertemplate="trial %{x}: %{y:.3f}<extra>" + name + "</extra>",
+            row=row,
+            col=1,
+        )
+        figure.add_hline(y=1.0, line=DOTTED, row=row, col=1)
+    sigma = record.attrs.get("noise_sigma")
+    if sigma and again:
+        low, high = math.exp(-_NORMAL_95 * sigma), math.exp(_NORMAL_95 * sigma)
+        figure.add_hrect(y0=low, y1=high, fillcolor="#888888", opacity=0.18, line_width=0, row=rows, col=1)
+    figure.update_xaxes(title="trial", row=rows)
+    figure.update_yaxes(title="of its median", type="log", row=1)
+    if again:
+        figure.update_yaxes(title="of its mean", type="log", row=2)
+    figure.update_layout(height=560 if again else 360, showlegend=False)
+    values = [value for _, value in drift]
+    facts = (
+        f"plain speed varied by {100 * log_spread(values):.1f} % (standard deviation) on the same prompt over the run, "
+        f"from {min(values):.2f} to {max(values):.2f} of its median"
+    )
+    facts += (
+        f"; repeated paired ratios by {100 * _spread_within(ratios):.1f} %"
+        if again
+        else "; no config was measured twice on the same prompt"
+    )
+    if sigma:
+        facts += f"; A/A noise before the first trial: {100 * sigma:.1f} % a pair" + " (shaded: 95 %)" * bool(again)
+    return finish(figure, "Noise and drift of the machine", facts)
+
+
+def _spread_within(groups: dict[tuple[object, ...], list[tuple[int, float]]]) -> float:
+    """Standard deviation of repeated log ratios around their own means."""
+    squares, freedom = 0.0, 0
+    for some in groups.values():
+        if len(some) > 1:
+            logs = np.log([ratio for _, ratio in some])
+            squares += float(((logs - logs.mean()) ** 2).sum())
+            freedom += len(some) - 1
+    return math.sqrt(squares / freedom) if freedom else 0.0
+
+
+def _of_mask(record: StudyRecord) -> list[FrozenTrial]:
+    choice = record.choice
+    if choice is None:
+        return []
+    config = choice.config
+    wanted = str(config.skip_mask), config.target_threshold, config.share_prefix
+    drafted = [t for t in record.measured if TARGET_THRESHOLD in t.params]  # lookups alone have no mask
+    return [t for t in drafted if _place(t) == wanted]
+
+
+def _place(trial: FrozenTrial) -> tuple[str | None, float, bool]:
+    share_prefix = bool(trial.params.get(SHARE_PREFIX, False))
+    return trial.user_attrs.get("skip_mask"), trial.params[TARGET_THRESHOLD], share_prefix
+
+
+def _at(
+    values: np.ndarray, gammas: tuple[int, ...], thresholds: tuple[float, ...], gamma: int, threshold: float
+) -> float | None:
+    places = [i for i, one in enumerate(thresholds) if abs(one - threshold) < 1e-9]
+    return float(values[gammas.index(gamma), places[0]]) if places and gamma in gammas else None

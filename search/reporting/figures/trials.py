@@ -1,0 +1,258 @@
+"""What a study's trials measured, drawn beside what was predicted of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import optuna
+import plotly.graph_objects as go
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config.skip_mask import SkipMask
+from search.measure.reference import REFERENCE, Reference
+from search.outlook.outlook import POOL
+from search.predict.accuracy import (
+    PredictionCheck,
+    describe_ranks,
+    predicted_and_measured,
+    prediction_check_of,
+    replay_check_of,
+)
+from search.reporting.figures.style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, MissingData, finish, look
+from search.study.leaderboard import Entry, is_full
+from search.study.opening import trials_by_state
+from search.study.space import (
+    DRAFT_THRESHOLD,
+    DRAFTER,
+    GAMMA,
+    LOOKUP_GAMMA,
+    LOOKUP_GAMMA_MAX,
+    MIN_MATCH,
+    SHARE_PREFIX,
+    TARGET_THRESHOLD,
+    SearchSpace,
+)
+from search.trials.objective import standings_of
+
+_MAX_STANDINGS = 200
+"""Points of the leader's curve: each costs a fit over all earlier trials."""
+_DISPLAY = {
+    "warm": "known shape",
+    "drafter": "best of a drafter",
+    "repeat": "measured again",
+    "replay": "neighbour by replay",
+}
+
+
+def prediction_figure(study: optuna.Study) -> go.Figure:
+    """Predicted against measured speedup, a point per trial, each on the prompts that it was measured on.
+
+    Raises: MissingData if no trial has both.
+    """
+    trials = study.get_trials(deepcopy=False)
+    found = [(trial, pair) for trial in trials if (pair := predicted_and_measured(trial)) is not None]
+    check = prediction_check_of(trials)
+    if not found or check is None:
+        raise MissingData(f"predicted_ratios: no trial of study {study.study_name!r} has them and a measurement")
+    values = [value for _, pair in found for value in pair]
+    low, high = 0.95 * min(values), 1.05 * max(values)
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[low, high],
+        y=[low, high],
+        mode="lines",
+        name="measured = predicted",
+        line=DOTTED,
+        hoverinfo="skip",
+    )
+    groups = dict.fromkeys(_origin(trial) for trial, _ in found)
+    for place, origin in enumerate(groups):
+        some = [(trial, pair) for trial, pair in found if _origin(trial) == origin]
+        some.sort(key=lambda one: not is_full(one[0]))  # the legend shows the first one's form
+        colour, symbol = look(place)
+        figure.add_scatter(
+            x=[predicted for _, (predicted, _) in some],
+            y=[measured for _, (_, measured) in some],
+            mode="markers",
+            name=f"{_DISPLAY.get(origin, origin)} ({len(some)})",
+            marker={"color": colour, "size": 9, "symbol": [_symbol(symbol, trial) for trial, _ in some]},
+            customdata=[_about(trial) for trial, _ in some],
+            hovertemplate="%{customdata}<br>predicted %{x:.3f}, measured %{y:.3f}<extra></extra>",
+        )
+    figure.update_xaxes(title="predicted speedup over plain decoding", range=[low, high], constrain="domain")
+    figure.update_yaxes(title="measured speedup", range=[low, high], scaleanchor="x", constrain="domain")
+    figure.update_layout(height=640)
+    return finish(figure, "Predicted against measured", _prediction_facts(check, trials))
+
+
+def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | None = None) -> go.Figure:
+    """Measured and predicted speedup of every trial, and the pooled lower bound of whatever led after it.
+
+    Predictions are drawn where there are some. `led` is what `leaders` returns, for a caller that knows it already.
+    Raises: MissingData if no trial has been measured, or the study keeps no reference.
+    """
+    trials = study.get_trials(deepcopy=False)
+    measured = [trial for trial in trials if trial.state == TrialState.COMPLETE and "speedup" in trial.user_attrs]
+    if not measured:
+        raise MissingData(f"speedup: no trial of study {study.study_name!r} has been measured")
+    if REFERENCE not in study.user_attrs:
+        raise MissingData(f"{REFERENCE}: study {study.study_name!r} keeps none")
+    figure = go.Figure()
+    full, partial = ([trial for trial in measured if is_full(trial) == wanted] for wanted in (True, False))
+    _add_trials(figure, full, "speedup", "measured", (BLUE, "circle"))
+    _add_trials(figure, partial, "speedup", "measured, stopped early", (BLUE, "circle-open"))
+    predicted = [trial for trial in trials if "predicted_speedup" in trial.user_attrs]
+    _add_trials(figure, predicted, "predicted_speedup", "predicted", (ORANGE, "x-thin-open"))
+    _add_leader(figure, leaders(measured, Reference.from_json(study.user_attrs[REFERENCE])) if led is None else led)
+    confirmed = study.user_attrs.get("confirmed")
+    if confirmed:
+        _add_confirmed(figure, len(trials) + 1 + len(trials) // 30, confirmed)
+    figure.add_hline(y=1.0, line=DOTTED, annotation={"text": "plain decoding"}, annotation_position="bottom right")
+    figure.update_xaxes(title="trial")
+    figure.update_yaxes(title="speedup over plain decoding")
+    figure.update_layout(height=560)
+    return finish(figure, "Speedup by trial", _convergence_facts(study, trials))
+
+
+def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
+    """The space that these trials were drawn from, as far as they tell.
+
+    Raises: KeyError for trials that the search did not make; ValueError without any.
+    """
+    if not trials:
+        raise ValueError("trials: must hold at least one, got none")
+    seen = {name: one for trial in trials for name, one in trial.distributions.items()}
+    bits: dict[str, set[int]] = {"attn": set(), "mlp": set(), "layer": set()}
+    for name in seen:
+        if name.startswith("skip."):
+            _, kind, layer = name.split(".")
+            bits[kind].add(int(layer))
+    attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
+    return SearchSpace(
+        SkipMask.parse(trials[0].user_attrs["skip_mask"]).num_layers,
+        int(getattr(seen.get(GAMMA), "high", 1)),
+        attention,
+        mlp,
+        layers,
+        share_prefix=SHARE_PREFIX in seen,
+        drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
+        lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
+    )
+
+
+def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
+    """(trial number, leader once that trial was in): after every trial, or after some 200 of them; none before any led.
+
+    Cost: a fit over all earlier trials each.
+    """
+    ordered = sorted(trials, key=lambda trial: trial.number)
+    space = space_of(ordered)
+    counts = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_STANDINGS)).round().astype(int)).tolist()
+    found = [(ordered[count - 1].number, standings_of(ordered[:count], space, reference).leader) for count in counts]
+    return [(number, leader) for number, leader in found if leader is not None]
+
+
+def _add_trials(
+    figure: go.Figure, trials: Sequence[FrozenTrial], field: str, words: str, appearance: tuple[str, str]
+) -> None:
+    if not trials:
+        return
+    colour, symbol = appearance
+    tells = field == "speedup"  # which config it is need not be stored twice
+    figure.add_scatter(
+        x=[trial.number for trial in trials],
+        y=[trial.user_attrs[field] for trial in trials],
+        mode="markers",
+        name=words,
+        marker={"color": colour, "symbol": symbol, "size": 8, "line": {"width": 2, "color": colour}},
+        customdata=[_about(trial) for trial in trials] if tells else None,
+        hovertemplate=("%{customdata}" if tells else "#%{x}") + f"<br>{words} %{{y:.3f}}<extra></extra>",
+    )
+
+
+def _add_leader(figure: go.Figure, found: Sequence[tuple[int, Entry]]) -> None:
+    if not found:
+        return
+    figure.add_scatter(
+        x=[number for number, _ in found],
+        y=[entry.lower for _, entry in found],
+        mode="lines",
+        name="leader, pooled lower bound",
+        line={"color": GREEN, "width": 2.5, "shape": "hv"},
+        customdata=[f"#{e.trials[0]}, {len(e.trials)} trials, pooled {e.speedup:.3f}" for _, e in found],
+        hovertemplate="leader %{customdata}<br>lower bound %{y:.3f}<extra></extra>",
+    )
+
+
+def _add_confirmed(figure: go.Figure, x: int, confirmed: dict[str, Any]) -> None:
+    """A diamond beside the trials; one prompt has no interval, and what stands for it is a thousandfold."""
+    speedup, low, high = (confirmed[name] for name in ("speedup", "speedup_ci_low", "speedup_ci_high"))
+    bar = {"type": "data", "symmetric": False, "array": [high - speedup], "arrayminus": [speedup - low]}
+    has_interval = confirmed["num_prompts"] > 1
+    figure.add_scatter(
+        x=[x],
+        y=[speedup],
+        mode="markers",
+        name="confirmed, 95 % interval" if has_interval else "confirmed on one prompt",
+        marker={"color": PURPLE, "symbol": "diamond", "size": 11},
+        error_y=bar if has_interval else None,
+        hovertemplate=f"confirmed on {confirmed['num_prompts']} held-out prompts: %{{y:.3f}}<extra></extra>",
+    )
+
+
+def _about(trial: FrozenTrial) -> str:
+    """Hover text: which config. Short, as it is stored once a trial and figure."""
+    params, attrs = trial.params, trial.user_attrs
+    text = f"#{trial.number} {attrs.get('origin', '?')}"
+    if DRAFTER in params:
+        text += f"<br>{params[DRAFTER]}"
+    if GAMMA in params:
+        text += f"<br>mask {attrs.get('skip_mask', '?')}<br>gamma {params[GAMMA]}"
+        text += "".join(f", {name} {params[name]:g}" for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD) if params[name])
+    if LOOKUP_GAMMA in params:
+        text += f"<br>lookup of {params[MIN_MATCH]} or more tokens, gamma {params[LOOKUP_GAMMA]}"
+    return text
+
+
+def _origin(trial: FrozenTrial) -> str:
+    return str(trial.user_attrs.get("origin", "?")).partition(":")[0]
+
+
+def _symbol(symbol: str, trial: FrozenTrial) -> str:
+    return symbol if is_full(trial) else f"{symbol}-open"
+
+
+def _prediction_facts(check: PredictionCheck, trials: Sequence[FrozenTrial]) -> str:
+    text = (
+        f"{check.num_trials} trials: median error {100 * check.median_abs_error:.1f} %, "
+        f"{describe_ranks(asdict(check))}, predicted / measured {check.bias:.3f}; open = stopped early"
+    )
+    if check.noise_spearman is not None:
+        text += f"; the clock's noise alone would leave a rank correlation of {check.noise_spearman:.2f}"
+    if (replayed := replay_check_of(trials)) is not None:
+        text += f"; forwards replayed exactly in {100 * replayed.exact_share:.0f} %"
+    return text
+
+
+def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> str:
+    words = {
+        "measured": "in full",
+        "stopped_early": "stopped early",
+        "not_lossless": "NOT LOSSLESS",
+        "failed": "failed",
+        "interrupted": "interrupted",
+    }
+    counts = trials_by_state(list(trials))
+    told = [f"{counts[state]} {said}" for state, said in words.items() if counts[state]]
+    text = f"{len(trials)} trials: {', '.join(told)}"
+    if (plain := study.user_attrs.get("plain_tokens_per_s")) is not None:
+        text += f"; plain decoding {plain:.1f} tokens/s"
+    pool = json.loads(study.user_attrs.get(POOL, "[]"))
+    if pool:
+        text += f"; best of {len(pool)} predicted before the first trial {math.exp(pool[0][4]):.2f}"
+    return text

@@ -1,0 +1,279 @@
+"""Leaderboard: trials of one config pooled, prompts' difficulty taken out, ranked by a lower bound."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config.decode_config import DecodeConfig
+from search.study.space import DRAFTER, SearchSpace
+
+MIN_SIGMA = 0.005
+"""Nobody's clock is better than half a percent per pair; guards against runs that were quiet by chance."""
+PRIOR_SIGMA = 0.1
+"""Spread of a log ratio assumed until it is measured: most of it is that configs suit some prompts better."""
+_ONE_SIDED_95 = 1.645
+_STOP_Z = 2.0
+_MIN_FREEDOM = 8
+_SWEEPS = 30
+_TRUST_WEIGHT = 0.03
+"""Of the belief that forecast tastes are true, as a sum of squared tastes: a handful of trials outweighs it."""
+_FORECAST_SIGMA = 0.02
+"""Spread assumed of measured speedups around forecast ones (log, a bias common to all apart), until trials tell."""
+_FORECAST_WEIGHT = 8
+"""Of that assumption, in configs."""
+TOKENS_PER_S = "tokens_per_s"
+"""Attribute of a trial whose value is something else."""
+EXPECTED_GAIN = "expected_gain"
+"""Attribute of a trial: what the best config not measured then was expected to gain on the best measured one."""
+FAILURE = "failure"
+"""Attribute of a failed trial: why."""
+INTERRUPTED, WORKER_DIED, WITHDRAWN = "interrupted", "worker died", "withdrawn: the total is reached without it"
+"""Reasons that say nothing about the config."""
+Key = tuple[tuple[str, Any], ...]
+Floats = npt.NDArray[np.float64]
+
+
+def key_of(params: Mapping[str, Any]) -> Key:
+    """A config's parameters as something to look up."""
+    return tuple(_pair(name, params[name]) for name in sorted(params))
+
+
+@lru_cache(maxsize=1 << 14, typed=True)
+def _pair(name: str, value: Any) -> tuple[str, Any]:
+    """Keys of thousands of configs share their pairs: a search keeps one for every config that it ever predicted."""
+    return name, value
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One config with all its trials pooled."""
+
+    config: DecodeConfig
+    params: Mapping[str, Any]
+    trials: tuple[int, ...]
+    """Numbers of its full trials, or of all where each was stopped early; first measured first."""
+    num_pairs: int
+    speedup: float
+    """Estimate for the average prompt, see `Standings.trust`, drawn towards the forecast, see `make_standings`."""
+    lower: float
+    """One-sided 95 % lower bound of `speedup`."""
+    stopped_early: bool = False
+    """Whether every trial of it was."""
+
+
+@dataclass(frozen=True)
+class Standings:
+    """Every config that has a full trial, best lower bound first, and what was learnt about the prompts."""
+
+    entries: tuple[Entry, ...]
+    """They alone can lead."""
+    effects: Mapping[int, float]
+    """Per prompt (its place in the reference): how far log ratios on it lie above the average first-trial prompt's."""
+    sigma: float
+    """Spread of one log ratio around config + prompt: clock noise, and taste of configs for prompts."""
+    trust: float = 1.0
+    """Share of a config's forecast taste for its prompts that is taken out of its ratios; 0 where some trial keeps no
+    forecast. With it estimates are for the average of all prompts, else for that of a first trial."""
+    stopped: tuple[Entry, ...] = ()
+    """Of each drafter without an entry the config with the best lower bound, estimated from the prompts that it saw
+    before its trials were stopped early."""
+
+    @property
+    def leader(self) -> Entry | None:
+        """The config with the best lower bound."""
+        return self.entries[0] if self.entries else None
+
+    def is_hopeless(self, estimate: float, num_pairs: int) -> bool:
+        """Whether a config that stands at `estimate` after so many pairs lies two standard errors below the leader."""
+        if self.leader is None:
+            return False
+        error = self.sigma * math.sqrt(1 / num_pairs + 1 / self.leader.num_pairs)
+        return math.log(estimate / self.leader.speedup) < -_STOP_Z * error
+
+    def num_full_trials(self, params: Mapping[str, Any]) -> int:
+        """How often this config has been measured in full."""
+        return next((len(entry.trials) for entry in self.entries if entry.params == params), 0)
+
+    def standardised(
+        self, steps: Sequence[int], ratios: Sequence[float], tastes: Sequence[float] | None = None
+    ) -> float:
+        """Speedup on the average prompt, from ratios on any prompts: easy prompts count for less.
+
+        tastes: what the config was forecast to like each of these prompts more than the average one, see `taste_of`.
+        """
+        known = [0.0] * len(ratios) if tastes is None else tastes
+        logs = [
+            math.log(ratio) - self.effects.get(step, 0.0) - self.trust * taste
+            for step, ratio, taste in zip(steps, ratios, known, strict=True)
+        ]
+        return math.exp(math.fsum(logs) / len(logs))
+
+
+def counted(trials: Iterable[FrozenTrial]) -> int:
+    """Trials that count towards the total: measured, refused or failed for a reason of their own.
+
+    Interrupted and killed ones do not; their configs are queued again.
+    """
+    return sum(trial.state.is_finished() and not was_interrupted(trial) for trial in trials)
+
+
+def expected_gains(trials: Iterable[FrozenTrial], latest: int) -> list[float]:
+    """Of the `latest` last trials that know one, oldest first."""
+    found = [one.user_attrs[EXPECTED_GAIN] for one in trials if EXPECTED_GAIN in one.user_attrs]
+    return [float(one) for one in found[-latest:]]
+
+
+def was_interrupted(trial: FrozenTrial) -> bool:
+    """Stopped by a signal, its process died, or it was one too many: FAIL without a reason of its own."""
+    reasons = (INTERRUPTED, WORKER_DIED, WITHDRAWN)
+    return trial.state == TrialState.FAIL and trial.user_attrs.get(FAILURE, INTERRUPTED) in reasons
+
+
+def tokens_per_s_of(trial: FrozenTrial) -> float:
+    """What a measured trial decoded at."""
+    return float(trial.user_attrs.get(TOKENS_PER_S, trial.value or 0.0))
+
+
+def is_full(trial: FrozenTrial) -> bool:
+    """Measured on all prompts of a trial, losslessly: one that may lead."""
+    return _is_measured(trial) and trial.user_attrs.get("stopped_early") is False
+
+
+def taste_of(attributes: Mapping[str, Any]) -> list[float] | None:
+    """Per prompt of a trial, how much more its config was forecast to like it than the average prompt, in log speedup.
+
+    None where the trial keeps no forecast.
+    """
+    ratios, average = attributes.get("forecast_ratios"), attributes.get("forecast_speedup")
+    return [math.log(ratio / average) for ratio in ratios] if ratios and average else None
+
+
+def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigma: float, num_first: int) -> Standings:
+    """Pool the trials of each config and rank the configs.
+
+    Where every trial keeps a forecast, what its config was forecast to like its prompts more than the average prompt is
+    taken out of its log ratios, in the share in which ratios have followed forecasts so far: a config that was lucky
+    with its prompts is not taken for a fast one.
+    Fits log ratio = config + prompt + trust x taste + rest by alternating means, prompts shrunk towards zero by one
+    observation's weight, with the first `num_first` prompts averaging zero. So a config measured again on other
+    prompts, or stopped early, is compared as if on the same ones. The bound is config - 1.645 sigma / sqrt(pairs),
+    sigma being the rest's spread (0.1, or the A/A noise if larger, until 8 degrees of freedom are there): one lucky
+    trial ranks below a slightly slower config measured often.
+    A forecast was made on more text than trials decode. So where every config has one, its mean is drawn towards it
+    (empirical Bayes: forecasts, a common bias apart, spread around the truth as widely as the trials so far of configs
+    that may lead say; how far off they are for hopeless ones tells little), and the bound is that of the result: what
+    is measured often stands for itself, one trial does not.
+    Cost: well under a millisecond per hundred trials.
+    """
+    groups: dict[Key, list[FrozenTrial]] = defaultdict(list)
+    for trial in trials:
+        if _is_measured(trial) and space.holds(trial.params):
+            groups[key_of(trial.params)].append(trial)
+    if not groups:
+        return Standings((), {}, max(noise_sigma, PRIOR_SIGMA))
+    fit = _Fit(list(groups.values()), num_first)
+    sigma = max(noise_sigma, PRIOR_SIGMA) if fit.sigma is None else max(fit.sigma, MIN_SIGMA)
+    may_lead = np.array([any(is_full(trial) for trial in group) for group in groups.values()])
+    means, errors = _towards_forecasts(fit, [_forecast_of(group) for group in groups.values()], sigma, may_lead)
+    keys, members, bounds = list(groups), list(groups.values()), means - _ONE_SIDED_95 * errors
+
+    def entry_of(i: int) -> Entry:
+        params, mean, lower = dict(keys[i]), float(means[i]), float(bounds[i])
+        trials = tuple(sorted(trial.number for trial in members[i] if is_full(trial) or not may_lead[i]))
+        pairs, bounded = int(fit.pairs[i]), (math.exp(mean), math.exp(lower))
+        return Entry(space.to_config(params), params, trials, pairs, *bounded, stopped_early=not may_lead[i])
+
+    entries = [entry_of(int(i)) for i in np.flatnonzero(may_lead)]
+    entries.sort(key=lambda entry: (-entry.lower, entry.trials))
+    best_first = [int(i) for i in np.argsort(-bounds, kind="stable")]
+    stopped = _first_by_drafter(keys, [i for i in best_first if not may_lead[i]])
+    leading = {one.config.drafter for one in entries}
+    others = [entry_of(i) for drafter, i in stopped.items() if drafter not in leading]
+    return Standings(tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.trust, tuple(others))
+
+
+def _first_by_drafter(keys: Sequence[Key], places: Iterable[int]) -> dict[str, int]:
+    """The first of these places for each drafter. No config is made: that costs more than the fit of many trials."""
+    found: dict[str, int] = {}
+    for i in places:
+        found.setdefault(dict(keys[i]).get(DRAFTER, "layer_skip"), i)
+    return found
+
+
+def _forecast_of(trials: Sequence[FrozenTrial]) -> float | None:
+    """Log speedup forecast on all texts, on average over a config's trials; None where none keeps one."""
+    logs = [math.log(one) for trial in trials if (one := trial.user_attrs.get("forecast_speedup"))]
+    return math.fsum(logs) / len(logs) if logs else None
+
+
+def _towards_forecasts(
+    fit: _Fit, forecasts: Sequence[float | None], sigma: float, may_lead: npt.NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """(means, standard errors) of the configs; as measured where some config has no forecast."""
+    variances = sigma**2 / fit.pairs
+    known = [one for one in forecasts if one is not None]
+    if len(known) < len(forecasts) or fit.trust == 0.0:
+        return fit.configs, np.sqrt(variances)
+    apart = fit.configs - np.array(known)
+    telling, clock = (apart[may_lead], variances[may_lead]) if may_lead.any() else (apart, variances)
+    bias = float(np.median(telling))  # not the mean: one config measured often and far off is no common bias
+    # What is left of the squared distances when the clock's part is taken out, and the assumption weighed in.
+    excess = float(((telling - bias) ** 2 - clock).sum())
+    total = excess + _FORECAST_WEIGHT * _FORECAST_SIGMA**2
+    spread = max(total / (len(telling) + _FORECAST_WEIGHT), MIN_SIGMA**2)
+    share = spread / (spread + variances)
+    return np.array(known) + bias + share * (apart - bias), np.sqrt(share * variances)
+
+
+class _Fit:
+    """The fit: arrays `configs` and `prompts` of effects, `pairs` per config, `trust`, `sigma` or None."""
+
+    def __init__(self, groups: Sequence[Sequence[FrozenTrial]], num_first: int) -> None:
+        told = [(i, trial, taste_of(trial.user_attrs)) for i, group in enumerate(groups) for trial in group]
+        known = all(tastes is not None for _, _, tastes in told)
+        rows = []
+        for i, trial, tastes in told:
+            steps, ratios = trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"]
+            # A trial that stopped early was forecast on more prompts than it saw.
+            liking = tastes if known and tastes else [0.0] * len(ratios)
+            for step, ratio, liked in zip(steps, ratios, liking, strict=False):
+                rows.append((i, step, math.log(ratio), is_full(trial), liked))
+        config = np.array([row[0] for row in rows])
+        prompt = np.array([row[1] for row in rows])
+        log = np.array([row[2] for row in rows])
+        full = np.array([row[3] for row in rows])
+        taste = np.array([row[4] for row in rows])
+        self.pairs = np.bincount(config)
+        self.trust: float = 1.0 if known else 0.0
+        apart = taste - (np.bincount(config, taste) / self.pairs)[config]  # within a config is all that tells
+        seen = np.bincount(prompt)
+        self.prompts = np.zeros(len(seen))
+        first = np.flatnonzero(seen[:num_first])
+        for _ in range(_SWEEPS):
+            tasteless = log - self.trust * taste
+            self.configs = np.bincount(config, tasteless - self.prompts[prompt]) / self.pairs
+            self.prompts = np.bincount(prompt, tasteless - self.configs[config]) / (seen + 1)
+            shift = self.prompts[first].mean() if len(first) else 0.0
+            self.prompts = np.where(seen > 0, self.prompts - shift, 0.0)
+            if known:
+                followed = float(apart @ (log - self.prompts[prompt])) + _TRUST_WEIGHT
+                self.trust = float(np.clip(followed / (float(apart @ apart) + _TRUST_WEIGHT), 0.0, 1.0))
+        tasteless = log - self.trust * taste
+        self.configs = np.bincount(config, tasteless - self.prompts[prompt]) / self.pairs
+        rest = (tasteless - self.configs[config] - self.prompts[prompt])[full]
+        freedom = len(rest) - len(np.unique(config[full])) - len(np.unique(prompt[full])) + 1 if len(rest) else 0
+        self.sigma = math.sqrt(float(rest @ rest) / freedom) if freedom >= _MIN_FREEDOM else None
+
+
+def _is_measured(trial: FrozenTrial) -> bool:
+    attrs = trial.user_attrs
+    return trial.state == TrialState.COMPLETE and attrs.get("lossless") is True and bool(attrs.get("ratios"))

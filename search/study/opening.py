@@ -1,0 +1,131 @@
+"""The Optuna study: create or reopen, refuse a mismatch, count its trials."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import optuna
+from optuna.pruners import NopPruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from search.measure.threads import threads_are_fixed
+from search.storages.opening import close_storage, open_storage, storage_file
+from search.study.fingerprint import Fingerprint, compare
+from search.study.leaderboard import was_interrupted
+from search.study.spec import StudyPaths, StudySpec
+from search.workers.posts import num_cores
+
+_FINGERPRINT = "fingerprint"
+
+
+def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts: Mapping[str, Any]) -> optuna.Study:
+    """Create the study, or reopen it if it was measured on the same things.
+
+    `facts` are stored at creation only (environment, command, spec).
+    Raises: FingerprintMismatch naming the fields; ValueError if the name belongs to a study of something else.
+    """
+    study = optuna.create_study(
+        storage=storage,
+        study_name=name,
+        direction="maximize",
+        load_if_exists=True,
+        # The objective stops hopeless trials itself, against the pooled leader and with prompts' difficulty taken out.
+        # WilcoxonPruner compares with the single luckiest trial, and only on prompts that both have seen.
+        pruner=NopPruner(),
+    )
+    stored = study.user_attrs.get(_FINGERPRINT)
+    if stored is None:
+        if study.get_trials(deepcopy=False):
+            raise ValueError(f"study {name!r}: has trials that search.run did not make; use another --study-name")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names([fingerprint.objective])
+        for key, value in {"created_at": now_utc(), **facts}.items():
+            study.set_user_attr(key, value)
+        study.set_user_attr(_FINGERPRINT, asdict(fingerprint))  # last: a study with it has all the rest
+    else:
+        compare(stored, fingerprint)
+    return study
+
+
+def stored_study(storage: BaseStorage, name: str) -> optuna.Study | None:
+    """The study, if there is one that `open_study` made."""
+    if name not in optuna.get_all_study_names(storage):
+        return None
+    study = optuna.load_study(study_name=name, storage=storage)
+    return study if _FINGERPRINT in study.user_attrs else None
+
+
+def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
+    """The spec with what an existing study was measured with, and searches, in place of what is left open."""
+    if spec.engine != "auto" and not _leaves_threads_open(spec) and None not in (spec.gamma_max, spec.share_prefix):
+        return spec
+    return with_choices(spec, _stored_fingerprint(paths.storage_url(spec), paths.study_name(spec)))
+
+
+def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> StudySpec:
+    """The spec with a fingerprint's engine, CPU threads, `gamma_max` and `share_prefix`, where it leaves them open:
+    a study goes on as it was begun, whatever a new one would be like.
+
+    Threads are measured anew where workers may differ, and where there are fewer cores than the fingerprint's.
+    """
+    known = fingerprint or {}
+    update: dict[str, Any] = {}
+    if spec.gamma_max is None and "gamma_max" in known:
+        update["gamma_max"] = known["gamma_max"]
+    # On another engine than the study's, what is to be said is that it is another.
+    if spec.share_prefix is None and known and spec.engine in ("auto", known.get("engine")):
+        update["share_prefix"] = known.get("share_prefix", False)
+    engine, threads = known.get("engine"), known.get("num_threads")
+    if spec.engine == "auto" and isinstance(engine, str):
+        update["engine"] = engine
+    if _leaves_threads_open(spec) and isinstance(threads, int) and threads <= num_cores():
+        update["num_threads"] = threads
+    return spec.model_copy(update=update)
+
+
+def _leaves_threads_open(spec: StudySpec) -> bool:
+    return spec.num_threads is None and spec.objective != "speedup" and not threads_are_fixed()
+
+
+def _stored_fingerprint(url: str, name: str) -> dict[str, Any] | None:
+    file = storage_file(url)
+    if file is not None and not file.is_file():
+        return None
+    storage = open_storage(url)
+    try:
+        if name not in optuna.get_all_study_names(storage):
+            return None
+        stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(_FINGERPRINT)
+    finally:
+        close_storage(storage)
+    return stored if isinstance(stored, dict) else None
+
+
+def set_sampler(study: optuna.Study, sampler: BaseSampler) -> None:
+    """Give the opened study its sampler."""
+    study.sampler = sampler
+
+
+def trials_by_state(trials: list[FrozenTrial]) -> dict[str, int]:
+    """Counts by state, in words of this package."""
+    words = dict.fromkeys(("measured", "stopped_early", "not_lossless", "failed", "interrupted"), 0)
+    for trial in trials:
+        if trial.state == TrialState.COMPLETE:
+            words["stopped_early" if trial.user_attrs.get("stopped_early") else "measured"] += 1
+        elif trial.state == TrialState.PRUNED:
+            words["not_lossless"] += 1
+        elif trial.state == TrialState.FAIL:
+            words["interrupted" if was_interrupted(trial) else "failed"] += 1
+    return words
+
+
+def now_utc() -> str:
+    """ISO 8601, seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,150 @@
+"""Named prompt sets: tuning and held-out, never mixed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerskip.analysis.intervals import MIN_BOOTSTRAP
+from layerskip.command_line.prompts import Encoder, Prompt, encode_prompt
+from layerskip.command_line.prompts import read_prompts as read_file
+from layerskip.config.sampling_params import SamplingParams
+from layerskip.config.sampling_regime import Sampling
+from search.study.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
+
+MIN_TUNING = 2
+MIN_HELD_OUT = 4
+MIN_TO_SPLIT = MIN_TUNING + MIN_HELD_OUT
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of one purpose, in file order."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over the prompts' contents in order."""
+        return _sha256("\n".join(prompt.fingerprint for prompt in self.prompts))[:16]
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model sees it."""
+
+    prompt_id: str
+    group: str | None
+    ids: tuple[int, ...]
+    is_text: bool = False
+    """Plain text, of which a beginning is a prompt too; not so a chat, nor a turn that went through a template."""
+    sampling: Sampling | None = None
+    """How its tokens are chosen, where its record says."""
+
+
+def continuation_seed(seed: int, prompt_ids: Sequence[int], number: int = 0) -> int:
+    """Of the random numbers that a prompt is continued with for the `number`-th time, in a study with this seed."""
+    text = f"{seed} {list(prompt_ids)}" + (f" {number}" if number else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROUPS) -> tuple[PromptSet, PromptSet]:
+    """Read and check both sets; without a held-out file, split the tuning file.
+
+    The split is deterministic: by content hash, a third of the prompts but at least 4 are held out; where groups are
+    required, a third of each group but at least 2.
+    Raises: ValueError or FileNotFoundError in one line with file and line.
+    """
+    tuning_set = PromptSet("tuning", read_prompts(Path(tuning), grouping))
+    if held_out is None:
+        return _split(tuning_set.prompts, tuning, by_group=grouping.required)
+    held_out_set = PromptSet("held-out", read_prompts(Path(held_out), grouping))
+    seen = {prompt.fingerprint: prompt.source for prompt in tuning_set.prompts}
+    for prompt in held_out_set.prompts:
+        if prompt.fingerprint in seen:
+            raise ValueError(f"{prompt.source}: held-out prompt is also a tuning prompt ({seen[prompt.fingerprint]})")
+    for prompts, least in ((tuning_set, MIN_TUNING), (held_out_set, MIN_HELD_OUT)):
+        if len(prompts.prompts) < least:
+            path = tuning if prompts is tuning_set else held_out
+            raise ValueError(f"{path}: needs at least {least} {prompts.name} prompts, got {len(prompts.prompts)}")
+    return tuning_set, held_out_set
+
+
+def encoded_fingerprint(prompts: Sequence[EncodedPrompt]) -> str:
+    """Hash over the prompts' token ids in order."""
+    return _sha256(json.dumps([prompt.ids for prompt in prompts]))[:16]
+
+
+def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ...]:
+    """Every prompt of a JSONL file, with its group; see `layerskip.command_line.prompts.read_prompts`."""
+    return read_file(path, grouping)
+
+
+def encode_prompts(
+    prompt_set: PromptSet, model: Encoder, *, room: int, generation_config: Any = None
+) -> tuple[EncodedPrompt, ...]:
+    """Token ids of every prompt; see `layerskip.command_line.prompts.encode_prompt` for `room` and what it raises.
+
+    generation_config: what stands behind settings that a prompt's record leaves out.
+    """
+    return tuple(
+        EncodedPrompt(
+            prompt.prompt_id,
+            prompt.group,
+            encode_prompt(prompt, model, room=room),
+            is_text=prompt.kind == "text",
+            sampling=_sampling_of(prompt, generation_config),
+        )
+        for prompt in prompt_set.prompts
+    )
+
+
+def split_held_out(
+    prompts: Sequence[EncodedPrompt], num_reporting: int
+) -> tuple[tuple[EncodedPrompt, ...], tuple[EncodedPrompt, ...]]:
+    """(prompts that choose among finalists, prompts that report): at most `num_reporting` each, in file order.
+
+    The first ones report. Where fewer than eight are left to choose, nobody else does: too few would choose badly.
+    """
+    choosing = tuple(prompts[num_reporting : 2 * num_reporting])
+    return choosing if len(choosing) >= MIN_BOOTSTRAP else (), tuple(prompts[:num_reporting])
+
+
+def in_regime(prompts: Sequence[EncodedPrompt], sampling: Sampling) -> tuple[EncodedPrompt, ...]:
+    """The prompts that a regime is tuned on: those whose records say nothing of how tokens are chosen, or say this."""
+    return tuple(one for one in prompts if one.sampling in (None, sampling))
+
+
+def _sampling_of(prompt: Prompt, generation_config: Any) -> Sampling | None:
+    if not prompt.settings:
+        return None
+    try:
+        return Sampling.of(SamplingParams.from_generation_config(generation_config, **prompt.settings))
+    except ValueError as error:
+        raise ValueError(f"{prompt.source}: {error}") from None
+
+
+def _split(prompts: tuple[Prompt, ...], path: str, *, by_group: bool) -> tuple[PromptSet, PromptSet]:
+    if len(prompts) < MIN_TO_SPLIT:
+        raise ValueError(
+            f"{path}: without --held-out the prompts are split, which needs at least {MIN_TO_SPLIT}, got {len(prompts)}"
+        )
+    # Group by group where groups count, or chance would leave small ones without held-out prompts.
+    parts = [of_group(prompts, name) for name in {one.group for one in prompts}] if by_group else [prompts]
+    least = MIN_IN_GROUP if by_group else MIN_HELD_OUT
+    chosen: set[str] = set()
+    for part in parts:
+        chosen.update(sorted(prompt.fingerprint for prompt in part)[: max(least, len(part) // 3)])
+    return (
+        PromptSet("tuning", tuple(prompt for prompt in prompts if prompt.fingerprint not in chosen)),
+        PromptSet("held-out", tuple(prompt for prompt in prompts if prompt.fingerprint in chosen)),
+    )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

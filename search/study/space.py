@@ -1,0 +1,288 @@
+"""Trial <-> DecodeConfig: the search space; the only file that calls trial.suggest_*."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from layerskip.config.decode_config import DecodeConfig, DrafterName, check_drafters
+from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.config.skip_mask import SkipMask
+from search.study.lookup_choice import LookupChoice
+
+GAMMA = "gamma"
+DRAFT_THRESHOLD = "draft_threshold"
+TARGET_THRESHOLD = "target_threshold"
+SHARE_PREFIX = "share_prefix"
+DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
+MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
+FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
+THRESHOLD_STEP = 0.05
+THRESHOLD_MAX = 0.95
+MIN_MATCH_MAX = 6
+GAMMA_MAX = 16
+"""Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""
+LOOKUP_GAMMA_MAX = 24
+"""Text that repeats itself rewards long proposals: on the demo most are best at the end of this range."""
+FACTORS = (1.0, 2.0, 4.0, 16.0)
+_MAX_MATCH = 16
+"""Of prompt lookup, not searched, as is the most frequent continuation: neither made a difference on the demo."""
+
+_METHODS = ("prompt_lookup", "suffix")
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """A drafter, and what that drafter has: of layer skipping one categorical bit per sublayer (or whole layer), gamma
+    and both thresholds; of lookups their own. Which parameters a trial has follows from its drafter.
+
+    Bits are categorical because Optuna's samplers do worse, and slower, on 0/1 integers.
+    Names are zero-padded (`skip.attn.07`) because the dashboard sorts them as text.
+    """
+
+    num_layers: int
+    gamma_max: int
+    attention_bits: tuple[int, ...]
+    """Layers whose attention alone may be skipped."""
+    mlp_bits: tuple[int, ...]
+    """Layers whose MLP alone may be skipped."""
+    layer_bits: tuple[int, ...]
+    """Layers that are skipped whole or not at all."""
+    share_prefix: bool = False
+    """Whether to verify behind the layers that the draft keeps is searched too."""
+    drafters: tuple[DrafterName, ...] = ("layer_skip",)
+    """With `layer_skip` alone there is no parameter for it."""
+    lookup_gamma_max: int = LOOKUP_GAMMA_MAX
+
+    def __post_init__(self) -> None:
+        check_drafters(self.drafters)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        gamma_max: int,
+        granularity: str,
+        share_prefix: bool = False,
+        drafters: Sequence[DrafterName] = ("layer_skip",),
+        lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
+    ) -> SearchSpace:
+        """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
+        whole: tuple[bool, ...] = model.whole_layers_only
+        if granularity == "layer":
+            whole = (True,) * model.num_layers
+        apart = tuple(i for i, one in enumerate(whole) if not one)
+        return cls(
+            num_layers=model.num_layers,
+            gamma_max=gamma_max,
+            attention_bits=apart,
+            mlp_bits=apart,
+            layer_bits=tuple(i for i, one in enumerate(whole) if one),
+            share_prefix=share_prefix,
+            drafters=tuple(drafters),
+            lookup_gamma_max=lookup_gamma_max,
+        )
+
+    @property
+    def uses_masks(self) -> bool:
+        """Whether any drafter drafts under a mask."""
+        return "layer_skip" in self.drafters or "hybrid" in self.drafters
+
+    @property
+    def lookup_methods(self) -> tuple[str, ...]:
+        """Ways to look tokens up, alone or in a hybrid."""
+        if "hybrid" in self.drafters:
+            return _METHODS
+        return tuple(one for one in _METHODS if one in self.drafters)
+
+    @property
+    def gamma_limit(self) -> int:
+        """Most draft tokens of any round."""
+        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods else 0)
+
+    @cached_property
+    def bit_names(self) -> tuple[str, ...]:
+        """Parameter names of the mask, layers in order."""
+        width = max(2, len(str(self.num_layers - 1)))
+        return tuple(
+            f"skip.{kind}.{i:0{width}}"
+            for kind, layers in (("attn", self.attention_bits), ("mlp", self.mlp_bits), ("layer", self.layer_bits))
+            for i in layers
+        )
+
+    @cached_property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Optuna's view of the space: every parameter that any trial of a study may have."""
+        threshold = FloatDistribution(0.0, THRESHOLD_MAX, step=THRESHOLD_STEP)
+        found: dict[str, BaseDistribution] = {}
+        if self.uses_masks:
+            found |= {name: CategoricalDistribution([False, True]) for name in self.bit_names}
+            found |= {
+                GAMMA: IntDistribution(1, self.gamma_max),
+                DRAFT_THRESHOLD: threshold,
+                TARGET_THRESHOLD: threshold,
+            }
+            if self.share_prefix:
+                found[SHARE_PREFIX] = CategoricalDistribution([False, True])
+        if self.lookup_methods:
+            found |= {
+                MIN_MATCH: IntDistribution(1, MIN_MATCH_MAX),
+                LOOKUP_GAMMA: IntDistribution(1, self.lookup_gamma_max),
+                LOOKUP_THRESHOLD: threshold,
+            }
+        if "suffix" in self.lookup_methods:
+            found |= {FACTOR: CategoricalDistribution(FACTORS), MIN_PROBABILITY: threshold}
+        if "hybrid" in self.drafters:
+            found[LOOKUP_METHOD] = CategoricalDistribution(_METHODS)
+        if self.drafters != ("layer_skip",):
+            found[DRAFTER] = CategoricalDistribution(self.drafters)
+        return found
+
+    def names_for(self, drafter: str, method: str | None = None) -> list[str]:
+        """Parameters that a trial with this drafter has; `method` is a hybrid's."""
+        names = [DRAFTER] if DRAFTER in self.distributions else []
+        if drafter in ("layer_skip", "hybrid"):
+            names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
+            names += [SHARE_PREFIX] if self.share_prefix else []
+        if drafter == "hybrid":
+            names.append(LOOKUP_METHOD)
+        if drafter != "layer_skip":
+            names += [MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD]
+        if (method if drafter == "hybrid" else drafter) == "suffix":
+            names += [FACTOR, MIN_PROBABILITY]
+        return names
+
+    def holds(self, params: Mapping[str, Any]) -> bool:
+        """Whether these are the parameters of a whole config of this space."""
+        drafter = params.get(DRAFTER, "layer_skip")
+        if drafter not in self.drafters:
+            return False
+        expected = set(self.names_for(drafter, params.get(LOOKUP_METHOD)))
+        # Studies from before there were drafters have trials without this parameter.
+        return params.keys() | {DRAFTER} == expected | {DRAFTER}
+
+    def reduce(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a value for every parameter, those that the drafter has."""
+        names = self.names_for(params.get(DRAFTER, self.drafters[0]), params.get(LOOKUP_METHOD))
+        return {name: params[name] for name in names}
+
+    def suggest(self, trial: optuna.Trial) -> DecodeConfig:
+        """Ask the trial for a config: for its drafter first, then for what that has."""
+        params: dict[str, Any] = {}
+
+        def ask(name: str) -> Any:
+            if name not in params:
+                params[name] = _ask(trial, name, self.distributions[name])
+            return params[name]
+
+        drafter = ask(DRAFTER) if DRAFTER in self.distributions else "layer_skip"
+        method = ask(LOOKUP_METHOD) if drafter == "hybrid" else None
+        for name in self.names_for(drafter, method):
+            ask(name)
+        return self.to_config(params)
+
+    def to_config(self, params: Mapping[str, Any]) -> DecodeConfig:
+        """The config of a trial's parameters. Raises: ValueError if one is missing or unknown."""
+        drafter = params.get(DRAFTER, "layer_skip")
+        if not self.holds(params):
+            expected = self.names_for(drafter, params.get(LOOKUP_METHOD)) if drafter in self.drafters else []
+            different = sorted(params.keys() ^ set(expected))
+            raise ValueError(f"params: must be the space's parameters, differ in {different}")
+        if drafter == "layer_skip":
+            return DecodeConfig(**self._mask_fields(params))
+        choice = _choice_of(params, params.get(LOOKUP_METHOD, drafter))
+        if drafter == "hybrid":
+            return DecodeConfig(drafter=drafter, **self._mask_fields(params), lookup=choice.in_hybrid())
+        return choice.alone(self.num_layers)
+
+    def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "skip_mask": self.to_mask(params),
+            "gamma": int(params[GAMMA]),
+            "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
+            "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
+            "share_prefix": bool(params.get(SHARE_PREFIX, False)),
+        }
+
+    def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
+        """The mask of its bits; other parameters are ignored, and without bits it skips nothing."""
+        chosen = {name for name in self.bit_names if bits.get(name, False)}
+        attention, mlp, layers = (_layers(chosen, kind) for kind in ("attn", "mlp", "layer"))
+        return SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
+
+    def to_bits(self, mask: SkipMask) -> dict[str, Any]:
+        """The bits of a mask, those that the space has."""
+        if mask.num_layers != self.num_layers:
+            raise ValueError(f"skip_mask: must have {self.num_layers} layers, got {mask.num_layers}")
+        flags = [mask.attention[i] for i in self.attention_bits]
+        flags += [mask.mlp[i] for i in self.mlp_bits]
+        flags += [mask.attention[i] and mask.mlp[i] for i in self.layer_bits]
+        return dict(zip(self.bit_names, flags, strict=True))
+
+    def to_params(self, config: DecodeConfig) -> dict[str, Any]:
+        """The parameters of a config, moved to the nearest point of the space.
+
+        Bits the space has not are dropped; a whole-layer bit is set if the config skips both halves; gamma is cut to
+        1..gamma_max; thresholds are rounded to the step, and so on. On configs of the space it is the inverse of
+        `to_config`.
+        """
+        params: dict[str, Any] = {}
+        if config.drafter in ("layer_skip", "hybrid"):
+            params = self.to_bits(config.skip_mask) | {
+                GAMMA: min(max(config.gamma, 1), self.gamma_max),
+                DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
+                TARGET_THRESHOLD: snap_threshold(config.target_threshold),
+            }
+            params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
+        if DRAFTER in self.distributions:
+            params[DRAFTER] = config.drafter
+        if (choice := LookupChoice.of(config)) is None:
+            return params
+        lookup = choice.settings
+        if config.drafter == "hybrid":
+            params[LOOKUP_METHOD] = lookup.method
+        if isinstance(lookup, SuffixLookup):
+            params[FACTOR] = min(FACTORS, key=lambda one: abs(one - lookup.factor))
+            params[MIN_PROBABILITY] = snap_threshold(lookup.min_probability)
+        return params | {
+            MIN_MATCH: min(lookup.min_match, MIN_MATCH_MAX),
+            LOOKUP_GAMMA: min(choice.gamma, self.lookup_gamma_max),
+            LOOKUP_THRESHOLD: snap_threshold(choice.target_threshold),
+        }
+
+
+def lookup_settings(method: str, min_match: int, factor: float, min_probability: float) -> PromptLookup | SuffixLookup:
+    """Those of the space; what the method has not is ignored."""
+    if method == "prompt_lookup":
+        return PromptLookup(min_match=min_match, max_match=_MAX_MATCH)
+    return SuffixLookup(min_match=min_match, factor=factor, min_probability=min_probability)
+
+
+def _choice_of(params: Mapping[str, Any], method: str) -> LookupChoice:
+    probability = snap_threshold(params.get(MIN_PROBABILITY, 0.0))
+    settings = lookup_settings(method, int(params[MIN_MATCH]), float(params.get(FACTOR, 1.0)), probability)
+    return LookupChoice(settings, int(params[LOOKUP_GAMMA]), snap_threshold(params[LOOKUP_THRESHOLD]))
+
+
+def _ask(trial: optuna.Trial, name: str, one: BaseDistribution) -> Any:
+    if isinstance(one, CategoricalDistribution):
+        return trial.suggest_categorical(name, one.choices)
+    if isinstance(one, IntDistribution):
+        return trial.suggest_int(name, one.low, one.high)
+    assert isinstance(one, FloatDistribution)
+    return trial.suggest_float(name, one.low, one.high, step=one.step)
+
+
+def snap_threshold(value: float) -> float:
+    """The nearest threshold on the grid 0, 0.05, ..., 0.95, without binary dust."""
+    return round(min(max(round(value / THRESHOLD_STEP), 0), round(THRESHOLD_MAX / THRESHOLD_STEP)) * THRESHOLD_STEP, 2)
+
+
+def _layers(names: Iterable[str], kind: str) -> set[int]:
+    return {int(name.rpartition(".")[2]) for name in names if name.startswith(f"skip.{kind}.")}

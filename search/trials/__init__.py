@@ -1,0 +1,1 @@
+"""Propose, measure, record."""

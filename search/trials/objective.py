@@ -1,0 +1,237 @@
+"""Objective: one trial = config -> lossless gate -> paired measurement -> value and attributes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from layerskip.config.decode_config import DecodeConfig
+from search.measure.decoder import Decoder
+from search.measure.pairs import LosslessViolation, Pair, add_up, measure_pair, speedup
+from search.measure.reference import Reference
+from search.measure.statistics import geometric_mean, ratio_interval
+from search.outlook.outlook import Outlook
+from search.predict.learnt_costs import step_times_of
+from search.predict.replay import live_counts
+from search.stop import StopSignal
+from search.study.leaderboard import (
+    EXPECTED_GAIN,
+    FAILURE,
+    INTERRUPTED,
+    TOKENS_PER_S,
+    WITHDRAWN,
+    Standings,
+    make_standings,
+    taste_of,
+)
+from search.study.space import SearchSpace
+from search.trials.sampler import ProposalSampler
+from search.workers.hang import watched
+from search.workers.process import process_token
+from search.workers.reaping import interrupt
+
+
+class TrialFailed(RuntimeError):  # noqa: N818 (reads as the fact it states)
+    """A trial broke; the reason is in its attribute `failure`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial measured."""
+
+    pairs: tuple[Pair, ...]
+    steps: tuple[int, ...]
+    """Places of the prompts in the reference."""
+    speedup: float
+    """As on the average prompt (see `Standings.standardised`), so that trials compare."""
+    stopped_early: bool
+
+
+@dataclass
+class Objective:
+    """Callable for `study.optimize`; maximises tokens/s, or the speedup.
+
+    Never raises for a config that is merely bad.
+    """
+
+    decoder: Decoder
+    space: SearchSpace
+    reference: Reference
+    sampler: ProposalSampler
+    stop: StopSignal
+    clock: Callable[[], float] = time.perf_counter
+    outlook: Outlook | None = None
+    """Predictions to write beside each measurement."""
+    queues_again: bool = False
+    """Whether a trial that a signal ends is put into the study's queue."""
+    is_speedup: bool = False
+    """Whether the value is the speedup over plain decoding on this device, instead of tokens/s."""
+    limit_s: float | None = None
+    """Seconds that a trial may take; None = as long as it likes."""
+    hang_grace_s: float = 30.0
+    """Seconds after that in which it must have ended, or the process is ended."""
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        start = self.clock()
+        if self.sampler.is_surplus:
+            trial.set_user_attr(FAILURE, WITHDRAWN)
+            raise TrialFailed(WITHDRAWN)
+        reason = None
+        try:
+            config = self.space.suggest(trial)
+            self._describe(trial, config)
+            complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            standings = standings_of(complete, self.space, self.reference)
+            with watched(trial, self.limit_s, self.hang_grace_s), self.stop.limited(self.limit_s):
+                outcome = self._measure(trial, config, standings)
+        except KeyboardInterrupt:
+            if self.queues_again:
+                interrupt(trial.study, trial)
+            else:
+                trial.set_user_attr(FAILURE, INTERRUPTED)
+            raise
+        except LosslessViolation as violation:
+            # Pruned: only complete trials can be the best one, here and in the dashboard.
+            details = {"lossless": False, "violation": str(violation), "violation_prompt": violation.prompt_id}
+            _set_all(trial, details)
+            raise optuna.TrialPruned(str(violation)) from None
+        except Exception as error:  # noqa: BLE001 (whatever a config does to the machinery fails this trial alone)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        if reason is not None:  # outside the except block: there the traceback would keep the tensors alive
+            trial.set_user_attr(FAILURE, reason)
+            self.decoder.free_memory()
+            raise TrialFailed(reason)
+        return self._record(trial, outcome, self.clock() - start)
+
+    def _describe(self, trial: optuna.Trial, config: DecodeConfig) -> None:
+        proposal = self.sampler.proposal_of(trial.number)
+        mask = config.skip_mask
+        attributes: dict[str, Any] = {
+            "process": process_token(),
+            "origin": proposal.origin,
+            "proposing_s": round(self.sampler.proposing_s, 4),
+            "drafter": config.drafter,
+            "skip_mask": str(mask),
+            "num_skipped_attention": mask.num_skipped_attention,
+            "num_skipped_mlp": mask.num_skipped_mlp,
+        }
+        if config.lookup is not None:
+            attributes["lookup"] = config.lookup.model_dump(exclude_none=True)
+        if proposal.repeat_of is not None:
+            attributes["repeat_of"] = proposal.repeat_of
+        if proposal.considered:
+            attributes["considered"] = proposal.considered
+        if proposal.gain is not None:
+            attributes[EXPECTED_GAIN] = round(proposal.gain, 5)
+        _set_all(trial, attributes)
+
+    def _measure(self, trial: optuna.Trial, config: DecodeConfig, standings: Standings) -> Outcome:
+        """Pairs on this trial's prompts, in order, until all are done or the trial is hopeless."""
+        pairs: list[Pair] = []
+        steps = self.reference.steps(standings.num_full_trials(trial.params))
+        tastes = self._predict(trial, config, steps, standings)
+        estimate = 1.0
+        for count, step in enumerate(steps, start=1):
+            case = self.reference.cases[step]
+            with self.stop.interruptible():
+                pair = measure_pair(self.decoder, case, config, plain_first=(step + trial.number) % 2 == 0)
+            pairs.append(pair)
+            trial.report(pair.ratio, step)
+            known = tastes[:count] if tastes else None
+            estimate = standings.standardised(steps[:count], [one.ratio for one in pairs], known)
+            if count < len(steps) and standings.is_hopeless(estimate, count):
+                return Outcome(tuple(pairs), steps[:count], estimate, stopped_early=True)
+        return Outcome(tuple(pairs), steps, estimate, stopped_early=False)
+
+    def _predict(
+        self, trial: optuna.Trial, config: DecodeConfig, steps: Sequence[int], standings: Standings
+    ) -> list[float] | None:
+        """Write down what is expected, before the clock starts. Returns the tastes, see `taste_of`."""
+        if self.outlook is None or not config.speculates:
+            return None
+        earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        told = self.outlook.describe_trial(config, steps, earlier)
+        tastes = taste_of(told)
+        expected = standings.standardised(steps, told["predicted_ratios"], tastes)
+        told |= {
+            "predicted_speedup": expected,
+            "predicted_tokens_per_s": expected * self.reference.plain_tokens_per_s,
+        }
+        _set_all(trial, told)
+        return tastes
+
+    def _record(self, trial: optuna.Trial, outcome: Outcome, seconds: float) -> float:
+        ratios = [pair.ratio for pair in outcome.pairs]
+        stats = [pair.speculative.stats for pair in outcome.pairs]
+        acceptance = add_up(stats)
+        interval = ratio_interval(ratios, seed=0)
+        standardised = outcome.speedup / speedup(outcome.pairs)
+        plain, tokens_per_s = self.reference.plain_tokens_per_s, outcome.speedup * self.reference.plain_tokens_per_s
+        value = outcome.speedup if self.is_speedup else tokens_per_s
+        attributes: dict[str, Any] = {
+            "speedup": outcome.speedup,
+            "speedup_measured": speedup(outcome.pairs),
+            "end_to_end_speedup": geometric_mean([pair.end_to_end_ratio for pair in outcome.pairs]) * standardised,
+            "stopped_early": outcome.stopped_early,
+            "lossless": True,
+            "num_prompts": len(ratios),
+            "num_ties": sum(pair.speculative.is_tie for pair in outcome.pairs),
+            "is_tie_by_prompt": [pair.speculative.is_tie for pair in outcome.pairs],
+            "prompt_steps": list(outcome.steps),
+            "ratios": ratios,
+            "tokens_per_s_by_prompt": [pair.speculative.tokens_per_s for pair in outcome.pairs],
+            "plain_tokens_per_s_by_prompt": [pair.plain.tokens_per_s for pair in outcome.pairs],
+            "accepted_by_position": list(acceptance.accepted_by_position),
+            "drafted_by_position": list(acceptance.drafted_by_position),
+            "num_target_only": acceptance.num_target_only,
+            "forwards": [live_counts([one]).tolist() for one in stats],
+            "draft_s": sum(one.draft_s for one in stats),
+            "verify_s": sum(one.verify_s for one in stats),
+            "seconds": seconds,
+        }
+        if self.is_speedup:  # which of the workers' devices it was matters
+            attributes |= {TOKENS_PER_S: tokens_per_s, "plain_tokens_per_s": plain}
+        else:
+            attributes |= step_times_of([pair.plain.stats for pair in outcome.pairs], stats)
+        if interval is not None:
+            attributes |= {
+                "speedup_ci_low": interval.low * standardised,
+                "speedup_ci_high": interval.high * standardised,
+            }
+        if acceptance.acceptance_rate is not None:
+            attributes["acceptance_rate"] = acceptance.acceptance_rate
+        if acceptance.mean_accepted_length is not None:
+            attributes["mean_accepted_length"] = acceptance.mean_accepted_length
+        _set_all(trial, attributes)
+        return self._below_best(trial, value) if outcome.stopped_early else value
+
+    def _below_best(self, trial: optuna.Trial, value: float) -> float:
+        """A trial that saw fewer prompts cannot hold the best value, whatever its estimate."""
+        try:
+            return min(value, 0.999 * float(trial.study.best_value))
+        except ValueError:  # no complete trial yet
+            return value
+
+
+def standings_of(trials: Sequence[optuna.trial.FrozenTrial], space: SearchSpace, reference: Reference) -> Standings:
+    """The standings of a study whose trials use this reference."""
+    return make_standings(trials, space, reference.noise_sigma, reference.num_per_trial)
+
+
+def _set_all(trial: optuna.Trial, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        trial.set_user_attr(name, value)
+
+
+def violations_in(trials: Sequence[optuna.trial.FrozenTrial]) -> list[str]:
+    """Lossless violations stored in a study, this run's and earlier ones."""
+    return [
+        f"trial {trial.number}: {trial.user_attrs.get('violation')} under mask {trial.user_attrs.get('skip_mask')}"
+        for trial in trials
+        if trial.user_attrs.get("lossless") is False
+    ]
