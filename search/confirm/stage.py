@@ -33,7 +33,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.machine.watch import describe_machine
 from search.confirm.held_out import HeldOut, held_out_of, typical_rate
 from search.measure.decoder import Decoder
-from search.measure.pairs import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
+from search.measure.pairs import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair, time_able
 from search.measure.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 from search.progress import Tell, nobody
 from search.study.leaderboard import Entry, Standings
@@ -358,7 +358,7 @@ def _fresh_passes(
     for repeat, pairs in enumerate(passes):
         cases = case_sets[repeat % len(case_sets)]
         for row, case in enumerate(cases):
-            pairs.append(measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
+            pairs.append(measure_pair(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
             progress(repeat * len(cases) + row + 1, repeats * len(cases))
     return passes
 
