@@ -107,8 +107,8 @@ def _new_file(flag: str, given: Path) -> Path:
 
 
 def _opened(arguments: argparse.Namespace) -> AbstractContextManager[Source]:
+    from search.command_line import demo_folder
     from search.reporting.source import Address, opened
-    from search.run import demo_folder
 
     address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     return opened(address, demo=demo_folder())

@@ -13,23 +13,23 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DecodeConfig
-from search.budget.plan import BUDGET, FIRST_PLAN, spread
+from search.budget.plan import BUDGET, FIRST_PLAN, reference_options, spread
 from search.confirm.files import SearchFacts, save_best, save_summary, with_provenance
 from search.confirm.held_out import HELD_OUT
 from search.confirm.stage import Confirmation, ConfirmOptions, confirm, shortlist
 from search.confirm.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
 from search.measure.reference import (
     REFERENCE,
     Reference,
-    ReferenceOptions,
     make_case_sets,
     make_reference,
     plain_speed,
     warm_up,
 )
 from search.measure.rounding_record import ROUNDING, RoundingRecord
+from search.measure.subject import Subject
 from search.outlook.opening import open_outlook
 from search.outlook.outlook import GAMMA_LOWERED, POOL, Outlook, OutlookOptions, outlook_facts
 from search.predict.accuracy import check_predictions
@@ -208,7 +208,7 @@ class SearchRun:
         if stored is None:
             way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
             self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
-            options = ReferenceOptions.of(spec, subject, self._plan.at_start if self._plan else None)
+            options = reference_options(spec, subject, self._plan.at_start if self._plan else None)
             tell = self._progress("reference", "tuning texts")
             reference = make_reference(subject.decoder, subject.tuning, options, tell)
             study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)

@@ -28,10 +28,10 @@ from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.skip_mask import SkipMask
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from layerskip.machine.host import git_commit
-from search.context import Subject
 from search.measure.decoder import Decoder
 from search.measure.pairs import Pair, PromptCase, measure_pair, measure_pair_apart
 from search.measure.reference import make_cases, warm_up
+from search.measure.subject import Subject
 from search.regime_run import regime_study
 from search.study.prompts import EncodedPrompt, load_prompts
 from search.study.spec import load_spec

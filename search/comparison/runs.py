@@ -23,8 +23,9 @@ from search.comparison.hints import ModelHints
 from search.comparison.journal import Journal
 from search.comparison.ours import OurWay
 from search.comparison.plan import ComparisonPlan
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.rivals import STRATEGIES, Setup
 from search.study.leaderboard import Entry, counted
 from search.study.opening import set_sampler

@@ -10,8 +10,9 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.confirm.files import SearchFacts
-from search.confirm.stage import Candidate, Confirmation, describe
+from search.confirm.stage import Candidate, Confirmation
 from search.measure.reference import Reference
+from search.study.config_words import describe
 from search.study.leaderboard import Entry, Standings, counted, is_full, tokens_per_s_of
 from search.study.opening import trials_by_state
 

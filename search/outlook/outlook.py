@@ -13,19 +13,19 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import Plan
-from search.confirm.stage import describe
+from search.measure.decoder import Forcing, Timer
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidates, Pool
-from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, Timer, measure_costs, pool_costs
+from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, measure_costs, pool_costs
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.more_texts import Beyond
-from search.predict.predictor import Forcing, Predictor
+from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity
+from search.study.config_words import describe
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
-from search.trials.proposals import ProposeOptions, Proposer
 
 COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
 READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
@@ -98,12 +98,6 @@ class Outlook:
     num_cuts: int = 0
     """Of the texts that are predicted on, those that continue a cut of a tuning prompt."""
     seconds: dict[str, float] = field(default_factory=dict)
-
-    def proposer(self, options: ProposeOptions) -> Proposer:
-        """Proposes by these predictions."""
-        from search.trials.replay_proposer import ReplayProposer
-
-        return ReplayProposer(self.space, options, self.candidates, self.pool, num_readings=self.num_readings)
 
     def describe_trial(
         self, config: DecodeConfig, steps: Sequence[int], earlier: Sequence[FrozenTrial]

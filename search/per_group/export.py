@@ -10,7 +10,7 @@ from typing import Any
 
 from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
 from search.confirm.summary import NOT_A_SETTING
-from search.context import Subject
+from search.measure.subject import Subject
 from search.per_group.choice import Decision
 from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome

@@ -11,9 +11,10 @@ import optuna
 from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
 from search.confirm.files import save_best, save_summary
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
 from search.measure.reference import make_cases
+from search.measure.subject import Subject
 from search.per_group.choice import Decision, decide
 from search.per_group.export import PER_GROUP, GroupResult, combined_config, group_summary, matrix_facts
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of

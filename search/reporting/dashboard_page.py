@@ -12,13 +12,13 @@ import plotly.graph_objects as go
 
 from layerskip.config.decode_config import DecodeConfig
 from search.confirm.regime_settings import sampling_of
-from search.confirm.stage import describe
 from search.reporting.digest import regimes_table
 from search.reporting.figures.pictures import PICTURES
 from search.reporting.figures.style import MissingData, fit_card
 from search.reporting.record import StudyRecord, read_record
 from search.reporting.render import markdown_table, plain_markdown
 from search.reporting.verdict import length_of
+from search.study.config_words import describe
 from search.trials.phase import CANNOT_WIN
 
 FIGURES: dict[str, Callable[[StudyRecord], go.Figure]] = {picture.key: picture.draw for picture in PICTURES}

@@ -11,13 +11,13 @@ from typing import Any
 from layerskip.analysis.repetition import NGRAM
 from search.budget.plan import BUDGET
 from search.confirm.regime_settings import config_of, read_regimes, sampling_of
-from search.confirm.stage import describe
 from search.confirm.summary import CANDIDATES
 from search.measure.rounding_record import ROUNDING, describe_rounding
 from search.per_group.export import PER_GROUP
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
 from search.storages.opening import redact
+from search.study.config_words import describe
 from search.study.opening import trials_by_state
 
 _NUM_LEADING = 5

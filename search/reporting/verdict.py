@@ -10,8 +10,8 @@ from typing import Any
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from search.confirm.regime_settings import sampling_of
-from search.confirm.stage import describe
 from search.reporting.record import StudyRecord
+from search.study.config_words import describe
 from search.study.leaderboard import counted
 
 

@@ -14,12 +14,11 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.measure.threads import threads_are_fixed
+from layerskip.machine.host import num_cores, threads_are_fixed
 from search.storages.opening import close_storage, open_storage, storage_file
 from search.study.fingerprint import Fingerprint, compare
 from search.study.leaderboard import was_interrupted
 from search.study.spec import StudyPaths, StudySpec
-from search.workers.posts import num_cores
 
 _FINGERPRINT = "fingerprint"
 

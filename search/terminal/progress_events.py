@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.budget.pace import Pace
+from search.budget.plan import Plan
+from search.measure.reference import Reference
+from search.measure.subject import Subject
+from search.outlook.outlook import Outlook, describe_outlook
 from search.study.leaderboard import Entry, tokens_per_s_of
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration, trial_line
-
-if TYPE_CHECKING:
-    from search.budget.pace import Pace
-    from search.budget.plan import Plan
-    from search.context import Subject
-    from search.measure.reference import Reference
-    from search.outlook.outlook import Outlook
 
 _NOTABLE_DRIFT = 0.1
 LONG_S = 1800.0
@@ -184,8 +182,6 @@ class Foreseen(Event):
     outlook: Outlook
 
     def lines(self) -> list[Line]:
-        from search.outlook.outlook import describe_outlook
-
         return [Line(text, "outlook") for text in describe_outlook(self.outlook)]
 
     def fields(self) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from optuna.trial import FrozenTrial
 from layerskip.analysis.identity import float32_command
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.decode_config import Confirmed, DecodeConfig
-from search.confirm.stage import Candidate, Confirmation, describe
+from search.confirm.stage import Candidate, Confirmation
 from search.measure.rounding_record import describe_rounding
 from search.predict.accuracy import describe_checks
+from search.study.config_words import describe
 from search.study.spec import StudySpec
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from layerskip.config.skip_mask import SkipMask
-from search.confirm.stage import describe
 from search.measure.reference import Reference
+from search.study.config_words import describe
 from search.study.leaderboard import Entry, tokens_per_s_of
 from search.terminal.event import Event, Note
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import optuna
 
 from layerskip.machine.host import trim_heap
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.outlook.outlook import Outlook
 from search.storages.opening import storage_failures_shown
 from search.study.leaderboard import FAILURE, WORKER_DIED, counted, expected_gains

@@ -11,6 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from search.outlook.forecast import Candidate, Candidates, Pool
+from search.outlook.outlook import Outlook
 from search.outlook.refinement import Refiner
 from search.study.leaderboard import Key, make_standings, was_interrupted
 from search.study.space import GAMMA, SearchSpace
@@ -68,6 +69,11 @@ class ReplayProposer:
 
     Cost: `num_readings` readings a proposal or a wide one, and some milliseconds.
     """
+
+    @classmethod
+    def of(cls, outlook: Outlook, options: ProposeOptions) -> ReplayProposer:
+        """The one that proposes by a study's predictions."""
+        return cls(outlook.space, options, outlook.candidates, outlook.pool, num_readings=outlook.num_readings)
 
     def __init__(
         self, space: SearchSpace, options: ProposeOptions, candidates: Candidates, pool: Pool, *, num_readings: int

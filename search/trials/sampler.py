@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import optuna
@@ -12,15 +12,14 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
+from search.outlook.outlook import Outlook
 from search.study.leaderboard import counted, key_of
 from search.study.space import SearchSpace
 from search.study.spec import SamplerName
 from search.trials.local_proposer import LocalProposer
 from search.trials.proposals import Proposal, ProposeOptions, Proposer
+from search.trials.replay_proposer import ReplayProposer
 from search.workers.claims import Claims, fixed_params, open_trials, taken_keys, with_claims
-
-if TYPE_CHECKING:
-    from search.outlook.outlook import Outlook
 
 _MAX_ATTEMPTS = 16
 """At proposing what nobody measures at the moment, which a space of few points may not have."""
@@ -145,7 +144,7 @@ def make_sampler(
     if name == "replay":
         if outlook is None:
             raise ValueError("sampler: replay needs predictions, and there is no outlook")
-        return ProposalSampler(space, outlook.proposer(options), seed, claims=claims)
+        return ProposalSampler(space, ReplayProposer.of(outlook, options), seed, claims=claims)
     share = {"local_share": 0.0} if name != "local-tpe" else {}
     proposer = LocalProposer(space, options, drawn_by=name, **share)
     return ProposalSampler(space, proposer, seed, drawn_by=name, claims=claims)

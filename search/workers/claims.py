@@ -13,9 +13,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.study.leaderboard import Key, counted, key_of
 from search.workers.device import share_a_device
+from search.workers.heartbeats import Patience
 from search.workers.process import process_token
 from search.workers.roster import PROCESS, WORKER, Roster
-from search.workers.witness import Patience
 
 SHARES_DEVICE = "shares_device"
 """Attribute of a trial: the workers that were computing on the same device or cores."""

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.workers.beats import Beats
+from search.workers.heartbeats import Beats, Witness
 from search.workers.process import describe_process, process_token
-from search.workers.witness import Witness
 
 Stage = Literal["search", "done", "confirm", "left"]
 """Measuring trials; through with them; measuring the held-out prompts; gone."""

@@ -17,8 +17,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DecodeConfig
-from search.confirm.stage import describe
 from search.storages.opening import close_storage, open_storage, storage_file
+from search.study.config_words import describe
 from search.study.leaderboard import FAILURE, WORKER_DIED, counted, key_of, was_interrupted
 from search.workers.claims import CLAIM
 from search.workers.reaping import ATTEMPT, MAX_ATTEMPTS, RETRY_OF

@@ -21,8 +21,7 @@ from search import run
 from search.storages.opening import open_storage
 from search.study.leaderboard import counted
 from search.workers.device import computing_on, pids_on, share_a_device
-from search.workers.launch import Launch
-from search.workers.posts import Post, assign_posts, devices_for, parse_devices
+from search.workers.launch import Launch, Post, assign_posts, devices_for, parse_devices
 from search.workers.process import process_token
 from search.workers.roster import Worker
 from tests.search.test_commands import changed, run_main

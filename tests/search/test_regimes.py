@@ -24,10 +24,10 @@ from search.confirm.files import save_spec
 from search.confirm.held_out import HELD_OUT, HeldOut
 from search.confirm.regime_settings import read_regimes
 from search.confirm.stored_config import stored_config
-from search.context import Subject
 from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.statistics import geometric_mean
+from search.measure.subject import Subject
 from search.pipeline import SearchRun
 from search.preflight import estimate_regimes, first_regime, time_pair, time_study
 from search.regime_run import RegimeRun, regime_study

@@ -29,7 +29,7 @@ RUN = """
 import sys, time, pathlib
 from search.reporting.publish import Publisher
 from search.stop import StopSignal
-from search.workers.witness import Patience
+from search.workers.heartbeats import Patience
 from tests.search.fakes import Bench
 Publisher.publish = lambda *_arguments: None
 folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]

@@ -26,14 +26,13 @@ from search.study.leaderboard import FAILURE, WITHDRAWN, WORKER_DIED, counted, k
 from search.study.opening import trials_by_state
 from search.trials.proposals import ProposeOptions
 from search.trials.sampler import make_sampler, quiet_optuna
-from search.workers.beats import Beats
 from search.workers.claims import CLAIM
 from search.workers.crew import Crew, StudyBusy
+from search.workers.heartbeats import Beats, Patience, Witness
 from search.workers.lease import Lease
 from search.workers.process import is_gone, process_token
 from search.workers.reaping import ATTEMPT, RETRY_OF, queue_again
 from search.workers.roster import PROCESS
-from search.workers.witness import Patience, Witness
 from tests.search.chaos import audit
 from tests.search.crew_member import CONTEXT, Order, start
 from tests.search.fakes import FINGERPRINT, SPACE, Bench
