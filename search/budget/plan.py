@@ -21,11 +21,6 @@ from search.measure.subject import Subject
 from search.study.prompts import EncodedPrompt
 from search.study.spec import StudySpec
 
-FIRST_PLAN = "first_plan"
-"""Attribute of the study, from its first run: what was asked for and what the budget allowed, see `Plan.to_json`. Its
-new tokens are those of all later runs."""
-BUDGET = "budget"
-"""Attribute of the study, and in summary.json: see `recorded`."""
 _MEASURED_ONCE = ("prompts_per_trial", "num_texts", "max_new_tokens", "num_noise_pairs")
 """Amounts of the first run."""
 _OUTLOOK_SHARE, _SEARCH_SHARE = 0.2, 0.4

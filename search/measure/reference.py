@@ -21,8 +21,6 @@ from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
 
 LOG = logging.getLogger(__name__)
-REFERENCE = "reference"
-"""Attribute of the study."""
 MIN_PROMPTS_PER_TRIAL = 4
 MAX_PROMPTS_PER_TRIAL = 16
 MIN_NOISE_PAIRS = 12

@@ -22,16 +22,25 @@ from search.predict.more_texts import Beyond
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity
+from search.study.attributes import (
+    CANNOT_WIN,
+    COSTS,
+    DRAFT_STEP_MS,
+    FORECAST_RATIOS,
+    FORECAST_SPEEDUP,
+    GAMMA_LOWERED,
+    MORE,
+    POOL,
+    PREDICTED_RATIOS,
+    REPLAYED_FORWARDS,
+    SENSITIVITY,
+    TEXTS,
+)
 from search.study.config_words import describe
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
 
-COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
-READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
-LOOKUPS = "hybrid_lookups"
-GAMMA_LOWERED = "gamma_max_lowered"
-"""Attributes of the study."""
 _RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
 _NUM_TIMED_TEXTS = 3
@@ -115,11 +124,11 @@ class Outlook:
         sharp = self.predictor.trial(config, steps, unread)
         forecast, mean = self.predictor.forecast(config, steps, unread)
         return {
-            "predicted_ratios": [round(ratio, 5) for ratio in sharp.ratios],
-            "forecast_ratios": [round(ratio, 5) for ratio in forecast],
-            "forecast_speedup": round(mean, 5),
-            "replayed_forwards": [list(counts) for counts in sharp.forwards],
-            "draft_step_ms": round(1000 * sharp.draft_s, 5),
+            PREDICTED_RATIOS: [round(ratio, 5) for ratio in sharp.ratios],
+            FORECAST_RATIOS: [round(ratio, 5) for ratio in forecast],
+            FORECAST_SPEEDUP: round(mean, 5),
+            REPLAYED_FORWARDS: [list(counts) for counts in sharp.forwards],
+            DRAFT_STEP_MS: round(1000 * sharp.draft_s, 5),
         }
 
     def recheck(self, study: optuna.Study) -> float:
@@ -205,7 +214,7 @@ def outlook_facts(study: optuna.Study) -> dict[str, Any]:
         "sensitivity": json.loads(attrs[SENSITIVITY]) if SENSITIVITY in attrs else None,
         "pool": {"num_predicted": len(pool), "best": pool[:3]},
         "texts": _text_facts(attrs),
-        "cannot_win": attrs.get("cannot_win"),
+        "cannot_win": attrs.get(CANNOT_WIN),
         GAMMA_LOWERED: attrs.get(GAMMA_LOWERED),
     }
 

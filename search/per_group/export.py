@@ -15,9 +15,6 @@ from search.per_group.choice import Decision
 from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome
 
-PER_GROUP = "per_group"
-"""Attribute of the study over all prompts, see `matrix_facts`."""
-
 
 @dataclass(frozen=True)
 class GroupResult:

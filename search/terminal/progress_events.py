@@ -14,7 +14,9 @@ from search.budget.plan import Plan
 from search.measure.reference import Reference
 from search.measure.subject import Subject
 from search.outlook.outlook import Outlook, describe_outlook
-from search.study.leaderboard import Entry, tokens_per_s_of
+from search.study.attributes import LOOKUP, TRIAL_DRAFTER
+from search.study.leaderboard import Entry
+from search.study.trials import tokens_per_s_of
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration, trial_line
 
@@ -247,8 +249,8 @@ class TrialDone(Event):
             "tokens_per_s": tokens_per_s_of(self.trial) if self.is_good else None,
             **{key: attrs.get(key) for key in told.split()},
             **{key: params.get(key) for key in ("gamma", "draft_threshold", "target_threshold")},
-            "drafter": attrs.get("drafter"),
-            "lookup": attrs.get("lookup"),
+            "drafter": attrs.get(TRIAL_DRAFTER),
+            "lookup": attrs.get(LOOKUP),
             "best_trial": self.leader.trials[0] if self.leader else None,
             "best_speedup": self.leader.speedup if self.leader else None,
             "best_speedup_lower": self.leader.lower if self.leader else None,

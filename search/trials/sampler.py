@@ -13,9 +13,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from search.outlook.outlook import Outlook
-from search.study.leaderboard import counted, key_of
+from search.study.attributes import CONSIDERED, ORIGIN, REPEAT_OF
 from search.study.space import SearchSpace
 from search.study.spec import SamplerName
+from search.study.trials import counted, key_of
 from search.trials.local_proposer import LocalProposer
 from search.trials.proposals import Proposal, ProposeOptions, Proposer
 from search.trials.replay_proposer import ReplayProposer
@@ -62,8 +63,8 @@ class ProposalSampler(BaseSampler):
         fixed = fixed_params(trial)
         if is_all_fixed := self._space.holds(fixed):
             attrs = trial.user_attrs
-            inherited = (attrs.get("repeat_of"), attrs.get("considered"))
-            self._latest = (trial.number, Proposal(attrs.get("origin", "queue"), fixed, *inherited))
+            inherited = (attrs.get(REPEAT_OF), attrs.get(CONSIDERED))
+            self._latest = (trial.number, Proposal(attrs.get(ORIGIN, "queue"), fixed, *inherited))
             self.proposing_s = 0.0
         if self._claims is not None:
             self._claims.begin(trial.number)

@@ -12,7 +12,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from search.storages.opening import check_storage, close_storage, open_storage, redact, storage_file
-from search.study.leaderboard import counted
+from search.study.attributes import NUM_CONFIRMED
+from search.study.trials import counted
 from search.workers.claims import Claims
 from search.workers.device import share_a_device, strangers_on
 from search.workers.heartbeats import Beats, Patience, Witness
@@ -23,8 +24,6 @@ from search.workers.roster import Roster, Worker
 
 _PURPOSES = ("set-up", "reap", "finish")
 """Of the leases."""
-_CONFIRMED = "num_confirmed"
-"""Attribute of a study: confirm stages that came to an end."""
 
 
 class StudyBusy(ValueError):  # noqa: N818 (reads as the fact it states)
@@ -176,7 +175,7 @@ class Crew:
 
     def confirmed(self) -> None:
         """Tell those that come out of their last trial now that the results are written."""
-        self._storage.set_study_user_attr(self._study_id, _CONFIRMED, self._num_confirmed() + 1)
+        self._storage.set_study_user_attr(self._study_id, NUM_CONFIRMED, self._num_confirmed() + 1)
 
     def _warn_of_neighbours(self, others: list[Worker]) -> None:
         near = [one for one in others if share_a_device(self._facts, one)]
@@ -196,7 +195,7 @@ class Crew:
             time.sleep(self._patience.poll_s)
 
     def _num_confirmed(self) -> int:
-        return int(self._storage.get_study_user_attrs(self._study_id).get(_CONFIRMED, 0))
+        return int(self._storage.get_study_user_attrs(self._study_id).get(NUM_CONFIRMED, 0))
 
     def _lease(self, purpose: str) -> Lease:
         return Lease(self._storage, f"{self._name}/lease/{purpose}", self._beats, self._witness, self._patience)

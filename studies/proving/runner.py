@@ -31,6 +31,7 @@ from search.rivals.common import Plan, mean_confidences
 from search.rivals.hidden_states import PLANS, StoredPlans
 from search.rivals.registry import OURS
 from search.stop import StopSignal
+from search.study.attributes import CANNOT_WIN
 from search.study.fingerprint import Fingerprint, Origin
 from search.study.leaderboard import Standings
 from search.study.opening import set_sampler
@@ -38,7 +39,7 @@ from search.study.prompts import EncodedPrompt, encoded_fingerprint
 from search.study.spec import StudySpec
 from search.terminal.reporter import Reporter
 from search.trials.objective import Objective, TrialFailed, standings_of
-from search.trials.phase import CANNOT_WIN, TrialPhase
+from search.trials.phase import TrialPhase
 from search.trials.proposals import ProposeOptions
 from search.trials.sampler import ProposalSampler, quiet_optuna
 from studies.proving.ablations import left_out

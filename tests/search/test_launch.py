@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from search import run
 from search.storages.opening import open_storage
-from search.study.leaderboard import counted
+from search.study.trials import counted
 from search.workers.device import computing_on, pids_on, share_a_device
 from search.workers.launch import Launch, Post, assign_posts, devices_for, parse_devices
 from search.workers.process import process_token

@@ -24,28 +24,18 @@ from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidate, Pool
 from search.outlook.opening import open_outlook
-from search.outlook.outlook import (
-    COSTS,
-    GAMMA_LOWERED,
-    MORE,
-    POOL,
-    READINGS,
-    SENSITIVITY,
-    TEXTS,
-    Outlook,
-    OutlookOptions,
-    describe_outlook,
-    outlook_facts,
-)
+from search.outlook.outlook import Outlook, OutlookOptions, describe_outlook, outlook_facts
 from search.predict.costs import pool_costs
 from search.predict.more_texts import MAX_MORE
 from search.stop import StopSignal
+from search.study.attributes import CANNOT_WIN, COSTS, GAMMA_LOWERED, MORE, POOL, READINGS, SENSITIVITY, TEXTS
 from search.study.fingerprint import Fingerprint
-from search.study.leaderboard import expected_gains, key_of, make_standings, taste_of
+from search.study.leaderboard import make_standings
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
+from search.study.trials import expected_gains, key_of, taste_of
 from search.terminal.reporter import Reporter
-from search.trials.phase import CANNOT_WIN, HANDFUL, TrialPhase
+from search.trials.phase import HANDFUL, TrialPhase
 from search.trials.proposals import ProposeOptions
 from search.trials.replay_proposer import ReplayProposer
 from tests.search.fake_outlook import FakeTimer

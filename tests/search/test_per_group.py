@@ -19,7 +19,7 @@ from search.measure.subject import Subject
 from search.per_group.run import group_subjects
 from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
-from search.study.leaderboard import counted
+from search.study.trials import counted
 from tests.search.conftest import write_jsonl
 from tests.search.fakes import (
     CALM,
