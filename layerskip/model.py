@@ -15,8 +15,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
-from layerskip.decoding.lockstep import decode_in_lockstep
-from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted, Run
+from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
@@ -347,56 +346,6 @@ class LayerSkipModel:
 
     def _sampler(self, given: GenerateArguments) -> Sampler:
         return Sampler(self._sampling(given), self._generator(given))
-
-    def generate_in_lockstep(
-        self, prompt: Prompt, configs: Sequence[DecodeConfig], **arguments: Any
-    ) -> list[GenerateOutput]:
-        """One continuation under each config, decoded in turns token by token: for comparing their speeds.
-
-        Each output is what `generate` gives under its config, and its `stats` hold the seconds of its own steps alone.
-        Drawn tokens come from the same random numbers for every config, those of `seed` or `generator`. Outputs may
-        part by a tie in reduced precision: `first_difference` tells where, `DecodeStats.tokens_per_s_of_first` compares
-        speeds over equal numbers of tokens.
-        An engine that records rounds records them in pieces here (see `RoundPlan.whole`), so that a new config costs
-        little; `generate` records them whole, which makes a round somewhat shorter.
-        Of a config with regimes the setting for these arguments is taken, as in `generate`.
-        Arguments: as for `generate`, but for `config` and `group`. Cost: that of the runs one by one; see
-        `layerskip.decoding.lockstep` for why not one by one.
-        Raises: ValueError as `generate`.
-        """
-        given = GenerateArguments(**arguments)
-        if given.config is not None or given.group is not None:
-            raise ValueError("config, group: must not be given here, the settings to compare are `configs`")
-        if not configs:
-            raise ValueError("configs: must hold at least one, got none")
-        for config in configs:
-            self.check_config(config)
-        self.check_text_store(given.text_store)
-        sampling, request = self._sampling(given), self._request(prompt, given)
-        generators = self._equal_generators(given, len(configs)) if sampling.do_sample else [None] * len(configs)
-        settings = [config.for_sampling(sampling) for config in configs]
-        loops = [
-            DecodeLoop(self._engine, setting, Sampler(sampling, generator), store=given.text_store, whole_rounds=False)
-            for setting, generator in zip(settings, generators, strict=True)
-        ]
-        runs = decode_in_lockstep(self._engine, loops, request)
-        return [self._output(run, request, sampled=sampling.do_sample) for run in runs]
-
-    def _equal_generators(self, given: GenerateArguments, num: int) -> list[torch.Generator]:
-        """So many that all draw what `generate` would draw; one that was given stays as it is."""
-        source = self._generator(given)
-        if source is None:
-            source = torch.Generator(device=self.device).manual_seed(int(torch.randint(1 << 62, ())))
-        generators = [torch.Generator(device=self.device) for _ in range(num)]
-        for generator in generators:
-            generator.set_state(source.get_state())
-        return generators
-
-    def _output(self, run: Run, request: DecodeRequest, *, sampled: bool) -> GenerateOutput:
-        ids = run.emitted_ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=True) if self.tokenizer is not None else ""
-        reason = finish_reason(ids, request)
-        return GenerateOutput(ids, text, run.origins, reason, run.stats, sampled=sampled, rejected=run.rejected)
 
     def _request(self, prompt: Prompt, given: GenerateArguments) -> DecodeRequest:
         return DecodeRequest(

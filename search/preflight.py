@@ -18,7 +18,6 @@ from search.budget.plan import make_plan
 from search.budget.work import Work
 from search.confirm.files import portable_model_name
 from search.measure.decoder import ModelDecoder, load_model
-from search.measure.pairs import pair_seconds
 from search.measure.reference import prompts_for, warm_up
 from search.measure.subject import Subject
 from search.measure.threads import choose_threads
@@ -117,10 +116,10 @@ class StudyTime:
 
 
 def time_pair(subject: Subject) -> float:
-    """Seconds of a plain/plain pair, the shared prefill included, on the first tuning prompt. Cost: three decodings."""
+    """Seconds of a plain/plain pair, both prefills included, on the first tuning prompt. Cost: three decodings."""
     warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
     out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    return pair_seconds(out.stats)
+    return 2 * (out.stats.prefill_s + out.stats.decode_s)
 
 
 def time_study(subject: Subject, spec: StudySpec, pair_s: float) -> StudyTime:

@@ -23,9 +23,9 @@ class StepTimer:
     """Times single steps of decoding after a given text, greedy or sampled. Every call is one repeat: interleave and
     repeat.
 
-    Where the engine runs rounds on the device, those are timed: in pieces for the cost of a draft and of a
-    verification, as lockstep and so a search's trials run them, and as `generate` runs them for whole rounds. A draft
-    is then what a round takes beyond its verification by itself. Elsewhere drafts and verifications are the host's.
+    Where the engine runs rounds on the device, those are timed, and a draft is what a round takes beyond its
+    verification by itself; one that looks at its confidence is timed in rounds that look, also where `generate` would
+    draft on and cut. Elsewhere drafts and verifications are the host's.
 
     Cost of a call: the steps timed and, untimed, a forward over the text and what has not been recorded before.
     """

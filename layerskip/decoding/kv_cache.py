@@ -115,41 +115,6 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class KeptPositions:
-    """Keys and values of one text at positions start..stop-1, kept aside while another text has the cache.
-
-    Memory: a copy of the cache's buffers at these positions.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, cache: SharedLengthCache, start: int, stop: int) -> None:
-        self._cache = cache
-        self._start = self._length = start
-        self._buffers = [
-            (torch.empty_like(layer.keys[:, :, start:stop]), torch.empty_like(layer.values[:, :, start:stop]))
-            for layer in cache.layers
-        ]
-
-    @torch.inference_mode()
-    def save(self) -> None:
-        """Take over what the cache holds beyond what is kept already. Two copies a layer, no device sync."""
-        first, last = self._length, self._cache.length
-        for layer, (keys, values) in zip(self._cache.layers, self._buffers, strict=True):
-            keys[:, :, first - self._start : last - self._start] = layer.keys[:, :, first:last]
-            values[:, :, first - self._start : last - self._start] = layer.values[:, :, first:last]
-        self._length = last
-
-    @torch.inference_mode()
-    def restore(self) -> None:
-        """Put it all back; the cache's length is then what it was at the last `save`. Two copies a layer."""
-        first, num_kept = self._start, self._length - self._start
-        self._cache.rollback_to(first)
-        for layer, (keys, values) in zip(self._cache.layers, self._buffers, strict=True):
-            layer.keys[:, :, first : self._length] = keys[:, :, :num_kept]
-            layer.values[:, :, first : self._length] = values[:, :, :num_kept]
-        self._cache.advance(num_kept)
-
-
 @dataclass(frozen=True)
 class StaticStep:
     """One forward in static form: where it writes and how many positions attention looks at."""

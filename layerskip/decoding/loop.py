@@ -65,14 +65,12 @@ class DecodeLoop:
         sampler: Sampler,
         *,
         store: TextStore | None = None,
-        whole_rounds: bool = True,
     ) -> None:
-        """store: earlier texts that a suffix drafter may look into. whole_rounds: see `RoundPlan.whole`; False where
-        many configs are tried, each on a few texts."""
+        """store: earlier texts that a suffix drafter may look into."""
         self._engine = engine
         self._config = config
         self._sampler = sampler
-        self._drafter: Drafter | None = make_drafter(config, engine, sampler, store, whole_rounds=whole_rounds)
+        self._drafter: Drafter | None = make_drafter(config, engine, sampler, store)
         self._gamma = 0 if self._drafter is None else self._drafter.gamma
         self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
         self._device_target = self._on_device(0)
@@ -88,11 +86,6 @@ class DecodeLoop:
     @property
     def config(self) -> DecodeConfig:
         return self._config
-
-    @property
-    def needs_target_prob(self) -> bool:
-        """Whether its steps tell the target's probability of the token they end with."""
-        return self._with_prob
 
     def run(self, request: DecodeRequest, stats: DecodeStats) -> Iterator[Emitted]:
         """`begin`, then `complete`."""
@@ -140,7 +133,7 @@ class DecodeLoop:
     def step(self, run: Run) -> Emitted:
         """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.
 
-        Must find `run.cached` tokens in the session's cache, and everything prepared (see `prepare`).
+        Everything must have been prepared (see `prepare`).
         """
         clock = StepClock(self._engine)
         if run.verdict is None:
@@ -258,23 +251,12 @@ class Run:
     finished: bool = False
 
     @property
-    def cached(self) -> int:
-        """Tokens in the cache between two steps: all but the last emitted one."""
-        return 0 if self.verdict is None else len(self.context) - 1
-
-    @property
     def emitted_ids(self) -> list[int]:
         return self.context[len(self.request.prompt_ids) :]
 
     @property
     def remaining(self) -> int:
         return self.request.max_new_tokens - self.stats.num_emitted
-
-    def begin_as(self, other: Run) -> None:
-        """Take over the prompt's own forward, and the token after it, from a run that has made this one step."""
-        self.verdict = other.verdict
-        self.stats.prefill_s = other.stats.prefill_s
-        self.take(other.emitted_ids, [TARGET_ONLY])
 
     def take(self, ids: list[int], origins: list[str], rejected: list[int] | None = None) -> Emitted:
         """Append tokens up to the first that ends the text; the rest is cut, and what it stands in for with it."""

@@ -116,18 +116,6 @@ class DecodeStats:
         """(emitted - 1) / decode seconds, prefill apart; cut tokens are not counted. None below two tokens."""
         return (self.num_emitted - 1) / self.decode_s if self.num_emitted > 1 and self.decode_s > 0 else None
 
-    def tokens_per_s_of_first(self, num_tokens: int) -> float | None:
-        """`tokens_per_s` of the first tokens alone, to compare texts of different lengths; None below two tokens.
-
-        Raises: ValueError if fewer were emitted.
-        """
-        if not num_tokens <= self.num_emitted:
-            raise ValueError(f"num_tokens: must be at most the {self.num_emitted} emitted, got {num_tokens}")
-        if num_tokens == self.num_emitted:
-            return self.tokens_per_s
-        seconds = sum(self.token_s[: max(num_tokens - 1, 0)])
-        return (num_tokens - 1) / seconds if seconds > 0 else None
-
     @property
     def end_to_end_tokens_per_s(self) -> float | None:
         """Emitted / (prefill + decode) seconds."""

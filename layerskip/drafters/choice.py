@@ -13,16 +13,11 @@ from layerskip.engines import Engine
 
 
 def make_drafter(
-    config: DecodeConfig,
-    engine: Engine,
-    sampler: Sampler,
-    store: TextStore | None = None,
-    *,
-    whole_rounds: bool = True,
+    config: DecodeConfig, engine: Engine, sampler: Sampler, store: TextStore | None = None
 ) -> Drafter | None:
     """None for plain decoding.
 
-    store: earlier texts that a suffix drafter may look into. whole_rounds: see `RoundPlan.whole`.
+    store: earlier texts that a suffix drafter may look into.
     """
     if not config.speculates:
         return None
@@ -37,7 +32,6 @@ def make_drafter(
         config.draft_threshold,
         config.target_threshold,
         config.share_prefix,
-        whole_rounds=whole_rounds,
     )
     asks = lookup is not None and lookup.needs_target_prob
     layer_skip = LayerSkipDrafter(engine, sampler, settings, with_prob=True if asks else None)

@@ -20,15 +20,13 @@ from layerskip.rounds.round_work import RoundPlan
 
 @dataclass(frozen=True)
 class LayerSkipSettings:
-    """What a layer-skip draft follows; fields as in `DecodeConfig`, but for the last."""
+    """What a layer-skip draft follows; fields as in `DecodeConfig`."""
 
     skip_mask: SkipMask
     gamma: int
     draft_threshold: float = 0.0
     target_threshold: float = 0.0
     share_prefix: bool = False
-    whole_rounds: bool = True
-    """See `RoundPlan.whole`."""
 
 
 class LayerSkipDrafter:
@@ -54,7 +52,7 @@ class LayerSkipDrafter:
         if not isinstance(self._engine, OffersRounds):
             return None
         one = self._settings
-        plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob, whole=one.whole_rounds)
+        plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
         return self._engine.make_round(plan, self._sampler)
 
     @property

@@ -58,10 +58,6 @@ class Engine(Protocol):
         """
         ...
 
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """Put the keys and values of known tokens into the cache. Nothing is recorded for it: their number varies."""
-        ...
-
     def synchronize(self) -> None:
         """Wait for the device; before every clock read."""
         ...

@@ -30,10 +30,6 @@ class EagerEngine(SessionEngine):
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
 
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """See `Engine`."""
-        self.forward(input_ids)
-
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
         """See `PrefixEngine`."""

@@ -84,10 +84,6 @@ class FusedEngine(SessionEngine):
         self.cache.advance(step.num_tokens)
         return self.head(self.norm(x[-num_logits:]))
 
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """See `Engine`."""
-        self.forward(input_ids)
-
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
         """See `PrefixEngine`."""

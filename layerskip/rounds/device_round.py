@@ -44,10 +44,10 @@ class DeviceRound:
     The tokens are those of the host loop. The noise of drawn ones is copied into place before a round, so that no
     generator is part of a recording.
 
-    Cost: one device sync; one recorded piece, or one for each draft and one for the verification (`RoundPlan.whole`).
-    With a `draft_threshold` a whole round either drafts on and drops what follows the first unsure token, at the same
-    cost, or runs in pieces with a sync after each draft but the last; `prepare` measures which is faster. In pieces it
-    is always the latter.
+    Cost: one device sync and one recorded piece. With a `draft_threshold` a round either drafts on and drops what
+    follows the first unsure token, at the same cost, or runs in pieces (one for each draft, one for the verification)
+    with a sync after each draft but the last; `prepare` measures which is faster. With `after_draft` any round runs in
+    pieces.
     Near the end of a text fewer than gamma drafts are wanted; a whole round drafts them all the same and does not
     accept them, which costs less than recording a round for every smaller gamma.
     """
@@ -55,12 +55,17 @@ class DeviceRound:
     def __init__(self, host: RoundHost, plan: RoundPlan, sampler: Sampler) -> None:
         self._host = host
         if plan.gamma == 0:  # the target alone is the same work for all of these
-            plan = replace(plan, skip_mask=SkipMask.none(plan.skip_mask.num_layers), draft_threshold=0.0, whole=True)
+            plan = replace(plan, skip_mask=SkipMask.none(plan.skip_mask.num_layers), draft_threshold=0.0)
         self._plan = plan
         self._sampler = sampler
         self._works: dict[int, RoundWork] = {}
-        self._in_pieces = plan.draft_threshold > 0.0 or not plan.whole
+        self._in_pieces = plan.draft_threshold > 0.0
         self._stopping: Stopping | None = None
+
+    @property
+    def gamma(self) -> int:
+        """Drafts of a round, at most."""
+        return self._plan.gamma
 
     @torch.inference_mode()
     def run(
@@ -111,7 +116,7 @@ class DeviceRound:
             return
         host, gamma, may_stop = self._host, self._plan.gamma, self._plan.draft_threshold > 0.0
         host.cache.position_on_device()
-        if self._plan.whole and may_stop:
+        if may_stop and not apart:
             self._stopping = self._known_stopping(starts[0])
             self._in_pieces = not self._stopping.cuts
         if not self._runs_in_pieces(apart=apart):

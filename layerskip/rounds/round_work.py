@@ -27,9 +27,6 @@ class RoundPlan:
     draft_threshold: float = 0.0
     with_prob: bool = False
     """Whether anyone looks at the target's probability of the next token."""
-    whole: bool = True
-    """Record a round in one piece. False: one draft step, replayed for every draft of every gamma, and verifications
-    that all masks share; a round is then some launches slower, and a new mask takes one short recording."""
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,9 @@ class Pace:
         """One prompt decoded plainly."""
         return self.prompt_s + (new_tokens - 1) * self.token_s
 
-    def pair_s(self, new_tokens: int) -> float:
-        """Two ways to decode one prompt in lockstep, if both are as fast as plain decoding."""
-        return self.prompt_s + 2 * (new_tokens - 1) * self.token_s
-
     def as_seen(self, pair_s: float, new_tokens: int) -> Pace:
         """Scaled to what a plain pair really took."""
-        expected = self.pair_s(new_tokens)
+        expected = 2 * self.decoding_s(new_tokens)
         factor = pair_s / expected if expected > 0 else 1.0
         return Pace(factor * self.token_s, factor * self.further_s, factor * self.prompt_s)
 

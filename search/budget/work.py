@@ -156,7 +156,7 @@ class Work:
 
     def amounts(self, pace: Pace, trial_seconds: float | None = None) -> Amounts:
         """All that the spec asks for; `trial_seconds` of its own for the time of a trial."""
-        fitting = prompts_for(trial_seconds or self.trial_seconds, pace.pair_s(self.max_new_tokens))
+        fitting = prompts_for(trial_seconds or self.trial_seconds, 2 * pace.decoding_s(self.max_new_tokens))
         per_trial = min(self.prompts_per_trial or fitting, self.num_texts)
         num_held_out, num_choosing = self.held_out
         return Amounts(
@@ -200,7 +200,7 @@ class Work:
         if "reference" in self.kept:
             return (2 + per_trial) * pace.decoding_s(tokens)
         num_pairs = math.ceil(amounts.num_noise_pairs / per_trial) * per_trial
-        return (2 + amounts.num_texts) * pace.decoding_s(tokens) + num_pairs * pace.pair_s(tokens)
+        return (2 + amounts.num_texts + 2 * num_pairs) * pace.decoding_s(tokens)
 
     def costs_s(self, repeats: int, pace: Pace) -> float:
         """Measuring the costs of the steps so often."""
@@ -232,7 +232,7 @@ class Work:
 
     def trial_s(self, amounts: Amounts, pace: Pace) -> float:
         """A full trial."""
-        return TRIAL_OVERHEAD * amounts.prompts_per_trial * pace.pair_s(amounts.max_new_tokens)
+        return TRIAL_OVERHEAD * amounts.prompts_per_trial * 2 * pace.decoding_s(amounts.max_new_tokens)
 
     def search_s(self, amounts: Amounts, pace: Pace) -> float:
         """All trials, or as many as their own time limit allows."""

@@ -2,10 +2,12 @@
 
 The candidates: the leading configs by pooled lower bound, no more than half of them under one mask, and the best of
 every other drafter, see `shortlist`.
-First pass: plain and every candidate on each prompt, one after the other as a user runs them. It only chooses. Then
-fresh passes of the chosen one against plain give the number that is reported, so the luck that helped it win is not in
-it. Where there are prompts enough, others report than choose, see `split_held_out`; where tokens are sampled each pass
-continues the prompts anew, from other seeds.
+First pass: plain and every candidate on each prompt, one after the other as a user runs them. It only chooses, and is a
+race (Maron and Moore 1994): from the eighth prompt on a candidate that is surely slower than the leading one, by more
+than a tie, drops out (one-sided paired t interval of 99 %), and the pass ends once one is left.
+Then fresh passes of the chosen one against plain give the number that is reported, so the luck that helped it win is
+not in it. Where there are prompts enough, others report than choose, see `split_held_out`; where tokens are sampled
+each pass continues the prompts anew, from other seeds.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
@@ -21,19 +23,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
+from scipy import stats
+
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.config.decode_config import Confirmed, DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from layerskip.machine.watch import describe_machine
 from search.confirm.held_out import HeldOut, held_out_of, typical_rate
 from search.measure.decoder import Decoder
-from search.measure.pairs import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair_apart, time_able
+from search.measure.pairs import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair, time_able
 from search.measure.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 from search.progress import Tell, nobody
 from search.study.config_words import describe
 from search.study.leaderboard import Entry, Standings
 
 TIE = 0.01
+RACE_FROM = 8
+"""Prompts that all candidates see before the first may drop out."""
+RACE_LEVEL = 0.99
 
 
 @dataclass(frozen=True)
@@ -52,15 +60,18 @@ class Candidate:
 
     entry: Entry
     ratios: tuple[float, ...]
-    """Per held-out prompt; empty if it was excluded."""
+    """Per held-out prompt that it saw, the first ones; empty if it was excluded."""
     excluded: str | None = None
     """Why it cannot win."""
     lossless: bool = True
 
+    handicap: float = 1.0
+    """What the prompts that it did not see made of the leading one's speedup; 1 for who was in the race to its end."""
+
     @property
     def speedup(self) -> float | None:
-        """Geometric mean of the choosing pass."""
-        return geometric_mean(self.ratios) if self.ratios else None
+        """Geometric mean of the choosing pass, as on all of its prompts."""
+        return geometric_mean(self.ratios) * self.handicap if self.ratios else None
 
 
 @dataclass(frozen=True)
@@ -165,16 +176,27 @@ def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidat
     able = _fastest_first(candidates)
     if not able:
         return []
+    longest = max(len(one.ratios) for one in able)
+    dropped = [one for one in able if len(one.ratios) < longest]
+    able = [one for one in able if len(one.ratios) == longest]
     tolerance = max(TIE, math.sqrt(2) * noise_sigma / math.sqrt(len(able[0].ratios)))
     best = able[0]
     tied = [one for one in able if _log_difference(best.ratios, one.ratios) <= tolerance]
     tied.sort(key=lambda one: _simplicity(one.entry.config))
-    return tied + [one for one in able if one not in tied]
+    return tied + [one for one in able if one not in tied] + dropped
+
+
+def is_surely_slower(ratios: Sequence[float], leading: Sequence[float]) -> bool:
+    """Whether a way to decode is slower than the leading one on the same prompts by more than a tie, by a one-sided
+    interval of their log ratios at `RACE_LEVEL`."""
+    differences = np.log(ratios) - np.log(leading)
+    spread = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return float(differences.mean()) + float(stats.t.ppf(RACE_LEVEL, len(differences) - 1)) * spread < -TIE
 
 
 def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """By their ratios; excluded ones are left out."""
-    return sorted((one for one in candidates if one.ratios), key=lambda one: -geometric_mean(one.ratios))
+    return sorted((one for one in candidates if one.ratios), key=lambda one: -(one.speedup or 0.0))
 
 
 def summarise(
@@ -261,20 +283,36 @@ def _choosing_pass(
     configs = [plain] + [entry.config for entry in entries]
     rates: list[list[float]] = [[] for _ in configs]
     faults: dict[int, Fault] = {}
+    racing = list(range(1, len(configs)))
     for row, case in enumerate(cases):
-        turns = [(row + turn) % len(configs) for turn in range(len(configs))]
-        able = [i for i in turns if i not in faults]
-        for i, one in zip(able, time_able(decoder, case, [configs[i] for i in able]), strict=True):
+        able = {0, *racing}
+        turns = [i for turn in range(len(configs)) if (i := (row + turn) % len(configs)) in able]
+        for i, one in zip(turns, time_able(decoder, case, [configs[i] for i in turns]), strict=True):
             if isinstance(one, Fault):
                 faults[i] = one
+                racing.remove(i)
                 tell(f"EXCLUDED {describe(configs[i])}: {one.reason}")
             else:
                 rates[i].append(one.tokens_per_s)
         progress(row + 1, len(cases))
+        if row + 1 >= RACE_FROM and racing:
+            leading = rates[max(racing, key=lambda i: geometric_mean(rates[i]))]
+            racing = [i for i in racing if rates[i] is leading or not is_surely_slower(rates[i], leading)]
+            if len(racing) == 1:
+                progress(len(cases), len(cases))
+                break
+    ratios = [_ratios(one, rates[0][: len(one)]) for one in rates]
+    best = max((ratios[i] for i in racing), key=geometric_mean, default=())
     return tuple(
-        _excluded(entry, faults[i]) if i in faults else Candidate(entry, _ratios(rates[i], rates[0]))
+        _excluded(entry, faults[i])
+        if i in faults
+        else Candidate(entry, ratios[i], handicap=_handicap(best, len(ratios[i])))
         for i, entry in enumerate(entries, start=1)
     )
+
+
+def _handicap(best: Sequence[float], num_seen: int) -> float:
+    return geometric_mean(best) / geometric_mean(best[:num_seen]) if best else 1.0
 
 
 def _excluded(entry: Entry, fault: Fault) -> Candidate:
@@ -292,7 +330,7 @@ def _fresh_passes(
     for repeat, pairs in enumerate(passes):
         cases = case_sets[repeat % len(case_sets)]
         for row, case in enumerate(cases):
-            pairs.append(measure_pair_apart(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
+            pairs.append(measure_pair(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
             progress(repeat * len(cases) + row + 1, repeats * len(cases))
     return passes
 

@@ -83,11 +83,6 @@ class Decoder(Protocol):
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
 
-    def decode_in_lockstep(
-        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
-    ) -> list[Decoded]:
-        """Continue one prompt under each config, in turns of a few steps. Outputs may part by a tie."""
-
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
     ) -> IdentityReport:
@@ -132,13 +127,6 @@ class ModelDecoder:
         """Continue one prompt under `config`."""
         out = self.model.generate(prompt_ids, config=config, **self._arguments(seed))
         return Decoded(tuple(out.ids), out.stats)
-
-    def decode_in_lockstep(
-        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
-    ) -> list[Decoded]:
-        """Continue one prompt under each config, in turns of a few steps. Outputs may part by a tie."""
-        outs = self.model.generate_in_lockstep(prompt_ids, configs, **self._arguments(seed))
-        return [Decoded(tuple(out.ids), out.stats) for out in outs]
 
     @property
     def devices(self) -> tuple[Any, ...]:

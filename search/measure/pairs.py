@@ -1,16 +1,15 @@
-"""Paired measurement: plain and speculative decoding in lockstep or one after the other, outputs checked."""
+"""Paired measurement: plain and speculative decoding of a prompt, one after the other, outputs checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerskip.analysis.identity import IdentityReport
 from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.benchmark.alternation import no_garbage_collection
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.stats import DecodeStats
-from search.measure.decoder import Decoded, Decoder
+from search.measure.decoder import Decoder
 from search.measure.statistics import geometric_mean
 
 
@@ -46,7 +45,7 @@ class Timed:
     """One checked decoding of one prompt."""
 
     tokens_per_s: float
-    """Prompt apart; in lockstep over as many tokens as the shortest of the outputs has."""
+    """Prompt apart."""
     end_to_end_tokens_per_s: float
     """The same with the prompt's own forward in the seconds."""
     is_tie: bool
@@ -63,7 +62,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Speculative tokens/s over plain tokens/s, over equal numbers of tokens: a ratio of seconds too."""
+        """Speculative tokens/s over plain tokens/s."""
         return self.speculative.tokens_per_s / self.plain.tokens_per_s
 
     @property
@@ -99,49 +98,31 @@ def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
     """
     with no_garbage_collection():
         out = decoder.decode(case.prompt_ids, config, case.seed)
-    return _timed(case, out, _lossless(decoder, case, config, out), out.stats.num_emitted)
+    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed)
+    if not identity.lossless:
+        raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
+    rate, end_to_end = out.stats.tokens_per_s, out.stats.end_to_end_tokens_per_s
+    if rate is None or end_to_end is None:
+        num_tokens, seconds = out.stats.num_emitted, out.stats.decode_s
+        raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {seconds} s decoding: no rate")
+    return Timed(rate, end_to_end, identity.is_tie, out.stats)
 
 
 def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
-    """Both ways to decode one prompt, in lockstep; who takes the first step is the caller's to flip.
+    """Both ways to decode one prompt, one after the other, as a user runs them.
 
-    Raises as `time_one`.
+    Which goes first is the caller's to flip. Raises as `time_one`.
     """
-    plain = DecodeConfig.plain(config.skip_mask.num_layers)
-    timed = time_all(decoder, case, [plain, config] if plain_first else [config, plain])
-    return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
-
-
-def measure_pair_apart(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
-    """Both ways to decode one prompt, one after the other, as a user runs them. Raises as `time_one`."""
     plain = DecodeConfig.plain(config.skip_mask.num_layers)
     order = [plain, config] if plain_first else [config, plain]
     timed = [time_one(decoder, case, one) for one in order]
     return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
 
 
-def pair_seconds(stats: DecodeStats) -> float:
-    """What a plain/plain pair takes in lockstep, from one plain decoding: the prompt's own forward is shared."""
-    return stats.prefill_s + 2 * stats.decode_s
-
-
-def time_all(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed]:
-    """Several ways to decode one prompt, in lockstep, with garbage collection off, each output checked.
-
-    Where a logit tie parts the outputs, speeds are compared over equal numbers of tokens. Raises as `time_one`.
-    """
-    with no_garbage_collection():
-        outs = decoder.decode_in_lockstep(case.prompt_ids, configs, case.seed)
-    reports = [_lossless(decoder, case, config, out) for config, out in zip(configs, outs, strict=True)]
-    shortest = min(out.stats.num_emitted for out in outs)
-    return [_timed(case, out, report, shortest) for out, report in zip(outs, reports, strict=True)]
-
-
 def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:
     """Several ways to decode one prompt, one after the other as a user runs them; those that fail are told as faults.
 
-    Not in lockstep, which is some per cent off either way (`studies/lockstep.json`). Raises: what plain decoding among
-    them raises, for then there is nothing to compare with.
+    Raises: what plain decoding among them raises, for then there is nothing to compare with.
     """
     return [_time_or_fault(decoder, case, config) for config in configs]
 
@@ -182,23 +163,6 @@ def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> 
         fault = fault_of(error)
     decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
     return fault
-
-
-def _lossless(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> IdentityReport:
-    """How the output compares with the reference. Raises: LosslessViolation."""
-    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed)
-    if not identity.lossless:
-        raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
-    return identity
-
-
-def _timed(case: PromptCase, out: Decoded, identity: IdentityReport, num_tokens: int) -> Timed:
-    """The output with its speed over the first `num_tokens`."""
-    rate = out.stats.tokens_per_s_of_first(num_tokens)
-    if rate is None:
-        raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {out.stats.decode_s} s decoding: no rate")
-    end_to_end = num_tokens / (out.stats.prefill_s + (num_tokens - 1) / rate)
-    return Timed(rate, end_to_end, identity.is_tie, out.stats)
 
 
 def _sum_lists(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Decoded, Decoder
-from search.measure.pairs import PromptCase, measure_pair, pair_seconds, time_one
+from search.measure.pairs import PromptCase, measure_pair, time_one
 from search.measure.statistics import geometric_mean, log_spread
 from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
@@ -60,7 +60,7 @@ class Reference:
     noise_sigma: float
     """Standard deviation of the log of a plain/plain ratio: what a paired ratio owes to the clock alone."""
     pair_s: float
-    """Seconds of a plain/plain pair, prefill included."""
+    """Seconds of a plain/plain pair, both prefills included."""
     dropped: tuple[str, ...]
     """Prompts whose continuation ends before its second token: nothing to time."""
 
@@ -123,7 +123,7 @@ def make_reference(
         tell(len(cases) + 1, min(wanted(), len(numbers) * len(shuffled)))
         if not _file_case(prompt, seed, out, cases, dropped):
             continue
-        seconds.append(pair_seconds(out.stats))
+        seconds.append(2 * (out.stats.prefill_s + out.stats.decode_s))
         if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
             per_trial = prompts_for(options.trial_seconds, float(np.mean(seconds)))
     if not cases:

@@ -28,13 +28,12 @@ _BOUNDS_S = {
     "identity": 60.0,
     "ties": 60.0,
     "recordings": 60.0,
-    "lockstep": 60.0,
     "contexts": 60.0,
     "attention": 30.0,
     "auto": 60.0,
 }
 """The steps in the order of what convinces most, and the most seconds of each."""
-_LEFT_OUT = {"3b": ("identity", "auto"), "8b": ("identity", "ties", "recordings", "lockstep", "auto")}
+_LEFT_OUT = {"3b": ("identity", "auto"), "8b": ("identity", "ties", "recordings", "auto")}
 """What another size has shown already, or what takes long to load once more."""
 
 
@@ -166,6 +165,5 @@ class EnginePart:
             "recordings": inside.recordings,
             "identity": sameness.identity,
             "ties": sameness.ties,
-            "lockstep": sameness.lockstep,
         }
         functions[step](self._subject, job)

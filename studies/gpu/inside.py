@@ -16,18 +16,14 @@ from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of
 
-_MASKS, _WHOLE = 300, 30
+_MASKS = 300
 _RESERVE_S = 3.0
 
 
 def recordings(subject: Subject, job: Job) -> None:
-    """Seconds and memory of recording one mask after another: in pieces, as a search does, then a few rounds whole."""
-    for way, num_masks in (("in pieces", _MASKS), ("whole", _WHOLE)):
-        _record_masks(subject, job, way, 4 if subject.is_rehearsal else num_masks)
-
-
-def _record_masks(subject: Subject, job: Job, way: str, num_masks: int) -> None:
-    model, draw = subject.graph(), random.Random(way)
+    """Seconds and memory of recording one mask after another, as a search does."""
+    num_masks = 4 if subject.is_rehearsal else _MASKS
+    model, draw = subject.graph(), random.Random("masks")
     engine = model.engine
     assert isinstance(engine, CudaGraphEngine)
     free_before, seen = _free_bytes(), set[SkipMask]()
@@ -38,14 +34,10 @@ def _record_masks(subject: Subject, job: Job, way: str, num_masks: int) -> None:
             pass
         seen.add(mask)
         config = DecodeConfig(skip_mask=mask, gamma=4)
-        if way == "whole":
-            model.generate(subject.prompt(16), config=config, max_new_tokens=8)
-        else:
-            model.generate_in_lockstep(subject.prompt(16), [config], max_new_tokens=8)
+        model.generate(subject.prompt(16), config=config, max_new_tokens=8)
         if number in (1, 2, 4, 10, 30, 100, 200, num_masks) or job.left_s < _RESERVE_S:
             stats = engine.pool.stats
             job.add(
-                way=way,
                 masks=number,
                 captures=stats.num_captures - start[0],
                 capture_s=stats.capture_s - start[1],

@@ -1,9 +1,7 @@
-"""Tokens: identical in float32, ties in reduced precision; and how alike the ways to compare two speeds are."""
+"""Tokens: identical in float32, ties in reduced precision."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +12,6 @@ from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.machine import free_memory
 from studies.gpu.models import SHAPES, on_engine, random_llama, random_prompt
 from studies.gpu.runner import Job
-from studies.gpu.speed import draft_of
 
 _RESERVE_S = 3.0
 _VERIFIED = (2, 5, 9)
@@ -78,25 +75,6 @@ def ties(subject: Subject, job: Job) -> None:
         )
 
 
-def lockstep(subject: Subject, job: Job) -> None:
-    """The spread of a ratio of speeds in lockstep and one after the other, of equal ways and of unequal ones."""
-    model = subject.graph()
-    plain = DecodeConfig.plain(model.num_layers)
-    pairs = {"plain / plain": plain, "half the layers, gamma 4 / plain": draft_of(model.num_layers, 0.5, 4)}
-    for name, config in pairs.items():
-        logs: dict[str, list[float]] = {"in lockstep": [], "one after the other": []}
-        for repeat in range(2 if subject.is_rehearsal else 12):
-            if job.left_s < _RESERVE_S:
-                break
-            order = [plain, config] if repeat % 2 == 0 else [config, plain]
-            for way, decode in (("in lockstep", _in_lockstep), ("one after the other", _apart)):
-                rates = decode(model, subject, order)
-                logs[way].append(math.log(rates[repeat % 2 == 0] / rates[repeat % 2 == 1]))
-        for way, found in logs.items():
-            spread = statistics.stdev(found) if len(found) > 1 else None
-            job.add(pair=name, way=way, repeats=len(found), ratio=math.exp(statistics.fmean(found)), log_spread=spread)
-
-
 def huggingface_greedy(weights: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
     generate: Callable[..., torch.Tensor] = weights.generate  # type: ignore[assignment]
     ids = torch.tensor([list(prompt)], device=next(weights.parameters()).device)
@@ -125,13 +103,3 @@ def _configs(num_layers: int) -> list[DecodeConfig]:
         DecodeConfig(skip_mask=SkipMask.early_exit(num_layers, quarter), gamma=8, draft_threshold=0.3),
         DecodeConfig(skip_mask=sublayers, gamma=2, target_threshold=0.3),
     ]
-
-
-def _in_lockstep(model: LayerSkipModel, subject: Subject, order: Sequence[DecodeConfig]) -> list[float]:
-    outputs = model.generate_in_lockstep(subject.prompt(), order, max_new_tokens=subject.num_new_tokens)
-    return [one.stats.tokens_per_s or math.nan for one in outputs]
-
-
-def _apart(model: LayerSkipModel, subject: Subject, order: Sequence[DecodeConfig]) -> list[float]:
-    outputs = [model.generate(subject.prompt(), config=one, max_new_tokens=subject.num_new_tokens) for one in order]
-    return [one.stats.tokens_per_s or math.nan for one in outputs]

@@ -61,25 +61,24 @@ def plain_row(model: LayerSkipModel, samples: Sequence[Sample], subject: Subject
 
 
 def rounds(subject: Subject, job: Job) -> None:
-    """Rounds recorded whole, as a chosen config decodes, and in pieces, as a search does, by layers kept and gamma."""
+    """Rounds by layers kept and gamma."""
     model = subject.graph()
-    job.add(kept=1.0, gamma=0, ms=_plain_ms(model, subject), ms_in_pieces=None)
+    job.add(kept=1.0, gamma=0, ms=_plain_ms(model, subject))
     for kept in subject.some(KEPT_SHARES):
         for gamma in subject.some(GAMMAS):
             if job.left_s < _RESERVE_S:
                 return
             config = draft_of(model.num_layers, kept, gamma)
-            whole, pieces = (round_ms(model, config, subject, whole=whole) for whole in (True, False))
-            job.add(kept=kept_share(config.skip_mask), gamma=gamma, ms=whole, ms_in_pieces=pieces)
+            job.add(kept=kept_share(config.skip_mask), gamma=gamma, ms=round_ms(model, config, subject))
 
 
-def round_ms(model: LayerSkipModel, config: DecodeConfig, subject: Subject, *, whole: bool) -> float | None:
+def round_ms(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> float | None:
     """Milliseconds of a round that drafts gamma tokens, the median over texts; None if there was none."""
     found = []
     for seed in range(-1, subject.repeats):  # the first is not counted
         stats = DecodeStats()
         request = DecodeRequest(subject.prompt(seed=max(seed, 0)), subject.num_new_tokens, model.eos_token_ids)
-        for _ in DecodeLoop(model.engine, config, Sampler(SamplingParams()), whole_rounds=whole).run(request, stats):
+        for _ in DecodeLoop(model.engine, config, Sampler(SamplingParams())).run(request, stats):
             pass
         # The last rounds of a text draft fewer.
         if seed >= 0 and (count := stats.drafted_by_position[config.gamma - 1]):
@@ -101,29 +100,24 @@ def speedup(subject: Subject, job: Job) -> None:
 
 
 def speedup_row(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> dict[str, Any]:
-    """Medians over texts of one setting over plain decoding: one after the other, with whole rounds, prompt apart and
-    included; and in lockstep, with rounds in pieces, as a search measures it."""
-    plain_config, new_tokens = DecodeConfig.plain(model.num_layers), subject.num_new_tokens
-    ways = [OwnWay(PLAIN, model, plain_config), OwnWay(SPECULATIVE, model, config)]
-    apart, end_to_end, in_lockstep, drafted = [], [], [], DecodeStats()
+    """Medians over texts of one setting over plain decoding, one after the other, prompt apart and included."""
+    ways = [OwnWay(PLAIN, model, DecodeConfig.plain(model.num_layers)), OwnWay(SPECULATIVE, model, config)]
+    found, end_to_end, drafted = [], [], DecodeStats()
     for seed in range(subject.repeats):
         prompt = subject.prompt(seed=seed)
-        before, after = (way.run(prompt, new_tokens) for way in ways)
-        apart.append(_ratio(after.tokens_per_s, before.tokens_per_s))
+        before, after = (way.run(prompt, subject.num_new_tokens) for way in ways)
+        found.append(_ratio(after.tokens_per_s, before.tokens_per_s))
         end_to_end.append(_ratio(after.end_to_end_tokens_per_s, before.end_to_end_tokens_per_s))
-        pair = model.generate_in_lockstep(prompt, [plain_config, config], max_new_tokens=new_tokens)
-        in_lockstep.append(_ratio(pair[1].stats.tokens_per_s, pair[0].stats.tokens_per_s))
         for name in ("num_drafted", "num_accepted", "num_rounds"):
-            setattr(drafted, name, getattr(drafted, name) + getattr(pair[1].stats, name))
+            setattr(drafted, name, getattr(drafted, name) + getattr(after.stats, name))
     return {
         "kept": kept_share(config.skip_mask),
         "gamma": config.gamma,
         "acceptance_rate": drafted.acceptance_rate,
         "mean_accepted_length": drafted.mean_accepted_length,
-        "speedup": statistics.median(apart),
+        "speedup": statistics.median(found),
         "end_to_end_speedup": statistics.median(end_to_end),
-        "lockstep_speedup": statistics.median(in_lockstep),
-        "speedups": apart,
+        "speedups": found,
     }
 
 

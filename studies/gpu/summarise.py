@@ -23,7 +23,6 @@ TITLES = {
     "attention": "Attention kernels: microseconds a call of one token / of several",
     "identity": "Identity in float32",
     "ties": "Ties in bfloat16",
-    "lockstep": "Lockstep",
     "recordings": "Recordings",
     "profile": "Profile",
     "auto": "The engine taken by measurement",

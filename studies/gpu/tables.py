@@ -63,13 +63,9 @@ def benchmark(rows: Rows, _facts: Mapping[str, Any]) -> str:
 def rounds(rows: Rows, _facts: Mapping[str, Any]) -> str:
     """Milliseconds of a round, and the speedup that they allow where drafts are accepted independently."""
     plain_ms, cells = rows[0]["ms"], {(row["kept"], row["gamma"]): row["ms"] for row in rows[1:] if row["ms"]}
-    pieces = {(row["kept"], row["gamma"]): row["ms_in_pieces"] for row in rows[1:]}
     gammas = sorted({gamma for _, gamma in cells})
     shares = sorted({kept for kept, _ in cells})
-    lines = [
-        [percent(kept), *(f"{_ms(cells.get((kept, gamma)))} / {_ms(pieces.get((kept, gamma)))}" for gamma in gammas)]
-        for kept in shares
-    ]
+    lines = [[percent(kept), *(_ms(cells.get((kept, gamma))) for gamma in gammas)] for kept in shares]
     best = []
     for kept in shares:
         line = [percent(kept)]
@@ -83,7 +79,7 @@ def rounds(rows: Rows, _facts: Mapping[str, Any]) -> str:
         best.append(line)
     return "\n\n".join(
         [
-            f"A plain token takes {plain_ms:.3f} ms. Milliseconds of a round recorded whole / in pieces:",
+            f"A plain token takes {plain_ms:.3f} ms. Milliseconds of a round:",
             markdown(["kept", *(f"gamma {gamma}" for gamma in gammas)], lines),
             "Speedup that these rounds allow, by the chance that a draft token is accepted (arithmetic, not measured):",
             markdown(["kept", *map(str, ACCEPTANCES)], best),
@@ -101,8 +97,8 @@ def speedup(rows: Rows, _facts: Mapping[str, Any]) -> str:
     for row in rows:
         line = [row["damping"], percent(row["kept"]), row["gamma"], percent(row["acceptance_rate"])]
         line += [f"{row['mean_accepted_length'] or 1:.2f}", times(row["speedup"]), times(row["end_to_end_speedup"])]
-        lines.append([*line, times(row["lockstep_speedup"])])
-    header = ["damping", "kept", "gamma", "accepted", "tokens a round", "speedup", "prompt included", "in lockstep"]
+        lines.append(line)
+    header = ["damping", "kept", "gamma", "accepted", "tokens a round", "speedup", "prompt included"]
     return markdown(header, lines)
 
 
@@ -137,21 +133,14 @@ def ties(rows: Rows, _facts: Mapping[str, Any]) -> str:
     return "\n".join([markdown(header, lines), "", said, *parted])
 
 
-def lockstep(rows: Rows, _facts: Mapping[str, Any]) -> str:
-    lines = [
-        [row["pair"], row["way"], row["repeats"], f"{row['ratio']:.3f}", percent(row["log_spread"], 2)] for row in rows
-    ]
-    return markdown(["pair", "way", "repeats", "mean ratio", "spread of a ratio"], lines)
-
-
 def recordings(rows: Rows, _facts: Mapping[str, Any]) -> str:
     lines = []
     for row in rows:
-        line = [row["way"], row["masks"], row["captures"]]
+        line = [row["masks"], row["captures"]]
         line += [f"{1000 * row['capture_s'] / max(row['captures'], 1):.1f}", f"{1000 * row['capture_s']:.0f}"]
         line += [row["kept"], row["evictions"]]
         lines.append([*line, f"{row['kept_bytes'] / 2**20:.0f}", f"{row['device_bytes_taken'] / 2**20:.0f}"])
-    header = ["rounds", "masks", "recordings", "ms each", "ms in all", "kept", "evicted", "MiB kept", "MiB taken"]
+    header = ["masks", "recordings", "ms each", "ms in all", "kept", "evicted", "MiB kept", "MiB taken"]
     return markdown(header, lines)
 
 
@@ -196,7 +185,6 @@ TABLES: dict[str, Callable[[Rows, Mapping[str, Any]], str]] = {
     "identity": identity,
     "ties": ties,
     "recordings": recordings,
-    "lockstep": lockstep,
     "contexts": contexts,
     "attention": attention,
     "auto": auto,

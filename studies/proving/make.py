@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.config.decode_config import write_atomically
+from studies.demo.make_prompts import write_prompts
 from studies.demo.training import Run, train
-from studies.proving.readings import take_readings
+from studies.proving.readings import NUM_REPORTING, NUM_TUNING, take_readings
 from studies.proving.recipes import RECIPES, ModelRecipe
 from studies.proving.texts import Text
 
@@ -25,6 +28,18 @@ READINGS = HERE / "readings"
 WORK = HERE / ".work"
 SUFFIX = ".npz.xz"
 _CHECKPOINT = "checkpoint.pt"
+STUDY = """\
+# One of the proving ground's models, to be timed: `python -m studies.proving.make --only NAME --study DIR` wrote it.
+model = "./model"
+prompts = "./tuning.jsonl"
+held_out = "./held_out.jsonl"
+device = "cpu"
+dtype = "float32"
+num_threads = 1
+max_new_tokens = 32
+prompts_per_trial = 4
+engine = "fused"
+"""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,6 +54,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", action="append", choices=sorted(RECIPES), metavar="NAME", help="this model alone; may be repeated")
     add("--out", type=Path, default=READINGS, help="folder of the tables [studies/proving/readings]")
     add("--work-dir", type=Path, default=WORK, help="weights and tokenizers, not committed [studies/proving/.work]")
+    add(
+        "--study",
+        type=Path,
+        metavar="DIR",
+        help="instead of reading, write DIR/NAME: the model with its prompts as a "
+        "study, for `python -m search.compare --study DIR/NAME` to time",
+    )
     return parser.parse_args(argv)
 
 
@@ -55,10 +77,11 @@ def make(args: argparse.Namespace) -> int:
     quiet_libraries()
     torch.set_num_threads(1)
     for name in args.only or RECIPES:
-        file = args.out / f"{name}{SUFFIX}"
+        file = args.out / f"{name}{SUFFIX}" if args.study is None else args.study / name / "study.toml"
+        write = make_table if args.study is None else make_study
         if file.exists():
             log.info("%s: is there", name)
-        elif not make_table(RECIPES[name], file, args.work_dir):
+        elif not write(RECIPES[name], file, args.work_dir):
             log.info("%s: stopped; the same command goes on", name)
             return STOPPED
     return 0
@@ -89,6 +112,25 @@ def make_table(recipe: ModelRecipe, file: Path, work_dir: Path) -> bool:
     log.info(
         "%s: %d masks on %d texts, %d bytes", recipe.name, len(table.masks), len(table.prompts), file.stat().st_size
     )
+    return True
+
+
+def make_study(recipe: ModelRecipe, file: Path, work_dir: Path) -> bool:
+    """One model as a study's folder, study.toml last; False if a signal stopped its training."""
+    (work_dir / recipe.name).mkdir(parents=True, exist_ok=True)
+    text = Text(recipe.text, work_dir)
+    run = trained(recipe, text, work_dir / recipe.name / _CHECKPOINT)
+    if run is None:
+        return False
+    folder = file.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    run.model.save_pretrained(folder / "model")
+    text.tokenizer.save_pretrained(folder / "model")
+    parts = {"tuning": (text.documents.tuning, NUM_TUNING), "held_out": (text.documents.reporting, NUM_REPORTING)}
+    for name, (documents, num) in parts.items():
+        windows = itertools.islice(text.prompts(documents), num)
+        write_prompts(folder / f"{name}.jsonl", ({"prompt": text.tokenizer.decode(ids)} for ids in windows))
+    write_atomically(file, STUDY)
     return True
 
 

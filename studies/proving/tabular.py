@@ -106,12 +106,6 @@ class TabularDecoder:
         self.machine.pass_time(stats.prefill_s + stats.decode_s)
         return Decoded(text.continuation_ids, stats)
 
-    def decode_in_lockstep(
-        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
-    ) -> list[Decoded]:
-        """One after the other, which on a clock that is its own is the same."""
-        return [self.decode(prompt_ids, config, seed) for config in configs]
-
     def check(
         self,
         prompt_ids: Sequence[int],  # noqa: ARG002

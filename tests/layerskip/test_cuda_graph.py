@@ -93,7 +93,7 @@ def test_counters_are_those_of_the_host_loop(cuts: bool, monkeypatch: pytest.Mon
         arguments: dict[str, Any] = {"max_new_tokens": draw.choice([1, 2, 7, 24]), "config": config}
         arguments["eos_token_id"] = draw.sample(range(zoo.VOCAB), 3)
         got, expected = (one.generate(prompt, **arguments) for one in (graph, host))
-        (in_pieces,) = graph.generate_in_lockstep(prompt, [arguments.pop("config")], **arguments)
+        in_pieces = graph.generate(prompt, profile=True, **arguments)
         for one in (got, in_pieces):
             assert (one.ids, one.origins, one.finish_reason) == (expected.ids, expected.origins, expected.finish_reason)
             assert one.stats.counters() == expected.stats.counters()
@@ -140,20 +140,22 @@ def test_one_recording_a_mask_and_size_kept_from_text_to_text() -> None:
     assert first < pool.stats.num_captures <= 6
 
 
-def test_in_lockstep_one_draft_step_is_recorded_a_mask_and_verifications_are_shared() -> None:
-    """Whatever gamma and thresholds: a search tries many of them on one mask, and many masks."""
+def test_in_pieces_one_draft_step_is_recorded_a_mask_and_verifications_are_shared() -> None:
+    """As under `profile`, whatever gamma and thresholds."""
     model, prompt = graph_model("llama", granule=64, min_visible=64), zoo.prompt_of(5)
     masks = [SkipMask.from_layers(4, [layer]) for layer in (0, 1, 2)]
-    configs = [DecodeConfig(skip_mask=mask, gamma=gamma) for mask in masks for gamma in (1, 2, 5)]
-    outs = model.generate_in_lockstep(prompt, configs, max_new_tokens=20, do_sample=False)
-    assert {tuple(out.ids) for out in outs} == {zoo.greedy_reference("llama", prompt)[:20]}
-    kinds = Counter(key[0] for key in engine_of(model).pool._replays)  # type: ignore[index]
+
+    def recorded(*configs: DecodeConfig) -> Counter[str]:
+        for config in configs:
+            out = model.generate(prompt, config=config, max_new_tokens=20, do_sample=False, profile=True)
+            assert tuple(out.ids) == zoo.greedy_reference("llama", prompt)[:20]
+        return Counter(key[0] for key in engine_of(model).pool._replays)  # type: ignore[index]
+
+    kinds = recorded(*(DecodeConfig(skip_mask=mask, gamma=gamma) for mask in masks for gamma in (1, 2, 5)))
     assert kinds == {"draft": 3, "verify": 5, "round": 1}  # the target alone is a round without drafts
-    model.generate_in_lockstep(prompt, [DecodeConfig(skip_mask=masks[0], gamma=4)], max_new_tokens=20, do_sample=False)
-    watched = [DecodeConfig(skip_mask=masks[0], gamma=4, draft_threshold=at) for at in (0.2, 0.5)]
-    model.generate_in_lockstep(prompt, watched, max_new_tokens=20, do_sample=False)
-    kinds = Counter(key[0] for key in engine_of(model).pool._replays)  # type: ignore[index]
-    assert kinds == {"draft": 4, "verify": 5, "round": 1}  # one more that also tells its confidence
+    assert recorded(DecodeConfig(skip_mask=masks[0], gamma=4)) == kinds
+    watched = (DecodeConfig(skip_mask=masks[0], gamma=4, draft_threshold=at) for at in (0.2, 0.5))
+    assert recorded(*watched) == {"draft": 4, "verify": 5, "round": 1}  # one more that also tells its confidence
 
 
 @pytest.mark.parametrize(("cuts", "expected"), [(True, "round"), (False, "verify")])

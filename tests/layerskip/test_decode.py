@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.analysis.identity import check_identity
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.decoding.loop import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
+from layerskip.decoding.sampling import SamplingParams, seeded_sampler
 from layerskip.model import GenerateOutput
 from tests.layerskip import zoo
 
@@ -346,6 +348,26 @@ def test_bfloat16_differs_by_ties_alone(name: str) -> None:
         assert not check_identity(model, prompt, [], out).lossless
 
 
+def test_drawn_texts_that_part_in_bfloat16_are_ties_and_wrong_tokens_are_not() -> None:
+    ways = [SamplingParams(True, 0.7), SamplingParams(True, top_k=8, top_p=0.8), SamplingParams(True, top_k=20)]
+    config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [2, 3]), gamma=4)
+    parted = passed = 0
+    for name, params in itertools.product(("qwen3", "gemma3", "gpt2"), ways):
+        model = LayerSkipModel(zoo.build(name).to(torch.bfloat16), engine="eager")
+        for seed in range(20):
+            prompt, drawn = zoo.prompt_of(6, seed), seeded_sampler(params, seed, model.device)
+            arguments: dict[str, Any] = {"max_new_tokens": 40, "seed": seed, **asdict(params)}
+            plain, draft = (model.generate(prompt, config=one, **arguments).ids for one in (None, config))
+            report = check_identity(model, prompt, draft, plain, drawn)
+            assert report.lossless, report
+            parted += not report.identical
+            wrong = [*plain[:7], (plain[7] + 5) % zoo.VOCAB, *plain[8:]]
+            drawn = seeded_sampler(params, seed, model.device)
+            passed += check_identity(model, prompt, wrong, plain, drawn).lossless
+    assert parted > 1
+    assert passed == 0
+
+
 def test_a_tie_is_told_from_a_difference() -> None:
     # Two head rows made equal: either token is right in bfloat16; in float32 a difference is a difference.
     reports = []
@@ -383,5 +405,8 @@ def test_times_are_parts_of_a_whole(profile: bool) -> None:
     assert min(stats.prefill_s, stats.draft_s, stats.verify_s) > 0
     assert stats.draft_s + stats.verify_s + stats.target_only_s <= stats.decode_s
     assert sum(stats.round_s_by_drafted) + stats.target_only_s == pytest.approx(stats.decode_s)
+    assert len(stats.token_s) == 11
+    assert sum(stats.token_s) == pytest.approx(stats.decode_s)
+    assert "token_s" not in stats.to_dict()
     lengths = [here - there for here, there in itertools.pairwise([*stats.drafted_by_position, 0])]
     assert [seconds > 0 for seconds in stats.round_s_by_drafted] == [count > 0 for count in lengths]

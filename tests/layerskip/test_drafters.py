@@ -292,8 +292,6 @@ def test_texts_of_another_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(PROMPT, max_new_tokens=2, text_store=store)
     with pytest.raises(ValueError, match=message):
-        model.generate_in_lockstep(PROMPT, [DecodeConfig.plain(4)], max_new_tokens=2, text_store=store)
-    with pytest.raises(ValueError, match=message):
         zoo.model_of("llama").generate(
             torch.tensor([PROMPT]),
             max_new_tokens=2,

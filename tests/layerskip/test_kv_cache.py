@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from layerskip.decoding.kv_cache import KeptPositions, LengthReadError, SharedLengthCache, StaticCache
+from layerskip.decoding.kv_cache import LengthReadError, SharedLengthCache, StaticCache
 
 WINDOW = 4
 
@@ -196,23 +196,3 @@ def test_a_cache_is_freed_with_its_last_reference() -> None:
         assert keys() is None
     finally:
         gc.enable()
-
-
-def test_positions_kept_aside_come_back() -> None:
-    cache = SharedLengthCache([None, WINDOW], 12)
-    write(cache, 5)
-    kept = KeptPositions(cache, 3, 10)
-    kept.save()
-    write(cache, 2)
-    kept.save()
-    expected = [(layer.keys[:, :, :7].clone(), layer.values[:, :, :7].clone()) for layer in cache.layers]
-    cache.rollback_to(3)
-    for layer in (0, 1):
-        cache.update(*(states(range(50, 58))), layer)
-    cache.advance(8)
-    kept.restore()
-    assert cache.length == 7
-    for layer, (keys, values) in zip(cache.layers, expected, strict=True):
-        assert torch.equal(layer.keys[:, :, :7], keys)
-        assert torch.equal(layer.values[:, :, :7], values)
-    assert write(cache, 1) == [[0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7]]

@@ -77,17 +77,14 @@ def test_a_request_is_decoded_with_the_setting_of_its_regime(
         pass
     alone = DecodeConfig(skip_mask=SkipMask.none(4), gamma=gamma)
     expected = model.generate([1, 2, 3], config=alone, **arguments)
-    in_turns, plain = model.generate_in_lockstep([1, 2, 3], [IN_REGIMES, DecodeConfig.plain(4)], **arguments)
     for output in (
         stream.output(),
         model.generate([1, 2, 3], **arguments),
         LayerSkipModel(zoo.model_of("llama"), engine="eager").generate([1, 2, 3], config=IN_REGIMES, **arguments),
-        in_turns,
     ):
         assert output.ids == expected.ids
         assert output.stats.counters() == expected.stats.counters()
         assert len(output.stats.drafted_by_position) == gamma
-    assert plain.stats.num_rounds == 0
 
 
 def test_a_config_that_does_not_know_its_sampling_is_used_for_every_request() -> None:

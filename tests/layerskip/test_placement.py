@@ -102,7 +102,7 @@ def test_sampling_of_an_offloaded_model_draws_the_same_tokens(saved: Path) -> No
 
 
 def test_what_the_search_needs_works_offloaded(saved: Path) -> None:
-    """Teacher forcing with the target's keys, lockstep and step times."""
+    """Teacher forcing with the target's keys, decoding and step times."""
     plain, spread = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager"), load(saved, zoo.SPREAD)
     prompt = zoo.prompt_of(5)
     texts = [ForcedText(prompt, zoo.greedy_reference("llama", prompt)[:12])]
@@ -111,8 +111,9 @@ def test_what_the_search_needs_works_offloaded(saved: Path) -> None:
     for got, expected in zip(ours.read(MASK, 2).choices, theirs.read(MASK, 2).choices, strict=True):
         assert (got == expected).all()
     configs = [DecodeConfig.plain(zoo.NUM_LAYERS), DecodeConfig(skip_mask=MASK, gamma=3)]
-    for out in spread.generate_in_lockstep(prompt, configs, max_new_tokens=12):
-        assert tuple(out.ids) == zoo.greedy_reference("llama", prompt)[:12]
+    for config in configs:
+        ids = spread.generate(prompt, config=config, max_new_tokens=12).ids
+        assert tuple(ids) == zoo.greedy_reference("llama", prompt)[:12]
     timer = StepTimer(spread, 3)
     assert all(seconds > 0 for seconds in timer.verify_s(prompt, [1, 4]))
     assert all(seconds > 0 for seconds in timer.draft_s(prompt, [MASK], gamma=2, threshold=True))

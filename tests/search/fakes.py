@@ -102,11 +102,6 @@ class FakeDecoder:
             ids = (*ids[:5], 99, *ids[6:])
         return Decoded(ids, stats)
 
-    def decode_in_lockstep(
-        self, prompt_ids: Sequence[int], configs: Sequence[DecodeConfig], seed: int = 0
-    ) -> list[Decoded]:
-        return [self.decode(prompt_ids, config, seed) for config in configs]
-
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
     ) -> IdentityReport:

@@ -270,8 +270,8 @@ def test_the_pace_is_what_the_steps_take() -> None:
     pace = measure_pace(FakeDecoder(clock=FakeClock()), prompts(5), 7, FakeClock())
     assert pace.token_s == pytest.approx(0.01)
     assert pace.further_s == pytest.approx(0.01 * 0.03)
-    seen = pace.as_seen(2 * pace.pair_s(17), 17)
-    assert seen.pair_s(17) == pytest.approx(2 * pace.pair_s(17))
+    seen = pace.as_seen(4 * pace.decoding_s(17), 17)  # each of the pair's decodings takes twice as long
+    assert seen.decoding_s(17) == pytest.approx(2 * pace.decoding_s(17))
 
 
 def test_prompts_are_spread_over_the_file() -> None:

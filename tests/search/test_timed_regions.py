@@ -16,7 +16,7 @@ from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
 from layerskip.rounds.device_round import DeviceRound
 from search.confirm.stage import ConfirmOptions, confirm
 from search.measure.decoder import ModelDecoder
-from search.measure.pairs import PromptCase, measure_pair, measure_pair_apart
+from search.measure.pairs import PromptCase, measure_pair
 from search.study.leaderboard import Entry
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
@@ -39,12 +39,6 @@ def trial(model: LayerSkipModel) -> None:
     for config in CONFIGS:
         for turn, case in enumerate(cases()):
             measure_pair(decoder, case, config, plain_first=turn % 2 == 0)
-
-
-def measured_apart(model: LayerSkipModel) -> None:
-    decoder = ModelDecoder(model, NEW_TOKENS)
-    for config in CONFIGS:
-        measure_pair_apart(decoder, cases()[0], config, plain_first=True)
 
 
 def confirmed(model: LayerSkipModel) -> None:
@@ -72,7 +66,7 @@ def benchmark(model: LayerSkipModel) -> None:
     assert found.steps is not None
 
 
-FLOWS: list[Callable[[LayerSkipModel], None]] = [trial, measured_apart, confirmed, costs, benchmark]
+FLOWS: list[Callable[[LayerSkipModel], None]] = [trial, confirmed, costs, benchmark]
 each_flow = pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
 
 

@@ -147,11 +147,6 @@ class CudaGraphEngine(SessionEngine):
 
         return Piece(("forward", mask, num_tokens, num_visible, num_logits), work, ())
 
-    @torch.inference_mode()
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """See `Engine`."""
-        self.executor.forward(input_ids, self._no_skip, 1)
-
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
         """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
         return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None

@@ -1,0 +1,70 @@
+"""The choosing pass is a race: the surely slower drop out, who may win or tie stays, figures stay comparable."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from layerskip import DecodeConfig, SkipMask
+from search.confirm.stage import RACE_FROM, TIE, Confirmation, ConfirmOptions, confirm, is_surely_slower
+from search.measure.pairs import PromptCase
+from search.study.leaderboard import Entry
+from tests.search.fakes import FakeDecoder, true_speedup
+
+BEST, FAR = (DecodeConfig(skip_mask=SkipMask.parse(text), gamma=4) for text in ("6:1-4", "6:1"))
+NUM_PROMPTS = 24
+
+
+def run(decoder: FakeDecoder, *configs: DecodeConfig) -> Confirmation:
+    cases = [PromptCase(str(i), (i,), decoder.decode((i,), DecodeConfig.plain(6)).ids) for i in range(NUM_PROMPTS)]
+    decoder.num_decoded = 0
+    entries = [Entry(config, {}, (0,), 5, 1.2, 1.1) for config in configs]
+    return confirm(decoder, [cases], entries, ConfirmOptions(6, 1, 0.01, 0))
+
+
+def test_who_is_surely_slower_drops_out_and_the_last_one_ends_the_race() -> None:
+    decoder = FakeDecoder()
+    result = run(decoder, FAR, BEST)
+    assert result.config.bare() == BEST
+    assert [len(one.ratios) for one in result.candidates] == [RACE_FROM, RACE_FROM]
+    assert decoder.num_decoded == RACE_FROM * 3 + NUM_PROMPTS * 2
+
+
+def test_who_ties_stays_to_the_end() -> None:
+    almost = DecodeConfig(skip_mask=BEST.skip_mask, gamma=4, target_threshold=TIE / 2)
+    assert 1 < true_speedup(BEST) / true_speedup(almost) < 1 + TIE
+    result = run(FakeDecoder(), BEST, almost, FAR)
+    assert [len(one.ratios) for one in result.candidates] == [NUM_PROMPTS, NUM_PROMPTS, RACE_FROM]
+
+
+def test_the_figure_of_who_dropped_out_is_as_on_all_prompts() -> None:
+    """Later prompts suit every draft better; who did not see them is not told slower for that."""
+    decoder = FakeDecoder(
+        noise=0.0, taste=lambda ids, config: 1.5 if config.speculates and ids[0] >= RACE_FROM else 1.0
+    )
+    almost = DecodeConfig(skip_mask=BEST.skip_mask, gamma=4, target_threshold=TIE / 2)
+    result = run(decoder, BEST, almost, FAR)
+    best, _, far = (one.speedup for one in result.candidates)
+    assert best is not None
+    assert far is not None
+    assert far / best == pytest.approx(true_speedup(FAR) / true_speedup(BEST))
+
+
+def test_whoever_leads_and_then_breaks_leaves_the_race_to_those_who_dropped_out() -> None:
+    decoder = FakeDecoder()
+    calls = iter(range(10_000))
+    decoder.break_on = lambda config: ValueError("gone") if config == BEST and next(calls) > RACE_FROM + 1 else None
+    result = run(decoder, BEST, FAR)
+    assert result.config.bare() == FAR
+    assert result.candidates[0].excluded is not None
+
+
+def test_a_false_drop_is_rare_and_a_slower_one_is_seen() -> None:
+    """Two ways of one speed, 7 % of noise a prompt: at most some one in a hundred is dropped at a look."""
+    rng = np.random.default_rng(0)
+    drops = sum(is_surely_slower(*np.exp(rng.normal(0.0, 0.05, (2, RACE_FROM))).tolist()) for _ in range(2000))
+    assert drops < 0.01 * 2000
+    slower = np.exp(rng.normal(math.log(0.8), 0.05, RACE_FROM)).tolist()
+    assert is_surely_slower(slower, np.exp(rng.normal(0.0, 0.05, RACE_FROM)).tolist())
