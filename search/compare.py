@@ -141,7 +141,7 @@ def _compare(
 
 def _write_tables(out: Path) -> int:
     from search.comparison.record import FILE, read_record, write_results
-    from search.trials.sampler import quiet_optuna
+    from search.study.opening import quiet_optuna
 
     quiet_optuna()
     file = out / FILE

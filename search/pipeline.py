@@ -50,7 +50,7 @@ from search.study.attributes import (
 )
 from search.study.fingerprint import environment
 from search.study.leaderboard import Entry
-from search.study.opening import now_utc, open_study, stored_study
+from search.study.opening import now_utc, open_study, quiet_optuna, stored_study
 from search.study.prompts import EncodedPrompt, split_held_out
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
@@ -61,7 +61,6 @@ from search.terminal.result_events import CandidateSeen, PredictionsChecked, Res
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase
-from search.trials.sampler import quiet_optuna
 from search.workers.crew import Crew
 from search.workers.device import computing_on
 from search.workers.unlike import as_seen_on

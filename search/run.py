@@ -277,7 +277,7 @@ def _launch(
 
 
 def _reap(spec: StudySpec, paths: StudyPaths) -> int:
-    from search.trials.sampler import quiet_optuna
+    from search.study.opening import quiet_optuna
     from search.workers.crew import reap
 
     quiet_optuna()

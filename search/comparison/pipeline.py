@@ -26,13 +26,12 @@ from search.measure.subject import Subject
 from search.rivals import STRATEGIES
 from search.storages.opening import near
 from search.study.fingerprint import FingerprintMismatch, compare, environment
-from search.study.opening import now_utc, with_choices
+from search.study.opening import now_utc, quiet_optuna, with_choices
 from search.study.spec import StudySpec
 from search.terminal.comparison_events import PicksAdvanced
 from search.terminal.event import Stopped
 from search.terminal.progress_events import ReferenceKnown
 from search.terminal.result_events import Written
-from search.trials.sampler import quiet_optuna
 
 SCHEMA_VERSION = 1
 _SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"

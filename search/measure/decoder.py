@@ -14,9 +14,9 @@ from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongD
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import SamplingParams, seeded_sampler
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import trim_heap
+from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from search.study.spec import StudySpec
 
 

@@ -24,11 +24,11 @@ from search.storages.opening import close_storage, near, open_storage
 from search.study.attributes import FINGERPRINT, PER_GROUP
 from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.grouping import count_groups, interleaved, of_group
+from search.study.opening import quiet_optuna
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
 from search.terminal.event import Stopped
 from search.terminal.result_events import GroupVerdict, Written
-from search.trials.sampler import quiet_optuna
 
 
 def group_subjects(subject: Subject) -> dict[str, Subject]:

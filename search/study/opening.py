@@ -109,6 +109,11 @@ def set_sampler(study: optuna.Study, sampler: BaseSampler) -> None:
     study.sampler = sampler
 
 
+def quiet_optuna() -> None:
+    """Optuna prints a line per trial and warns of experimental parts that this package uses knowingly."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
 def now_utc() -> str:
     """ISO 8601, seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import numpy as np
-import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.study import Study
@@ -149,8 +148,3 @@ def make_sampler(
     share = {"local_share": 0.0} if name != "local-tpe" else {}
     proposer = LocalProposer(space, options, drawn_by=name, **share)
     return ProposalSampler(space, proposer, seed, drawn_by=name, claims=claims)
-
-
-def quiet_optuna() -> None:
-    """Optuna prints a line per trial and warns of experimental parts that this package uses knowingly."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)

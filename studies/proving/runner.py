@@ -34,14 +34,14 @@ from search.stop import StopSignal
 from search.study.attributes import CANNOT_WIN
 from search.study.fingerprint import Fingerprint, Origin
 from search.study.leaderboard import Standings
-from search.study.opening import set_sampler
+from search.study.opening import quiet_optuna, set_sampler
 from search.study.prompts import EncodedPrompt, encoded_fingerprint
 from search.study.spec import StudySpec
 from search.terminal.reporter import Reporter
 from search.trials.objective import Objective, TrialFailed, standings_of
 from search.trials.phase import TrialPhase
 from search.trials.proposals import ProposeOptions
-from search.trials.sampler import ProposalSampler, quiet_optuna
+from search.trials.sampler import ProposalSampler
 from studies.proving.ablations import left_out
 from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table

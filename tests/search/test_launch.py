@@ -193,9 +193,9 @@ def test_reap_clears_up_says_so_and_ends(
     monkeypatch: pytest.MonkeyPatch,
     make_token: Callable[[], str],
 ) -> None:
-    from search.workers import crew, witness
+    from search.workers import crew, heartbeats
 
-    monkeypatch.setattr(crew, "Patience", lambda: witness.Patience(dead_after_s=0.2, poll_s=0.01))
+    monkeypatch.setattr(crew, "Patience", lambda: heartbeats.Patience(dead_after_s=0.2, poll_s=0.01))
     (tmp_path / "study").mkdir()
     storage = open_storage(f"sqlite:///{tmp_path}/study/study.db")
     study = optuna.create_study(storage=storage, study_name="study", direction="maximize")

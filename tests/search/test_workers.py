@@ -23,9 +23,10 @@ from search.outlook.warm_starts import warm_starts
 from search.storages.opening import open_storage
 from search.study.attributes import ATTEMPT, CLAIM, FAILURE, PROCESS, RETRY_OF
 from search.study.fingerprint import FingerprintMismatch
+from search.study.opening import quiet_optuna
 from search.study.trials import WITHDRAWN, WORKER_DIED, counted, key_of, trials_by_state
 from search.trials.proposals import ProposeOptions
-from search.trials.sampler import make_sampler, quiet_optuna
+from search.trials.sampler import make_sampler
 from search.workers.crew import Crew, StudyBusy
 from search.workers.heartbeats import Beats, Patience, Witness
 from search.workers.lease import Lease
