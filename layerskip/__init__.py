@@ -10,7 +10,7 @@ from layerskip.decoding.stats import DecodeStats
 
 if TYPE_CHECKING:
     from layerskip.drafters import TextStore
-    from layerskip.huggingface.generate import CustomGenerate, custom_generate
+    from layerskip.interop.generate import CustomGenerate, custom_generate
     from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
 
 __all__ = [
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
         return TextStore
     if name in ("CustomGenerate", "custom_generate"):
-        from layerskip.huggingface import generate as hugging_face
+        from layerskip.interop import generate as hugging_face
 
         return getattr(hugging_face, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, facts), indent=1) + "\n")
     if arguments.plot is not None:
-        from layerskip.benchmark.plot import write_plot
+        from layerskip.benchmark.report import write_plot
 
         write_plot(arguments.plot, benchmark.rows, _facts_line(facts))
     _print(benchmark, profiles, facts)
@@ -114,7 +114,7 @@ def _prompts_file(arguments: argparse.Namespace) -> Path | None:
 def _prompts(
     model: LayerSkipModel, arguments: argparse.Namespace, file: Path | None, room: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    from layerskip.command_line.prompts import Prompt, encode_prompt, read_prompts
+    from layerskip.prompts import Prompt, encode_prompt, read_prompts
 
     if file is None:
         prompts = [

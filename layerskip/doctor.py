@@ -207,7 +207,7 @@ def _check_draft_logits(model: LayerSkipModel, name: str, mask: SkipMask, prompt
     """A wrong draft is silent (its tokens are rejected): so compare its logits one token at a time and in one go."""
     import torch
 
-    from layerskip.analysis.identity import logit_difference
+    from layerskip.huggingface.rounding import logit_difference
 
     adapter = model.adapter
     ids = torch.tensor(prompt_ids, device=model.device)

@@ -16,7 +16,6 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
@@ -26,6 +25,7 @@ from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
+from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
 

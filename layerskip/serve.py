@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
 from layerskip.command_line.command_model import add_loading_arguments, confirmed_length, load_config, load_model
 from layerskip.config.decode_config import DecodeConfig, GroupSetting
-from layerskip.server.api_key import KEY_VARIABLE, read_api_key
 from layerskip.server.settings import ServerSettings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
 from layerskip.huggingface.device_map import refuse_torchrun
-from search.run import add_output_flags, demo_folder
+from search.command_line import add_output_flags, demo_folder
 from search.stop import StopSignal
 from search.study.spec import StudyPaths, StudySpec, load_spec
 
@@ -123,7 +123,7 @@ def _compare(
     from search.preflight import open_subject
     from search.storages.opening import check_writable
     from search.study.prompts import load_prompts
-    from search.terminal.reporter import make_reporter
+    from search.terminal.live import make_reporter
 
     prompt_sets = load_prompts(spec.prompts, spec.held_out)
     if not arguments.dry_run:
@@ -141,7 +141,7 @@ def _compare(
 
 def _write_tables(out: Path) -> int:
     from search.comparison.record import FILE, read_record, write_results
-    from search.trials.sampler import quiet_optuna
+    from search.study.opening import quiet_optuna
 
     quiet_optuna()
     file = out / FILE

@@ -11,11 +11,11 @@ from socketserver import ThreadingMixIn
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import OneLineParser, run_command
-from layerskip.server.api_key import KEY_VARIABLE, read_api_key
+from search.command_line import demo_folder
 from search.dashboard_guard import DashboardGuard
 from search.reporting.source import Address, open_source
-from search.run import demo_folder
 from search.storages.address import STORAGE_HELP, storage_argument
 from search.storages.opening import near
 

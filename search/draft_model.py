@@ -49,7 +49,7 @@ def export_draft_model(model: Any, config: DecodeConfig, folder: Path, *, neares
     Raises: ValueError if the config does not speculate or only looks tokens up, if its mask has lone sublayers (unless
     `nearest`), or if the nearest mask leaves nothing out; UnsupportedModelError if the architecture cannot be cut.
     """
-    from layerskip.huggingface.draft_checkpoint import lone_sublayers, write_draft_checkpoint
+    from layerskip.interop.draft_checkpoint import lone_sublayers, write_draft_checkpoint
 
     if not config.speculates:
         reason = f" ({config.reason})" if config.reason else ""

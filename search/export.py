@@ -89,7 +89,7 @@ def _verdict(config: DecodeConfig) -> str:
 
 def _write_archive(arguments: argparse.Namespace) -> int:
     from search.reporting.archive import write_archive
-    from search.trials.sampler import quiet_optuna
+    from search.study.opening import quiet_optuna
 
     quiet_optuna()
     file = _new_file("--archive", arguments.archive)
@@ -107,8 +107,8 @@ def _new_file(flag: str, given: Path) -> Path:
 
 
 def _opened(arguments: argparse.Namespace) -> AbstractContextManager[Source]:
+    from search.command_line import demo_folder
     from search.reporting.source import Address, opened
-    from search.run import demo_folder
 
     address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     return opened(address, demo=demo_folder())
@@ -119,7 +119,7 @@ def _write_draft_model(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--config: no such file: {arguments.config}")
     config = DecodeConfig.load(arguments.config).for_group(arguments.group)
     quiet_libraries()
-    from layerskip.huggingface.draft_checkpoint import check_new_folder
+    from layerskip.interop.draft_checkpoint import check_new_folder
 
     check_new_folder(arguments.draft_model)  # before the model is loaded
     draft = export_draft_model(
@@ -131,7 +131,7 @@ def _write_draft_model(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace, config: DecodeConfig) -> LayerSkipModel:
     """The model in the format it is stored in, on the CPU: it is only cut, and compared once."""
-    from layerskip.huggingface.draft_checkpoint import checkpoint_dtype
+    from layerskip.interop.draft_checkpoint import checkpoint_dtype
     from layerskip.model import LayerSkipModel, resolve_model_path
 
     if arguments.model is None and config.provenance is None:

@@ -13,35 +13,47 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DecodeConfig
-from search.budget.plan import BUDGET, FIRST_PLAN, spread
+from search.budget.plan import reference_options, spread
 from search.confirm.files import SearchFacts, save_best, save_summary, with_provenance
-from search.confirm.held_out import HELD_OUT
 from search.confirm.stage import Confirmation, ConfirmOptions, confirm, shortlist
-from search.confirm.summary import CANDIDATES, SummaryInput, candidates_of, summarise_run
-from search.context import Subject, Tools
+from search.confirm.summary import SummaryInput, candidates_of, summarise_run
+from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
-from search.measure.reference import (
-    REFERENCE,
-    Reference,
-    ReferenceOptions,
-    make_case_sets,
-    make_reference,
-    plain_speed,
-    warm_up,
-)
-from search.measure.rounding_record import ROUNDING, RoundingRecord
+from search.measure.reference import Reference, make_case_sets, make_reference, plain_speed, warm_up
+from search.measure.rounding_record import RoundingRecord
+from search.measure.subject import Subject
 from search.outlook.opening import open_outlook
-from search.outlook.outlook import GAMMA_LOWERED, POOL, Outlook, OutlookOptions, outlook_facts
+from search.outlook.outlook import Outlook, OutlookOptions, outlook_facts
 from search.predict.accuracy import check_predictions
 from search.predict.surfaces import store_surfaces
 from search.reporting.publish import Publisher
 from search.run_plan import RunPlan
 from search.storages.opening import close_storage, near, open_storage, redact
+from search.study.attributes import (
+    BUDGET,
+    CANDIDATES,
+    COMMAND,
+    CONFIG,
+    CONFIRMED,
+    ENVIRONMENT,
+    FIRST_PLAN,
+    GAMMA_LOWERED,
+    HELD_OUT,
+    NOISE_SIGMA,
+    PLAIN_TOKENS_PER_S,
+    POOL,
+    REASON,
+    REFERENCE,
+    ROUNDING,
+    SPEC,
+    VERDICT,
+)
 from search.study.fingerprint import environment
-from search.study.leaderboard import Entry, counted
-from search.study.opening import now_utc, open_study, stored_study
+from search.study.leaderboard import Entry
+from search.study.opening import now_utc, open_study, quiet_optuna, stored_study
 from search.study.prompts import EncodedPrompt, split_held_out
 from search.study.spec import StudyPaths, StudySpec
+from search.study.trials import counted
 from search.terminal.event import Stopped
 from search.terminal.progress import Progress
 from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
@@ -49,7 +61,6 @@ from search.terminal.result_events import CandidateSeen, PredictionsChecked, Res
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase
-from search.trials.sampler import quiet_optuna
 from search.workers.crew import Crew
 from search.workers.device import computing_on
 from search.workers.unlike import as_seen_on
@@ -189,9 +200,9 @@ class SearchRun:
     def _open(self, storage: optuna.storages.BaseStorage) -> optuna.Study:
         spec = self._spec
         facts = {
-            "environment": environment() | {"attention_backend": self._subject.origin.attention_backend},
-            "command": self._tools.command,
-            "spec": self._asked.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
+            ENVIRONMENT: environment() | {"attention_backend": self._subject.origin.attention_backend},
+            COMMAND: self._tools.command,
+            SPEC: self._asked.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
         }
         if self._plan is not None:
             facts[FIRST_PLAN] = self._plan.at_start.to_json()
@@ -208,11 +219,11 @@ class SearchRun:
         if stored is None:
             way = "greedy" if not subject.sampling.do_sample else f"sampled ({subject.sampling.name})"
             self._say.phase("reference", f"plain decoding of tuning prompts, {way}, {spec.max_new_tokens} tokens each")
-            options = ReferenceOptions.of(spec, subject, self._plan.at_start if self._plan else None)
+            options = reference_options(spec, subject, self._plan.at_start if self._plan else None)
             tell = self._progress("reference", "tuning texts")
             reference = make_reference(subject.decoder, subject.tuning, options, tell)
-            study.set_user_attr("plain_tokens_per_s", reference.plain_tokens_per_s)
-            study.set_user_attr("noise_sigma", reference.noise_sigma)
+            study.set_user_attr(PLAIN_TOKENS_PER_S, reference.plain_tokens_per_s)
+            study.set_user_attr(NOISE_SIGMA, reference.noise_sigma)
             study.set_user_attr(REFERENCE, reference.to_json())
         else:
             reference = Reference.from_json(stored)
@@ -367,7 +378,7 @@ class SearchRun:
             save_summary(summary, self._paths)
             if kept is not None:
                 self._say.warn(f"best.json could not be read and was kept as {kept.name}")
-        for key in ("verdict", "reason", "confirmed", "config"):
+        for key in (VERDICT, REASON, CONFIRMED, CONFIG):
             study.set_user_attr(key, summary[key])
         study.set_user_attr(BUDGET, summary["budget"])
         study.set_user_attr(CANDIDATES, candidates_of(confirmation))

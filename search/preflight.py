@@ -16,12 +16,12 @@ from layerskip.machine.host import package_version
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan
 from search.budget.work import Work
-from search.confirm.files import Origin, portable_model_name
-from search.context import Subject
+from search.confirm.files import portable_model_name
 from search.measure.decoder import ModelDecoder, load_model
 from search.measure.reference import prompts_for, warm_up
+from search.measure.subject import Subject
 from search.measure.threads import choose_threads
-from search.study.fingerprint import take_fingerprint
+from search.study.fingerprint import Origin, take_fingerprint
 from search.study.prompts import PromptSet, encode_prompts
 from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace
 from search.study.spec import StudyPaths, StudySpec

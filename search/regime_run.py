@@ -10,11 +10,13 @@ import optuna
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.files import save_best, save_spec, save_summary
-from search.confirm.regime_settings import BY_REGIME, combined_config, found_in, regime_facts
-from search.context import Subject, Tools
+from search.confirm.regime_settings import combined_config, found_in, regime_facts
+from search.context import Tools
+from search.measure.subject import Subject
 from search.pipeline import RunOutcome, SearchRun
 from search.reporting.publish import Publisher
 from search.storages.opening import close_storage, open_storage
+from search.study.attributes import BY_REGIME
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.result_events import RegimeVerdict
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command, split_list
-from search.run import demo_folder
+from search.command_line import demo_folder
 from search.study.spec import StudySpec, load_spec
 
 if TYPE_CHECKING:
-    from search.context import Subject
+    from search.measure.subject import Subject
     from search.study.space import SearchSpace
 
 PROG = "search.replay_audit"
@@ -96,11 +96,11 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
     look at drafts after a wrong token). Cost: settings x prompts decodings.
     """
-    from search.confirm.stage import describe
     from search.measure.reference import make_cases
     from search.predict.costs import free_costs
     from search.predict.predictor import Predictor
     from search.predict.replay import TextRows, check_replay, live_counts
+    from search.study.config_words import describe
 
     cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers, spec.seed)
     forcing = subject.decoder.teacher_forcing([case.text for case in cases])

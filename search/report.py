@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerskip.command_line.cli import OneLineParser, run_command
-from search.run import demo_folder
+from search.command_line import demo_folder
 from search.storages.address import STORAGE_HELP, storage_argument
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import argparse
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
 from layerskip.config.decode_config import DRAFTERS
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
+from search.command_line import add_output_flags, demo_folder
 from search.stop import StopSignal
 from search.storages.address import STORAGE_VARIABLE, storage_argument
 from search.study.spec import (
@@ -27,10 +27,10 @@ from search.study.spec import (
 )
 
 if TYPE_CHECKING:
-    from search.context import Subject
+    from search.measure.subject import Subject
     from search.study.prompts import PromptSet
     from search.terminal.reporter import Reporter
-    from search.workers.posts import Post
+    from search.workers.launch import Post
 
 PROG = "search.run"
 _EPILOG = """\
@@ -155,13 +155,6 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def add_output_flags(parser: OneLineParser) -> None:
-    """How a run is told; see `search.terminal.reporter.make_reporter`."""
-    told = parser.add_mutually_exclusive_group()
-    told.add_argument("--quiet", action="store_true", help="print the result alone; warnings still go to stderr")
-    told.add_argument("--json", action="store_true", help="print one JSON object per event and nothing else")
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     given = sys.argv[1:] if argv is None else argv
@@ -225,7 +218,7 @@ def _search(
     from search.preflight import open_subject
     from search.regime_run import RegimeRun, regime_study
     from search.study.opening import as_before
-    from search.terminal.reporter import make_reporter
+    from search.terminal.live import make_reporter
 
     quiet_libraries()
     with make_reporter(quiet=arguments.quiet, json_lines=arguments.json) as reporter:
@@ -243,7 +236,8 @@ def _search(
 
 def _man(spec: StudySpec, arguments: argparse.Namespace) -> tuple[StudySpec, list[Post]]:
     """The posts that --workers and --devices ask for; a single one is taken by this process. Warns on stderr."""
-    from search.workers.posts import assign_posts, devices_for, own_cores, parse_devices
+    from layerskip.machine.host import own_cores
+    from search.workers.launch import assign_posts, devices_for, parse_devices
 
     if spec.device_map is not None and (arguments.devices is not None or arguments.workers not in (None, 1)):
         raise ValueError(
@@ -266,7 +260,7 @@ def _launch(
 ) -> int:
     """Check what can be checked before several processes say it, then one process per post."""
     from search.storages.opening import check_storage, check_writable
-    from search.terminal.reporter import make_reporter
+    from search.terminal.live import make_reporter
     from search.workers.launch import Launch
 
     _read_prompts(spec)
@@ -283,8 +277,8 @@ def _launch(
 
 
 def _reap(spec: StudySpec, paths: StudyPaths) -> int:
-    from search.trials.sampler import quiet_optuna
-    from search.workers.reap_command import reap
+    from search.study.opening import quiet_optuna
+    from search.workers.crew import reap
 
     quiet_optuna()
     return reap(paths.storage_url(spec), paths.study_name(spec), print)
@@ -343,12 +337,6 @@ def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: 
         reporter.tell(foresee(subject, spec, None if spec.budget_minutes is None else 60 * spec.budget_minutes))
         text = "nothing was written"
     reporter.phase("dry run", text)
-
-
-def demo_folder() -> Path:
-    """The study that is searched without flags: here, or beside the package."""
-    here = Path("studies/demo")
-    return here if here.is_dir() else Path(__file__).parents[1] / here
 
 
 def _flag(name: str) -> str:

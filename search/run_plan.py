@@ -8,14 +8,15 @@ from typing import Any
 import optuna
 
 from search.budget.pace import measure_pace
-from search.budget.plan import FIRST_PLAN, Plan, make_plan, read_plan, recorded
+from search.budget.plan import Plan, make_plan, read_plan, recorded
 from search.budget.work import Amounts, Work
-from search.context import Subject, Tools
-from search.measure.reference import REFERENCE, Reference
-from search.outlook.outlook import POOL
+from search.context import Tools
+from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.preflight import planned, tokens_to_time
-from search.study.leaderboard import counted
+from search.study.attributes import FIRST_PLAN, POOL, REFERENCE
 from search.study.spec import StudySpec
+from search.study.trials import counted
 from search.terminal.progress_events import Planned
 
 

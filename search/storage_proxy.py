@@ -15,8 +15,8 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage
 
+from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
-from layerskip.server.api_key import KEY_VARIABLE, read_api_key
 from search.storages.address import GRPC
 from search.storages.opening import (
     STORAGE_VARIABLE,
@@ -158,7 +158,7 @@ def _setter(ended: threading.Event) -> Any:
 
 
 def _tell(host: str, port: int, url: str) -> None:
-    from layerskip.server.settings import is_loopback
+    from layerskip.command_line.api_key import is_loopback
 
     where = f"[{host}]" if ":" in host else host
     sys.stdout.write(f"{GRPC}{where}:{port} in front of {redact(url)}\nCtrl-C or SIGTERM ends it.\n")

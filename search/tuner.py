@@ -17,7 +17,7 @@ from search.stop import StopSignal
 from search.study.spec import EngineName, Granularity, ObjectiveName, SamplerName, StudyPaths, StudySpec, to_toml
 
 if TYPE_CHECKING:
-    from search.context import Subject
+    from search.measure.subject import Subject
 
 Prompts = str | Path | Sequence[str | Sequence[Mapping[str, str]] | Mapping[str, Any]]
 """A JSONL file, or a list whose items are each a text, a chat (a list of messages) or a record as in such a file."""

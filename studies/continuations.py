@@ -22,9 +22,9 @@ from layerskip.command_line.cli import OneLineParser, check_least, quiet_librari
 from layerskip.config.decode_config import write_atomically
 from layerskip.config.sampling_regime import Sampling
 from layerskip.machine.host import git_commit
-from search.context import Subject
 from search.measure.pairs import PromptCase
 from search.measure.reference import make_case_sets
+from search.measure.subject import Subject
 from search.predict.costs import CostModel
 from search.predict.predictor import Predictor, lookup_grid
 from search.predict.replay import Settings, TextRows

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel
-from layerskip.server.api_key import KEY_VARIABLE
+from layerskip.command_line.api_key import KEY_VARIABLE
 from search import dashboard, run
 from search.dashboard import bind
 from search.dashboard_guard import DashboardGuard

@@ -5,15 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.huggingface.rounding import StockForward, is_reduced
-
-if TYPE_CHECKING:
-    from layerskip.model import LayerSkipModel
+from layerskip.model import LayerSkipModel
+from layerskip.rounds.sampling import Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -112,14 +109,3 @@ def float32_command(model: str, *, device: str = "auto", trust_remote_code: bool
     """The command that proves the code on this model: in float32, where a difference is a difference."""
     flags = ["--device", device] * (device != "auto") + ["--trust-remote-code"] * trust_remote_code
     return shlex.join(["python", "-m", "layerskip.doctor", model, *flags, "--dtype", "float32"])
-
-
-def logit_difference(logits: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """(relative difference in norm, the most that rounding explains) of the same rows computed in two ways.
-
-    The limit is sqrt(eps) of the dtype: 3e-4 in float32, .03 in float16, .09 in bfloat16. A wrong position, sign or
-    window gives tenths; rounding through some dozen layers stays an order of magnitude below the limit.
-    """
-    tolerance = float(torch.finfo(reference.dtype).eps ** 0.5)
-    logits, reference = logits.float(), reference.float()
-    return float((logits - reference).norm() / reference.norm().clamp_min(1e-30)), tolerance

@@ -10,10 +10,10 @@ import torch
 from layerskip.analysis.timed_steps import DeviceEngine, DeviceSteps, HostSteps, Step, StepMaker, TextEnd
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import SamplingParams, seeded_sampler
 from layerskip.decoding.step_clock import StepClock
 from layerskip.model import LayerSkipModel
 from layerskip.rounds.device_round import OffersRounds
+from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 
 _LEAST_SHARE = 0.001
 """Of a round that its draft takes at least, whatever a disturbed clock says."""

@@ -9,13 +9,13 @@ import torch
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import Sampler
-from layerskip.decoding.verifier import verify
 from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import ForwardPlan
 from layerskip.rounds.round_work import RoundHost, RoundPlan
+from layerskip.rounds.sampling import Sampler
+from layerskip.rounds.verifier import verify
 
 _NEVER = 1e-30
 """A draft_threshold that is looked at after every token and never reached."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Protocol
 from layerskip.analysis.identity import IdentityReport
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.benchmark.ways import CannotRun, Sample, Way
+from layerskip.machine.host import no_garbage_collection
 
 Check = Callable[[Sequence[int], Sequence[int], Sequence[int]], IdentityReport]
 """(prompt, output, reference) -> verdict."""
@@ -118,18 +118,6 @@ def alternate(
                     turn.take(index, case)
         progress()
     return failed
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector out of a timed region; whatever it was before, it is afterwards."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.steps import middle_of
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.decoding.sampling import Sampler, SamplingParams
-from layerskip.decoding.verifier import verify
 from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.sampling import Sampler, SamplingParams
+from layerskip.rounds.verifier import verify
 
 _TIMES = 8
 

@@ -22,10 +22,10 @@ from layerskip.benchmark.summary import Estimate, estimate
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines import Engine
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.sampling import Sampler, SamplingParams
 
 _SHOTS = 2
 """Of every step at one visit; their mean counts, as the decode loop's seconds are a sum too."""

@@ -21,11 +21,11 @@ from layerskip.benchmark.names import (
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else_mask, mask_alone
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.sampling import Sampler, SamplingParams
 
 
 class CannotRun(Exception):  # noqa: N818 (reads as the fact it states)

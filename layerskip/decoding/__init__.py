@@ -1,1 +1,1 @@
-"""The decode loop, its verifier, sampler and cache."""
+"""The decode loop, its clock, its numbers and its text."""

@@ -10,16 +10,16 @@ import torch
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import Sampler
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
-from layerskip.decoding.verifier import Verdict, verify
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
 from layerskip.engines.prefix import PrefixEngine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
+from layerskip.rounds.sampling import Sampler
+from layerskip.rounds.verifier import Verdict, verify
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
 LOOKED_UP = "looked-up"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.decoding.sampling import Sampler
 from layerskip.drafters.base import Drafter
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
 from layerskip.drafters.lookup import LookupDrafter
 from layerskip.drafters.text_store import TextStore
 from layerskip.engines import Engine
+from layerskip.rounds.sampling import Sampler
 
 
 def make_drafter(

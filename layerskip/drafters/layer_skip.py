@@ -9,13 +9,13 @@ from typing import cast
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import Sampler, top_probability
 from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
 from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts
 from layerskip.rounds.round_work import RoundPlan
+from layerskip.rounds.sampling import Sampler, top_probability
 
 
 @dataclass(frozen=True)

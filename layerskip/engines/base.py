@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import SharedLengthCache
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.growing_keys import growing_keys_backend
+from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.rounds.preparation import ForwardPlan
 
 

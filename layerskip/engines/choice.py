@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from layerskip.analysis.identity import logit_difference
 from layerskip.config.decode_config import ENGINE_NAMES
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
@@ -22,6 +21,7 @@ from layerskip.engines.cuda_graph.static_step import StaticExecutor
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface.rounding import logit_difference
 
 _CONTEXT = 8
 _NUM_TIMED = 5

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import SharedLengthCache
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.huggingface.kv_cache import SharedLengthCache
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import SharedLengthCache
 from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import os
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+_FIX_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Whoever sets one of these has decided on the number of threads."""
 
 
 def device_name(device: Any) -> str:
@@ -37,6 +42,21 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def own_cores() -> list[int] | None:
+    """The cores this process may run on; None where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def num_cores() -> int:
+    """How many cores this process may run on; all of the machine's where the system does not tell."""
+    return len(own_cores() or ()) or os.cpu_count() or 1
+
+
+def threads_are_fixed() -> bool:
+    """Whether the environment says how many threads there are to be."""
+    return any(os.environ.get(name) for name in _FIX_THREADS)
 
 
 def package_version(name: str) -> str:
@@ -70,3 +90,15 @@ def trim_heap() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep the collector out of a timed region; whatever it was before, it is afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

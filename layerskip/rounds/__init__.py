@@ -1,1 +1,1 @@
-"""One round of drafting and verifying, as work for a device."""
+"""One round of drafting and verifying: how tokens are chosen and judged, and all of it as work for a device."""

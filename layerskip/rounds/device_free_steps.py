@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.rounds.round_work import Piece, RoundHost
+from layerskip.rounds.sampling import Sampler, SamplingParams
 
 _GREEDY = Sampler(SamplingParams())
 

@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import Sampler
-from layerskip.decoding.verifier import Verdict
 from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.preparation import verifications
 from layerskip.rounds.round_work import Piece, RoundHost, RoundPlan, RoundWork
+from layerskip.rounds.sampling import Sampler
+from layerskip.rounds.verifier import Verdict
 
 _NUM_TIMED = 3
 

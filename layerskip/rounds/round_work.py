@@ -9,10 +9,9 @@ from typing import Protocol
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import StaticCache
-from layerskip.decoding.sampling import Sampler, SamplingParams, choose, chosen_probability, top_probability
-from layerskip.rounds.device_number import DeviceNumber
+from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
 from layerskip.rounds.draft_stopping import Stopping
+from layerskip.rounds.sampling import Sampler, SamplingParams, choose, chosen_probability, top_probability
 
 _SMALLEST_ROOM = 8
 
@@ -186,7 +185,7 @@ class RoundWork:
         return choose(logits, noise), logits
 
     def _verify(self, drafts: torch.Tensor, limit: torch.Tensor) -> None:
-        """As `layerskip.decoding.verifier.verify`, of drafts (G,), of which `limit` (1,) may be accepted."""
+        """As `layerskip.rounds.verifier.verify`, of drafts (G,), of which `limit` (1,) may be accepted."""
         buffers, host, num_drafts = self.buffers, self._host, drafts.shape[0]
         ids, positions = torch.cat([host.token.tensor, drafts]), self._position + buffers.offsets[: num_drafts + 1]
         logits = host.step(ids, positions, self._no_skip, self._num_visible, num_drafts + 1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 
-MIN_KEY_LENGTH = 16
+from layerskip.command_line.api_key import check_api_key
+
 MAX_MODEL_ID = 512
 """Characters."""
 
@@ -58,22 +58,3 @@ class ServerSettings:
                 raise ValueError(f"{name}: {rule}, got {getattr(self, name)!r}")
         if self.api_key is not None:
             check_api_key(self.api_key)
-
-
-def check_api_key(key: str) -> None:
-    """Raises ValueError, without the key in it."""
-    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(
-            f"API key: must be at least {MIN_KEY_LENGTH} printable ASCII characters without blanks, got {len(key)} "
-            "characters (not shown)"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this address can be reached from this machine alone. Other names than localhost count as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
+from search.measure.decoder import Decoder
 from search.study.prompts import EncodedPrompt
-
-if TYPE_CHECKING:
-    from search.measure.decoder import Decoder
 
 
 @dataclass(frozen=True)

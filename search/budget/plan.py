@@ -16,13 +16,11 @@ from typing import Any
 
 from search.budget.pace import Pace
 from search.budget.work import COST_REPEATS, GOOD_NUMBER, TRIAL_OVERHEAD, Amounts, Work
+from search.measure.reference import ReferenceOptions
+from search.measure.subject import Subject
 from search.study.prompts import EncodedPrompt
+from search.study.spec import StudySpec
 
-FIRST_PLAN = "first_plan"
-"""Attribute of the study, from its first run: what was asked for and what the budget allowed, see `Plan.to_json`. Its
-new tokens are those of all later runs."""
-BUDGET = "budget"
-"""Attribute of the study, and in summary.json: see `recorded`."""
 _MEASURED_ONCE = ("prompts_per_trial", "num_texts", "max_new_tokens", "num_noise_pairs")
 """Amounts of the first run."""
 _OUTLOOK_SHARE, _SEARCH_SHARE = 0.2, 0.4
@@ -200,3 +198,23 @@ def spread(prompts: Sequence[EncodedPrompt], count: int) -> tuple[EncodedPrompt,
     """So many of them, evenly spread over their order: files are often sorted by what prompts are about."""
     count = min(count, len(prompts))
     return tuple(prompts[i * len(prompts) // count] for i in range(count))
+
+
+def reference_options(spec: StudySpec, subject: Subject, plan: Plan | None = None) -> ReferenceOptions:
+    """A study's; as many prompts as the plan has, where a budget limits them."""
+    options = ReferenceOptions(
+        subject.space.num_layers,
+        spec.seed,
+        spec.trial_seconds,
+        spec.prompts_per_trial,
+        is_sampled=subject.sampling.do_sample,
+    )
+    if plan is None or not plan.limits:
+        return options
+    amounts = plan.amounts
+    return replace(
+        options,
+        prompts_per_trial=amounts.prompts_per_trial,
+        max_texts=amounts.num_texts,
+        num_noise_pairs=amounts.num_noise_pairs,
+    )

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from search.budget.pace import Pace
-from search.measure.reference import MAX_CONTINUATIONS, MAX_TRIALS_APART, MIN_NOISE_PAIRS, prompts_for
+from search.measure.reference import MAX_CONTINUATIONS, MAX_TRIALS_APART, MIN_NOISE_PAIRS, Reference, prompts_for
+from search.measure.subject import Subject
 from search.predict.costs import NUM_REPEATS
 from search.study.prompts import split_held_out
-
-if TYPE_CHECKING:
-    from search.context import Subject
-    from search.measure.reference import Reference
-    from search.study.spec import StudySpec
+from search.study.spec import StudySpec
 
 PHASES = ("reference", "outlook", "search", "confirm")
 COST_REPEATS = (NUM_REPEATS, 11, 7, 5, 3, 2, 1)

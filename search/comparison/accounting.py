@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from optuna.trial import FrozenTrial
 
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from layerskip.config.skip_mask import SkipMask
+from search.measure.decoder import Decoder, TextForcing, Timer
 from search.stop import StopSignal
 from search.trials.proposals import Proposal, Proposer
-
-if TYPE_CHECKING:
-    from search.measure.decoder import Decoder, TextForcing
-    from search.predict.costs import Timer
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 29

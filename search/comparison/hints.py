@@ -14,8 +14,8 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.config.validated import Probability, describe_validation_error
 from search.comparison.accounting import Account, SharedForcing
 from search.comparison.journal import Journal
-from search.context import Subject
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
 from search.outlook.outlook import texts_to_time
 from search.predict.costs import CostModel, CostOptions, measure_costs

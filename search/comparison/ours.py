@@ -10,12 +10,13 @@ import optuna
 
 from layerskip.config.decode_config import write_atomically
 from search.comparison.accounting import Account, SharedDecoder
-from search.context import Subject
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.outlook.opening import open_outlook
 from search.outlook.outlook import RECHECK_EVERY, Outlook, OutlookOptions
 from search.study.spec import StudySpec
 from search.trials.proposals import ProposeOptions, Proposer
+from search.trials.replay_proposer import ReplayProposer
 
 
 class OurWay:
@@ -46,7 +47,7 @@ class OurWay:
         self.unpaid_s = stored.get("unpaid_s", account.now() - start)
         self._save()
         options = ProposeOptions(spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
-        self.proposer: Proposer = self.outlook.proposer(options)
+        self.proposer: Proposer = ReplayProposer.of(self.outlook, options)
 
     def before_trial(self, num_done: int) -> None:
         """Measure the costs again wherever `search.run` does."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
+from search.budget.plan import reference_options
 from search.comparison.accounting import Account
 from search.comparison.confirm import confirm_picks, read_measurements
 from search.comparison.journal import Journal
@@ -18,19 +19,19 @@ from search.comparison.record import FILE as RECORD
 from search.comparison.record import RESULTS, Record, write_record, write_results
 from search.comparison.results import picks_of
 from search.comparison.runs import Shared, StrategyRun, make_runs, run_all
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.pairs import LosslessViolation, time_able
-from search.measure.reference import Reference, ReferenceOptions, make_cases, make_reference, warm_up
+from search.measure.reference import Reference, make_cases, make_reference, warm_up
+from search.measure.subject import Subject
 from search.rivals import STRATEGIES
 from search.storages.opening import near
 from search.study.fingerprint import FingerprintMismatch, compare, environment
-from search.study.opening import now_utc, with_choices
+from search.study.opening import now_utc, quiet_optuna, with_choices
 from search.study.spec import StudySpec
 from search.terminal.comparison_events import PicksAdvanced
 from search.terminal.event import Stopped
 from search.terminal.progress_events import ReferenceKnown
 from search.terminal.result_events import Written
-from search.trials.sampler import quiet_optuna
 
 SCHEMA_VERSION = 1
 _SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"
@@ -89,7 +90,7 @@ class ComparisonRun:
         setup = read_setup(self._out)
         if setup is None:
             self._say.phase("reference", "plain decoding of tuning prompts")
-            options = ReferenceOptions.of(spec, subject)
+            options = reference_options(spec, subject)
             reference = make_reference(subject.decoder, subject.tuning, options)
             fingerprint = asdict(subject.fingerprint)
             facts = {"created_at": now_utc(), "environment": self._environment(), "fingerprint": fingerprint}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from search.context import Subject
+from search.measure.subject import Subject
 from search.preflight import time_pair, time_study
 from search.rivals import STRATEGIES
 from search.study.spec import StudySpec

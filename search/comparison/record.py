@@ -20,19 +20,28 @@ from search.comparison.plan import ComparisonPlan
 from search.comparison.plot import make_plot
 from search.comparison.results import Run, make_table, picks_of, summarise
 from search.comparison.runs import TrialRecord, trials_of
+from search.study.attributes import (
+    FORECAST_RATIOS,
+    FORECAST_SPEEDUP,
+    LOSSLESS,
+    PROMPT_STEPS,
+    RATIOS,
+    STOPPED_EARLY,
+    VIOLATION,
+)
 from search.study.leaderboard import Entry, make_standings
 from search.study.space import SearchSpace
 
 FILE = "record.jsonl.xz"
 RESULTS = ("results.json", "table.md", "plot.html")
 _ATTRIBUTES = (
-    "lossless",
-    "violation",
-    "stopped_early",
-    "prompt_steps",
-    "ratios",
-    "forecast_ratios",
-    "forecast_speedup",
+    LOSSLESS,
+    VIOLATION,
+    STOPPED_EARLY,
+    PROMPT_STEPS,
+    RATIOS,
+    FORECAST_RATIOS,
+    FORECAST_SPEEDUP,
 )
 """Of a trial, by which leaders are found and violations told."""
 
@@ -68,10 +77,10 @@ class Record:
     def violations(self) -> list[str]:
         """Outputs that were not lossless, a line each."""
         lines = [
-            f"{name}, seed {seed}, trial {record.number}: {record.user_attrs.get('violation')}"
+            f"{name}, seed {seed}, trial {record.number}: {record.user_attrs.get(VIOLATION)}"
             for (name, seed), run in self.runs.items()
             for record in run.records
-            if record.user_attrs.get("lossless") is False
+            if record.user_attrs.get(LOSSLESS) is False
         ]
         return lines + [
             f"confirm: {one.excluded} under {key}" for key, one in self.confirmed.items() if not one.lossless

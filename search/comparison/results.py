@@ -13,10 +13,10 @@ from layerskip.config.decode_config import DecodeConfig
 from search.comparison.confirm import Confirmed, pick_key
 from search.comparison.plan import ComparisonPlan
 from search.comparison.runs import TrialRecord
-from search.confirm.stage import describe
 from search.measure.statistics import CI_LEVEL, geometric_mean
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
+from search.study.config_words import describe
 from search.study.leaderboard import Entry
 
 

@@ -23,13 +23,16 @@ from search.comparison.hints import ModelHints
 from search.comparison.journal import Journal
 from search.comparison.ours import OurWay
 from search.comparison.plan import ComparisonPlan
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.rivals import STRATEGIES, Setup
-from search.study.leaderboard import Entry, counted
+from search.study.attributes import FAILURE
+from search.study.leaderboard import Entry
 from search.study.opening import set_sampler
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
+from search.study.trials import counted
 from search.terminal.comparison_events import ComparisonBegins, RunAdvanced
 from search.trials.objective import Objective, TrialFailed, standings_of
 from search.trials.proposals import ProposeOptions
@@ -182,7 +185,7 @@ class StrategyRun:
     def _refuse_a_row_of_failures(self) -> None:
         latest = self.records[-self._shared.spec.max_failures :]
         if len(latest) == self._shared.spec.max_failures and all(one.state == "FAIL" for one in latest):
-            reason = latest[-1].user_attrs.get("failure", "unknown")
+            reason = latest[-1].user_attrs.get(FAILURE, "unknown")
             raise CommandError(
                 f"{self.name}, seed {self.seed}: {len(latest)} trials in a row failed, the last one with {reason}"
             )

@@ -14,24 +14,8 @@ from layerskip.config.decode_config import DecodeConfig, Provenance, write_atomi
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.stage import Confirmation
 from search.storages.address import FROM_ENVIRONMENT, holds_secret, storage_argument
+from search.study.fingerprint import Origin
 from search.study.spec import StudyPaths, StudySpec, to_toml
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What the exported numbers were measured on: provenance, but for what only the end of a search knows."""
-
-    model: str
-    weights_fingerprint: str
-    device: str
-    dtype: str
-    num_layers: int
-    engine: str
-    num_threads: int
-    versions: Mapping[str, str]
-    prompts_fingerprint: str
-    held_out_fingerprint: str
-    attention_backend: str
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from search.measure.by_position import SecondsByPosition, seconds_by_position
 from search.measure.pairs import Pair, add_up
 from search.measure.statistics import geometric_mean
 
-HELD_OUT = "held_out"
-"""Attribute of the study."""
 _DIGITS = 6
 """Significant ones of what is stored."""
 

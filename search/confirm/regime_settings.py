@@ -9,9 +9,8 @@ from typing import Any
 from layerskip.config.decode_config import Confirmed, DecodeConfig, RegimeSetting
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.files import finite
+from search.study.attributes import BY_REGIME, FINGERPRINT
 
-BY_REGIME = "by_regime"
-"""In summary.json: what each regime's study found. Attribute of the first regime's study, see `regime_facts`."""
 _FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise", "budget")
 _KEPT = ("verdict", "reason", "confirmed", "config")
 
@@ -47,7 +46,7 @@ def read_regimes(attrs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def sampling_of(attrs: Mapping[str, Any]) -> str:
     """The name of the way in which a study's tokens were chosen; studies from before there was a choice were greedy."""
-    return str(attrs.get("fingerprint", {}).get("sampling", "greedy"))
+    return str(attrs.get(FINGERPRINT, {}).get("sampling", "greedy"))
 
 
 def config_of(facts: Mapping[str, Any], sampling: str) -> DecodeConfig:

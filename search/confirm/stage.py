@@ -28,7 +28,6 @@ from scipy import stats
 
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.config.decode_config import Confirmed, DecodeConfig
-from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from layerskip.machine.watch import describe_machine
 from search.confirm.held_out import HeldOut, held_out_of, typical_rate
@@ -36,6 +35,7 @@ from search.measure.decoder import Decoder
 from search.measure.pairs import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair, time_able
 from search.measure.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 from search.progress import Tell, nobody
+from search.study.config_words import describe
 from search.study.leaderboard import Entry, Standings
 
 TIE = 0.01
@@ -270,34 +270,6 @@ def _compare(
     # One prompt has no interval; an interval down to (nearly) nothing never confirms anything.
     interval = ratio_interval(ratios, seed=seed) or Interval(min(speedup, 1.0) * 1e-3, speedup * 1e3)
     return _Comparison(*means, ratios, interval)
-
-
-def describe(config: DecodeConfig) -> str:
-    """A config in a few words."""
-    if not config.speculates:
-        return "plain decoding"
-    if config.drafter == "layer_skip":
-        return _describe_mask(config)
-    if config.lookup is None:
-        raise ValueError(f"lookup: is required where the drafter is {config.drafter}")
-    lookup = f"{config.lookup.method} of {config.lookup.min_match} or more tokens, gamma {config.lookup_gamma}"
-    if isinstance(config.lookup, SuffixLookup):
-        lookup += f", factor {config.lookup.factor:g}, min_probability {config.lookup.min_probability:g}"
-    if config.lookup_target_threshold:
-        lookup += f", target_threshold {config.lookup_target_threshold:g}"
-    if config.drafter != "hybrid":
-        return lookup
-    then = "continued by" if config.continue_lookup else "else"
-    return f"{lookup}; {then} {_describe_mask(config)}"
-
-
-def _describe_mask(config: DecodeConfig) -> str:
-    text = f"mask {config.skip_mask}, gamma {config.gamma}"
-    if config.draft_threshold:
-        text += f", draft_threshold {config.draft_threshold:g}"
-    if config.target_threshold:
-        text += f", target_threshold {config.target_threshold:g}"
-    return text + (", share_prefix" if config.share_prefix else "")
 
 
 def _choosing_pass(

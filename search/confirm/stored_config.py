@@ -12,8 +12,9 @@ from optuna.storages import BaseStorage
 from layerskip.config.decode_config import DecodeConfig, Provenance
 from search.confirm.files import portable_model_name
 from search.confirm.regime_settings import combined_config, config_of, read_regimes, sampling_of
-from search.study.leaderboard import counted
+from search.study.attributes import COMMAND, CONFIG, ENVIRONMENT, FINGERPRINT, SPEC
 from search.study.opening import now_utc
+from search.study.trials import counted
 
 _VERSIONS = ("layerskip", "torch", "transformers")
 
@@ -42,9 +43,9 @@ def stored_config(study: optuna.Study, storage: BaseStorage, folder: Path) -> De
 
 def _own_config(study: optuna.Study, folder: Path) -> DecodeConfig:
     attrs = study.user_attrs
-    if "config" not in attrs or "fingerprint" not in attrs:
+    if CONFIG not in attrs or FINGERPRINT not in attrs:
         raise ValueError(f"study {study.study_name!r}: has no verdict yet; run it to the end of its confirm stage")
-    spec: dict[str, Any] = attrs["spec"]
+    spec: dict[str, Any] = attrs[SPEC]
     if spec.get("per_group"):
         raise ValueError(f"study {study.study_name!r}: belongs to a per-group search; the same command makes its file")
     config = config_of(attrs, sampling_of(attrs))
@@ -55,9 +56,9 @@ def _own_config(study: optuna.Study, folder: Path) -> DecodeConfig:
 
 
 def _provenance(study: optuna.Study, spec: dict[str, Any], num_layers: int, folder: Path) -> Provenance:
-    attrs, known = study.user_attrs, study.user_attrs["fingerprint"]
+    attrs, known = study.user_attrs, study.user_attrs[FINGERPRINT]
     versions = {name: known[name] for name in _VERSIONS}
-    if optuna_version := attrs.get("environment", {}).get("optuna"):
+    if optuna_version := attrs.get(ENVIRONMENT, {}).get("optuna"):
         versions["optuna"] = optuna_version
     return Provenance(
         model=portable_model_name(spec["model"], folder),
@@ -74,7 +75,7 @@ def _provenance(study: optuna.Study, spec: dict[str, Any], num_layers: int, fold
         max_new_tokens=known["max_new_tokens"],
         num_threads=known["num_threads"],
         engine=known["engine"],
-        attention_backend=attrs.get("environment", {}).get("attention_backend"),
-        command=attrs.get("command"),
+        attention_backend=attrs.get(ENVIRONMENT, {}).get("attention_backend"),
+        command=attrs.get(COMMAND),
         created_at=now_utc(),
     )

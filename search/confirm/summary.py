@@ -10,16 +10,24 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.confirm.files import SearchFacts
-from search.confirm.stage import Candidate, Confirmation, describe
+from search.confirm.stage import Candidate, Confirmation
 from search.measure.reference import Reference
-from search.study.leaderboard import Entry, Standings, counted, is_full, tokens_per_s_of
-from search.study.opening import trials_by_state
+from search.study.attributes import (
+    ACCEPTANCE_RATE,
+    MEAN_ACCEPTED_LENGTH,
+    SECONDS,
+    SKIP_MASK,
+    SPEEDUP,
+    SPEEDUP_CI_HIGH,
+    SPEEDUP_CI_LOW,
+)
+from search.study.config_words import describe
+from search.study.leaderboard import Entry, Standings
+from search.study.trials import counted, is_full, tokens_per_s_of, trials_by_state
 
 SCHEMA_VERSION = 1
 NOT_A_SETTING = {"confirmed", "provenance", "groups", "sampling", "regimes"}
 """Of a decode config: fields left out where its setting alone is told."""
-CANDIDATES = "candidates"
-"""Attribute of the study, see `candidates_of`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
         "config": confirmation.config.model_dump(mode="json", exclude=NOT_A_SETTING),
         "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
-        "seconds_in_trials": round(sum(trial.user_attrs.get("seconds", 0.0) for trial in given.trials), 3),
+        "seconds_in_trials": round(sum(trial.user_attrs.get(SECONDS, 0.0) for trial in given.trials), 3),
         "seconds": {name: round(value, 3) for name, value in given.seconds.items()},
         "budget": dict(given.budget),
         "noise": {"plain_against_plain_sigma": reference.noise_sigma, "pair_sigma": given.standings.sigma},
@@ -108,7 +116,7 @@ def _single_best(trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
     if not full:
         return None
     best = max(full, key=lambda trial: float(trial.value or 0.0))
-    names = ("speedup", "speedup_ci_low", "speedup_ci_high", "skip_mask", "acceptance_rate", "mean_accepted_length")
+    names = (SPEEDUP, SPEEDUP_CI_LOW, SPEEDUP_CI_HIGH, SKIP_MASK, ACCEPTANCE_RATE, MEAN_ACCEPTED_LENGTH)
     return {"trial": best.number, "tokens_per_s": tokens_per_s_of(best)} | {
         name: best.user_attrs[name] for name in names if name in best.user_attrs
     }

@@ -5,22 +5,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from layerskip.analysis.identity import IdentityReport, check_identity
-from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.sampling_regime import Sampling
-from layerskip.decoding.sampling import SamplingParams, seeded_sampler
+from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import trim_heap
-from search.predict.costs import Timer
-from search.predict.predictor import Forcing
-
-if TYPE_CHECKING:
-    from search.study.spec import StudySpec
+from layerskip.rounds.sampling import SamplingParams, seeded_sampler
+from search.study.spec import StudySpec
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,34 @@ class Watch(Protocol):
 
     def record(self) -> dict[str, Any]:
         """The machine's state then and now, and what lay between, as plain values."""
+
+
+class Timer(Protocol):
+    """Times single steps after a text; see `layerskip.analysis.step_times.StepTimer`."""
+
+    def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]: ...
+
+    def draft_s(
+        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+    ) -> list[float]: ...
+
+
+class Forcing(Protocol):
+    """Readings of any mask on fixed texts; see `layerskip.analysis.teacher_forcing.TeacherForcing`."""
+
+    keys: str
+    texts: tuple[ForcedText, ...]
+
+    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
+
+    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
+
+
+class TextForcing(Forcing, Protocol):
+    """Readings of drafts, and of the target on the same texts."""
+
+    lengths: NDArray[Any]
+    target_probs: NDArray[Any]
 
 
 class Decoder(Protocol):
@@ -74,13 +99,6 @@ class Decoder(Protocol):
 
     def timer(self, gamma_max: int) -> Timer:
         """Times single steps."""
-
-
-class TextForcing(Forcing, Protocol):
-    """Readings of drafts, and of the target on the same texts."""
-
-    lengths: NDArray[Any]
-    target_probs: NDArray[Any]
 
 
 class ModelDecoder:

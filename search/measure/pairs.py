@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.analysis.teacher_forcing import ForcedText
-from layerskip.benchmark.alternation import no_garbage_collection
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.stats import DecodeStats
+from layerskip.machine.host import no_garbage_collection
 from search.measure.decoder import Decoder
 from search.measure.statistics import geometric_mean
 

@@ -7,9 +7,8 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,14 +20,7 @@ from search.measure.statistics import geometric_mean, log_spread
 from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
 
-if TYPE_CHECKING:
-    from search.budget.plan import Plan
-    from search.context import Subject
-    from search.study.spec import StudySpec
-
 LOG = logging.getLogger(__name__)
-REFERENCE = "reference"
-"""Attribute of the study."""
 MIN_PROMPTS_PER_TRIAL = 4
 MAX_PROMPTS_PER_TRIAL = 16
 MIN_NOISE_PAIRS = 12
@@ -53,26 +45,6 @@ class ReferenceOptions:
     """Tuning prompts, each with a continuation, at most; None = enough for eight trials."""
     num_noise_pairs: int = MIN_NOISE_PAIRS
     """Plain against plain: at least."""
-
-    @classmethod
-    def of(cls, spec: StudySpec, subject: Subject, plan: Plan | None = None) -> ReferenceOptions:
-        """A study's; as many prompts as the plan has, where a budget limits them."""
-        options = cls(
-            subject.space.num_layers,
-            spec.seed,
-            spec.trial_seconds,
-            spec.prompts_per_trial,
-            is_sampled=subject.sampling.do_sample,
-        )
-        if plan is None or not plan.limits:
-            return options
-        amounts = plan.amounts
-        return replace(
-            options,
-            prompts_per_trial=amounts.prompts_per_trial,
-            max_texts=amounts.num_texts,
-            num_noise_pairs=amounts.num_noise_pairs,
-        )
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ from typing import Any
 import optuna
 
 from layerskip.huggingface.rounding import RoundingSpread
-
-ROUNDING = "rounding"
-"""Attribute of the study: `largest`, `tolerance` and `num_positions`, see `RoundingSpread`. A study in float32, or of
-which every output was identical, has none."""
+from search.study.attributes import ROUNDING
 
 
 class RoundingRecord:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+from layerskip.machine.host import threads_are_fixed
 
 NUM_STEPS = 4
 """Plain steps that are timed beside one verification of this many drafts and one token: a mix like a round's."""
@@ -16,8 +17,6 @@ _PASSES = 7
 _LONGEST_S = 10.0
 _TIE = 1.05
 """Fewer threads are taken if they are at most so much slower: they leave cores to others and vary less."""
-_FIXED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Whoever sets one of these has decided."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,6 @@ def choose_threads(model: Any, *, clock: Callable[[], float] = time.perf_counter
     chosen = min(number for number in candidates if typical[number] <= _TIE * fastest)
     torch.set_num_threads(chosen)
     return ThreadChoice(chosen, {number: 1000 * typical[number] for number in candidates})
-
-
-def threads_are_fixed() -> bool:
-    """Whether the environment says how many threads there are to be."""
-    return any(os.environ.get(name) for name in _FIXED)
 
 
 def halves(most: int) -> list[int]:

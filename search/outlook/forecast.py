@@ -16,8 +16,8 @@ from layerskip.engines.prefix import PrefixStates
 from search.outlook.warm_starts import warm_starts
 from search.predict.predictor import Predicted, Predictor
 from search.predict.sensitivity import Sensitivity
-from search.study.leaderboard import Key, key_of
 from search.study.space import GAMMA, SearchSpace
+from search.study.trials import Key, key_of
 
 _NUM_ELITE = 4
 _NUM_ORDERED = 12

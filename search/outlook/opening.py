@@ -24,19 +24,7 @@ from search.budget.work import (
 from search.measure.decoder import Decoder, TextForcing
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
-from search.outlook.outlook import (
-    COSTS,
-    LOOKUPS,
-    MORE,
-    POOL,
-    READINGS,
-    SENSITIVITY,
-    TEXTS,
-    Outlook,
-    OutlookOptions,
-    store_costs,
-    texts_to_time,
-)
+from search.outlook.outlook import Outlook, OutlookOptions, store_costs, texts_to_time
 from search.outlook.refinement import Refiner, refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs, pool_costs
 from search.predict.more_texts import MAX_MORE, MAX_POSITIONS, Beyond, MoreOptions, MoreText, make_more_texts
@@ -44,6 +32,7 @@ from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity, measure_sensitivity
 from search.progress import Tell, nobody
+from search.study.attributes import COSTS, LOOKUPS, MORE, POOL, READINGS, SENSITIVITY, TEXTS
 from search.study.fingerprint import Fingerprint
 from search.study.lookup_choice import LookupChoice, read_choice, write_choice
 from search.study.prompts import EncodedPrompt

@@ -13,25 +13,34 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import Plan
-from search.confirm.stage import describe
+from search.measure.decoder import Forcing, Timer
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidates, Pool
-from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, Timer, measure_costs, pool_costs
+from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, measure_costs, pool_costs
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.more_texts import Beyond
-from search.predict.predictor import Forcing, Predictor
+from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity
+from search.study.attributes import (
+    CANNOT_WIN,
+    COSTS,
+    DRAFT_STEP_MS,
+    FORECAST_RATIOS,
+    FORECAST_SPEEDUP,
+    GAMMA_LOWERED,
+    MORE,
+    POOL,
+    PREDICTED_RATIOS,
+    REPLAYED_FORWARDS,
+    SENSITIVITY,
+    TEXTS,
+)
+from search.study.config_words import describe
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
-from search.trials.proposals import ProposeOptions, Proposer
 
-COSTS, SENSITIVITY, POOL = "cost_model", "sensitivity", "pool"
-READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
-LOOKUPS = "hybrid_lookups"
-GAMMA_LOWERED = "gamma_max_lowered"
-"""Attributes of the study."""
 _RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
 _NUM_TIMED_TEXTS = 3
@@ -99,12 +108,6 @@ class Outlook:
     """Of the texts that are predicted on, those that continue a cut of a tuning prompt."""
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def proposer(self, options: ProposeOptions) -> Proposer:
-        """Proposes by these predictions."""
-        from search.trials.replay_proposer import ReplayProposer
-
-        return ReplayProposer(self.space, options, self.candidates, self.pool, num_readings=self.num_readings)
-
     def describe_trial(
         self, config: DecodeConfig, steps: Sequence[int], earlier: Sequence[FrozenTrial]
     ) -> dict[str, Any]:
@@ -121,11 +124,11 @@ class Outlook:
         sharp = self.predictor.trial(config, steps, unread)
         forecast, mean = self.predictor.forecast(config, steps, unread)
         return {
-            "predicted_ratios": [round(ratio, 5) for ratio in sharp.ratios],
-            "forecast_ratios": [round(ratio, 5) for ratio in forecast],
-            "forecast_speedup": round(mean, 5),
-            "replayed_forwards": [list(counts) for counts in sharp.forwards],
-            "draft_step_ms": round(1000 * sharp.draft_s, 5),
+            PREDICTED_RATIOS: [round(ratio, 5) for ratio in sharp.ratios],
+            FORECAST_RATIOS: [round(ratio, 5) for ratio in forecast],
+            FORECAST_SPEEDUP: round(mean, 5),
+            REPLAYED_FORWARDS: [list(counts) for counts in sharp.forwards],
+            DRAFT_STEP_MS: round(1000 * sharp.draft_s, 5),
         }
 
     def recheck(self, study: optuna.Study) -> float:
@@ -211,7 +214,7 @@ def outlook_facts(study: optuna.Study) -> dict[str, Any]:
         "sensitivity": json.loads(attrs[SENSITIVITY]) if SENSITIVITY in attrs else None,
         "pool": {"num_predicted": len(pool), "best": pool[:3]},
         "texts": _text_facts(attrs),
-        "cannot_win": attrs.get("cannot_win"),
+        "cannot_win": attrs.get(CANNOT_WIN),
         GAMMA_LOWERED: attrs.get(GAMMA_LOWERED),
     }
 

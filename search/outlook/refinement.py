@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from layerskip.config.skip_mask import SkipMask
 from search.outlook.forecast import Candidate, Candidates, Pool
-from search.study.leaderboard import Key
 from search.study.space import SearchSpace
+from search.study.trials import Key
 
 Floats = NDArray[np.float64]
 _NUM_AHEAD = 8

@@ -9,8 +9,8 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
-from search.study.leaderboard import key_of
 from search.study.space import SearchSpace
+from search.study.trials import key_of
 
 _EXITS = (1 / 12, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
 """Share of the layers that an early exit keeps."""

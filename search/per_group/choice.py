@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerskip.config.decode_config import DecodeConfig, GroupSetting
-from search.confirm.stage import TIE, describe
+from search.confirm.stage import TIE
 from search.per_group.matrix import Cell
+from search.study.config_words import describe
 
 _MAX_REASON = 500
 _NO = "do not speculate"

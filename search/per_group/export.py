@@ -10,13 +10,10 @@ from typing import Any
 
 from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
 from search.confirm.summary import NOT_A_SETTING
-from search.context import Subject
+from search.measure.subject import Subject
 from search.per_group.choice import Decision
 from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome
-
-PER_GROUP = "per_group"
-"""Attribute of the study over all prompts, see `matrix_facts`."""
 
 
 @dataclass(frozen=True)

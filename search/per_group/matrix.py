@@ -9,9 +9,10 @@ from typing import Any
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.config.decode_config import Confirmed, DecodeConfig
 from search.confirm.held_out import held_out_of
-from search.confirm.stage import describe, summarise
+from search.confirm.stage import summarise
 from search.measure.decoder import Decoder
 from search.measure.pairs import LosslessViolation, Pair, PromptCase, fault_of, measure_pair
+from search.study.config_words import describe
 
 _TABLE_WIDTH = 110
 _NAME_WIDTH = 24

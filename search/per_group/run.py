@@ -11,22 +11,24 @@ import optuna
 from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
 from search.confirm.files import save_best, save_summary
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
 from search.measure.reference import make_cases
+from search.measure.subject import Subject
 from search.per_group.choice import Decision, decide
-from search.per_group.export import PER_GROUP, GroupResult, combined_config, group_summary, matrix_facts
+from search.per_group.export import GroupResult, combined_config, group_summary, matrix_facts
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
 from search.pipeline import RunOutcome, SearchRun
 from search.reporting.publish import Publisher
 from search.storages.opening import close_storage, near, open_storage
+from search.study.attributes import FINGERPRINT, PER_GROUP
 from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.grouping import count_groups, interleaved, of_group
-from search.study.leaderboard import counted
+from search.study.opening import quiet_optuna
 from search.study.spec import StudyPaths, StudySpec
+from search.study.trials import counted
 from search.terminal.event import Stopped
 from search.terminal.result_events import GroupVerdict, Written
-from search.trials.sampler import quiet_optuna
 
 
 def group_subjects(subject: Subject) -> dict[str, Subject]:
@@ -204,7 +206,7 @@ class GroupRun:
 
 
 def _compare(study: optuna.Study, subject: Subject) -> None:
-    stored = study.user_attrs.get("fingerprint")
+    stored = study.user_attrs.get(FINGERPRINT)
     if stored is None:
         return  # the search itself says what is wrong with it
     try:

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from search.predict.replay import ReplayCheck, check_replay
-from search.study.leaderboard import is_full, key_of
+from search.study.attributes import (
+    FORWARDS,
+    IS_TIE_BY_PROMPT,
+    PREDICTED_RATIOS,
+    PROMPT_STEPS,
+    RATIOS,
+    REPLAYED_FORWARDS,
+)
+from search.study.trials import is_full, key_of
 
 Floats = NDArray[np.float64]
 _NUM_SIMULATED = 200
@@ -71,10 +79,10 @@ def replay_check_of(trials: Sequence[FrozenTrial]) -> ReplayCheck | None:
     """
     pairs = []
     for trial in trials:
-        replayed, live = trial.user_attrs.get("replayed_forwards"), trial.user_attrs.get("forwards")
+        replayed, live = trial.user_attrs.get(REPLAYED_FORWARDS), trial.user_attrs.get(FORWARDS)
         if trial.state != TrialState.COMPLETE or not replayed or not live:
             continue
-        parted = trial.user_attrs.get("is_tie_by_prompt", [])
+        parted = trial.user_attrs.get(IS_TIE_BY_PROMPT, [])
         whole = [i for i in range(min(len(replayed), len(live))) if not (i < len(parted) and parted[i])]
         if whole:
             pairs.append(tuple(np.array(one)[whole].sum(axis=0).tolist() for one in (replayed, live)))
@@ -99,7 +107,7 @@ def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None
     repeated, freedom = noise_of_repeats([trial for trial, _ in found])
     sigma = noise_sigma if repeated is None else repeated
     if varied and sigma is not None:
-        noise = _of_noise_alone(predicted, [len(trial.user_attrs["ratios"]) for trial, _ in found], sigma)
+        noise = _of_noise_alone(predicted, [len(trial.user_attrs[RATIOS]) for trial, _ in found], sigma)
     return PredictionCheck(
         num_trials=len(pairs),
         median_abs_error=float(np.median(np.abs(predicted / measured - 1.0))),
@@ -121,11 +129,11 @@ def upper_half_of(trials: Sequence[FrozenTrial], noise_sigma: float | None = Non
     from scipy import stats
 
     full = [(trial, pair) for trial in trials if is_full(trial) and (pair := predicted_and_measured(trial)) is not None]
-    met = Counter(frozenset(trial.user_attrs["prompt_steps"]) for trial, _ in full)
+    met = Counter(frozenset(trial.user_attrs[PROMPT_STEPS]) for trial, _ in full)
     shared = met.most_common(1)[0][0] if met else frozenset()
     by_config: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for trial, pair in full:
-        if shared == frozenset(trial.user_attrs["prompt_steps"]):
+        if shared == frozenset(trial.user_attrs[PROMPT_STEPS]):
             by_config[key_of(trial.params)].append(pair)
     pooled = np.array([np.log(pairs).mean(axis=0) for pairs in by_config.values()]).reshape(-1, 2)
     half = _faster_half(pooled)
@@ -166,7 +174,7 @@ def noise_of_repeats(trials: Sequence[FrozenTrial]) -> tuple[float | None, int]:
     for trial in trials:
         attrs = trial.user_attrs if trial.state == TrialState.COMPLETE else {}
         key = key_of(trial.params)
-        for step, ratio in zip(attrs.get("prompt_steps", ()), attrs.get("ratios", ()), strict=False):
+        for step, ratio in zip(attrs.get(PROMPT_STEPS, ()), attrs.get(RATIOS, ()), strict=False):
             met[key, step].append(math.log(ratio))
     freedom = sum(len(logs) - 1 for logs in met.values())
     squares = sum(len(logs) * float(np.var(logs)) for logs in met.values())
@@ -188,7 +196,7 @@ def _of_noise_alone(predicted: Floats, num_prompts: Sequence[int], noise_sigma: 
 
 def predicted_and_measured(trial: FrozenTrial) -> tuple[float, float] | None:
     """Speedups of one trial on the prompts it was measured on; None where it has no prediction or no measurement."""
-    predicted, measured = trial.user_attrs.get("predicted_ratios"), trial.user_attrs.get("ratios")
+    predicted, measured = trial.user_attrs.get(PREDICTED_RATIOS), trial.user_attrs.get(RATIOS)
     if trial.state != TrialState.COMPLETE or not predicted or not measured:
         return None
     logs = [[math.log(value) for value in one[: len(measured)]] for one in (predicted, measured)]

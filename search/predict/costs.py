@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol
 
 import numpy as np
 
 from layerskip.config.skip_mask import SkipMask
+from search.measure.decoder import Timer
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
 
@@ -21,16 +21,6 @@ _FURTHER = (13, 17)
 _NUM_KEPT = 5
 """Of the measurements made during a study, the latest so many are pooled."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
-
-
-class Timer(Protocol):
-    """Times single steps after a text; see `layerskip.analysis.step_times.StepTimer`."""
-
-    def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]: ...
-
-    def draft_s(
-        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
-    ) -> list[float]: ...
 
 
 @dataclass(frozen=True)

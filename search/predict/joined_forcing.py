@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
 from layerskip.config.skip_mask import SkipMask
+from search.measure.decoder import Forcing
 from search.predict.replay import TextRows
-
-if TYPE_CHECKING:
-    from search.predict.predictor import Forcing
 
 
 class JoinedForcing:

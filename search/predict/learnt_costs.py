@@ -21,14 +21,11 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
 from search.predict.costs import CostModel, pool_costs
+from search.study.attributes import COUNTS, DRAFT_S, LOOKUP_COUNTS, LOOKUP_ROUNDS, PLAIN_STEP, ROUNDS, SKIP_MASK
 from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
 
 Floats = NDArray[np.float64]
 
-PLAIN_STEP, ROUNDS, COUNTS = "plain_step_s", "round_s_by_drafted", "rounds_by_drafted"
-"""Attributes of a trial: a plain step beside its own steps, and its rounds' seconds and numbers by number of drafts."""
-LOOKUP_ROUNDS, LOOKUP_COUNTS = "lookup_round_s_by_drafted", "lookup_rounds_by_drafted"
-"""The same of rounds that were looked up; only where there are any."""
 _HALF_LIFE = 100
 """Trials after which a trial counts half: a machine's price of a step drifts."""
 _MOMENT = 0.05
@@ -128,14 +125,14 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     plain_s, round_s, positions = (attrs.get(name) for name in (PLAIN_STEP, ROUNDS, "drafted_by_position"))
     if not plain_s or not round_s or not positions or not sum(positions):
         return None
-    mask = SkipMask.parse(attrs["skip_mask"])
+    mask = SkipMask.parse(attrs[SKIP_MASK])
     kept_attention, kept_mlp = (mask.num_layers - n for n in (mask.num_skipped_attention, mask.num_skipped_mlp))
     # Without counts of their own, all rounds drafted under the mask, and as many drafted exactly n as reached position
     # n - 1 and not n.
     counts = attrs.get(COUNTS) or [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
     num_drafted = sum(n * m for n, m in enumerate(counts, 1))
     prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
-    draft = attrs["draft_s"] / num_drafted / plain_s if attrs.get("draft_s") and num_drafted else None
+    draft = attrs[DRAFT_S] / num_drafted / plain_s if attrs.get(DRAFT_S) and num_drafted else None
     return _Steps(
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,

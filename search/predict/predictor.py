@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from optuna.trial import FrozenTrial
 
-from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
+from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.config.skip_mask import SkipMask
+from search.measure.decoder import Forcing
 from search.predict.costs import CostModel
 from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
 from search.predict.learnt_costs import CostLearner
@@ -42,17 +43,6 @@ _LOOKUP_THRESHOLDS = (0.0, 0.3, 0.6)
 _MIN_PROBABILITIES = (0.1, 0.5)
 _KEPT_BYTES = 1 << 23
 """8 MiB of readings on the first texts, and as much on all: hundreds of masks on short texts, dozens on long ones."""
-
-
-class Forcing(Protocol):
-    """Readings of any mask on fixed texts; see `layerskip.analysis.teacher_forcing.TeacherForcing`."""
-
-    keys: str
-    texts: tuple[ForcedText, ...]
-
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
-
-    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
 
 
 @runtime_checkable

@@ -11,10 +11,8 @@ import optuna
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.predict.predictor import Predictor
+from search.study.attributes import SURFACES
 from search.study.leaderboard import Entry
-
-SURFACES = "surfaces"
-"""Attribute of the study."""
 
 
 @dataclass(frozen=True)

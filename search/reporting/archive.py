@@ -15,14 +15,12 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 
 from search.compact import read_lines, write_lines
-from search.reporting.artifacts import ATTACHED
 from search.storages.address import storage_file
-from search.workers.roster import KEY as WORKER
+from search.study.attributes import ATTACHED, SPEC, WORKER_ENTRY
 
-_SPEC = "spec"
 _HERE, _ABOVE = "./", "../"
 _PATHS = ("model", "prompts", "held_out")
-_NOT_KEPT = (ATTACHED, WORKER, "artifacts:")
+_NOT_KEPT = (ATTACHED, WORKER_ENTRY, "artifacts:")
 """What attributes begin with that tell of files in the dashboard's store, and of who is at work."""
 
 
@@ -56,7 +54,7 @@ def write_archive(study: optuna.Study, file: Path) -> None:
             storage.set_study_system_attr(copy, key, value)
     for key, value in study.user_attrs.items():
         if not key.startswith(_NOT_KEPT):
-            storage.set_study_user_attr(copy, key, _portable(value, file) if key == _SPEC else value)
+            storage.set_study_user_attr(copy, key, _portable(value, file) if key == SPEC else value)
     for trial in study.get_trials(deepcopy=False):
         storage.create_new_trial(copy, template_trial=trial)
     # Who wrote a line is a random name, which would make two archives of one study differ.
@@ -73,8 +71,8 @@ def read_archive(file: Path) -> BaseStorage:
         storage = JournalStorage(_Lines(lines))
         (name,) = optuna.get_all_study_names(storage)
         study = optuna.load_study(study_name=name, storage=storage)
-        if isinstance(spec := study.user_attrs.get(_SPEC), dict):
-            study.set_user_attr(_SPEC, _resolved(spec, file))
+        if isinstance(spec := study.user_attrs.get(SPEC), dict):
+            study.set_user_attr(SPEC, _resolved(spec, file))
     except Exception as error:  # noqa: BLE001 (a line that is no journal's makes Optuna raise what it likes)
         raise ValueError(f"{file}: not the archive of a study ({type(error).__name__}: {error})") from None
     return storage

@@ -9,8 +9,7 @@ from pathlib import Path
 import optuna
 from optuna.artifacts import FileSystemArtifactStore, upload_artifact
 
-ATTACHED = "attached"
-"""Attribute of the study: artifact id by file name."""
+from search.study.attributes import ATTACHED
 
 
 def attach(study: optuna.Study, folder: Path, files: Sequence[Path]) -> dict[str, str]:

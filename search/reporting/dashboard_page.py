@@ -12,14 +12,14 @@ import plotly.graph_objects as go
 
 from layerskip.config.decode_config import DecodeConfig
 from search.confirm.regime_settings import sampling_of
-from search.confirm.stage import describe
 from search.reporting.digest import regimes_table
 from search.reporting.figures.pictures import PICTURES
 from search.reporting.figures.style import MissingData, fit_card
 from search.reporting.record import StudyRecord, read_record
 from search.reporting.render import markdown_table, plain_markdown
 from search.reporting.verdict import length_of
-from search.trials.phase import CANNOT_WIN
+from search.study.attributes import CANNOT_WIN, COMMAND, CONFIG, CONFIRMED, PLAIN_TOKENS_PER_S, REASON, VERDICT
+from search.study.config_words import describe
 
 FIGURES: dict[str, Callable[[StudyRecord], go.Figure]] = {picture.key: picture.draw for picture in PICTURES}
 """By the id that a figure is stored under; the report's, in its order."""
@@ -51,7 +51,7 @@ def note(record: StudyRecord, earlier: str = "") -> str:
     parts = [_verdict(record.attrs), _config(record)]
     if (table := regimes_table(record.attrs)) is not None:
         parts.append(markdown_table(table))
-    if (command := record.attrs.get("command")) is not None:
+    if (command := record.attrs.get(COMMAND)) is not None:
         parts.append(f"Made by\n\n```\n{command}\n```")
     _, ours, yours = earlier.rpartition(YOURS)
     return "\n\n".join([*parts, "---", YOURS, (yours if ours else earlier).strip()])
@@ -59,7 +59,7 @@ def note(record: StudyRecord, earlier: str = "") -> str:
 
 def _verdict(attrs: Mapping[str, Any]) -> str:
     """One line."""
-    verdict, confirmed = attrs.get("verdict"), attrs.get("confirmed")
+    verdict, confirmed = attrs.get(VERDICT), attrs.get(CONFIRMED)
     text = "**No verdict yet**: the confirm stage has not been reached."
     if verdict == "speculate" and confirmed is not None:
         text = f"**Speculate: {confirmed['speedup']:.2f} times as fast as plain decoding**"
@@ -72,19 +72,19 @@ def _verdict(attrs: Mapping[str, Any]) -> str:
         if confirmed.get("end_to_end_speedup") is not None:
             text += f" End to end, prompts included: {confirmed['end_to_end_speedup']:.2f} times."
     elif verdict is not None:
-        reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
+        reason = str(attrs.get(REASON) or "no reason kept").removeprefix("do not speculate: ")
         text = f"**Do not speculate**: {plain_markdown(reason)}."
     if attrs.get(CANNOT_WIN) is not None:
         text += f" The search was cut short: {plain_markdown(attrs[CANNOT_WIN])}."
     text += f" Tokens chosen: {plain_markdown(sampling_of(attrs))}."
-    if (plain := attrs.get("plain_tokens_per_s")) is not None:
+    if (plain := attrs.get(PLAIN_TOKENS_PER_S)) is not None:
         text += f" Plain decoding of the tuning prompts: {plain:.1f} tokens/s."
     return text
 
 
 def _config(record: StudyRecord) -> str:
     """One line: the exported config where there is one, else what leads on the tuning prompts."""
-    stored, leader = record.attrs.get("config"), record.leader
+    stored, leader = record.attrs.get(CONFIG), record.leader
     if stored is not None and (config := DecodeConfig(**stored)).speculates:
         return f"Best config: `{describe(config)}`"
     if leader is None:

@@ -9,16 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.analysis.repetition import NGRAM
-from search.budget.plan import BUDGET
 from search.confirm.regime_settings import config_of, read_regimes, sampling_of
-from search.confirm.stage import describe
-from search.confirm.summary import CANDIDATES
-from search.measure.rounding_record import ROUNDING, describe_rounding
-from search.per_group.export import PER_GROUP
+from search.measure.rounding_record import describe_rounding
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
 from search.storages.opening import redact
-from search.study.opening import trials_by_state
+from search.study.attributes import (
+    BUDGET,
+    CANDIDATES,
+    COMMAND,
+    CONFIRMED,
+    CREATED_AT,
+    ENVIRONMENT,
+    FINGERPRINT,
+    ORIGIN,
+    PER_GROUP,
+    ROUNDING,
+    SPEC,
+    VERDICT,
+)
+from search.study.config_words import describe
+from search.study.trials import trials_by_state
 
 _NUM_LEADING = 5
 
@@ -73,9 +84,9 @@ def digest_of(record: StudyRecord, folder: Path | None = None) -> Digest:
         picture=choice.config.skip_mask.picture() if choice else "",
         numbers=numbers_of(attrs),
         use=f'python -m layerskip.generate --config {_typed(folder)}/best.json --prompt "..." --compare'
-        if folder is not None and attrs.get("verdict") == "speculate"
+        if folder is not None and attrs.get(VERDICT) == "speculate"
         else None,
-        command=attrs.get("command"),
+        command=attrs.get(COMMAND),
         tables=tuple(table for table in tables if table is not None),
         made=tuple(_made(record)),
     )
@@ -146,7 +157,7 @@ def _states(record: StudyRecord) -> Table:
     counts = {name.replace("_", " "): count for name, count in trials_by_state(list(record.trials)).items()}
     origins: dict[str, int] = {}
     for trial in record.finished:
-        origin = str(trial.user_attrs.get("origin", "?")).partition(":")[0]
+        origin = str(trial.user_attrs.get(ORIGIN, "?")).partition(":")[0]
         origins[origin] = origins.get(origin, 0) + 1
     rows = [(name, str(count)) for name, count in counts.items() if count]
     rows += [
@@ -223,13 +234,13 @@ def _speedup(confirmed: Mapping[str, Any]) -> str:
 
 def _made(record: StudyRecord) -> list[tuple[str, str]]:
     attrs = record.attrs
-    print_, environment, spec = (attrs.get(name, {}) for name in ("fingerprint", "environment", "spec"))
+    print_, environment, spec = (attrs.get(name, {}) for name in (FINGERPRINT, ENVIRONMENT, SPEC))
     rows = [("study", record.name), ("model", f"{model_of(attrs)} ({print_.get('model_class', '?')})")]
     rows.append(("weights", str(print_.get("weights", "?"))))
     rows.append(("device", device_of(attrs)))
     if backend := environment.get("attention_backend"):
         rows.append(("attention", str(backend)))
-    if machine := (attrs.get("confirmed") or {}).get("machine"):
+    if machine := (attrs.get(CONFIRMED) or {}).get("machine"):
         rows.append(("while confirming", machine))
     if rounding := attrs.get(ROUNDING):
         rows.append(("logit ties", f"a token may lie {describe_rounding(rounding)}"))
@@ -249,7 +260,7 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     if spec.get("storage"):
         rows.append(("storage", redact(str(spec["storage"]))))
     rows.append(("commit", str(environment.get("commit") or "?")))
-    rows.append(("begun", str(attrs.get("created_at", "?"))))
+    rows.append(("begun", str(attrs.get(CREATED_AT, "?"))))
     return rows
 
 

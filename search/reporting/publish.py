@@ -9,6 +9,7 @@ import optuna
 
 from layerskip.config.decode_config import write_atomically
 from search.context import Tools
+from search.study.attributes import VERDICT
 from search.study.spec import StudyPaths
 
 _REFRESH_S = 60.0
@@ -67,7 +68,7 @@ class Publisher:
     def _archive(self, study: optuna.Study) -> None:
         from search.reporting.archive import write_archive
 
-        if "verdict" in study.user_attrs:
+        if VERDICT in study.user_attrs:
             write_archive(study, self._paths.archive)
 
     def _attach(self, study: optuna.Study) -> None:

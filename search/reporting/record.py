@@ -13,11 +13,13 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DecodeConfig
-from search.confirm.held_out import HELD_OUT, HeldOut
-from search.measure.reference import REFERENCE, Reference
+from search.confirm.held_out import HeldOut
+from search.measure.reference import Reference
 from search.reporting.figures.style import MissingData
 from search.reporting.figures.trials import leaders, space_of
-from search.study.leaderboard import Entry, Standings, is_full
+from search.study.attributes import CONFIG, CONFIRMED, HELD_OUT, RATIOS, REFERENCE
+from search.study.leaderboard import Entry, Standings
+from search.study.trials import is_full
 from search.trials.objective import standings_of
 
 
@@ -52,7 +54,7 @@ class StudyRecord:
     @cached_property
     def measured(self) -> tuple[FrozenTrial, ...]:
         """Trials with a measurement, stopped early or not."""
-        return tuple(t for t in self.trials if t.state == TrialState.COMPLETE and t.user_attrs.get("ratios"))
+        return tuple(t for t in self.trials if t.state == TrialState.COMPLETE and t.user_attrs.get(RATIOS))
 
     @cached_property
     def reference(self) -> Reference:
@@ -80,7 +82,7 @@ class StudyRecord:
     @cached_property
     def choice(self) -> Choice | None:
         """None before any config was measured in full."""
-        stored = self.attrs.get("config")
+        stored = self.attrs.get(CONFIG)
         if stored is not None and (config := DecodeConfig(**stored)).speculates:
             return Choice(config, "the exported config")
         if self.held_out is not None:
@@ -114,9 +116,9 @@ def read_summary(file: Path) -> Mapping[str, Any] | None:
 
 def _from_summary(study: optuna.Study, attrs: Mapping[str, Any], summary: Mapping[str, Any] | None) -> HeldOut | None:
     """The raw rates of summary.json, if it is about this very verdict; it names no prompts."""
-    if summary is None or not summary.get("raw") or attrs.get("confirmed") is None:
+    if summary is None or not summary.get("raw") or attrs.get(CONFIRMED) is None:
         return None
-    if summary.get("confirmed") != attrs["confirmed"] or summary.get("study", {}).get("name") != study.study_name:
+    if summary.get("confirmed") != attrs[CONFIRMED] or summary.get("study", {}).get("name") != study.study_name:
         return None
     config = DecodeConfig(**summary["config"])
     if not config.speculates:

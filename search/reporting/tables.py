@@ -10,46 +10,76 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.confirm.files import finite
-from search.confirm.regime_settings import BY_REGIME
-from search.outlook.outlook import GAMMA_LOWERED
 from search.predict.accuracy import check_predictions
 from search.reporting.record import StudyRecord
-from search.study.leaderboard import tokens_per_s_of
+from search.study.attributes import (
+    ACCEPTANCE_RATE,
+    BY_REGIME,
+    CANDIDATES,
+    CANNOT_WIN,
+    COMMAND,
+    CONFIG,
+    CONFIRMED,
+    COSTS,
+    CREATED_AT,
+    END_TO_END_SPEEDUP,
+    ENVIRONMENT,
+    FINGERPRINT,
+    GAMMA_LOWERED,
+    HELD_OUT,
+    MEAN_ACCEPTED_LENGTH,
+    NOISE_SIGMA,
+    ORIGIN,
+    PER_GROUP,
+    PLAIN_TOKENS_PER_S,
+    POOL,
+    REASON,
+    ROUNDING,
+    SENSITIVITY,
+    SKIP_MASK,
+    SPEEDUP,
+    SPEEDUP_CI_HIGH,
+    SPEEDUP_CI_LOW,
+    STOPPED_EARLY,
+    SURFACES,
+    VERDICT,
+)
 from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
+from search.study.trials import tokens_per_s_of
 
 _FIRST = (
     "number",
     "state",
     "tokens_per_s",
-    "speedup",
-    "speedup_ci_low",
-    "speedup_ci_high",
-    "end_to_end_speedup",
-    "skip_mask",
+    SPEEDUP,
+    SPEEDUP_CI_LOW,
+    SPEEDUP_CI_HIGH,
+    END_TO_END_SPEEDUP,
+    SKIP_MASK,
     GAMMA,
     DRAFT_THRESHOLD,
     TARGET_THRESHOLD,
-    "origin",
-    "acceptance_rate",
-    "mean_accepted_length",
-    "stopped_early",
+    ORIGIN,
+    ACCEPTANCE_RATE,
+    MEAN_ACCEPTED_LENGTH,
+    STOPPED_EARLY,
 )
 _OF_THE_STUDY = (
-    "verdict",
-    "reason",
-    "confirmed",
-    "config",
-    "cannot_win",
+    VERDICT,
+    REASON,
+    CONFIRMED,
+    CONFIG,
+    CANNOT_WIN,
     GAMMA_LOWERED,
-    "plain_tokens_per_s",
-    "noise_sigma",
-    "rounding",
-    "fingerprint",
-    "environment",
-    "command",
-    "created_at",
+    PLAIN_TOKENS_PER_S,
+    NOISE_SIGMA,
+    ROUNDING,
+    FINGERPRINT,
+    ENVIRONMENT,
+    COMMAND,
+    CREATED_AT,
 )
-_PARSED = ("cost_model", "sensitivity", "pool", "surfaces", "candidates", "held_out", "per_group", BY_REGIME)
+_PARSED = (COSTS, SENSITIVITY, POOL, SURFACES, CANDIDATES, HELD_OUT, PER_GROUP, BY_REGIME)
 """Attributes that hold JSON as text."""
 
 
@@ -69,7 +99,7 @@ def to_json(record: StudyRecord) -> str:
     data: dict[str, Any] = {"study": record.name}
     data |= {name: record.attrs.get(name) for name in _OF_THE_STUDY}
     data |= {name: _parsed(record.attrs[name]) for name in _PARSED if name in record.attrs}
-    data |= check_predictions(record.trials, record.attrs.get("noise_sigma"))
+    data |= check_predictions(record.trials, record.attrs.get(NOISE_SIGMA))
     data["trials"] = [_flat(trial) | _lists(trial) for trial in record.finished]
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 

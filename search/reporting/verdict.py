@@ -10,9 +10,10 @@ from typing import Any
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from search.confirm.regime_settings import sampling_of
-from search.confirm.stage import describe
 from search.reporting.record import StudyRecord
-from search.study.leaderboard import counted
+from search.study.attributes import CONFIRMED, FINGERPRINT, PLAIN_TOKENS_PER_S, REASON, SPEC, VERDICT
+from search.study.config_words import describe
+from search.study.trials import counted
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
     """(headline, one sentence with the numbers)."""
     attrs = record.attrs
     where = f"{model_of(attrs)} on {device_of(attrs)}"
-    verdict, confirmed = attrs.get("verdict"), attrs.get("confirmed")
+    verdict, confirmed = attrs.get(VERDICT), attrs.get(CONFIRMED)
     file = _file_of(attrs)
     if verdict == "speculate" and confirmed is not None:
         interval = ""
@@ -46,12 +47,12 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
             f"{length_of(attrs)}.{_end_to_end(confirmed)}"
         )
     if verdict is not None:
-        reason = str(attrs.get("reason") or "no reason kept").removeprefix("do not speculate: ")
+        reason = str(attrs.get(REASON) or "no reason kept").removeprefix("do not speculate: ")
         return (
             "Do not speculate",
             f"For {where}, plain decoding is the answer for {text_of(attrs)}{file and f' like that{file}'}: {reason}.",
         )
-    total = attrs.get("spec", {}).get("trials")
+    total = attrs.get(SPEC, {}).get("trials")
     done = f"{counted(list(record.trials))} of {total} trials are done" if total else "the search goes on"
     leader = record.leader
     leads = (
@@ -80,22 +81,22 @@ def text_of(attrs: Mapping[str, Any]) -> str:
 
 def length_of(attrs: Mapping[str, Any]) -> str:
     """`, up to 48 new tokens each`: for how long texts the confirmed numbers hold; empty where that is not known."""
-    length = attrs.get("fingerprint", {}).get("max_new_tokens")
+    length = attrs.get(FINGERPRINT, {}).get("max_new_tokens")
     return "" if length is None else f", up to {length} new tokens each"
 
 
 def _file_of(attrs: Mapping[str, Any]) -> str:
     """` of FILE`: the held-out prompts' file."""
-    spec = attrs.get("spec", {})
+    spec = attrs.get(SPEC, {})
     file = spec.get("held_out") or spec.get("prompts")
     return f" of {Path(str(file)).name}" if file else ""
 
 
 def numbers_of(attrs: Mapping[str, Any]) -> tuple[Number, ...]:
     """What the confirm stage found; before it, plain speed alone."""
-    confirmed = attrs.get("confirmed")
+    confirmed = attrs.get(CONFIRMED)
     if confirmed is None:
-        plain = attrs.get("plain_tokens_per_s")
+        plain = attrs.get(PLAIN_TOKENS_PER_S)
         return (Number("plain tokens/s", (("plain_tokens_per_s", plain, f"{plain:.1f}"),)),) if plain else ()
     wanted = (
         ("speedup", ("speedup",), "{:.2f}×"),
@@ -120,13 +121,13 @@ def numbers_of(attrs: Mapping[str, Any]) -> tuple[Number, ...]:
 
 def model_of(attrs: Mapping[str, Any]) -> str:
     """The model's name; of a folder the last two parts, since the rest is about this machine alone."""
-    name = str(attrs.get("spec", {}).get("model", "?"))
+    name = str(attrs.get(SPEC, {}).get("model", "?"))
     return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
 
 
 def device_of(attrs: Mapping[str, Any]) -> str:
     """Device, number format, engine and threads in words."""
-    print_ = attrs.get("fingerprint", {})
+    print_ = attrs.get(FINGERPRINT, {})
     device, cpu = str(print_.get("device", "?")), print_.get("cpu")
     words = [f"{cpu} CPU" if device == "cpu" and cpu else device, str(print_.get("dtype", "?"))]
     if device == "cpu" and (threads := print_.get("num_threads")):

@@ -12,8 +12,9 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.rivals.common import Departure, Setup, bits_of, union
 from search.rivals.gaussian_process import Array, GaussianProcess, upper_bound_points
-from search.study.leaderboard import key_of, was_interrupted
+from search.study.attributes import ACCEPTED_BY_POSITION, DRAFTED_BY_POSITION
 from search.study.space import THRESHOLD_MAX
+from search.study.trials import key_of, was_interrupted
 from search.trials.proposals import Proposal, measured_keys
 
 
@@ -87,7 +88,7 @@ class DraftVerify:
         """Where the draft threshold stands after the rounds of these trials."""
         threshold = self.FIRST_THRESHOLD
         for trial in trials:
-            drafted, accepted = (trial.user_attrs.get(f"{one}_by_position") for one in ("drafted", "accepted"))
+            drafted, accepted = (trial.user_attrs.get(name) for name in (DRAFTED_BY_POSITION, ACCEPTED_BY_POSITION))
             if not drafted or not accepted:
                 continue
             if sum(accepted) < self.ACCEPTANCE * sum(drafted):

@@ -15,7 +15,7 @@ from layerskip.analysis.teacher_forcing import DraftReadings
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.predict.costs import CostModel
-from search.study.leaderboard import Entry, key_of, make_standings
+from search.study.leaderboard import Entry, make_standings
 from search.study.space import (
     DRAFT_THRESHOLD,
     GAMMA,
@@ -26,6 +26,7 @@ from search.study.space import (
     SearchSpace,
 )
 from search.study.space import snap_threshold as snap
+from search.study.trials import key_of
 from search.trials.proposals import Proposal, ProposeOptions, Proposer, measured_keys, not_taken, propose_again
 
 Params = dict[str, Any]

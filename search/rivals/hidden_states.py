@@ -16,8 +16,8 @@ from layerskip.config.skip_mask import SkipMask
 from search.predict.costs import CostModel
 from search.predict.predictor import LayerStates
 from search.rivals.common import Departure, Listed, Plan, Setup, bits_of, by_throughput, union
-from search.study.leaderboard import key_of
 from search.study.space import SearchSpace
+from search.study.trials import key_of
 from search.trials.proposals import Proposal, measured_keys
 
 PLANS = "plans"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import optuna
 from optuna.storages import GrpcStorageProxy
 
-from layerskip.server.api_key import read_api_key
+from layerskip.command_line.api_key import read_api_key
 from search.storages.address import GRPC, redact
 from search.storages.errors import ConnectionLost
 from search.storages.patient import Patience, PatientStorage

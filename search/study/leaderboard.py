@@ -6,15 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
+from search.study.attributes import FORECAST_SPEEDUP, PROMPT_STEPS, RATIOS
 from search.study.space import DRAFTER, SearchSpace
+from search.study.trials import Key, is_full, is_measured, key_of, taste_of
 
 MIN_SIGMA = 0.005
 """Nobody's clock is better than half a percent per pair; guards against runs that were quiet by chance."""
@@ -30,27 +31,7 @@ _FORECAST_SIGMA = 0.02
 """Spread assumed of measured speedups around forecast ones (log, a bias common to all apart), until trials tell."""
 _FORECAST_WEIGHT = 8
 """Of that assumption, in configs."""
-TOKENS_PER_S = "tokens_per_s"
-"""Attribute of a trial whose value is something else."""
-EXPECTED_GAIN = "expected_gain"
-"""Attribute of a trial: what the best config not measured then was expected to gain on the best measured one."""
-FAILURE = "failure"
-"""Attribute of a failed trial: why."""
-INTERRUPTED, WORKER_DIED, WITHDRAWN = "interrupted", "worker died", "withdrawn: the total is reached without it"
-"""Reasons that say nothing about the config."""
-Key = tuple[tuple[str, Any], ...]
 Floats = npt.NDArray[np.float64]
-
-
-def key_of(params: Mapping[str, Any]) -> Key:
-    """A config's parameters as something to look up."""
-    return tuple(_pair(name, params[name]) for name in sorted(params))
-
-
-@lru_cache(maxsize=1 << 14, typed=True)
-def _pair(name: str, value: Any) -> tuple[str, Any]:
-    """Keys of thousands of configs share their pairs: a search keeps one for every config that it ever predicted."""
-    return name, value
 
 
 @dataclass(frozen=True)
@@ -118,45 +99,6 @@ class Standings:
         return math.exp(math.fsum(logs) / len(logs))
 
 
-def counted(trials: Iterable[FrozenTrial]) -> int:
-    """Trials that count towards the total: measured, refused or failed for a reason of their own.
-
-    Interrupted and killed ones do not; their configs are queued again.
-    """
-    return sum(trial.state.is_finished() and not was_interrupted(trial) for trial in trials)
-
-
-def expected_gains(trials: Iterable[FrozenTrial], latest: int) -> list[float]:
-    """Of the `latest` last trials that know one, oldest first."""
-    found = [one.user_attrs[EXPECTED_GAIN] for one in trials if EXPECTED_GAIN in one.user_attrs]
-    return [float(one) for one in found[-latest:]]
-
-
-def was_interrupted(trial: FrozenTrial) -> bool:
-    """Stopped by a signal, its process died, or it was one too many: FAIL without a reason of its own."""
-    reasons = (INTERRUPTED, WORKER_DIED, WITHDRAWN)
-    return trial.state == TrialState.FAIL and trial.user_attrs.get(FAILURE, INTERRUPTED) in reasons
-
-
-def tokens_per_s_of(trial: FrozenTrial) -> float:
-    """What a measured trial decoded at."""
-    return float(trial.user_attrs.get(TOKENS_PER_S, trial.value or 0.0))
-
-
-def is_full(trial: FrozenTrial) -> bool:
-    """Measured on all prompts of a trial, losslessly: one that may lead."""
-    return _is_measured(trial) and trial.user_attrs.get("stopped_early") is False
-
-
-def taste_of(attributes: Mapping[str, Any]) -> list[float] | None:
-    """Per prompt of a trial, how much more its config was forecast to like it than the average prompt, in log speedup.
-
-    None where the trial keeps no forecast.
-    """
-    ratios, average = attributes.get("forecast_ratios"), attributes.get("forecast_speedup")
-    return [math.log(ratio / average) for ratio in ratios] if ratios and average else None
-
-
 def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigma: float, num_first: int) -> Standings:
     """Pool the trials of each config and rank the configs.
 
@@ -176,7 +118,7 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     """
     groups: dict[Key, list[FrozenTrial]] = defaultdict(list)
     for trial in trials:
-        if _is_measured(trial) and space.holds(trial.params):
+        if is_measured(trial) and space.holds(trial.params):
             groups[key_of(trial.params)].append(trial)
     if not groups:
         return Standings((), {}, max(noise_sigma, PRIOR_SIGMA))
@@ -211,7 +153,7 @@ def _first_by_drafter(keys: Sequence[Key], places: Iterable[int]) -> dict[str, i
 
 def _forecast_of(trials: Sequence[FrozenTrial]) -> float | None:
     """Log speedup forecast on all texts, on average over a config's trials; None where none keeps one."""
-    logs = [math.log(one) for trial in trials if (one := trial.user_attrs.get("forecast_speedup"))]
+    logs = [math.log(one) for trial in trials if (one := trial.user_attrs.get(FORECAST_SPEEDUP))]
     return math.fsum(logs) / len(logs) if logs else None
 
 
@@ -242,7 +184,7 @@ class _Fit:
         known = all(tastes is not None for _, _, tastes in told)
         rows = []
         for i, trial, tastes in told:
-            steps, ratios = trial.user_attrs["prompt_steps"], trial.user_attrs["ratios"]
+            steps, ratios = trial.user_attrs[PROMPT_STEPS], trial.user_attrs[RATIOS]
             # A trial that stopped early was forecast on more prompts than it saw.
             liking = tastes if known and tastes else [0.0] * len(ratios)
             for step, ratio, liked in zip(steps, ratios, liking, strict=False):
@@ -272,8 +214,3 @@ class _Fit:
         rest = (tasteless - self.configs[config] - self.prompts[prompt])[full]
         freedom = len(rest) - len(np.unique(config[full])) - len(np.unique(prompt[full])) + 1 if len(rest) else 0
         self.sigma = math.sqrt(float(rest @ rest) / freedom) if freedom >= _MIN_FREEDOM else None
-
-
-def _is_measured(trial: FrozenTrial) -> bool:
-    attrs = trial.user_attrs
-    return trial.state == TrialState.COMPLETE and attrs.get("lossless") is True and bool(attrs.get("ratios"))

@@ -12,16 +12,12 @@ import optuna
 from optuna.pruners import NopPruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState
 
-from search.measure.threads import threads_are_fixed
+from layerskip.machine.host import num_cores, threads_are_fixed
 from search.storages.opening import close_storage, open_storage, storage_file
+from search.study.attributes import CREATED_AT, FINGERPRINT
 from search.study.fingerprint import Fingerprint, compare
-from search.study.leaderboard import was_interrupted
 from search.study.spec import StudyPaths, StudySpec
-from search.workers.posts import num_cores
-
-_FINGERPRINT = "fingerprint"
 
 
 def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts: Mapping[str, Any]) -> optuna.Study:
@@ -39,16 +35,16 @@ def open_study(storage: BaseStorage, name: str, fingerprint: Fingerprint, facts:
         # WilcoxonPruner compares with the single luckiest trial, and only on prompts that both have seen.
         pruner=NopPruner(),
     )
-    stored = study.user_attrs.get(_FINGERPRINT)
+    stored = study.user_attrs.get(FINGERPRINT)
     if stored is None:
         if study.get_trials(deepcopy=False):
             raise ValueError(f"study {name!r}: has trials that search.run did not make; use another --study-name")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names([fingerprint.objective])
-        for key, value in {"created_at": now_utc(), **facts}.items():
+        for key, value in {CREATED_AT: now_utc(), **facts}.items():
             study.set_user_attr(key, value)
-        study.set_user_attr(_FINGERPRINT, asdict(fingerprint))  # last: a study with it has all the rest
+        study.set_user_attr(FINGERPRINT, asdict(fingerprint))  # last: a study with it has all the rest
     else:
         compare(stored, fingerprint)
     return study
@@ -59,7 +55,7 @@ def stored_study(storage: BaseStorage, name: str) -> optuna.Study | None:
     if name not in optuna.get_all_study_names(storage):
         return None
     study = optuna.load_study(study_name=name, storage=storage)
-    return study if _FINGERPRINT in study.user_attrs else None
+    return study if FINGERPRINT in study.user_attrs else None
 
 
 def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
@@ -102,7 +98,7 @@ def _stored_fingerprint(url: str, name: str) -> dict[str, Any] | None:
     try:
         if name not in optuna.get_all_study_names(storage):
             return None
-        stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(_FINGERPRINT)
+        stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(FINGERPRINT)
     finally:
         close_storage(storage)
     return stored if isinstance(stored, dict) else None
@@ -113,17 +109,9 @@ def set_sampler(study: optuna.Study, sampler: BaseSampler) -> None:
     study.sampler = sampler
 
 
-def trials_by_state(trials: list[FrozenTrial]) -> dict[str, int]:
-    """Counts by state, in words of this package."""
-    words = dict.fromkeys(("measured", "stopped_early", "not_lossless", "failed", "interrupted"), 0)
-    for trial in trials:
-        if trial.state == TrialState.COMPLETE:
-            words["stopped_early" if trial.user_attrs.get("stopped_early") else "measured"] += 1
-        elif trial.state == TrialState.PRUNED:
-            words["not_lossless"] += 1
-        elif trial.state == TrialState.FAIL:
-            words["interrupted" if was_interrupted(trial) else "failed"] += 1
-    return words
+def quiet_optuna() -> None:
+    """Optuna prints a line per trial and warns of experimental parts that this package uses knowingly."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 def now_utc() -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.analysis.intervals import MIN_BOOTSTRAP
-from layerskip.command_line.prompts import Encoder, Prompt, encode_prompt
-from layerskip.command_line.prompts import read_prompts as read_file
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
+from layerskip.prompts import Encoder, Prompt, encode_prompt
+from layerskip.prompts import read_prompts as read_file
 from search.study.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 
 MIN_TUNING = 2
@@ -81,14 +81,14 @@ def encoded_fingerprint(prompts: Sequence[EncodedPrompt]) -> str:
 
 
 def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ...]:
-    """Every prompt of a JSONL file, with its group; see `layerskip.command_line.prompts.read_prompts`."""
+    """Every prompt of a JSONL file, with its group; see `layerskip.prompts.read_prompts`."""
     return read_file(path, grouping)
 
 
 def encode_prompts(
     prompt_set: PromptSet, model: Encoder, *, room: int, generation_config: Any = None
 ) -> tuple[EncodedPrompt, ...]:
-    """Token ids of every prompt; see `layerskip.command_line.prompts.encode_prompt` for `room` and what it raises.
+    """Token ids of every prompt; see `layerskip.prompts.encode_prompt` for `room` and what it raises.
 
     generation_config: what stands behind settings that a prompt's record leaves out.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from types import TracebackType
 from typing import IO
@@ -14,7 +15,7 @@ from search.terminal.comparison_events import ComparisonBegins
 from search.terminal.comparison_view import ComparisonView
 from search.terminal.event import Event
 from search.terminal.progress_events import StudyOpened
-from search.terminal.reporter import Reporter
+from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
 from search.terminal.view import LiveView
 
 
@@ -80,3 +81,15 @@ class LiveReporter(Reporter):
         for handler, stream in self._logs:
             handler.setStream(stream)
         self._logs = []
+
+
+def make_reporter(*, quiet: bool, json_lines: bool) -> Reporter:
+    """What the flags ask for; without any, a live view on a terminal that can show one, and plain lines elsewhere."""
+    if json_lines:
+        return JsonReporter()
+    if quiet:
+        return QuietReporter()
+    # rich also takes a pipe for a terminal where FORCE_COLOR is set: right for colours, wrong for moving the cursor.
+    if sys.stdout.isatty() and os.environ.get("TERM") and Console().is_interactive:
+        return LiveReporter()
+    return Reporter()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.leaderboard import Entry, tokens_per_s_of
+from search.budget.pace import Pace
+from search.budget.plan import Plan
+from search.measure.reference import Reference
+from search.measure.subject import Subject
+from search.outlook.outlook import Outlook, describe_outlook
+from search.study.attributes import LOOKUP, TRIAL_DRAFTER
+from search.study.leaderboard import Entry
+from search.study.trials import tokens_per_s_of
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration, trial_line
-
-if TYPE_CHECKING:
-    from search.budget.pace import Pace
-    from search.budget.plan import Plan
-    from search.context import Subject
-    from search.measure.reference import Reference
-    from search.outlook.outlook import Outlook
 
 _NOTABLE_DRIFT = 0.1
 LONG_S = 1800.0
@@ -184,8 +184,6 @@ class Foreseen(Event):
     outlook: Outlook
 
     def lines(self) -> list[Line]:
-        from search.outlook.outlook import describe_outlook
-
         return [Line(text, "outlook") for text in describe_outlook(self.outlook)]
 
     def fields(self) -> dict[str, Any]:
@@ -251,8 +249,8 @@ class TrialDone(Event):
             "tokens_per_s": tokens_per_s_of(self.trial) if self.is_good else None,
             **{key: attrs.get(key) for key in told.split()},
             **{key: params.get(key) for key in ("gamma", "draft_threshold", "target_threshold")},
-            "drafter": attrs.get("drafter"),
-            "lookup": attrs.get("lookup"),
+            "drafter": attrs.get(TRIAL_DRAFTER),
+            "lookup": attrs.get(LOOKUP),
             "best_trial": self.leader.trials[0] if self.leader else None,
             "best_speedup": self.leader.speedup if self.leader else None,
             "best_speedup_lower": self.leader.lower if self.leader else None,

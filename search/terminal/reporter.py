@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from types import TracebackType
 from typing import IO
@@ -93,17 +92,3 @@ class JsonReporter(Reporter):
         facts = {"event": event.name} | finite(event.fields())
         self._stream.write(json.dumps(facts, allow_nan=False) + "\n")
         self._stream.flush()
-
-
-def make_reporter(*, quiet: bool, json_lines: bool) -> Reporter:
-    """What the flags ask for; without any, a live view on a terminal that can show one, and plain lines elsewhere."""
-    if json_lines:
-        return JsonReporter()
-    if quiet:
-        return QuietReporter()
-    # rich also takes a pipe for a terminal where FORCE_COLOR is set: right for colours, wrong for moving the cursor.
-    if sys.stdout.isatty() and os.environ.get("TERM") and Console().is_interactive:
-        from search.terminal.live import LiveReporter
-
-        return LiveReporter()
-    return Reporter()

@@ -11,9 +11,11 @@ from optuna.trial import FrozenTrial
 from layerskip.analysis.identity import float32_command
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.decode_config import Confirmed, DecodeConfig
-from search.confirm.stage import Candidate, Confirmation, describe
+from search.confirm.stage import Candidate, Confirmation
 from search.measure.rounding_record import describe_rounding
 from search.predict.accuracy import describe_checks
+from search.study.attributes import NUM_TIES
+from search.study.config_words import describe
 from search.study.spec import StudySpec
 from search.terminal.event import Event, Line, config_fields
 from search.terminal.text import duration
@@ -129,7 +131,7 @@ class Ties(Event):
         spec: StudySpec,
     ) -> Ties | None:
         """None where there is none."""
-        num_in_trials = sum(trial.user_attrs.get("num_ties", 0) for trial in trials)
+        num_in_trials = sum(trial.user_attrs.get(NUM_TIES, 0) for trial in trials)
         num_held_out = measured.num_ties if measured else 0
         if num_in_trials + num_held_out == 0:
             return None

@@ -13,9 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from layerskip.config.skip_mask import SkipMask
-from search.confirm.stage import describe
 from search.measure.reference import Reference
-from search.study.leaderboard import Entry, tokens_per_s_of
+from search.study.attributes import (
+    FAILURE,
+    PLAIN_TOKENS_PER_S_BY_PROMPT,
+    PROMPT_STEPS,
+    SPEEDUP,
+    STOPPED_EARLY,
+    VIOLATION,
+)
+from search.study.config_words import describe
+from search.study.leaderboard import Entry
+from search.study.trials import tokens_per_s_of
 from search.terminal.event import Event, Note
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
 from search.terminal.result_events import Result
@@ -151,7 +160,7 @@ class Pace:
     def take(self, trial: FrozenTrial) -> None:
         """Remember a trial's plain speeds, if it has any."""
         attrs = trial.user_attrs
-        rates = list(zip(attrs.get("prompt_steps", ()), attrs.get("plain_tokens_per_s_by_prompt", ()), strict=False))
+        rates = list(zip(attrs.get(PROMPT_STEPS, ()), attrs.get(PLAIN_TOKENS_PER_S_BY_PROMPT, ()), strict=False))
         if rates:
             self._latest.append(rates)
         for step, rate in rates:
@@ -170,12 +179,12 @@ class Pace:
 def _trial_row(trial: FrozenTrial, *, wide: bool) -> Text:
     head = f"#{trial.number:<4} "
     if trial.state == TrialState.PRUNED:
-        return _one_line(head, (f"NOT LOSSLESS: {trial.user_attrs.get('violation')}", "bold red"))
+        return _one_line(head, (f"NOT LOSSLESS: {trial.user_attrs.get(VIOLATION)}", "bold red"))
     if trial.state == TrialState.FAIL or trial.value is None:
-        return _one_line(head, (f"failed: {trial.user_attrs.get('failure', 'no reason kept')}", "red"))
-    interval = "stopped early" if trial.user_attrs.get("stopped_early") else interval_of(trial)
-    speed = f"{trial.user_attrs['speedup']:.2f}x {interval:<13}"
-    style = "dim" if trial.user_attrs.get("stopped_early") else ""
+        return _one_line(head, (f"failed: {trial.user_attrs.get(FAILURE, 'no reason kept')}", "red"))
+    interval = "stopped early" if trial.user_attrs.get(STOPPED_EARLY) else interval_of(trial)
+    speed = f"{trial.user_attrs[SPEEDUP]:.2f}x {interval:<13}"
+    style = "dim" if trial.user_attrs.get(STOPPED_EARLY) else ""
     rest = (
         f"  {tokens_per_s_of(trial):7.1f} tok/s  gamma {trial.params.get('gamma', '?')}  {origin_of(trial)}"
         if wide

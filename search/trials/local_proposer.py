@@ -9,7 +9,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from search.outlook.warm_starts import warm_starts
-from search.study.leaderboard import key_of, make_standings
+from search.study.leaderboard import make_standings
 from search.study.space import (
     DRAFT_THRESHOLD,
     GAMMA,
@@ -24,6 +24,7 @@ from search.study.space import (
     SearchSpace,
     snap_threshold,
 )
+from search.study.trials import key_of
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 
 _NUM_PARENTS = 4

@@ -19,17 +19,53 @@ from search.outlook.outlook import Outlook
 from search.predict.learnt_costs import step_times_of
 from search.predict.replay import live_counts
 from search.stop import StopSignal
-from search.study.leaderboard import (
+from search.study.attributes import (
+    ACCEPTANCE_RATE,
+    ACCEPTED_BY_POSITION,
+    CONSIDERED,
+    DRAFT_S,
+    DRAFTED_BY_POSITION,
+    END_TO_END_SPEEDUP,
     EXPECTED_GAIN,
     FAILURE,
-    INTERRUPTED,
+    FORWARDS,
+    IS_TIE_BY_PROMPT,
+    LOOKUP,
+    LOSSLESS,
+    MEAN_ACCEPTED_LENGTH,
+    NUM_PROMPTS,
+    NUM_SKIPPED_ATTENTION,
+    NUM_SKIPPED_MLP,
+    NUM_TARGET_ONLY,
+    NUM_TIES,
+    ORIGIN,
+    PLAIN_TOKENS_PER_S,
+    PLAIN_TOKENS_PER_S_BY_PROMPT,
+    PREDICTED_RATIOS,
+    PREDICTED_SPEEDUP,
+    PREDICTED_TOKENS_PER_S,
+    PROCESS,
+    PROMPT_STEPS,
+    PROPOSING_S,
+    RATIOS,
+    REPEAT_OF,
+    SECONDS,
+    SKIP_MASK,
+    SPEEDUP,
+    SPEEDUP_CI_HIGH,
+    SPEEDUP_CI_LOW,
+    SPEEDUP_MEASURED,
+    STOPPED_EARLY,
     TOKENS_PER_S,
-    WITHDRAWN,
-    Standings,
-    make_standings,
-    taste_of,
+    TOKENS_PER_S_BY_PROMPT,
+    TRIAL_DRAFTER,
+    VERIFY_S,
+    VIOLATION,
+    VIOLATION_PROMPT,
 )
+from search.study.leaderboard import Standings, make_standings
 from search.study.space import SearchSpace
+from search.study.trials import INTERRUPTED, WITHDRAWN, taste_of
 from search.trials.sampler import ProposalSampler
 from search.workers.hang import watched
 from search.workers.process import process_token
@@ -97,7 +133,7 @@ class Objective:
             raise
         except LosslessViolation as violation:
             # Pruned: only complete trials can be the best one, here and in the dashboard.
-            details = {"lossless": False, "violation": str(violation), "violation_prompt": violation.prompt_id}
+            details = {LOSSLESS: False, VIOLATION: str(violation), VIOLATION_PROMPT: violation.prompt_id}
             _set_all(trial, details)
             raise optuna.TrialPruned(str(violation)) from None
         except Exception as error:  # noqa: BLE001 (whatever a config does to the machinery fails this trial alone)
@@ -112,20 +148,20 @@ class Objective:
         proposal = self.sampler.proposal_of(trial.number)
         mask = config.skip_mask
         attributes: dict[str, Any] = {
-            "process": process_token(),
-            "origin": proposal.origin,
-            "proposing_s": round(self.sampler.proposing_s, 4),
-            "drafter": config.drafter,
-            "skip_mask": str(mask),
-            "num_skipped_attention": mask.num_skipped_attention,
-            "num_skipped_mlp": mask.num_skipped_mlp,
+            PROCESS: process_token(),
+            ORIGIN: proposal.origin,
+            PROPOSING_S: round(self.sampler.proposing_s, 4),
+            TRIAL_DRAFTER: config.drafter,
+            SKIP_MASK: str(mask),
+            NUM_SKIPPED_ATTENTION: mask.num_skipped_attention,
+            NUM_SKIPPED_MLP: mask.num_skipped_mlp,
         }
         if config.lookup is not None:
-            attributes["lookup"] = config.lookup.model_dump(exclude_none=True)
+            attributes[LOOKUP] = config.lookup.model_dump(exclude_none=True)
         if proposal.repeat_of is not None:
-            attributes["repeat_of"] = proposal.repeat_of
+            attributes[REPEAT_OF] = proposal.repeat_of
         if proposal.considered:
-            attributes["considered"] = proposal.considered
+            attributes[CONSIDERED] = proposal.considered
         if proposal.gain is not None:
             attributes[EXPECTED_GAIN] = round(proposal.gain, 5)
         _set_all(trial, attributes)
@@ -157,10 +193,10 @@ class Objective:
         earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         told = self.outlook.describe_trial(config, steps, earlier)
         tastes = taste_of(told)
-        expected = standings.standardised(steps, told["predicted_ratios"], tastes)
+        expected = standings.standardised(steps, told[PREDICTED_RATIOS], tastes)
         told |= {
-            "predicted_speedup": expected,
-            "predicted_tokens_per_s": expected * self.reference.plain_tokens_per_s,
+            PREDICTED_SPEEDUP: expected,
+            PREDICTED_TOKENS_PER_S: expected * self.reference.plain_tokens_per_s,
         }
         _set_all(trial, told)
         return tastes
@@ -174,39 +210,39 @@ class Objective:
         plain, tokens_per_s = self.reference.plain_tokens_per_s, outcome.speedup * self.reference.plain_tokens_per_s
         value = outcome.speedup if self.is_speedup else tokens_per_s
         attributes: dict[str, Any] = {
-            "speedup": outcome.speedup,
-            "speedup_measured": speedup(outcome.pairs),
-            "end_to_end_speedup": geometric_mean([pair.end_to_end_ratio for pair in outcome.pairs]) * standardised,
-            "stopped_early": outcome.stopped_early,
-            "lossless": True,
-            "num_prompts": len(ratios),
-            "num_ties": sum(pair.speculative.is_tie for pair in outcome.pairs),
-            "is_tie_by_prompt": [pair.speculative.is_tie for pair in outcome.pairs],
-            "prompt_steps": list(outcome.steps),
-            "ratios": ratios,
-            "tokens_per_s_by_prompt": [pair.speculative.tokens_per_s for pair in outcome.pairs],
-            "plain_tokens_per_s_by_prompt": [pair.plain.tokens_per_s for pair in outcome.pairs],
-            "accepted_by_position": list(acceptance.accepted_by_position),
-            "drafted_by_position": list(acceptance.drafted_by_position),
-            "num_target_only": acceptance.num_target_only,
-            "forwards": [live_counts([one]).tolist() for one in stats],
-            "draft_s": sum(one.draft_s for one in stats),
-            "verify_s": sum(one.verify_s for one in stats),
-            "seconds": seconds,
+            SPEEDUP: outcome.speedup,
+            SPEEDUP_MEASURED: speedup(outcome.pairs),
+            END_TO_END_SPEEDUP: geometric_mean([pair.end_to_end_ratio for pair in outcome.pairs]) * standardised,
+            STOPPED_EARLY: outcome.stopped_early,
+            LOSSLESS: True,
+            NUM_PROMPTS: len(ratios),
+            NUM_TIES: sum(pair.speculative.is_tie for pair in outcome.pairs),
+            IS_TIE_BY_PROMPT: [pair.speculative.is_tie for pair in outcome.pairs],
+            PROMPT_STEPS: list(outcome.steps),
+            RATIOS: ratios,
+            TOKENS_PER_S_BY_PROMPT: [pair.speculative.tokens_per_s for pair in outcome.pairs],
+            PLAIN_TOKENS_PER_S_BY_PROMPT: [pair.plain.tokens_per_s for pair in outcome.pairs],
+            ACCEPTED_BY_POSITION: list(acceptance.accepted_by_position),
+            DRAFTED_BY_POSITION: list(acceptance.drafted_by_position),
+            NUM_TARGET_ONLY: acceptance.num_target_only,
+            FORWARDS: [live_counts([one]).tolist() for one in stats],
+            DRAFT_S: sum(one.draft_s for one in stats),
+            VERIFY_S: sum(one.verify_s for one in stats),
+            SECONDS: seconds,
         }
         if self.is_speedup:  # which of the workers' devices it was matters
-            attributes |= {TOKENS_PER_S: tokens_per_s, "plain_tokens_per_s": plain}
+            attributes |= {TOKENS_PER_S: tokens_per_s, PLAIN_TOKENS_PER_S: plain}
         else:
             attributes |= step_times_of([pair.plain.stats for pair in outcome.pairs], stats)
         if interval is not None:
             attributes |= {
-                "speedup_ci_low": interval.low * standardised,
-                "speedup_ci_high": interval.high * standardised,
+                SPEEDUP_CI_LOW: interval.low * standardised,
+                SPEEDUP_CI_HIGH: interval.high * standardised,
             }
         if acceptance.acceptance_rate is not None:
-            attributes["acceptance_rate"] = acceptance.acceptance_rate
+            attributes[ACCEPTANCE_RATE] = acceptance.acceptance_rate
         if acceptance.mean_accepted_length is not None:
-            attributes["mean_accepted_length"] = acceptance.mean_accepted_length
+            attributes[MEAN_ACCEPTED_LENGTH] = acceptance.mean_accepted_length
         _set_all(trial, attributes)
         return self._below_best(trial, value) if outcome.stopped_early else value
 
@@ -231,7 +267,7 @@ def _set_all(trial: optuna.Trial, attributes: dict[str, Any]) -> None:
 def violations_in(trials: Sequence[optuna.trial.FrozenTrial]) -> list[str]:
     """Lossless violations stored in a study, this run's and earlier ones."""
     return [
-        f"trial {trial.number}: {trial.user_attrs.get('violation')} under mask {trial.user_attrs.get('skip_mask')}"
+        f"trial {trial.number}: {trial.user_attrs.get(VIOLATION)} under mask {trial.user_attrs.get(SKIP_MASK)}"
         for trial in trials
-        if trial.user_attrs.get("lossless") is False
+        if trial.user_attrs.get(LOSSLESS) is False
     ]

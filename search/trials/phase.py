@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 import optuna
 
 from layerskip.machine.host import trim_heap
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.outlook.outlook import Outlook
 from search.storages.opening import storage_failures_shown
-from search.study.leaderboard import FAILURE, WORKER_DIED, counted, expected_gains
+from search.study.attributes import CANNOT_WIN, FAILURE, PROCESS
 from search.study.opening import set_sampler
 from search.study.spec import StudySpec
+from search.study.trials import WORKER_DIED, counted, expected_gains
 from search.terminal.progress_events import SearchBegins
 from search.trials.objective import Objective, standings_of
 from search.trials.proposals import ProposeOptions
@@ -23,7 +25,6 @@ from search.trials.sampler import make_sampler
 from search.trials.watch import TrialWatch
 from search.workers.crew import Crew
 from search.workers.process import process_token
-from search.workers.roster import PROCESS
 
 Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 SETTLED_AFTER = 3
@@ -34,8 +35,6 @@ _FREE_EVERY = 10
 """Trials of this process after which garbage is collected; what a trial freed is given back after each."""
 _NUM_LATEST = 5
 """Trials, the longest of which tells how long the next one may take."""
-CANNOT_WIN = "cannot_win"
-"""Attribute of the study: why the search was cut short."""
 
 
 class TrialPhase:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.study.leaderboard import Entry, Key, key_of, was_interrupted
+from search.study.leaderboard import Entry
+from search.study.trials import Key, key_of, was_interrupted
 
 _NUM_REPEAT = 4
 

@@ -11,9 +11,12 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from search.outlook.forecast import Candidate, Candidates, Pool
+from search.outlook.outlook import Outlook
 from search.outlook.refinement import Refiner
-from search.study.leaderboard import Key, make_standings, was_interrupted
+from search.study.attributes import CONSIDERED
+from search.study.leaderboard import make_standings
 from search.study.space import GAMMA, SearchSpace
+from search.study.trials import Key, was_interrupted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 
 _NUM_PARENTS = 6
@@ -69,6 +72,11 @@ class ReplayProposer:
     Cost: `num_readings` readings a proposal or a wide one, and some milliseconds.
     """
 
+    @classmethod
+    def of(cls, outlook: Outlook, options: ProposeOptions) -> ReplayProposer:
+        """The one that proposes by a study's predictions."""
+        return cls(outlook.space, options, outlook.candidates, outlook.pool, num_readings=outlook.num_readings)
+
     def __init__(
         self, space: SearchSpace, options: ProposeOptions, candidates: Candidates, pool: Pool, *, num_readings: int
     ) -> None:
@@ -120,7 +128,7 @@ class ReplayProposer:
         """The pool and what earlier proposals predicted, each config once, and none of what a wide one replaces."""
         found = {one.key: one for one in self._pool.candidates}
         for trial in trials:
-            rows = trial.user_attrs.get("considered")
+            rows = trial.user_attrs.get(CONSIDERED)
             if not rows or was_interrupted(trial):
                 continue
             if trial.number not in self._known:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from search.study.leaderboard import counted, key_of
+from search.outlook.outlook import Outlook
+from search.study.attributes import CONSIDERED, ORIGIN, REPEAT_OF
 from search.study.space import SearchSpace
 from search.study.spec import SamplerName
+from search.study.trials import counted, key_of
 from search.trials.local_proposer import LocalProposer
 from search.trials.proposals import Proposal, ProposeOptions, Proposer
+from search.trials.replay_proposer import ReplayProposer
 from search.workers.claims import Claims, fixed_params, open_trials, taken_keys, with_claims
-
-if TYPE_CHECKING:
-    from search.outlook.outlook import Outlook
 
 _MAX_ATTEMPTS = 16
 """At proposing what nobody measures at the moment, which a space of few points may not have."""
@@ -63,8 +62,8 @@ class ProposalSampler(BaseSampler):
         fixed = fixed_params(trial)
         if is_all_fixed := self._space.holds(fixed):
             attrs = trial.user_attrs
-            inherited = (attrs.get("repeat_of"), attrs.get("considered"))
-            self._latest = (trial.number, Proposal(attrs.get("origin", "queue"), fixed, *inherited))
+            inherited = (attrs.get(REPEAT_OF), attrs.get(CONSIDERED))
+            self._latest = (trial.number, Proposal(attrs.get(ORIGIN, "queue"), fixed, *inherited))
             self.proposing_s = 0.0
         if self._claims is not None:
             self._claims.begin(trial.number)
@@ -145,12 +144,7 @@ def make_sampler(
     if name == "replay":
         if outlook is None:
             raise ValueError("sampler: replay needs predictions, and there is no outlook")
-        return ProposalSampler(space, outlook.proposer(options), seed, claims=claims)
+        return ProposalSampler(space, ReplayProposer.of(outlook, options), seed, claims=claims)
     share = {"local_share": 0.0} if name != "local-tpe" else {}
     proposer = LocalProposer(space, options, drawn_by=name, **share)
     return ProposalSampler(space, proposer, seed, drawn_by=name, claims=claims)
-
-
-def quiet_optuna() -> None:
-    """Optuna prints a line per trial and warns of experimental parts that this package uses knowingly."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)

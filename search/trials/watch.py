@@ -10,9 +10,10 @@ from optuna.trial import FrozenTrial, TrialState
 from search.context import Tools
 from search.measure.reference import Reference
 from search.outlook.outlook import RECHECK_EVERY, Outlook
-from search.study.leaderboard import FAILURE, counted, was_interrupted
+from search.study.attributes import FAILURE
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
+from search.study.trials import counted, was_interrupted
 from search.terminal.progress_events import Drifted, TrialDone
 from search.trials.objective import standings_of
 

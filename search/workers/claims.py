@@ -11,16 +11,13 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.leaderboard import Key, counted, key_of
+from search.study.attributes import CLAIM, PROCESS, SHARES_DEVICE, WORKER
+from search.study.trials import Key, counted, key_of
 from search.workers.device import share_a_device
+from search.workers.heartbeats import Patience
 from search.workers.process import process_token
-from search.workers.roster import PROCESS, WORKER, Roster
-from search.workers.witness import Patience
+from search.workers.roster import Roster
 
-SHARES_DEVICE = "shares_device"
-"""Attribute of a trial: the workers that were computing on the same device or cores."""
-CLAIM = "claim"
-"""Attribute of a trial: its parameters, written in one piece before anything else of it."""
 _QUEUED = "fixed_params"
 """Where Optuna keeps the parameters of a queued trial."""
 

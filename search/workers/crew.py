@@ -11,20 +11,19 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.leaderboard import counted
-from search.workers.beats import Beats
+from search.storages.opening import check_storage, close_storage, open_storage, redact, storage_file
+from search.study.attributes import NUM_CONFIRMED
+from search.study.trials import counted
 from search.workers.claims import Claims
 from search.workers.device import share_a_device, strangers_on
+from search.workers.heartbeats import Beats, Patience, Witness
 from search.workers.lease import Lease
 from search.workers.process import describe_process, pid_of
 from search.workers.reaping import Reaped, Reaper
 from search.workers.roster import Roster, Worker
-from search.workers.witness import Patience, Witness
 
 _PURPOSES = ("set-up", "reap", "finish")
 """Of the leases."""
-_CONFIRMED = "num_confirmed"
-"""Attribute of a study: confirm stages that came to an end."""
 
 
 class StudyBusy(ValueError):  # noqa: N818 (reads as the fact it states)
@@ -176,7 +175,7 @@ class Crew:
 
     def confirmed(self) -> None:
         """Tell those that come out of their last trial now that the results are written."""
-        self._storage.set_study_user_attr(self._study_id, _CONFIRMED, self._num_confirmed() + 1)
+        self._storage.set_study_user_attr(self._study_id, NUM_CONFIRMED, self._num_confirmed() + 1)
 
     def _warn_of_neighbours(self, others: list[Worker]) -> None:
         near = [one for one in others if share_a_device(self._facts, one)]
@@ -196,7 +195,7 @@ class Crew:
             time.sleep(self._patience.poll_s)
 
     def _num_confirmed(self) -> int:
-        return int(self._storage.get_study_user_attrs(self._study_id).get(_CONFIRMED, 0))
+        return int(self._storage.get_study_user_attrs(self._study_id).get(NUM_CONFIRMED, 0))
 
     def _lease(self, purpose: str) -> Lease:
         return Lease(self._storage, f"{self._name}/lease/{purpose}", self._beats, self._witness, self._patience)
@@ -209,3 +208,31 @@ class Crew:
 
 def _num_running(trials: list[FrozenTrial]) -> int:
     return sum(one.state == TrialState.RUNNING for one in trials)
+
+
+def reap(url: str, study_name: str, tell: Callable[[str], None], patience: Patience | None = None) -> int:
+    """Fail and queue again every trial whose worker is dead. Returns the exit code.
+
+    Workers of other hosts are watched for a sign of life first, which takes as long as `Patience` says.
+    Raises: ValueError if there is no such study.
+    """
+    check_storage(url)
+    file = storage_file(url)
+    if file is not None and not file.is_file():
+        raise ValueError(f"study {study_name!r}: no such study yet in {redact(url)}")
+    storage = open_storage(url)
+    crew = Crew(storage, study_name, tell=tell, patience=patience)
+    try:
+        try:
+            study = optuna.load_study(study_name=study_name, storage=storage)
+        except KeyError:
+            raise ValueError(f"study {study_name!r}: no such study in {redact(url)}") from None
+        done = crew.reap(study)
+        for one in done:
+            tell(str(one))
+        if not done:
+            tell("nothing to do: no trial of a dead worker")
+    finally:
+        crew.leave()
+        close_storage(storage)
+    return 0

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from layerskip.machine.host import own_cores
 from layerskip.machine.nvidia import nvidia_smi, unit_name
-from search.workers.posts import own_cores
 from search.workers.process import is_here
 from search.workers.roster import Worker
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import optuna
 from optuna.trial import TrialState
 
-from search.study.leaderboard import FAILURE
+from search.study.attributes import FAILURE
 
 HUNG_EXIT_CODE = 124
 """As of `timeout`, the command."""

@@ -13,9 +13,8 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from search.workers.beats import Beats
+from search.workers.heartbeats import Beats, Patience, Witness
 from search.workers.process import process_token
-from search.workers.witness import Patience, Witness
 
 _TICKET, _PROCESS, _BEAT = "ticket", "process", "beat"
 _Vanished = (KeyError, optuna.exceptions.UpdateFinishedTrialError, optuna.exceptions.StorageInternalError)

@@ -11,15 +11,14 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.leaderboard import FAILURE, INTERRUPTED, WORKER_DIED
-from search.workers.claims import CLAIM, claim_of
+from search.study.attributes import ATTEMPT, CLAIM, CONSIDERED, FAILURE, ORIGIN, REPEAT_OF, RETRY_OF
+from search.study.trials import INTERRUPTED, WORKER_DIED
+from search.workers.claims import claim_of
 from search.workers.lease import Lease
 from search.workers.roster import Roster
 
-RETRY_OF, ATTEMPT = "retry_of", "attempt"
-"""Attributes of a trial that measures again what a dead one was to measure: that one's number; 2 or 3."""
 MAX_ATTEMPTS = 3
-_INHERITED = ("origin", "repeat_of", "considered")
+_INHERITED = (ORIGIN, REPEAT_OF, CONSIDERED)
 """What a queued trial takes over: who proposed its config. No numbers, no constraints: those are its own to measure."""
 
 

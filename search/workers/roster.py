@@ -9,16 +9,12 @@ from typing import Any, Literal
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.workers.beats import Beats
+from search.study.attributes import PROCESS, WORKER_ENTRY
+from search.workers.heartbeats import Beats, Witness
 from search.workers.process import describe_process, process_token
-from search.workers.witness import Witness
 
 Stage = Literal["search", "done", "confirm", "left"]
 """Measuring trials; through with them; measuring the held-out prompts; gone."""
-PROCESS, WORKER = "process", "worker"
-"""Attributes of a trial: who measures it."""
-KEY = "worker."
-"""Attributes of a study begin so that hold an entry."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Roster:
         number = next(i for i in range(len(taken) + 1) if i not in taken)
         self._own, self.is_lost = Worker(number, process_token(), facts=dict(facts)), False
         self._write(self._own)
-        self._beats.keep(KEY, self._beat)
+        self._beats.keep(WORKER_ENTRY, self._beat)
 
     def enter(self, stage: Stage) -> None:
         """Tell the others what this worker does now."""
@@ -76,7 +72,7 @@ class Roster:
 
     def leave(self) -> None:
         """Give the number back."""
-        self._beats.drop(KEY)
+        self._beats.drop(WORKER_ENTRY)
         self.enter("left")
         self._own = None
 
@@ -138,8 +134,8 @@ class Roster:
 
     def _entries(self) -> list[Worker]:
         attrs = self._storage.get_study_user_attrs(self._study_id)
-        return [Worker(**attrs[name]) for name in sorted(attrs) if name.startswith(KEY)]
+        return [Worker(**attrs[name]) for name in sorted(attrs) if name.startswith(WORKER_ENTRY)]
 
 
 def _key(number: int) -> str:
-    return f"{KEY}{number:02}"
+    return f"{WORKER_ENTRY}{number:02}"

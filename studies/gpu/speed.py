@@ -15,9 +15,9 @@ from layerskip.benchmark.names import FREE_RUNNING, HF_COMPILED, HF_GENERATE, PL
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.ways import FreeRunningWay, OwnWay, Sample, Way
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.watch import MachineWatch
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 

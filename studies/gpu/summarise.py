@@ -147,7 +147,7 @@ def search(facts: Mapping[str, Any]) -> str:
 
 def confirmed(numbers: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The number that may be quoted: held-out prompts, interval over prompts, prompt apart and included."""
-    from search.confirm.stage import describe  # which imports torch: pages without this number are to come at once
+    from search.study.config_words import describe
 
     found = DecodeConfig.model_validate_json(json.dumps(config))
     repeated = numbers["repeated_ngram_share"]

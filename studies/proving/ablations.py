@@ -12,11 +12,12 @@ import numpy as np
 import search.study.leaderboard
 import search.trials.replay_proposer
 from search.outlook.opening import _Opening
-from search.outlook.outlook import MORE, TEXTS, Outlook
+from search.outlook.outlook import Outlook
 from search.outlook.refinement import Refiner
 from search.predict.learnt_costs import CostLearner
 from search.predict.more_texts import Beyond
 from search.predict.predictor import Predictor
+from search.study.attributes import MORE, TEXTS
 
 Patches = Callable[[ExitStack], None]
 

@@ -17,10 +17,10 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from search.confirm.files import Origin
 from search.confirm.stage import ConfirmOptions, confirm, shortlist
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.reference import Reference, ReferenceOptions, make_cases, make_reference
+from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
 from search.outlook.opening import open_outlook
 from search.outlook.outlook import OutlookOptions
@@ -31,16 +31,17 @@ from search.rivals.common import Plan, mean_confidences
 from search.rivals.hidden_states import PLANS, StoredPlans
 from search.rivals.registry import OURS
 from search.stop import StopSignal
-from search.study.fingerprint import Fingerprint
+from search.study.attributes import CANNOT_WIN
+from search.study.fingerprint import Fingerprint, Origin
 from search.study.leaderboard import Standings
-from search.study.opening import set_sampler
+from search.study.opening import quiet_optuna, set_sampler
 from search.study.prompts import EncodedPrompt, encoded_fingerprint
 from search.study.spec import StudySpec
 from search.terminal.reporter import Reporter
 from search.trials.objective import Objective, TrialFailed, standings_of
-from search.trials.phase import CANNOT_WIN, TrialPhase
+from search.trials.phase import TrialPhase
 from search.trials.proposals import ProposeOptions
-from search.trials.sampler import ProposalSampler, quiet_optuna
+from search.trials.sampler import ProposalSampler
 from studies.proving.ablations import left_out
 from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table

@@ -214,7 +214,7 @@ class TabularForcing:
 
 @dataclass(frozen=True)
 class TabularTimer:
-    """See `search.predict.costs.Timer`: the machine's prices, each with the noise of one measurement."""
+    """See `search.measure.decoder.Timer`: the machine's prices, each with the noise of one measurement."""
 
     machine: SimulatedMachine
     moment: float = 1.0

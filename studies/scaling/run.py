@@ -26,8 +26,9 @@ from layerskip.command_line.cli import OneLineParser, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import cpu_name, git_commit, package_version
 from search.storages.opening import close_storage, open_storage
-from search.study.leaderboard import counted, make_standings
-from search.trials.sampler import quiet_optuna
+from search.study.leaderboard import make_standings
+from search.study.opening import quiet_optuna
+from search.study.trials import counted
 from studies.scaling.landscape import NOISE, NUM_PROMPTS, SPACE, Landscape
 from studies.scaling.servers import ROOT, PostgresServer, child_environment, own_postgres, own_proxy
 from studies.scaling.tables import make_tables

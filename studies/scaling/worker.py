@@ -15,9 +15,11 @@ import optuna
 from optuna.storages import BaseStorage, get_storage
 
 from search.storages.opening import close_storage, open_storage
-from search.study.leaderboard import FAILURE, WITHDRAWN
+from search.study.attributes import FAILURE
+from search.study.opening import quiet_optuna
+from search.study.trials import WITHDRAWN
 from search.trials.proposals import ProposeOptions
-from search.trials.sampler import ProposalSampler, make_sampler, quiet_optuna
+from search.trials.sampler import ProposalSampler, make_sampler
 from search.workers.crew import Crew
 from studies.scaling.landscape import NOISE, NUM_PROMPTS, SPACE, Landscape
 

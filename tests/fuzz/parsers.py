@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from layerskip.command_line.prompts import Prompt, read_prompts
 from layerskip.config.skip_mask import SkipMask
+from layerskip.prompts import Prompt, read_prompts
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, parse
 from search.comparison.confirm import read_measurements

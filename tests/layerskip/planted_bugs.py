@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.decoding import kv_cache
 from layerskip.decoding.loop import DecodeLoop
-from layerskip.decoding.verifier import Verdict
 from layerskip.drafters.base import Draft
 from layerskip.engines import fused
 from layerskip.huggingface import adapter as adapter_module
+from layerskip.huggingface import kv_cache
+from layerskip.rounds.verifier import Verdict
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 

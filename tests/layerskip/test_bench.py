@@ -26,7 +26,7 @@ from layerskip.benchmark.alternation import Case, Row, alternate, make_cases, or
 from layerskip.benchmark.hf_ways import CompiledWay, HuggingFaceWay, huggingface_ways
 from layerskip.benchmark.memory import LayerBytes, StepBytes, step_bytes
 from layerskip.benchmark.names import FREE_RUNNING, OWN_ROWS, ROW_NAMES
-from layerskip.benchmark.plot import write_plot
+from layerskip.benchmark.report import write_plot
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.benchmark.steps import StepSeconds, StepTurn, allowed_s, attained, forward_share, rounds_by_length
 from layerskip.benchmark.summary import estimate, ratio, row_records

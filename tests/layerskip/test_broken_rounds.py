@@ -12,12 +12,12 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.decoding import loop as decode_module
-from layerskip.decoding.kv_cache import SharedLengthCache, StaticCache
-from layerskip.decoding.sampling import Sampler
 from layerskip.drafters import layer_skip as drafter_module
 from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.huggingface.kv_cache import SharedLengthCache, StaticCache
 from layerskip.rounds import device_round as device_round_module
 from layerskip.rounds import round_work as round_work_module
+from layerskip.rounds.sampling import Sampler
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 from tests.layerskip.test_adapter import PlantedError, gates_on

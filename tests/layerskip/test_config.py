@@ -34,9 +34,9 @@ from layerskip.config.decode_config import (
     is_group_name,
     write_atomically,
 )
-from layerskip.decoding.sampling import SamplingParams
 from layerskip.huggingface.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
+from layerskip.rounds.sampling import SamplingParams
 from tests.layerskip import zoo
 
 PROVENANCE: dict[str, Any] = {

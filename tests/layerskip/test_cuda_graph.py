@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.engines import EagerEngine
 from layerskip.engines.cuda_graph.graph_pool import Replay, RerunRecorder
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
@@ -20,6 +19,7 @@ from layerskip.engines.cuda_graph.static_step import num_visible_for
 from layerskip.huggingface.adapter import UnsupportedModelError
 from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, engine_of, graph_model
 

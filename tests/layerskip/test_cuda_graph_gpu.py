@@ -13,9 +13,8 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.free_running import FreeRunning
-from layerskip.analysis.identity import check_identity, logit_difference
+from layerskip.analysis.identity import check_identity
 from layerskip.decoding.loop import DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.engines import EagerEngine, choice
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
 from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
@@ -23,8 +22,10 @@ from layerskip.engines.cuda_graph.recorder import CudaRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface.rounding import logit_difference
 from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import on_graphs
 

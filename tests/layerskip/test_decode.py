@@ -16,8 +16,8 @@ from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.analysis.identity import check_identity
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.decoding.loop import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
-from layerskip.decoding.sampling import SamplingParams, seeded_sampler
 from layerskip.model import GenerateOutput
+from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from tests.layerskip import zoo
 
 GAMMAS = (1, 2, 4, 7)

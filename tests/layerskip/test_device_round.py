@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
-from layerskip.decoding.kv_cache import StaticCache
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
 from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.huggingface.kv_cache import StaticCache
 from layerskip.huggingface.placement import Placement
 from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, graph_model
 from tests.layerskip.test_sampling import (

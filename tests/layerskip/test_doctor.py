@@ -13,8 +13,8 @@ import torch
 import layerskip.decoding.loop
 from layerskip import LayerSkipModel
 from layerskip.analysis.identity import float32_command
-from layerskip.decoding.verifier import Verdict
 from layerskip.doctor import examine, main
+from layerskip.rounds.verifier import Verdict
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
 

@@ -15,10 +15,10 @@ import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask, custom_generate
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.decoding.loop import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY, DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.drafters import TextStore
 from layerskip.drafters.lookup import LookupSession
 from layerskip.model import GenerateOutput
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import TapeRecorder, engine_of
 from tests.layerskip.test_adapter import PlantedError, gates_on

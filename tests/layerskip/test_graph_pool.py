@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layerskip.engines.cuda_graph import sync_watch
 from layerskip.engines.cuda_graph.graph_pool import GraphPool, Recorder, Replay, RerunRecorder
 from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
-from layerskip.rounds.device_number import DeviceNumber
+from layerskip.huggingface.kv_cache import DeviceNumber
 from tests.layerskip.tape import TapeRecorder
 
 RECORDERS: list[Callable[[], Recorder]] = [RerunRecorder, TapeRecorder]

@@ -27,9 +27,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import layerskip
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.decoding.sampling import SamplingParams
 from layerskip.drafters import TextStore
-from layerskip.huggingface.generate import CustomGenerate, sampling_params
+from layerskip.interop.generate import CustomGenerate, sampling_params
+from layerskip.rounds.sampling import SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.test_drafters import again, drafters
 
@@ -300,7 +300,7 @@ def test_a_model_is_wrapped_once_and_another_one_takes_its_place(monkeypatch: py
             made.append(model)
             super().__init__(model, **arguments)
 
-    monkeypatch.setattr("layerskip.huggingface.generate.LayerSkipModel", Counted)
+    monkeypatch.setattr("layerskip.interop.generate.LayerSkipModel", Counted)
     ours, first, second = callable_for(), zoo.model_of("llama"), zoo.model_of("qwen2")
     for model in (first, first, second, second, first):
         out = model.generate(ids(), max_new_tokens=4, custom_generate=ours)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from layerskip.decoding.kv_cache import LengthReadError, SharedLengthCache, StaticCache
+from layerskip.huggingface.kv_cache import LengthReadError, SharedLengthCache, StaticCache
 
 WINDOW = 4
 

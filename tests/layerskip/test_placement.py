@@ -19,9 +19,9 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask, doctor, generate
 from layerskip.analysis.step_times import StepTimer
 from layerskip.analysis.teacher_forcing import ForcedText, make_teacher_forcing
 from layerskip.huggingface.device_map import check_device_map, describe_device_map, parse_device_map, refuse_torchrun
-from layerskip.huggingface.draft_checkpoint import write_draft_checkpoint
 from layerskip.huggingface.loading import weights_fingerprint
 from layerskip.huggingface.placement import Placement, UnsupportedModelError
+from layerskip.interop.draft_checkpoint import write_draft_checkpoint
 from tests.layerskip import zoo
 
 ALL_ON_DISK: dict[str, int | str] = {"": "disk"}

@@ -12,13 +12,13 @@ import torch
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.graph_pool import GraphPool, RerunRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
 from layerskip.rounds.preparation import Starts, plan_forwards
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 from tests.layerskip.test_sampling import VOCAB, TableEngine

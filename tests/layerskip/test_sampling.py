@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 
 import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
-from layerskip.decoding.kv_cache import SharedLengthCache
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
-from layerskip.decoding.verifier import Verdict
+from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.rounds.sampling import Sampler, SamplingParams
+from layerskip.rounds.verifier import Verdict
 from tests.layerskip import zoo
 
 VOCAB, PROMPT, NUM_TOKENS, NUM_DRAWS = 4, (1, 2), 4, 8_000

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerskip.command_line.api_key import check_api_key, is_loopback
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, parse
-from layerskip.server.settings import ServerSettings, check_api_key, is_loopback
+from layerskip.server.settings import ServerSettings
 from layerskip.server.stop_text import StopText
 
 LETTERS = st.text("ab", max_size=14)

@@ -18,7 +18,7 @@ from layerskip.analysis.teacher_forcing import (
     make_teacher_forcing,
 )
 from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
-from layerskip.decoding.sampling import Sampler, SamplingParams
+from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 
 OWN_KEYS = {"bloom", "mpt", "falcon-alibi"}

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from layerskip.decoding.sampling import Sampler, SamplingParams
-from layerskip.decoding.verifier import verify
+from layerskip.rounds.sampling import Sampler, SamplingParams
+from layerskip.rounds.verifier import verify
 
 GREEDY = Sampler(SamplingParams())
 

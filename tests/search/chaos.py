@@ -17,11 +17,11 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DecodeConfig
-from search.confirm.stage import describe
 from search.storages.opening import close_storage, open_storage, storage_file
-from search.study.leaderboard import FAILURE, WORKER_DIED, counted, key_of, was_interrupted
-from search.workers.claims import CLAIM
-from search.workers.reaping import ATTEMPT, MAX_ATTEMPTS, RETRY_OF
+from search.study.attributes import ATTEMPT, CLAIM, FAILURE, RETRY_OF
+from search.study.config_words import describe
+from search.study.trials import WORKER_DIED, counted, key_of, was_interrupted
+from search.workers.reaping import MAX_ATTEMPTS
 from studies.scaling.servers import NoServer, own_postgres
 from tests.search.crew_member import TIMELINE, Order, start
 from tests.search.fakes import SPACE

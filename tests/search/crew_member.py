@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import DecodeConfig
-from search.confirm.stage import describe
 from search.reporting.publish import Publisher
-from search.workers.witness import Patience
+from search.study.config_words import describe
+from search.workers.heartbeats import Patience
 from tests.search.fakes import Bench
 
 TIMELINE = "timeline"

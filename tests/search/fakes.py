@@ -15,19 +15,19 @@ from layerskip.analysis.identity import IdentityReport
 from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.rounding import RoundingSpread
-from search.confirm.files import Origin
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.decoder import Decoded
+from search.measure.subject import Subject
 from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
 from search.regime_run import RegimeRun
 from search.stop import StopSignal
-from search.study.fingerprint import Fingerprint
+from search.study.fingerprint import Fingerprint, Origin
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.reporter import Reporter
-from search.workers.witness import Patience
+from search.workers.heartbeats import Patience
 from tests.search.fake_outlook import FakeForcing, FakeTimer
 
 NUM_LAYERS = 6

@@ -25,8 +25,8 @@ from search.reporting.digest import digest_of
 from search.reporting.record import read_record
 from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
-from search.study.leaderboard import counted
 from search.study.space import SearchSpace
+from search.study.trials import counted
 from tests.search.fakes import FINGERPRINT, Bench, FakeClock, FakeDecoder, make_spec, prompts
 
 SLOW = 0.05

@@ -30,8 +30,9 @@ from search.comparison.plan import ComparisonPlan, estimate
 from search.comparison.plot import _speedup_range, make_plot
 from search.comparison.record import FILE, read_record
 from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.pairs import PromptCase, time_able
+from search.measure.subject import Subject
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
 from search.rivals.leave_one_out import LeaveOneOut

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from search.comparison.pipeline import ComparisonRun
 from search.comparison.plan import ComparisonPlan
-from search.context import Subject, Tools
+from search.context import Tools
+from search.measure.subject import Subject
 from search.stop import StopSignal
 from search.terminal.comparison_events import ComparisonBegins, PicksAdvanced, RunAdvanced
 from search.terminal.comparison_view import ComparisonView

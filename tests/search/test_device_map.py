@@ -16,8 +16,7 @@ from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.huggingface.loading import weights_fingerprint
 from search import compare as compare_command
 from search import tune
-from search.confirm.files import Origin
-from search.study.fingerprint import FingerprintMismatch, compare
+from search.study.fingerprint import FingerprintMismatch, Origin, compare
 from search.study.spec import load_spec, to_toml
 from search.workers.device import computing_on, share_a_device
 from search.workers.process import process_token

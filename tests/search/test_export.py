@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
 from layerskip.huggingface.adapter import UnsupportedModelError
-from layerskip.huggingface.draft_checkpoint import draft_config, write_draft_checkpoint
 from layerskip.huggingface.loading import weights_fingerprint
+from layerskip.interop.draft_checkpoint import draft_config, write_draft_checkpoint
 from search import export
 from search.draft_model import nearest_whole_layers
 from tests.layerskip import zoo

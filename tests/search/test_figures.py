@@ -22,7 +22,6 @@ from optuna_dashboard._custom_plot_data import get_plotly_graph_objects
 from layerskip import DecodeConfig
 from search.measure.reference import Reference
 from search.measure.statistics import geometric_mean
-from search.outlook.outlook import COSTS, SENSITIVITY
 from search.predict.accuracy import describe_ranks, prediction_check_of
 from search.predict.costs import CostModel
 from search.predict.learnt_costs import CostLearner
@@ -33,6 +32,7 @@ from search.reporting.figures.style import MissingData, fit_card
 from search.reporting.figures.trials import convergence_figure, leaders, prediction_figure, space_of
 from search.reporting.record import StudyRecord, read_record
 from search.storages.opening import close_storage, open_storage
+from search.study.attributes import COSTS, SENSITIVITY
 from search.study.space import SearchSpace
 from search.trials.objective import standings_of
 from tests.search import outlook_fakes

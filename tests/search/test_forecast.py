@@ -18,9 +18,9 @@ from search.predict.costs import CostOptions, measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
-from search.study.leaderboard import key_of
 from search.study.lookup_choice import LookupChoice
 from search.study.space import SearchSpace
+from search.study.trials import key_of
 from tests.search.fake_outlook import FakeForcing, FakeTimer
 from tests.search.fakes import FINGERPRINT, SPACE, FakeClock
 from tests.search.outlook_fakes import space_of

@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from layerskip.config.decode_config import write_atomically
 from search.storages.opening import StorageFull, close_storage, open_storage, storage_file
-from search.study.leaderboard import counted
+from search.study.trials import counted
 from tests.search.fakes import Bench
 from tests.search.servers import ROOT, child_environment
 

@@ -19,10 +19,9 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from search import run
 from search.storages.opening import open_storage
-from search.study.leaderboard import counted
+from search.study.trials import counted
 from search.workers.device import computing_on, pids_on, share_a_device
-from search.workers.launch import Launch
-from search.workers.posts import Post, assign_posts, devices_for, parse_devices
+from search.workers.launch import Launch, Post, assign_posts, devices_for, parse_devices
 from search.workers.process import process_token
 from search.workers.roster import Worker
 from tests.search.test_commands import changed, run_main
@@ -194,9 +193,9 @@ def test_reap_clears_up_says_so_and_ends(
     monkeypatch: pytest.MonkeyPatch,
     make_token: Callable[[], str],
 ) -> None:
-    from search.workers import crew, witness
+    from search.workers import crew, heartbeats
 
-    monkeypatch.setattr(crew, "Patience", lambda: witness.Patience(dead_after_s=0.2, poll_s=0.01))
+    monkeypatch.setattr(crew, "Patience", lambda: heartbeats.Patience(dead_after_s=0.2, poll_s=0.01))
     (tmp_path / "study").mkdir()
     storage = open_storage(f"sqlite:///{tmp_path}/study/study.db")
     study = optuna.create_study(storage=storage, study_name="study", direction="maximize")

@@ -13,14 +13,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.predict.costs import CostModel
-from search.predict.learnt_costs import (
-    COUNTS,
-    PLAIN_STEP,
-    ROUNDS,
-    CostLearner,
-    learnt_costs_of,
-    step_times_of,
-)
+from search.predict.learnt_costs import CostLearner, learnt_costs_of, step_times_of
+from search.study.attributes import COUNTS, PLAIN_STEP, ROUNDS
 from search.study.space import SHARE_PREFIX, SearchSpace
 from tests.search.fakes import SPACE
 

@@ -18,8 +18,9 @@ from search.measure.by_position import seconds_by_position
 from search.measure.pairs import Pair, Timed, add_up
 from search.measure.reference import Reference, prompts_for
 from search.measure.statistics import geometric_mean, log_spread, prompt_interval, ratio_interval
-from search.study.leaderboard import Entry, Standings, counted, make_standings
+from search.study.leaderboard import Entry, Standings, make_standings
 from search.study.space import SearchSpace
+from search.study.trials import counted
 from tests.search.fakes import NUM_LAYERS, SPACE
 
 

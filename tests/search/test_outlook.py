@@ -17,35 +17,27 @@ import pytest
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search import run
-from search.context import Subject, Tools
+from search.context import Tools
 from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference, ReferenceOptions, make_reference
+from search.measure.subject import Subject
 from search.outlook.forecast import Candidate, Pool
 from search.outlook.opening import open_outlook
-from search.outlook.outlook import (
-    COSTS,
-    GAMMA_LOWERED,
-    MORE,
-    POOL,
-    READINGS,
-    SENSITIVITY,
-    TEXTS,
-    Outlook,
-    OutlookOptions,
-    describe_outlook,
-    outlook_facts,
-)
+from search.outlook.outlook import Outlook, OutlookOptions, describe_outlook, outlook_facts
 from search.predict.costs import pool_costs
 from search.predict.more_texts import MAX_MORE
 from search.stop import StopSignal
+from search.study.attributes import CANNOT_WIN, COSTS, GAMMA_LOWERED, MORE, POOL, READINGS, SENSITIVITY, TEXTS
 from search.study.fingerprint import Fingerprint
-from search.study.leaderboard import expected_gains, key_of, make_standings, taste_of
+from search.study.leaderboard import make_standings
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
+from search.study.trials import expected_gains, key_of, taste_of
 from search.terminal.reporter import Reporter
-from search.trials.phase import CANNOT_WIN, HANDFUL, TrialPhase
+from search.trials.phase import HANDFUL, TrialPhase
 from search.trials.proposals import ProposeOptions
+from search.trials.replay_proposer import ReplayProposer
 from tests.search.fake_outlook import FakeTimer
 from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
 from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record
@@ -357,7 +349,7 @@ def test_a_study_without_more_texts_goes_on_without() -> None:
     assert again.pool == before.pool
     assert old.user_attrs == kept
     options = ProposeOptions(4, 0.02, 5)
-    one, other = (each.proposer(options).propose([], 0, np.random.default_rng(0)) for each in (before, again))
+    one, other = (ReplayProposer.of(each, options).propose([], 0, np.random.default_rng(0)) for each in (before, again))
     assert one == other
     assert outlook_facts(old)["texts"] == {"num_first": 6, "num_reference_more": 0, "num_made": 0}
 

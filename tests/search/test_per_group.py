@@ -14,12 +14,12 @@ import pytest
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip import generate as generate_command
 from search import run
-from search.context import Subject
 from search.measure.decoder import Decoded
+from search.measure.subject import Subject
 from search.per_group.run import group_subjects
 from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
-from search.study.leaderboard import counted
+from search.study.trials import counted
 from tests.search.conftest import write_jsonl
 from tests.search.fakes import (
     CALM,

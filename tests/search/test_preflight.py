@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from search.context import Subject
+from search.measure.subject import Subject
 from search.preflight import space_for
 from search.terminal.progress_events import Preflight
 from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts

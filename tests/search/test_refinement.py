@@ -10,7 +10,7 @@ import pytest
 from layerskip import DecodeConfig, SkipMask
 from search.outlook.forecast import Candidate, Pool
 from search.outlook.refinement import Refiner, refine_pool
-from search.study.leaderboard import key_of
+from search.study.trials import key_of
 from tests.search.fakes import SPACE, FakeClock
 
 

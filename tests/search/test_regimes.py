@@ -21,13 +21,13 @@ from layerskip.model import resolve_model_path
 from search import export, report
 from search.compact import read_lines
 from search.confirm.files import save_spec
-from search.confirm.held_out import HELD_OUT, HeldOut
+from search.confirm.held_out import HeldOut
 from search.confirm.regime_settings import read_regimes
 from search.confirm.stored_config import stored_config
-from search.context import Subject
 from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.statistics import geometric_mean
+from search.measure.subject import Subject
 from search.pipeline import SearchRun
 from search.preflight import estimate_regimes, first_regime, time_pair, time_study
 from search.regime_run import RegimeRun, regime_study
@@ -35,6 +35,7 @@ from search.reporting.digest import regimes_table
 from search.reporting.source import Address, opened
 from search.run import build_parser, main
 from search.storages.opening import open_storage
+from search.study.attributes import HELD_OUT
 from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths
 from search.terminal.text import duration

@@ -21,8 +21,8 @@ from search.predict.costs import CostModel, CostOptions, measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import measure_sensitivity
-from search.study.leaderboard import Key, counted, key_of
 from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
+from search.study.trials import Key, counted, key_of
 from search.trials.proposals import Proposal, ProposeOptions
 from search.trials.replay_proposer import ReplayProposer, move
 from tests.search.fake_outlook import FakeForcing

@@ -21,10 +21,9 @@ from optuna.trial import TrialState, create_trial
 
 from layerskip import DecodeConfig, SkipMask
 from search import report
-from search.confirm.held_out import HELD_OUT, Counters, HeldOut
+from search.confirm.held_out import Counters, HeldOut
 from search.context import Tools
 from search.measure.statistics import geometric_mean
-from search.predict.surfaces import SURFACES
 from search.reporting.artifacts import attach
 from search.reporting.digest import digest_of
 from search.reporting.figures.counters import counters_of, times_of
@@ -39,6 +38,7 @@ from search.reporting.record import StudyRecord, read_record, read_summary
 from search.reporting.render import plain_markdown, to_html, to_markdown, to_short_markdown
 from search.reporting.tables import to_csv, to_json
 from search.storages.opening import close_storage, open_storage
+from search.study.attributes import HELD_OUT, SURFACES
 from search.terminal.reporter import Reporter
 from tests.search.fakes import SPACE, Bench, FakeClock
 

@@ -10,12 +10,12 @@ import optuna
 import pytest
 
 from layerskip.huggingface.rounding import RoundingSpread
-from search.measure.rounding_record import ROUNDING
 from search.preflight import open_subject
 from search.reporting.record import read_record
 from search.reporting.render import to_markdown
 from search.reporting.tables import to_json
 from search.storages.opening import open_storage
+from search.study.attributes import ROUNDING
 from search.study.prompts import load_prompts
 from search.study.spec import StudyPaths
 from search.terminal.reporter import JsonReporter, QuietReporter

@@ -16,8 +16,8 @@ from layerskip import DecodeConfig
 from search.storages.opening import open_storage
 from search.study import opening as study
 from search.study.fingerprint import FingerprintMismatch, compare
-from search.study.leaderboard import counted
 from search.study.opening import as_before, with_choices
+from search.study.trials import counted
 from tests.search.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
 
 

@@ -32,8 +32,8 @@ from search.storages.opening import (
     redact,
 )
 from search.storages.patient import PatientStorage
-from search.study.leaderboard import counted
 from search.study.spec import to_toml
+from search.study.trials import counted
 from tests.search.chaos import audit as audit_search
 from tests.search.chaos import kill_at_random
 from tests.search.crew_member import Order

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from search.stop import StopSignal, TrialTimedOut
 from search.storages.opening import open_storage
-from search.study.leaderboard import counted
+from search.study.trials import counted
 from search.workers.hang import HUNG_EXIT_CODE
 from tests.search.fakes import Bench
 from tests.search.test_search import trials_of
@@ -29,7 +29,7 @@ RUN = """
 import sys, time, pathlib
 from search.reporting.publish import Publisher
 from search.stop import StopSignal
-from search.workers.witness import Patience
+from search.workers.heartbeats import Patience
 from tests.search.fakes import Bench
 Publisher.publish = lambda *_arguments: None
 folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]

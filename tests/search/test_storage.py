@@ -16,8 +16,7 @@ import pytest
 from optuna.trial import TrialState
 
 from search.storages.opening import StorageError, check_storage, check_writable, open_storage, redact
-from search.study.leaderboard import counted
-from search.study.opening import trials_by_state
+from search.study.trials import counted, trials_by_state
 from tests.search.fakes import Bench
 from tests.search.test_search import history, trials_of
 

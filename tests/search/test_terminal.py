@@ -28,10 +28,10 @@ from search.reporting.publish import Publisher
 from search.storages.opening import open_storage
 from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
-from search.terminal.live import LiveReporter
+from search.terminal.live import LiveReporter, make_reporter
 from search.terminal.progress import Progress
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
-from search.terminal.reporter import JsonReporter, QuietReporter, Reporter, make_reporter
+from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
 from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
 from search.terminal.view import LiveView, Pace
 from tests.search.fakes import Bench, FakeClock, FakeDecoder

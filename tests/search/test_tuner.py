@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import search
 from layerskip import DecodeConfig, LayerSkipModel
-from search.context import Subject
+from search.measure.subject import Subject
 from search.study.spec import StudyPaths, StudySpec
 from search.tuner import SearchFailed, TuneOptions, _prompt_file, _search, _subject
 from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, group_prompts, make_spec, prompts, true_speedup

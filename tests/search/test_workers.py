@@ -21,19 +21,17 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from search.outlook.warm_starts import warm_starts
 from search.storages.opening import open_storage
+from search.study.attributes import ATTEMPT, CLAIM, FAILURE, PROCESS, RETRY_OF
 from search.study.fingerprint import FingerprintMismatch
-from search.study.leaderboard import FAILURE, WITHDRAWN, WORKER_DIED, counted, key_of
-from search.study.opening import trials_by_state
+from search.study.opening import quiet_optuna
+from search.study.trials import WITHDRAWN, WORKER_DIED, counted, key_of, trials_by_state
 from search.trials.proposals import ProposeOptions
-from search.trials.sampler import make_sampler, quiet_optuna
-from search.workers.beats import Beats
-from search.workers.claims import CLAIM
+from search.trials.sampler import make_sampler
 from search.workers.crew import Crew, StudyBusy
+from search.workers.heartbeats import Beats, Patience, Witness
 from search.workers.lease import Lease
 from search.workers.process import is_gone, process_token
-from search.workers.reaping import ATTEMPT, RETRY_OF, queue_again
-from search.workers.roster import PROCESS
-from search.workers.witness import Patience, Witness
+from search.workers.reaping import queue_again
 from tests.search.chaos import audit
 from tests.search.crew_member import CONTEXT, Order, start
 from tests.search.fakes import FINGERPRINT, SPACE, Bench

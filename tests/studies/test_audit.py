@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from layerskip.decoding import loop as decode
-from layerskip.decoding.verifier import Verdict
+from layerskip.rounds.verifier import Verdict
 from studies.audit import run as audit
 from studies.audit.cases import LEAN, LONGEST, MODULES, PAIRS, Case, draw_case
 from studies.audit.record import Record

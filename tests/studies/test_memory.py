@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from layerskip.analysis.teacher_forcing import LayerwiseForcing
-from layerskip.decoding.kv_cache import SharedLengthCache
+from layerskip.huggingface.kv_cache import SharedLengthCache
 from search import run as search_run
 from search.outlook import opening as outlook_opening
 from search.predict import predictor

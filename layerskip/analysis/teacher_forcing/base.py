@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import SamplingParams, choose, chosen_probability, seeded_sampler
+from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, seeded_sampler
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from layerskip.analysis.identity import logit_difference
 from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.layerwise import LayerwiseForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import SamplingParams
 from layerskip.engines.base import Engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
+from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.sampling import SamplingParams
 
 LOG = logging.getLogger(__name__)
 

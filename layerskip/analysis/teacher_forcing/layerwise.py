@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import SamplingParams
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import rotary_table
 from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.rounds.sampling import SamplingParams
 
 _MAX_SCORES = 1 << 26
 """Attention scores (heads x queries x keys) computed at a time: 256 MiB in float32."""

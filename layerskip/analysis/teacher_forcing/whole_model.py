@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.sampling import SamplingParams
 from layerskip.huggingface.adapter import ForcedPositions, ModelAdapter
+from layerskip.rounds.sampling import SamplingParams
 
 
 class WholeModelForcing(TeacherForcing):

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import StaticCache
-from layerskip.decoding.sampling import Sampler
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.cuda_graph.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, StaticExecutor, num_visible_for
 from layerskip.engines.fused import FusedEngine
 from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
 from layerskip.rounds.device_free_steps import DeviceFreeSteps
-from layerskip.rounds.device_number import DeviceNumber
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.preparation import ForwardPlan
 from layerskip.rounds.round_work import Piece, RoundBuffers, RoundPlan
+from layerskip.rounds.sampling import Sampler
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import StaticCache
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
 from layerskip.engines.cuda_graph.attention_kernels import Kernel
 from layerskip.engines.cuda_graph.static_step import additive_mask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
+from layerskip.huggingface.kv_cache import StaticCache
 
 
 class LeanExecutor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import LengthReadError, StaticCache
 from layerskip.engines.cuda_graph.static_step import additive_mask
 from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
 from layerskip.huggingface.adapter import ForcedPositions, ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.growing_keys import growing_keys_backend
+from layerskip.huggingface.kv_cache import LengthReadError, StaticCache
 
 
 class ModuleExecutor:

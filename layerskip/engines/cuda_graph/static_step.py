@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.decoding.kv_cache import StaticCache
+from layerskip.huggingface.kv_cache import StaticCache
 
 MIN_VISIBLE = 256
 """Smallest number of positions that a recorded step attends to."""

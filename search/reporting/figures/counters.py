@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from search.confirm.held_out import Counters
 from search.reporting.figures.style import MissingData
 from search.reporting.record import StudyRecord
+from search.study.attributes import (
+    ACCEPTED_BY_POSITION,
+    DRAFT_S,
+    DRAFTED_BY_POSITION,
+    FORWARDS,
+    PLAIN_TOKENS_PER_S_BY_PROMPT,
+    PROMPT_STEPS,
+    TOKENS_PER_S_BY_PROMPT,
+    VERIFY_S,
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,9 @@ def counters_of(record: StudyRecord) -> Shown:
     for trial in trials:
         attrs = trial.user_attrs
         for step, rate, plain in zip(
-            attrs["prompt_steps"],
-            attrs["tokens_per_s_by_prompt"],
-            attrs["plain_tokens_per_s_by_prompt"],
+            attrs[PROMPT_STEPS],
+            attrs[TOKENS_PER_S_BY_PROMPT],
+            attrs[PLAIN_TOKENS_PER_S_BY_PROMPT],
             strict=True,
         ):
             tokens += lengths[step] - 1
@@ -62,19 +72,19 @@ def counters_of(record: StudyRecord) -> Shown:
             plain_s += (lengths[step] - 1) / plain
     attrs_of = [trial.user_attrs for trial in trials]
     drafted, rounds, alone = (
-        sum(int(row[place]) for attrs in attrs_of for row in attrs["forwards"]) for place in range(3)
+        sum(int(row[place]) for attrs in attrs_of for row in attrs[FORWARDS]) for place in range(3)
     )
     return Shown(
         Counters(
             num_tokens=tokens,
             num_rounds=rounds,
             num_drafted=drafted,
-            num_accepted=sum(sum(attrs["accepted_by_position"]) for attrs in attrs_of),
+            num_accepted=sum(sum(attrs[ACCEPTED_BY_POSITION]) for attrs in attrs_of),
             num_target_only=alone,
-            accepted_by_position=_add([attrs["accepted_by_position"] for attrs in attrs_of]),
-            drafted_by_position=_add([attrs["drafted_by_position"] for attrs in attrs_of]),
-            draft_s=sum(attrs["draft_s"] for attrs in attrs_of),
-            verify_s=sum(attrs["verify_s"] for attrs in attrs_of),
+            accepted_by_position=_add([attrs[ACCEPTED_BY_POSITION] for attrs in attrs_of]),
+            drafted_by_position=_add([attrs[DRAFTED_BY_POSITION] for attrs in attrs_of]),
+            draft_s=sum(attrs[DRAFT_S] for attrs in attrs_of),
+            verify_s=sum(attrs[VERIFY_S] for attrs in attrs_of),
             target_only_s=alone * plain_s / tokens,  # trials keep the number of these steps, not their seconds
             decode_s=decode_s,
             plain_decode_s=plain_s,

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from search.reporting.figures.counters import Shown, Times, counters_of, times_of
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, PURPLE, MissingData, finish
 from search.reporting.record import StudyRecord
+from search.study.attributes import FINGERPRINT
 
 _HATCH = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}
 _NAME_WIDTH = 18
@@ -241,7 +242,7 @@ def _time_facts(record: StudyRecord, shown: Shown, times: Times) -> str:
         f"{100 * times.verify / times.total:.0f} %, target-only steps {100 * times.target_only / times.total:.0f} %, "
         f"the loop around them {100 * times.loop / times.total:.0f} %; a draft token costs {cost:.2f} target steps"
     )
-    if str(record.attrs.get("fingerprint", {}).get("device", "cpu")) != "cpu":
+    if str(record.attrs.get(FINGERPRINT, {}).get("device", "cpu")) != "cpu":
         text += "; the device was not synchronised between draft and verification, so their border is blurred"
     return text
 

@@ -12,9 +12,10 @@ from optuna.trial import FrozenTrial
 from plotly.subplots import make_subplots
 
 from search.measure.statistics import geometric_mean, log_spread
-from search.predict.surfaces import SURFACES, surface_around
+from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, MissingData, finish
 from search.reporting.record import StudyRecord
+from search.study.attributes import NOISE_SIGMA, PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, RATIOS, SKIP_MASK, SURFACES
 from search.study.space import SHARE_PREFIX, TARGET_THRESHOLD
 
 _SCALE = [[0.0, "#f3f6f9"], [0.45, "#8fbbd6"], [1.0, "#004a75"]]
@@ -83,7 +84,7 @@ def machine_figure(record: StudyRecord) -> go.Figure:
     for trial in record.measured:
         attrs = trial.user_attrs
         for step, rate, ratio in zip(
-            attrs["prompt_steps"], attrs.get("plain_tokens_per_s_by_prompt", []), attrs["ratios"], strict=False
+            attrs[PROMPT_STEPS], attrs.get(PLAIN_TOKENS_PER_S_BY_PROMPT, []), attrs[RATIOS], strict=False
         ):
             plain[step].append((trial.number, rate))
             ratios[(step, *sorted(trial.params.items()))].append((trial.number, ratio))
@@ -119,7 +120,7 @@ def machine_figure(record: StudyRecord) -> go.Figure:
             col=1,
         )
         figure.add_hline(y=1.0, line=DOTTED, row=row, col=1)
-    sigma = record.attrs.get("noise_sigma")
+    sigma = record.attrs.get(NOISE_SIGMA)
     if sigma and again:
         low, high = math.exp(-_NORMAL_95 * sigma), math.exp(_NORMAL_95 * sigma)
         figure.add_hrect(y0=low, y1=high, fillcolor="#888888", opacity=0.18, line_width=0, row=rows, col=1)
@@ -166,7 +167,7 @@ def _of_mask(record: StudyRecord) -> list[FrozenTrial]:
 
 def _place(trial: FrozenTrial) -> tuple[str | None, float, bool]:
     share_prefix = bool(trial.params.get(SHARE_PREFIX, False))
-    return trial.user_attrs.get("skip_mask"), trial.params[TARGET_THRESHOLD], share_prefix
+    return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix
 
 
 def _at(

@@ -12,6 +12,7 @@ from plotly.subplots import make_subplots
 from layerskip.config.skip_mask import SkipMask
 from search.reporting.figures.style import ORANGE, MissingData, finish
 from search.reporting.record import StudyRecord
+from search.study.attributes import SKIP_MASK
 
 _KEPT, _SKIPPED = "#0072b2", "#eef1f4"
 _SCALE = [[0.0, _KEPT], [1.0, _SKIPPED]]
@@ -32,7 +33,7 @@ def mask_figure(record: StudyRecord) -> go.Figure:
     if choice is None:
         raise MissingData(f"skip_mask: no trial of study {record.name!r} has been measured in full")
     mask = choice.config.skip_mask
-    masks = [SkipMask.parse(trial.user_attrs["skip_mask"]) for trial in record.measured]
+    masks = [SkipMask.parse(trial.user_attrs[SKIP_MASK]) for trial in record.measured]
     figure = make_subplots(
         rows=2,
         shared_xaxes=True,
@@ -100,7 +101,7 @@ def tried_figure(record: StudyRecord) -> go.Figure:
         raise MissingData(f"skip_mask: no trial of study {record.name!r} has been measured")
     places = np.unique(np.linspace(0, len(trials) - 1, min(len(trials), _MAX_COLUMNS)).round().astype(int))
     shown = [trials[i] for i in places]
-    masks = [SkipMask.parse(trial.user_attrs["skip_mask"]) for trial in shown]
+    masks = [SkipMask.parse(trial.user_attrs[SKIP_MASK]) for trial in shown]
     numbers = [trial.number for trial in shown]
     figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.12, subplot_titles=("attention", "MLP"))
     for row, kind in enumerate(("attention", "mlp"), start=1):

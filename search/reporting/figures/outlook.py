@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from layerskip.config.skip_mask import SkipMask
-from search.outlook.outlook import COSTS, SENSITIVITY
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.sensitivity import Sensitivity, SublayerWorth
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, MissingData, finish
+from search.study.attributes import COSTS, SENSITIVITY
 
 _KINDS = {
     "attn": ("attention", BLUE, "circle", "solid"),

@@ -14,8 +14,7 @@ import plotly.graph_objects as go
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.skip_mask import SkipMask
-from search.measure.reference import REFERENCE, Reference
-from search.outlook.outlook import POOL
+from search.measure.reference import Reference
 from search.predict.accuracy import (
     PredictionCheck,
     describe_ranks,
@@ -24,8 +23,17 @@ from search.predict.accuracy import (
     replay_check_of,
 )
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, MissingData, finish, look
-from search.study.leaderboard import Entry, is_full
-from search.study.opening import trials_by_state
+from search.study.attributes import (
+    CONFIRMED,
+    ORIGIN,
+    PLAIN_TOKENS_PER_S,
+    POOL,
+    PREDICTED_SPEEDUP,
+    REFERENCE,
+    SKIP_MASK,
+    SPEEDUP,
+)
+from search.study.leaderboard import Entry
 from search.study.space import (
     DRAFT_THRESHOLD,
     DRAFTER,
@@ -37,6 +45,7 @@ from search.study.space import (
     TARGET_THRESHOLD,
     SearchSpace,
 )
+from search.study.trials import is_full, trials_by_state
 from search.trials.objective import standings_of
 
 _MAX_STANDINGS = 200
@@ -97,7 +106,7 @@ def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | N
     Raises: MissingData if no trial has been measured, or the study keeps no reference.
     """
     trials = study.get_trials(deepcopy=False)
-    measured = [trial for trial in trials if trial.state == TrialState.COMPLETE and "speedup" in trial.user_attrs]
+    measured = [trial for trial in trials if trial.state == TrialState.COMPLETE and SPEEDUP in trial.user_attrs]
     if not measured:
         raise MissingData(f"speedup: no trial of study {study.study_name!r} has been measured")
     if REFERENCE not in study.user_attrs:
@@ -106,10 +115,10 @@ def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | N
     full, partial = ([trial for trial in measured if is_full(trial) == wanted] for wanted in (True, False))
     _add_trials(figure, full, "speedup", "measured", (BLUE, "circle"))
     _add_trials(figure, partial, "speedup", "measured, stopped early", (BLUE, "circle-open"))
-    predicted = [trial for trial in trials if "predicted_speedup" in trial.user_attrs]
+    predicted = [trial for trial in trials if PREDICTED_SPEEDUP in trial.user_attrs]
     _add_trials(figure, predicted, "predicted_speedup", "predicted", (ORANGE, "x-thin-open"))
     _add_leader(figure, leaders(measured, Reference.from_json(study.user_attrs[REFERENCE])) if led is None else led)
-    confirmed = study.user_attrs.get("confirmed")
+    confirmed = study.user_attrs.get(CONFIRMED)
     if confirmed:
         _add_confirmed(figure, len(trials) + 1 + len(trials) // 30, confirmed)
     figure.add_hline(y=1.0, line=DOTTED, annotation={"text": "plain decoding"}, annotation_position="bottom right")
@@ -134,7 +143,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
             bits[kind].add(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
     return SearchSpace(
-        SkipMask.parse(trials[0].user_attrs["skip_mask"]).num_layers,
+        SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
         int(getattr(seen.get(GAMMA), "high", 1)),
         attention,
         mlp,
@@ -208,11 +217,11 @@ def _add_confirmed(figure: go.Figure, x: int, confirmed: dict[str, Any]) -> None
 def _about(trial: FrozenTrial) -> str:
     """Hover text: which config. Short, as it is stored once a trial and figure."""
     params, attrs = trial.params, trial.user_attrs
-    text = f"#{trial.number} {attrs.get('origin', '?')}"
+    text = f"#{trial.number} {attrs.get(ORIGIN, '?')}"
     if DRAFTER in params:
         text += f"<br>{params[DRAFTER]}"
     if GAMMA in params:
-        text += f"<br>mask {attrs.get('skip_mask', '?')}<br>gamma {params[GAMMA]}"
+        text += f"<br>mask {attrs.get(SKIP_MASK, '?')}<br>gamma {params[GAMMA]}"
         text += "".join(f", {name} {params[name]:g}" for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD) if params[name])
     if LOOKUP_GAMMA in params:
         text += f"<br>lookup of {params[MIN_MATCH]} or more tokens, gamma {params[LOOKUP_GAMMA]}"
@@ -220,7 +229,7 @@ def _about(trial: FrozenTrial) -> str:
 
 
 def _origin(trial: FrozenTrial) -> str:
-    return str(trial.user_attrs.get("origin", "?")).partition(":")[0]
+    return str(trial.user_attrs.get(ORIGIN, "?")).partition(":")[0]
 
 
 def _symbol(symbol: str, trial: FrozenTrial) -> str:
@@ -250,7 +259,7 @@ def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> st
     counts = trials_by_state(list(trials))
     told = [f"{counts[state]} {said}" for state, said in words.items() if counts[state]]
     text = f"{len(trials)} trials: {', '.join(told)}"
-    if (plain := study.user_attrs.get("plain_tokens_per_s")) is not None:
+    if (plain := study.user_attrs.get(PLAIN_TOKENS_PER_S)) is not None:
         text += f"; plain decoding {plain:.1f} tokens/s"
     pool = json.loads(study.user_attrs.get(POOL, "[]"))
     if pool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerskip.decoding.sampling import Sampler, chosen_probability
+from layerskip.rounds.sampling import Sampler, chosen_probability
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
-from layerskip.decoding.sampling import Sampler, SamplingParams
 from layerskip.decoding.stats import DecodeStats
 from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.sampling import Sampler, SamplingParams
 
 # Per processor the attribute that holds its number and the sampling parameter of that meaning, in the order in which
 # `generate` applies them and this decoder does too.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from pathlib import Path
 
-from layerskip.server.settings import check_api_key, is_loopback
-
 KEY_VARIABLE = "LAYERSKIP_API_KEY"
+MIN_KEY_LENGTH = 16
 _MAX_KEY_FILE_BYTES = 4096
 
 
@@ -31,3 +31,22 @@ def read_api_key(path: Path | None, host: str) -> str | None:
     elif not is_loopback(host):
         raise ValueError(f"--host: {host} can be reached from other machines, so give --api-key-file or {KEY_VARIABLE}")
     return key
+
+
+def check_api_key(key: str) -> None:
+    """Raises ValueError, without the key in it."""
+    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"API key: must be at least {MIN_KEY_LENGTH} printable ASCII characters without blanks, got {len(key)} "
+            "characters (not shown)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address can be reached from this machine alone. Other names than localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

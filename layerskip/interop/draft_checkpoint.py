@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from layerskip.analysis.identity import logit_difference
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.adapter import UnsupportedModelError
+from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ from typing import cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from layerskip.rounds.device_number import DeviceNumber
-
 
 class SharedLengthCache(Cache):  # type: ignore[misc]
     """Per-layer key and value buffers under one shared length.
@@ -113,6 +111,29 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         # -1 = grows: the capacity is an allocation, not a limit that position encodings may rely on.
         return -1
+
+
+class DeviceNumber:
+    """`tensor` (1,) int64 has a fixed address, for recorded work to read and write. No method waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(1, dtype=torch.long, device=device)
+        self._holds: int | None = 0
+
+    def set(self, value: int) -> torch.Tensor:
+        """The tensor, made to hold `value`: written only where it is not known to."""
+        if self._holds != value:
+            self.tensor.fill_(value)
+            self._holds = value
+        return self.tensor
+
+    def distrust(self) -> None:
+        """Work that changes the number is about to run; until `known` it may hold anything."""
+        self._holds = None
+
+    def known(self, value: int) -> None:
+        """That work has left `value` here."""
+        self._holds = value
 
 
 @dataclass(frozen=True)

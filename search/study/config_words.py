@@ -1,0 +1,34 @@
+"""A decode config in a few words, for lines, tables and figures."""
+
+from __future__ import annotations
+
+from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.lookup_settings import SuffixLookup
+
+
+def describe(config: DecodeConfig) -> str:
+    """A config in a few words."""
+    if not config.speculates:
+        return "plain decoding"
+    if config.drafter == "layer_skip":
+        return _describe_mask(config)
+    if config.lookup is None:
+        raise ValueError(f"lookup: is required where the drafter is {config.drafter}")
+    lookup = f"{config.lookup.method} of {config.lookup.min_match} or more tokens, gamma {config.lookup_gamma}"
+    if isinstance(config.lookup, SuffixLookup):
+        lookup += f", factor {config.lookup.factor:g}, min_probability {config.lookup.min_probability:g}"
+    if config.lookup_target_threshold:
+        lookup += f", target_threshold {config.lookup_target_threshold:g}"
+    if config.drafter != "hybrid":
+        return lookup
+    then = "continued by" if config.continue_lookup else "else"
+    return f"{lookup}; {then} {_describe_mask(config)}"
+
+
+def _describe_mask(config: DecodeConfig) -> str:
+    text = f"mask {config.skip_mask}, gamma {config.gamma}"
+    if config.draft_threshold:
+        text += f", draft_threshold {config.draft_threshold:g}"
+    if config.target_threshold:
+        text += f", target_threshold {config.target_threshold:g}"
+    return text + (", share_prefix" if config.share_prefix else "")
