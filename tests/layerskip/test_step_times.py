@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis import step_times
 from layerskip.analysis.step_times import StepTimer
 from layerskip.decoding import step_clock
 from layerskip.drafters import layer_skip
@@ -42,6 +43,14 @@ class Watch:
     def perf_counter(self) -> float:
         self.events.append("clock")
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def num_warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """Forwards before what counts: none, but where a test asks for some."""
+    number = getattr(request, "param", 0)
+    monkeypatch.setattr(step_times, "_NUM_WARM", number)
+    return number
 
 
 @pytest.fixture
@@ -90,6 +99,19 @@ def test_real_times_are_as_many_as_asked_for_and_positive(name: str) -> None:
     ):
         assert len(seconds) == expected
         assert all(0.0 < one < float("inf") for one in seconds)
+
+
+@on_the_host
+@pytest.mark.parametrize("num_warm", [3], indirect=True)
+def test_steps_after_a_text_are_run_and_not_counted(name: str, watch: Watch) -> None:
+    """A step right after a text's forward finds caches cold."""
+    timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
+    seconds = timer.verify_s(TEXT, [1, 2])
+    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), 1, 1, 1, 1, 2]
+    assert seconds == pytest.approx([1 + 100 * kept(NONE), 1 + 200 * kept(NONE)])
+    watch.forwards.clear()
+    timer.draft_s(TEXT, [NONE], gamma=2, threshold=False)
+    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), *[1] * 6]
 
 
 @on_the_host

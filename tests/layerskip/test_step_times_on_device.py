@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis import step_times
 from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.steps import StepTurn, allowed_s, decode
@@ -50,6 +51,11 @@ class Replayed:
 
     def perf_counter(self) -> float:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def _nothing_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_NUM_WARM", 0)
 
 
 @pytest.fixture
