@@ -17,10 +17,10 @@ from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
 from layerskip.engines.cuda_graph.attention_kernels import _efficient_part, attend, split_keys
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_step import additive_mask
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface import growing_keys
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.growing_keys import WITHOUT_CUDNN, over_growing_keys

@@ -13,7 +13,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.decoding import loop as decode_module
 from layerskip.drafters import layer_skip as drafter_module
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface.kv_cache import SharedLengthCache, StaticCache
 from layerskip.rounds import device_round as device_round_module
 from layerskip.rounds import round_work as round_work_module

@@ -12,9 +12,9 @@ from layerskip import SkipMask
 from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
 

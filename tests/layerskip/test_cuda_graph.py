@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine
-from layerskip.engines.cuda_graph.graph_pool import Replay, RerunRecorder
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.engines.cuda_graph.static_step import num_visible_for
+from layerskip.engines.recording.graph_pool import Replay, RerunRecorder
 from layerskip.huggingface.adapter import UnsupportedModelError
 from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan

@@ -17,10 +17,10 @@ from layerskip.analysis.identity import check_identity
 from layerskip.decoding.loop import DecodeRequest
 from layerskip.engines import EagerEngine, choice
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
-from layerskip.engines.cuda_graph.recorder import CudaRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import RerunRecorder
+from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.rounding import logit_difference
 from layerskip.rounds.draft_stopping import Stopping

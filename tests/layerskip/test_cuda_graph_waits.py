@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.engines.cuda_graph.graph_pool import Replay, RerunRecorder, warm_up
-from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.engines.recording.graph_pool import Replay, RerunRecorder, warm_up
+from layerskip.engines.recording.sync_watch import SyncError, SyncWatch
 from layerskip.rounds import round_work
 from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo

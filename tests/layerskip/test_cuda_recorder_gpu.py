@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.engines.cuda_graph.recorder import CudaRecorder
+from layerskip.engines.recording.recorder import CudaRecorder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ import torch
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface.kv_cache import StaticCache
 from layerskip.huggingface.placement import Placement
 from layerskip.rounds.draft_stopping import Stopping

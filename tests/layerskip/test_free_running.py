@@ -10,7 +10,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.free_running import FreeRunning
 from layerskip.decoding.loop import DecodeRequest
-from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.engines.recording.sync_watch import SyncError, SyncWatch
 from layerskip.rounds.device_free_steps import DeviceFreeSteps
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerskip.engines.cuda_graph import sync_watch
-from layerskip.engines.cuda_graph.graph_pool import GraphPool, Recorder, Replay, RerunRecorder
-from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.engines.recording import sync_watch
+from layerskip.engines.recording.graph_pool import GraphPool, Recorder, Replay, RerunRecorder
+from layerskip.engines.recording.sync_watch import SyncError, SyncWatch
 from layerskip.huggingface.kv_cache import DeviceNumber
 from tests.layerskip.tape import TapeRecorder
 

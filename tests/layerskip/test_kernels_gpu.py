@@ -11,9 +11,9 @@ from layerskip.engines import weight_layout as layout_module
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
-from layerskip.engines.cuda_graph.recorder import CudaRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
 

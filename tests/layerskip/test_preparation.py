@@ -14,9 +14,9 @@ from layerskip import DecodeConfig, DecodeStats, SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines.compiled import CompiledFunctions
-from layerskip.engines.cuda_graph.graph_pool import GraphPool, RerunRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import GraphPool, RerunRecorder
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo

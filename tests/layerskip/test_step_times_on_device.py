@@ -13,7 +13,7 @@ from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.steps import StepTurn, allowed_s, decode
 from layerskip.config.skip_mask import SkipMask as Mask
 from layerskip.decoding import step_clock
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model

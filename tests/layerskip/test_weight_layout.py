@@ -9,8 +9,8 @@ import torch
 
 from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines import weight_layout as module
-from layerskip.engines.cuda_graph.stopwatch import Stopwatch
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.stopwatch import Stopwatch
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
@@ -87,14 +87,14 @@ def test_small_matrices_are_not_measured() -> None:
 def test_the_stopwatch_takes_the_shortest_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     ticks = iter([0.0, 9.0, 0.0, 9.0, *(t for long in (5.0, 2.0, 3.0, 2.5, 4.0, 6.0, 7.0) for t in (0, long, 0, 1.5))])
-    monkeypatch.setattr("layerskip.engines.cuda_graph.stopwatch.time.perf_counter", lambda: next(ticks))
-    monkeypatch.setattr("layerskip.engines.cuda_graph.stopwatch._ENOUGH_S", 1e9)
+    monkeypatch.setattr("layerskip.engines.recording.stopwatch.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("layerskip.engines.recording.stopwatch._ENOUGH_S", 1e9)
     assert Stopwatch(CPU)([lambda: ran.append("a"), lambda: ran.append("b")]) == [2.0, 1.5]
     assert ran == ["a", "b"] * 8
 
 
 def test_the_stopwatch_stops_early_over_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    monkeypatch.setattr("layerskip.engines.cuda_graph.stopwatch._ENOUGH_S", 0.0)
+    monkeypatch.setattr("layerskip.engines.recording.stopwatch._ENOUGH_S", 0.0)
     Stopwatch(CPU)([lambda: ran.append("a")])
     assert len(ran) == 3  # one untimed, two timed

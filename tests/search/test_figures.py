@@ -28,9 +28,9 @@ from search.predict.learnt_costs import CostLearner
 from search.predict.sensitivity import Sensitivity, SublayerWorth
 from search.reporting.dashboard_page import FIGURES, YOURS, note, push_figures
 from search.reporting.figures.outlook import cost_figure, sensitivity_figure
-from search.reporting.figures.style import MissingData, fit_card
-from search.reporting.figures.trials import convergence_figure, leaders, prediction_figure, space_of
-from search.reporting.record import StudyRecord, read_record
+from search.reporting.figures.style import fit_card
+from search.reporting.figures.trials import convergence_figure, prediction_figure
+from search.reporting.record import MissingData, StudyRecord, leaders, read_record, space_of
 from search.storages.opening import close_storage, open_storage
 from search.study.attributes import COSTS, SENSITIVITY
 from search.study.space import SearchSpace

@@ -31,10 +31,8 @@ from search.reporting.figures.decoding import acceptance_figure, held_out_figure
 from search.reporting.figures.machine import machine_figure, surface_figure
 from search.reporting.figures.masks import mask_figure, tried_figure
 from search.reporting.figures.pictures import PICTURES
-from search.reporting.figures.style import MissingData
-from search.reporting.figures.trials import space_of
 from search.reporting.publish import Publisher
-from search.reporting.record import StudyRecord, read_record, read_summary
+from search.reporting.record import MissingData, StudyRecord, read_record, read_summary, space_of
 from search.reporting.render import plain_markdown, to_html, to_markdown, to_short_markdown
 from search.reporting.tables import to_csv, to_json
 from search.storages.opening import close_storage, open_storage

@@ -12,7 +12,7 @@ from layerskip.benchmark.names import PLAIN, SPECULATIVE
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.rounds.device_round import DeviceRound
 from search.confirm.stage import ConfirmOptions, confirm
 from search.measure.decoder import ModelDecoder

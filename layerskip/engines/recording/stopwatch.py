@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerskip.engines.cuda_graph.graph_pool import Replay
-from layerskip.engines.cuda_graph.recorder import CudaRecorder
+from layerskip.engines.recording.graph_pool import Replay
+from layerskip.engines.recording.recorder import CudaRecorder
 
 Work = Callable[[], None]
 SecondsOf = Callable[[Sequence[Work]], list[float]]

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from layerskip.engines.cuda_graph.graph_pool import Replay, warm_up
+from layerskip.engines.recording.graph_pool import Replay, warm_up
 
 
 class CudaRecorder:
