@@ -21,8 +21,7 @@ from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.tape import TapeRecorder, graph_model
-from tests.layerskip.test_sampling import (
+from tests.layerskip.rounds.test_sampling import (
     NUM_TOKENS,
     PASSES,
     PROMPT,
@@ -33,6 +32,7 @@ from tests.layerskip.test_sampling import (
     exactly,
     p_values,
 )
+from tests.layerskip.tape import TapeRecorder, graph_model
 
 NUM_DRAWS = 1_200
 FAILS = 1e-6

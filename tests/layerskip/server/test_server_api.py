@@ -14,7 +14,7 @@ from layerskip import DecodeConfig, GroupSetting, LayerSkipModel, RegimeSetting,
 from tests.layerskip import zoo
 from tests.layerskip.serving import MODEL_ID, Serving, serving, tiny_model
 
-DEMO_CONFIG = Path(__file__).parents[2] / "studies" / "demo" / "best.json"
+DEMO_CONFIG = Path(__file__).parents[3] / "studies" / "demo" / "best.json"
 TEMPLATE = (
     "{% for message in messages %}{% if loop.index0 > 3 %}{{ raise_exception('at most four turns') }}{% endif %}"
     "{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -19,8 +19,8 @@ from layerskip.rounds import device_round as device_round_module
 from layerskip.rounds import round_work as round_work_module
 from layerskip.rounds.sampling import Sampler
 from tests.layerskip import zoo
+from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
 from tests.layerskip.tape import engine_of, graph_model
-from tests.layerskip.test_adapter import PlantedError, gates_on
 
 GAMMA = 3
 BUDGET = 10

@@ -557,7 +557,7 @@ def test_regimes_are_read_and_written() -> None:
 
 def test_reading_a_config_does_not_import_torch() -> None:
     code = "import layerskip, sys; layerskip.Sampling.parse('t0.7'); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 # Files.

@@ -11,8 +11,8 @@ from layerskip.config.usual_lookups import lookup_alone, lookup_else_mask
 from layerskip.server.app import text_store
 from layerskip.server.settings import ServerSettings
 from tests.layerskip import zoo
+from tests.layerskip.server.test_server_memory import assert_nothing_stays
 from tests.layerskip.serving import MODEL_ID, Gate, Serving, completion_request, serving, tiny_model, wait_for
-from tests.layerskip.test_server_memory import assert_nothing_stays
 
 SUFFIX = lookup_alone(zoo.NUM_LAYERS, SuffixLookup(min_match=2, factor=4.0))
 MASK = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)

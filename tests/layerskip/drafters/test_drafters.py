@@ -20,11 +20,10 @@ from layerskip.drafters.lookup import LookupSession
 from layerskip.model import GenerateOutput
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.tape import TapeRecorder, engine_of
-from tests.layerskip.test_adapter import PlantedError, gates_on
-from tests.layerskip.test_broken_rounds import failing
-from tests.layerskip.test_device_round import table_engine
-from tests.layerskip.test_sampling import (
+from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
+from tests.layerskip.rounds.test_broken_rounds import failing
+from tests.layerskip.rounds.test_device_round import table_engine
+from tests.layerskip.rounds.test_sampling import (
     FAILS,
     MASK,
     NUM_DRAWS,
@@ -38,6 +37,7 @@ from tests.layerskip.test_sampling import (
     enumerate_exactly,
     p_values,
 )
+from tests.layerskip.tape import TapeRecorder, engine_of
 
 NGRAM = PromptLookup(min_match=1, max_match=3)
 OFTEN = PromptLookup(min_match=1, max_match=2, continuation="frequent")

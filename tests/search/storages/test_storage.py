@@ -20,7 +20,7 @@ from search.study.trials import counted, trials_by_state
 from tests.search.fakes import Bench
 from tests.search.test_search import history, trials_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORKER = """
 import sys, optuna
 from search.storages.opening import open_storage

@@ -33,7 +33,7 @@ from layerskip.serve import KEY_VARIABLE, describe, main
 from layerskip.server.settings import ServerSettings
 from tests.layerskip import zoo
 
-DEMO_CONFIG = Path(__file__).parents[2] / "studies" / "demo" / "best.json"
+DEMO_CONFIG = Path(__file__).parents[3] / "studies" / "demo" / "best.json"
 DEMO = ("--config", str(DEMO_CONFIG), "--device", "cpu")
 KEY = "correct-horse-battery"
 

@@ -31,7 +31,7 @@ from layerskip.drafters import TextStore
 from layerskip.interop.generate import CustomGenerate, sampling_params
 from layerskip.rounds.sampling import SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.test_drafters import again, drafters
+from tests.layerskip.drafters.test_drafters import again, drafters
 
 NAMES = ("llama", "qwen2-sliding", "gemma3", "gpt2", "opt", "bloom", "falcon-alibi", "mixtral", "gpt-oss")
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])

@@ -25,9 +25,9 @@ from search.workers.launch import Launch, Post, assign_posts, devices_for, parse
 from search.workers.process import process_token
 from search.workers.roster import Worker
 from tests.search.test_commands import changed, run_main
-from tests.search.test_workers import ELSEWHERE, a_dead_token
+from tests.search.workers.test_workers import ELSEWHERE, a_dead_token
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_devices_are_read_strictly() -> None:

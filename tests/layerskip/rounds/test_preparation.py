@@ -20,8 +20,8 @@ from layerskip.engines.recording.graph_pool import GraphPool, RerunRecorder
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
+from tests.layerskip.rounds.test_sampling import VOCAB, TableEngine
 from tests.layerskip.tape import engine_of, graph_model
-from tests.layerskip.test_sampling import VOCAB, TableEngine
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
 

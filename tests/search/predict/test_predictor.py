@@ -22,7 +22,7 @@ from search.predict.replay import Settings, TextRows, live_counts, replay
 from tests.search.fake_outlook import FakeForcing, FakeTimer, simulate
 from tests.search.fakes import FINGERPRINT
 from tests.search.outlook_fakes import PlantedTimer, space_of
-from tests.search.test_learnt_costs import trials_of
+from tests.search.predict.test_learnt_costs import trials_of
 
 NUM_LAYERS = 12
 GAMMA_MAX = 8

@@ -37,7 +37,7 @@ from search.study.space import SearchSpace
 from search.trials.objective import standings_of
 from tests.search import outlook_fakes
 from tests.search.fakes import SPACE, Bench
-from tests.search.test_learnt_costs import ALONE, CHEAP, trials_of
+from tests.search.predict.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
 Draw = Callable[[optuna.Study], go.Figure]
