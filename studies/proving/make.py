@@ -37,6 +37,7 @@ device = "cpu"
 dtype = "float32"
 num_threads = 1
 max_new_tokens = 32
+num_confirm_prompts = 104
 prompts_per_trial = 4
 engine = "fused"
 """

@@ -783,7 +783,7 @@ def test_the_estimate_says_what_it_would_take() -> None:
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, ORIGIN)
     line = estimate(plan_of(), subject, make_spec())
     assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:51" in line
-    assert "up to 13 picks, n-grams among them, on 6 held-out prompts x 2: at most about 0:51" in line
+    assert "up to 13 picks, n-grams among them, on 6 held-out prompts x 2: at most about 0:53" in line
 
 
 @pytest.mark.slow
