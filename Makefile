@@ -24,6 +24,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
@@ -62,7 +63,7 @@ lock:
 	rm -rf $(VENV).lock
 
 clean:
-	rm -rf $(VENV) $(MINIMUM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MINIMUM) build *.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'

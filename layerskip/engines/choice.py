@@ -14,12 +14,12 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
-from layerskip.engines.cuda_graph.recorder import CudaRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.engines.cuda_graph.static_step import StaticExecutor
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.rounding import logit_difference
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from layerskip.engines.cuda_graph.stopwatch import SecondsOf, Stopwatch
+from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 
 _FEW_ROWS = 5
 """A verification of four drafts. It counts half as much as products of one row, of which a round has more."""

@@ -115,7 +115,7 @@ class Outlook:
 
         `predicted_ratios` are as sharp as can be; `forecast_ratios` are those that configs are ranked by, and
         `forecast_speedup` is their mean over all texts, more than any trial decodes: so what a config owes to its own
-        prompts, or to the tuning prompts, can be told apart from what it is worth, see `leaderboard.taste_of`.
+        prompts, or to the tuning prompts, can be told apart from what it is worth, see `search.study.trials.taste_of`.
         Cost: a wide reading, if the mask was not proposed for one, and a few readings, see `Predictor.trial`; a target
         forward over each of the prompts' texts that were too many to be read for every mask.
         """

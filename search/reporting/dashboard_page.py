@@ -14,8 +14,8 @@ from layerskip.config.decode_config import DecodeConfig
 from search.confirm.regime_settings import sampling_of
 from search.reporting.digest import regimes_table
 from search.reporting.figures.pictures import PICTURES
-from search.reporting.figures.style import MissingData, fit_card
-from search.reporting.record import StudyRecord, read_record
+from search.reporting.figures.style import fit_card
+from search.reporting.record import MissingData, StudyRecord, read_record
 from search.reporting.render import markdown_table, plain_markdown
 from search.reporting.verdict import length_of
 from search.study.attributes import CANNOT_WIN, COMMAND, CONFIG, CONFIRMED, PLAIN_TOKENS_PER_S, REASON, VERDICT

@@ -9,18 +9,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.skip_mask import SkipMask
 from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
-from search.reporting.figures.style import MissingData
-from search.reporting.figures.trials import leaders, space_of
-from search.study.attributes import CONFIG, CONFIRMED, HELD_OUT, RATIOS, REFERENCE
+from search.study.attributes import CONFIG, CONFIRMED, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
+from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_GAMMA_MAX, SHARE_PREFIX, SearchSpace
 from search.study.trials import is_full
 from search.trials.objective import standings_of
+
+_MAX_STANDINGS = 200
+"""Points of the leader's curve: each costs a fit over all earlier trials."""
+
+
+class MissingData(ValueError):  # noqa: N818 (reads as the fact it states)
+    """The study does not keep what a figure draws; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,44 @@ class StudyRecord:
         space, wanted = space_of(self.measured), config.bare()
         full = [trial for trial in self.measured if is_full(trial) and space.holds(trial.params)]
         return [trial for trial in full if space.to_config(trial.params) == wanted]
+
+
+def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
+    """The space that these trials were drawn from, as far as they tell.
+
+    Raises: KeyError for trials that the search did not make; ValueError without any.
+    """
+    if not trials:
+        raise ValueError("trials: must hold at least one, got none")
+    seen = {name: one for trial in trials for name, one in trial.distributions.items()}
+    bits: dict[str, set[int]] = {"attn": set(), "mlp": set(), "layer": set()}
+    for name in seen:
+        if name.startswith("skip."):
+            _, kind, layer = name.split(".")
+            bits[kind].add(int(layer))
+    attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
+    return SearchSpace(
+        SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
+        int(getattr(seen.get(GAMMA), "high", 1)),
+        attention,
+        mlp,
+        layers,
+        share_prefix=SHARE_PREFIX in seen,
+        drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
+        lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
+    )
+
+
+def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
+    """(trial number, leader once that trial was in): after every trial, or after some 200 of them; none before any led.
+
+    Cost: a fit over all earlier trials each.
+    """
+    ordered = sorted(trials, key=lambda trial: trial.number)
+    space = space_of(ordered)
+    counts = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_STANDINGS)).round().astype(int)).tolist()
+    found = [(ordered[count - 1].number, standings_of(ordered[:count], space, reference).leader) for count in counts]
+    return [(number, leader) for number, leader in found if leader is not None]
 
 
 def read_record(study: optuna.Study, summary: Mapping[str, Any] | None = None) -> StudyRecord:

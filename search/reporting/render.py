@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from search.reporting.digest import Table, digest_of
 from search.reporting.figures.pictures import CHAPTERS, Picture
-from search.reporting.figures.style import MissingData, fit_page
-from search.reporting.record import StudyRecord
+from search.reporting.figures.style import fit_page
+from search.reporting.record import MissingData, StudyRecord
 from search.study.opening import now_utc
 
 

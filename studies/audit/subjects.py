@@ -10,7 +10,7 @@ import torch
 
 from layerskip import DecodeStats, LayerSkipModel, TextStore
 from layerskip.analysis.identity import IdentityReport, check_identity
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from studies.audit.cases import LEAN, LONGEST, MODULES, Case
 from tests.layerskip import zoo
 from tests.layerskip.tape import on_graphs

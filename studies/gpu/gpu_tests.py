@@ -16,7 +16,7 @@ from studies.gpu.runner import Job, Step
 _BOUND_S = 60.0
 _COLLECT_S = 120.0
 _FLAGS = ("-p", "no:cacheprovider")
-_REHEARSAL = ("tests/layerskip/test_cuda_graph_gpu.py", "-k", "64")
+_REHEARSAL = ("tests/layerskip/engines/cuda_graph/test_cuda_graph_gpu.py", "-k", "64")
 """Of the tests that run on a CPU too, those of one shape."""
 
 

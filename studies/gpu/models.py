@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip import LayerSkipModel
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
-from layerskip.engines.cuda_graph.graph_pool import RerunRecorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import RerunRecorder
 
 _MAX_POSITIONS = 8192
 _BOOST = 6.0

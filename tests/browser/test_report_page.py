@@ -14,8 +14,7 @@ from playwright.sync_api import Browser
 
 from layerskip import DecodeConfig
 from search.reporting.figures.pictures import PICTURES
-from search.reporting.figures.style import MissingData
-from search.reporting.record import read_record
+from search.reporting.record import MissingData, read_record
 from search.storages.opening import close_storage, open_storage
 from tests.browser.conftest import Visit, visiting
 

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from layerskip import LayerSkipModel
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
-from layerskip.engines.cuda_graph.graph_pool import Recorder, Replay, warm_up
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import Recorder, Replay, warm_up
 from tests.layerskip import zoo
 
 

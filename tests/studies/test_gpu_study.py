@@ -225,7 +225,7 @@ def test_part_b_finds_the_tests_that_need_a_gpu() -> None:
     names = [step.name for step in GpuTests("all").steps()]
     assert len(names) == len(set(names)) > 20
     assert all("cpu" not in name.partition("[")[2] for name in names)
-    assert {name.partition("::")[0] for name in names} >= {"tests/layerskip/test_cuda_graph_gpu.py"}
+    assert {name.partition("::")[0] for name in names} >= {"tests/layerskip/engines/cuda_graph/test_cuda_graph_gpu.py"}
 
 
 @pytest.mark.slow

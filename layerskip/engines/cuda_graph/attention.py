@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from layerskip.engines.cuda_graph.attention_kernels import Kernel, attend, by_backend, split_keys
 from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, additive_mask
-from layerskip.engines.cuda_graph.stopwatch import SecondsOf, Stopwatch
+from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 from layerskip.huggingface.growing_keys import TORCHS_CHOICE
 
 _FEW_TOKENS = 5

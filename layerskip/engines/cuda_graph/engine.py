@@ -10,10 +10,10 @@ import torch
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import SessionEngine
-from layerskip.engines.cuda_graph.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, StaticExecutor, num_visible_for
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
 from layerskip.rounds.device_free_steps import DeviceFreeSteps

@@ -9,7 +9,7 @@ import torch
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.cuda_graph.static_step import additive_mask
-from layerskip.engines.cuda_graph.sync_watch import SyncError, SyncWatch
+from layerskip.engines.recording.sync_watch import SyncError, SyncWatch
 from layerskip.huggingface.adapter import ForcedPositions, ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.growing_keys import growing_keys_backend
 from layerskip.huggingface.kv_cache import LengthReadError, StaticCache

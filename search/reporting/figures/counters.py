@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from search.confirm.held_out import Counters
-from search.reporting.figures.style import MissingData
-from search.reporting.record import StudyRecord
+from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import (
     ACCEPTED_BY_POSITION,
     DRAFT_S,

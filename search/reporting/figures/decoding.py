@@ -9,8 +9,8 @@ from statistics import median
 import plotly.graph_objects as go
 
 from search.reporting.figures.counters import Shown, Times, counters_of, times_of
-from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, PURPLE, MissingData, finish
-from search.reporting.record import StudyRecord
+from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, PURPLE, finish
+from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import FINGERPRINT
 
 _HATCH = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}

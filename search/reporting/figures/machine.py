@@ -13,8 +13,8 @@ from plotly.subplots import make_subplots
 
 from search.measure.statistics import geometric_mean, log_spread
 from search.predict.surfaces import surface_around
-from search.reporting.figures.style import BLUE, DOTTED, ORANGE, MissingData, finish
-from search.reporting.record import StudyRecord
+from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish
+from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import NOISE_SIGMA, PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, RATIOS, SKIP_MASK, SURFACES
 from search.study.space import SHARE_PREFIX, TARGET_THRESHOLD
 

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from layerskip.config.skip_mask import SkipMask
-from search.reporting.figures.style import ORANGE, MissingData, finish
-from search.reporting.record import StudyRecord
+from search.reporting.figures.style import ORANGE, finish
+from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import SKIP_MASK
 
 _KEPT, _SKIPPED = "#0072b2", "#eef1f4"

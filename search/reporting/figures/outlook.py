@@ -13,7 +13,8 @@ from plotly.subplots import make_subplots
 from layerskip.config.skip_mask import SkipMask
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.sensitivity import Sensitivity, SublayerWorth
-from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, MissingData, finish
+from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, finish
+from search.reporting.record import MissingData
 from search.study.attributes import COSTS, SENSITIVITY
 
 _KINDS = {

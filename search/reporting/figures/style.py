@@ -36,10 +36,6 @@ _AXIS = {
 }
 
 
-class MissingData(ValueError):  # noqa: N818 (reads as the fact it states)
-    """The study does not keep what a figure draws; the message names it."""
-
-
 def look(place: int) -> tuple[str, str]:
     """Colour and marker of the group at a place; they repeat after six."""
     return LOOKS[place % len(LOOKS)]

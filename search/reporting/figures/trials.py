@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import optuna
 import plotly.graph_objects as go
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config.skip_mask import SkipMask
 from search.measure.reference import Reference
 from search.predict.accuracy import (
     PredictionCheck,
@@ -22,7 +20,8 @@ from search.predict.accuracy import (
     prediction_check_of,
     replay_check_of,
 )
-from search.reporting.figures.style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, MissingData, finish, look
+from search.reporting.figures.style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, finish, look
+from search.reporting.record import MissingData, leaders
 from search.study.attributes import (
     CONFIRMED,
     ORIGIN,
@@ -39,17 +38,11 @@ from search.study.space import (
     DRAFTER,
     GAMMA,
     LOOKUP_GAMMA,
-    LOOKUP_GAMMA_MAX,
     MIN_MATCH,
-    SHARE_PREFIX,
     TARGET_THRESHOLD,
-    SearchSpace,
 )
 from search.study.trials import is_full, trials_by_state
-from search.trials.objective import standings_of
 
-_MAX_STANDINGS = 200
-"""Points of the leader's curve: each costs a fit over all earlier trials."""
 _DISPLAY = {
     "warm": "known shape",
     "drafter": "best of a drafter",
@@ -126,44 +119,6 @@ def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | N
     figure.update_yaxes(title="speedup over plain decoding")
     figure.update_layout(height=560)
     return finish(figure, "Speedup by trial", _convergence_facts(study, trials))
-
-
-def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
-    """The space that these trials were drawn from, as far as they tell.
-
-    Raises: KeyError for trials that the search did not make; ValueError without any.
-    """
-    if not trials:
-        raise ValueError("trials: must hold at least one, got none")
-    seen = {name: one for trial in trials for name, one in trial.distributions.items()}
-    bits: dict[str, set[int]] = {"attn": set(), "mlp": set(), "layer": set()}
-    for name in seen:
-        if name.startswith("skip."):
-            _, kind, layer = name.split(".")
-            bits[kind].add(int(layer))
-    attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
-    return SearchSpace(
-        SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
-        int(getattr(seen.get(GAMMA), "high", 1)),
-        attention,
-        mlp,
-        layers,
-        share_prefix=SHARE_PREFIX in seen,
-        drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
-        lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
-    )
-
-
-def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
-    """(trial number, leader once that trial was in): after every trial, or after some 200 of them; none before any led.
-
-    Cost: a fit over all earlier trials each.
-    """
-    ordered = sorted(trials, key=lambda trial: trial.number)
-    space = space_of(ordered)
-    counts = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_STANDINGS)).round().astype(int)).tolist()
-    found = [(ordered[count - 1].number, standings_of(ordered[:count], space, reference).leader) for count in counts]
-    return [(number, leader) for number, leader in found if leader is not None]
 
 
 def _add_trials(

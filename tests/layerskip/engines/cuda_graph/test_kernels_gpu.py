@@ -1,0 +1,67 @@
+"""Kernels on a GPU: which serve, that their numbers are right, and compiled layers in real captures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerskip import SkipMask
+from layerskip.engines import EagerEngine, check_agreement
+from layerskip.engines import weight_layout as layout_module
+from layerskip.engines.compiled import CompiledFunctions
+from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.cuda_graph.static_lean import LeanExecutor
+from layerskip.engines.fused import FusedEngine
+from layerskip.engines.recording.recorder import CudaRecorder
+from layerskip.huggingface.adapter import ModelAdapter
+from tests.layerskip import zoo
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, there is none"),
+]
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 300])
+def test_own_and_efficient_attention_serve_every_shape(dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    """Kernels with wrong numbers are left out, so one that is timed is right. cuDNN's may be left out."""
+    for num_keys in (8, 32):
+        choice = AttentionChoice.on(CUDA)
+        choice.measure(AttentionShape(32, num_keys, head_dim, frozenset({None, window}), dtype, CUDA), 4096)
+        for (kernel, num_tokens, num_visible), seconds in sorted(choice.times.items()):
+            print(
+                f"{dtype} {num_keys} of {head_dim}: {kernel}, {num_tokens} over {num_visible}: {1e6 * seconds:.1f} us"
+            )
+        print(f"chosen: {choice.description}")
+        for num_visible in (512, 1024, 2048, 4096):
+            served = {name for name, _, visible in choice.times if visible == num_visible}
+            assert served >= {"efficient", "math", "split keys"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3"])
+def test_compiled_layers_are_captured_and_agree(name: str, dtype: torch.dtype) -> None:
+    adapter = ModelAdapter(zoo.build(name).to(CUDA, dtype))
+    functions = CompiledFunctions()
+    executor = LeanExecutor(FusedEngine(adapter), compiled=functions)
+    engine = CudaGraphEngine(adapter, executor, CudaRecorder(CUDA))
+    check_agreement(engine, EagerEngine(adapter), adapter)
+    print(f"seconds of each compilation: {', '.join(f'{one:.1f}' for one in functions.seconds)}")
+    compiled, ids = engine.num_preparations, torch.tensor(zoo.prompt_of(5), device=CUDA)
+    with engine.session(12):
+        engine.forward(ids)
+        engine.forward(ids[:1], SkipMask.from_layers(zoo.NUM_LAYERS, [1]))
+    assert engine.num_preparations == compiled + 1  # a recording, nothing compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layouts_are_measured_and_agree(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(layout_module, "_SMALLEST_BYTES", 0)
+    adapter = ModelAdapter(zoo.build("llama").to(CUDA, dtype))
+    fused = FusedEngine(adapter)
+    print(fused.layouts.description)
+    check_agreement(fused, EagerEngine(adapter), adapter)

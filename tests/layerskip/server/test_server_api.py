@@ -1,0 +1,288 @@
+"""The server through OpenAI's own client: the same tokens as `LayerSkipModel.generate`, streaming and not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from layerskip import DecodeConfig, GroupSetting, LayerSkipModel, RegimeSetting, Sampling, SkipMask
+from tests.layerskip import zoo
+from tests.layerskip.serving import MODEL_ID, Serving, serving, tiny_model
+
+DEMO_CONFIG = Path(__file__).parents[3] / "studies" / "demo" / "best.json"
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.index0 > 3 %}{{ raise_exception('at most four turns') }}{% endif %}"
+    "{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+RAW = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> LayerSkipModel:
+    return LayerSkipModel.from_config(DEMO_CONFIG, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def demo(demo_model: LayerSkipModel) -> Iterator[Serving]:
+    # Without a store of texts a prompt is drafted the second time as it was the first.
+    with serving(demo_model, store_tokens=0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chat_model(tokenizer: Any) -> LayerSkipModel:
+    """Splits characters over tokens, so its pieces of text are held back now and then."""
+    with_template = copy.deepcopy(tokenizer)
+    with_template.chat_template = TEMPLATE
+    mask = SkipMask.early_exit(zoo.NUM_LAYERS, 2)
+    groups = {"prose": GroupSetting(skip_mask=mask, gamma=1)}
+    config = DecodeConfig(skip_mask=mask, gamma=4, groups=groups)
+    model = zoo.build("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    return LayerSkipModel(model, with_template, config, engine="eager")
+
+
+@pytest.fixture(scope="module")
+def chat(chat_model: LayerSkipModel) -> Iterator[Serving]:
+    with serving(chat_model, queue_limit=64) as running:
+        yield running
+
+
+def streamed(events: Any) -> tuple[str, list[int], str, Any]:
+    """(text, token ids, finish reason, usage) of a stream of completions."""
+    text, ids, reason, usage = "", [], None, None
+    for event in events:
+        usage = event.usage or usage
+        for choice in event.choices:
+            text += choice.text
+            ids += choice.token_ids
+            reason = choice.finish_reason or reason
+    return text, ids, reason, usage
+
+
+@pytest.mark.parametrize("prompt", ["def read(", "class Stack:\n"])
+def test_a_completion_has_the_tokens_of_generate_streaming_and_not(demo: Serving, demo_model, prompt: str) -> None:
+    expected = demo_model.generate(prompt, max_new_tokens=24, do_sample=False)
+    client = demo.client()
+    arguments = {"model": MODEL_ID, "prompt": prompt, "max_tokens": 24, "temperature": 0, "extra_body": RAW}
+    whole = client.completions.create(**arguments)
+    assert whole.choices[0].text == expected.text
+    assert whole.choices[0].token_ids == expected.ids
+    assert whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (expected.stats.num_prompt_tokens, 24)
+    counts = ("num_rounds", "num_drafted", "num_accepted", "num_emitted")
+    assert {name: whole.layerskip[name] for name in counts} == {n: getattr(expected.stats, n) for n in counts}
+    events = list(client.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert streamed(events) == (expected.text, expected.ids, "length", whole.usage)
+    # One event per round, the prompt's own forward before and finish reason and usage after them.
+    assert len(events) == 1 + expected.stats.num_rounds + expected.stats.num_target_only + 2
+
+
+def test_token_ids_as_a_prompt_and_the_default_length(demo: Serving, demo_model) -> None:
+    ids = demo_model.encode("def read(")
+    expected = demo_model.generate(ids, max_new_tokens=16)
+    for prompt in (ids, [ids], ["def read("], "def read("):
+        assert demo.client().completions.create(model=MODEL_ID, prompt=prompt).choices[0].text == expected.text
+
+
+def test_a_seed_gives_the_tokens_of_generate_and_no_seed_draws_anew(demo: Serving, demo_model) -> None:
+    shape = {"temperature": 0.9, "top_p": 0.95}
+    expected = demo_model.generate("def ", max_new_tokens=24, do_sample=True, seed=3, top_k=0, min_p=0.02, **shape)
+    client = demo.client()
+    arguments = {"model": MODEL_ID, "prompt": "def ", "max_tokens": 24, **shape}
+    extra = {"top_k": 0, "min_p": 0.02, **RAW}
+    assert client.completions.create(**arguments, seed=3, extra_body=extra).choices[0].token_ids == expected.ids
+    events = client.completions.create(**arguments, seed=3, extra_body=extra, stream=True)
+    assert streamed(events)[1] == expected.ids
+    drawn = {client.completions.create(**arguments).choices[0].text for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_top_p_alone_samples_and_nothing_given_follows_the_generation_config(demo: Serving, demo_model) -> None:
+    greedy = demo_model.generate("def ", max_new_tokens=16)
+    assert greedy.sampled is False
+    client = demo.client()
+    assert client.completions.create(model=MODEL_ID, prompt="def ", top_p=1).choices[0].text == greedy.text
+    drawn = {client.completions.create(model=MODEL_ID, prompt="def ", top_p=0.99).choices[0].text for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_in_it(demo: Serving, demo_model) -> None:
+    full = demo_model.generate("def read(", max_new_tokens=24)
+    stop = full.text[9:12]  # spans tokens, or lies within one
+    where = full.text.index(stop)
+    client = demo.client()
+    arguments = {"model": MODEL_ID, "prompt": "def read(", "max_tokens": 24, "extra_body": RAW}
+    for given in (stop, ["never so", stop]):
+        whole = client.completions.create(**arguments, stop=given)
+        assert whole.choices[0].text == full.text[:where]
+        assert whole.choices[0].finish_reason == "stop"
+        ids = whole.choices[0].token_ids
+        # The ids go up to the token that completes the stop text, and no further.
+        assert ids == full.ids[: len(ids)]
+        assert stop in demo_model.tokenizer.decode(ids)
+        assert stop not in demo_model.tokenizer.decode(ids[:-1])
+        assert whole.usage.completion_tokens == len(ids)
+        events = client.completions.create(**arguments, stop=given, stream=True)
+        assert streamed(events)[:3] == (full.text[:where], ids, "stop")
+
+
+def test_end_of_text_is_a_stop(chat: Serving, chat_model) -> None:
+    plain = chat_model.generate("def", max_new_tokens=12, do_sample=False)
+    chat_model.model.generation_config.eos_token_id = plain.ids[5]
+    try:
+        choice = chat.client().completions.create(model=MODEL_ID, prompt="def", extra_body=RAW).choices[0]
+    finally:
+        chat_model.model.generation_config.eos_token_id = None
+    assert choice.finish_reason == "stop"
+    assert choice.token_ids == plain.ids[: plain.ids.index(plain.ids[5]) + 1]
+
+
+MESSAGES = [
+    {"role": "system", "content": "Be naïve."},
+    {"role": "user", "content": [{"type": "text", "text": "caf"}, {"type": "text", "text": "é?"}]},
+]
+
+
+def test_a_chat_answer_has_the_tokens_of_generate_streaming_and_not(chat: Serving, chat_model) -> None:
+    expected = chat_model.generate("system: Be naïve.\nuser: café?\nassistant:", max_new_tokens=40)
+    client = chat.client()
+    arguments = {"model": MODEL_ID, "messages": MESSAGES, "max_completion_tokens": 40, "extra_body": RAW}
+    whole = client.chat.completions.create(**arguments)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].token_ids == expected.ids
+    first, *rest = client.chat.completions.create(**arguments, stream=True)
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in rest) == expected.text
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert all(event.usage is None for event in rest)
+
+
+def test_a_developer_message_is_a_system_message_and_an_answer_may_be_sent_back(chat: Serving) -> None:
+    client = chat.client()
+    first = client.chat.completions.create(model=MODEL_ID, messages=MESSAGES, max_tokens=4)
+    again = [{**MESSAGES[0], "role": "developer"}, MESSAGES[1]]
+    assert client.chat.completions.create(model=MODEL_ID, messages=again, max_tokens=4).choices == first.choices
+    history = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "x"}]
+    assert client.chat.completions.create(model=MODEL_ID, messages=history, max_tokens=4).choices[0].message.content
+
+
+def test_a_chat_answer_may_fill_the_context(chat: Serving, chat_model) -> None:
+    answer = chat.client().chat.completions.create(model=MODEL_ID, messages=MESSAGES)
+    assert answer.usage.total_tokens == chat_model.max_positions
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_template_that_refuses_is_the_clients_fault(chat: Serving) -> None:
+    turns = [{"role": "user", "content": str(i)} for i in range(5)]
+    with pytest.raises(openai.BadRequestError, match="at most four turns"):
+        chat.client().chat.completions.create(model=MODEL_ID, messages=turns)
+
+
+def test_a_model_without_a_template_says_so(demo: Serving) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template, use /v1/completions"):
+        demo.client().chat.completions.create(model=MODEL_ID, messages=MESSAGES)
+
+
+def test_a_group_has_its_own_setting_and_the_same_text(chat: Serving) -> None:
+    client = chat.client()
+    default = client.completions.create(model=MODEL_ID, prompt="def")
+    prose = client.completions.create(model=MODEL_ID, prompt="def", extra_body={"group": "prose"})
+    assert prose.choices == default.choices
+    assert len(default.layerskip["drafted_by_position"]) == 4
+    assert len(prose.layerskip["drafted_by_position"]) == 1
+    with pytest.raises(openai.BadRequestError, match="group: must be one of prose; got 'verse'"):
+        client.completions.create(model=MODEL_ID, prompt="def", extra_body={"group": "verse"})
+
+
+def test_each_request_is_decoded_with_the_setting_of_its_regime_and_counted(tokenizer: Any) -> None:
+    mask = SkipMask.early_exit(zoo.NUM_LAYERS, 2)
+    regimes = (
+        RegimeSetting(skip_mask=mask, gamma=1, sampling=Sampling.parse("t0.7_k0")),
+        RegimeSetting(skip_mask=mask, gamma=0, sampling=Sampling.parse("t1.5")),
+    )
+    model = tiny_model(tokenizer, DecodeConfig(skip_mask=mask, gamma=4, sampling=Sampling(), regimes=regimes))
+    asked: list[tuple[dict[str, Any], int]] = [
+        ({"temperature": 0}, 4),
+        ({}, 4),  # the generation config is greedy
+        ({"temperature": 0.7, "extra_body": {"top_k": 0}}, 1),
+        ({"temperature": 0.6, "top_p": 0.9}, 1),
+        ({"top_p": 0.9}, 1),  # at temperature 1
+    ]
+    with serving(model) as server:
+        name = "layerskip_requests_by_regime_total"
+
+        def counted() -> dict[str, float]:
+            lines = [line for line in server.request("GET", "/metrics")[2].splitlines() if line.startswith(name)]
+            return {label: float(value) for label, _, value in (line.rpartition(" ") for line in lines)}
+
+        assert counted() == {f'{name}{{regime="{regime}"}}': 0.0 for regime in ("greedy", "t0.7_k0", "t1.5")}
+        for fields, gamma in asked:
+            answer = server.client().completions.create(model=MODEL_ID, prompt="def ", max_tokens=12, seed=3, **fields)
+            assert len(answer.layerskip["drafted_by_position"]) == gamma, fields
+        assert list(counted().values()) == [2.0, 3.0, 0.0]
+
+
+def test_a_server_that_does_not_know_its_regime_counts_none(chat: Serving) -> None:
+    chat.client().completions.create(model=MODEL_ID, prompt="def", max_tokens=2)
+    assert "requests_by_regime_total{" not in chat.request("GET", "/metrics")[2]
+
+
+def test_models_are_listed_and_found(chat: Serving) -> None:
+    client = chat.client()
+    assert [model.id for model in client.models.list()] == [MODEL_ID]
+    assert client.models.retrieve(MODEL_ID).owned_by == "layerskip"
+    for ask in (lambda: client.models.retrieve("gpt-9"), lambda: client.completions.create(model="g/9", prompt="x")):
+        with pytest.raises(openai.NotFoundError) as raised:
+            ask()
+        assert raised.value.code == "model_not_found"
+
+
+def test_harmless_fields_are_dropped_and_meaningful_ones_refused(chat: Serving) -> None:
+    client = chat.client()
+    arguments = {"model": MODEL_ID, "prompt": "def"}
+    plain = client.completions.create(**arguments)
+    harmless = {"n": 1, "logit_bias": {}, "echo": False, "presence_penalty": 0.0, "user": "me"}
+    extra = {"metadata": {"a": "b"}, "store": True}
+    assert client.completions.create(**arguments, **harmless, extra_body=extra).choices == plain.choices
+    refused = {"n": 2, "best_of": 3, "echo": True, "logprobs": 0, "logit_bias": {"1": 5}, "suffix": "x"}
+    for name, value in (refused | {"frequency_penalty": 0.1}).items():
+        with pytest.raises(openai.BadRequestError, match=f"{name}: not supported by this server"):
+            client.completions.create(**arguments, **{name: value})
+    with pytest.raises(openai.BadRequestError, match=r"turbo'?: unknown field"):
+        client.completions.create(**arguments, extra_body={"turbo": True})
+
+
+def test_metrics_add_up_with_the_answers(chat: Serving) -> None:
+    before = chat.metrics()
+    client = chat.client()
+    answers = [client.completions.create(model=MODEL_ID, prompt="def " * n, max_tokens=8) for n in (1, 2, 3)]
+    after = chat.metrics()
+
+    def grown(name: str) -> float:
+        return after[f"layerskip_{name}"] - before[f"layerskip_{name}"]
+
+    columns = {
+        "prompt_tokens": "num_prompt_tokens",
+        "emitted_tokens": "num_emitted",
+        "drafted_tokens": "num_drafted",
+        "accepted_tokens": "num_accepted",
+        "rounds": "num_rounds",
+        "target_only_steps": "num_target_only",
+    }
+    for metric, column in columns.items():
+        assert grown(f"{metric}_total") == sum(answer.layerskip[column] for answer in answers), metric
+    assert grown("emitted_tokens_total") == 24
+    assert grown("decode_seconds_total") == pytest.approx(sum(answer.layerskip["decode_s"] for answer in answers))
+    assert grown("requests_total{200}") == 4  # and the first look at the metrics
+    assert grown("time_to_first_token_seconds_count") == 3
+    ratio = after["layerskip_accepted_tokens_total"] / after["layerskip_drafted_tokens_total"]
+    assert after["layerskip_acceptance_rate"] == pytest.approx(ratio)
+    assert after["layerskip_tokens_per_second"] > 0
+    assert after["layerskip_queue_length"] == after["layerskip_running_requests"] == 0

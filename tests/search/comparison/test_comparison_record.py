@@ -1,0 +1,214 @@
+"""The record of a comparison: small, whole, and enough to make every result again, to the last digit."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import DecodeConfig
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone
+from search.compact import read_lines, write_lines
+from search.compare import main
+from search.comparison.record import FILE, RESULTS, read_record, write_record, write_results
+from tests.search.comparison.test_compare import Comparison, bench, plan_of, stand_in
+from tests.search.fakes import NUM_LAYERS
+
+__all__ = ["bench", "stand_in"]  # fixtures
+
+
+def texts(folder: Path) -> list[str]:
+    return [(folder / name).read_text(encoding="utf-8") for name in RESULTS]
+
+
+def remove_journals(out: Path) -> None:
+    for journal in out.glob("*.jsonl"):
+        journal.unlink()
+
+
+def test_the_record_alone_makes_every_result_again(bench: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where an output was not lossless."""
+    bench.decoder.wrong_on = lambda config: config.skip_mask.exit_layer == 5
+    assert bench.run(plan_of(trials=7, checkpoints=(2, 7))) == 1
+    before = texts(bench.out)
+    assert json.loads(before[0])["violations"]
+    remove_journals(bench.out)
+    for name in RESULTS:
+        (bench.out / name).unlink()
+    assert main(["--tables", "--out", str(bench.out)]) == 0
+    after = texts(bench.out)
+    assert after[:2] == before[:2]
+    assert len(after[2]) == pytest.approx(len(before[2]), abs=100), "but for the plot's random names"
+    assert capsys.readouterr().out == before[1]
+
+
+def test_a_record_leaves_out_what_no_result_is_made_of(bench: Comparison) -> None:
+    """Trials beyond the plan's, picks of earlier checkpoints, and most of what a trial says of itself."""
+    bench.run(plan_of(trials=7, checkpoints=(7,)))
+    num_lines = len(read_lines(bench.out / FILE))
+    bench.run(plan_of(trials=3, checkpoints=(3,), confirm_repeats=1))
+    lines = read_lines(bench.out / FILE)
+    trials = [one for one in lines[1:] if "pick" not in one]
+    measurements = [one for one in lines if "pick" in one]
+    assert len(lines) < num_lines
+    assert len(trials) == 6 * 3
+    assert {one["repeat"] for one in measurements} == {0}
+    assert {one["pick"] for one in measurements} == set(bench.results()["picks"])
+    assert all("value" not in one and "process" not in one["user_attrs"] for one in trials)
+
+
+def test_the_record_of_a_record_is_the_same(bench: Comparison, tmp_path: Path) -> None:
+    bench.run()
+    record = read_record(bench.out / FILE)
+    write_record(record, tmp_path / FILE)
+    assert (tmp_path / FILE).read_bytes() == (bench.out / FILE).read_bytes()
+    assert [run.records[-1].seconds for run in record.runs.values()] == [
+        one["seconds"] for one in sorted(bench.trials(), key=_by_run) if one["number"] == 4
+    ]
+
+
+def test_a_record_from_before_the_ngrams_makes_its_results_without_them(bench: Comparison, tmp_path: Path) -> None:
+    """And the others to the last digit."""
+    bench.run()
+    with_ngrams = bench.results()
+    key = with_ngrams["ngrams"]["pick"]
+    header, *lines = read_lines(bench.out / FILE)
+    assert DecodeConfig(**header.pop("ngrams")) == lookup_alone(NUM_LAYERS, NGRAMS)
+    file = tmp_path / FILE
+    write_lines(file, [header, *(one for one in lines if one.get("pick") != key)])
+    record = read_record(file)
+    table = write_results(record, tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert "ngrams" not in table
+    assert results["strategies"] == _with_tokens(with_ngrams["strategies"], results["plain_tokens_per_s"])
+    assert results.keys() == with_ngrams.keys() - {"ngrams"}
+    before = file.read_bytes()
+    write_record(record, file)
+    assert file.read_bytes() == before
+
+
+def _with_tokens(strategies: dict[str, Any], plain: float) -> dict[str, Any]:
+    """With the tokens/s that follow from this mean of plain decoding, which is over all that was confirmed."""
+    for strategy in strategies.values():
+        for row in strategy["checkpoints"]:
+            row["tokens_per_s"] = row["speedup"] * plain
+    return strategies
+
+
+def _by_run(trial: dict[str, Any]) -> tuple[str, int]:
+    return trial["strategy"], trial["seed"]
+
+
+def test_a_comparison_is_not_continued_from_its_record(bench: Comparison) -> None:
+    bench.run()
+    remove_journals(bench.out)
+    decoded = bench.decoder.num_decoded
+    with pytest.raises(ValueError, match=r"record of a finished comparison without its journals.*--out.*--tables"):
+        bench.run()
+    assert bench.decoder.num_decoded == decoded
+
+
+def test_tables_of_what_has_no_record_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tables", "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path / FILE}: no such file" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of a whole record."""
+    bench = Comparison(tmp_path_factory.mktemp("whole") / "compare")
+    assert bench.run(plan_of(strategies=("random", "layerskip"), trials=3, checkpoints=(3,))) == 0
+    return read_lines(bench.out / FILE)
+
+
+def _without_header(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return lines[1:]
+
+
+def _without_a_trial(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = max(i for i, one in enumerate(lines) if "number" in one)
+    return lines[:last] + lines[last + 1 :]
+
+
+def _without_a_measurement(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return lines[:-1]
+
+
+def _without_the_ngrams(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in lines if "prompt_lookup" not in one.get("pick", "")]
+
+
+def _with(place: int, **changes: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    def change(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one | changes if i == place % len(lines) else one for i, one in enumerate(lines)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_header, "line 1: facts: is required"),
+        (_with(0, facts={}), "line 1: facts.reference: must have noise_sigma and num_per_trial"),
+        (_with(0, space=3), "line 1: space"),
+        (_with(0, ngrams={"skip_mask": "6:none", "gamma": -1}), "line 1: ngrams: gamma"),
+        (_with(0, prompt_ids=["other"]), "not a whole record"),
+        (_with(1, state="GOOD"), "line 2 is not a trial: state"),
+        (_with(1, seed="0"), "line 2 is not a trial: seed"),
+        (_with(1, measure_s=None), "line 2 is not a trial: measure_s"),
+        (_with(1, more=1), "line 2 is not a trial: more"),
+        (_with(1, params={"gamma": 99}), "line 2 does not fit the search space"),
+        (_with(2, number=3), "line 3: number: expected trial 1, got 3"),
+        (_without_a_trial, "not a whole record"),
+        (_without_a_measurement, "not a whole record"),
+        (_without_the_ngrams, "not a whole record"),
+        (_with(-1, is_tie=None), r"line \d+: is_tie: must be of type bool"),
+        (lambda _lines: [], "line 1: facts: is required"),
+    ],
+)
+def test_what_is_no_record_is_refused_by_line(
+    bench: Comparison, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], message: str
+) -> None:
+    bench.run()
+    file = bench.out / FILE
+    lines = read_lines(file)
+    if message is None:  # the last line, by its number
+        change, message = _with(len(lines) - 1, is_tie=None), f"line {len(lines)}: is_tie: must be of type bool"
+    write_lines(file, change(lines))
+    with pytest.raises(ValueError, match=rf"record\.jsonl\.xz: {message}"):
+        read_record(file)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a whole xz file"),
+        (b"not xz", "not a whole xz file"),
+        (lzma.compress(b'{"a": 1}\n')[:-5], "not a whole xz file"),
+        (lzma.compress(b'{"a": 1}\n[1]\n'), "line 2 is not a JSON object"),
+        (lzma.compress(b"\xff\n"), "line 1 is not a JSON object"),
+        (lzma.compress(bytes(1001)), "must be at most 1000 bytes"),
+    ],
+    ids=["empty", "not xz", "cut off", "a list", "not text", "a bomb"],
+)
+def test_a_compact_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, message: str
+) -> None:
+    monkeypatch.setattr("search.compact.MAX_BYTES", 1000)
+    file = tmp_path / "lines.jsonl.xz"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"lines\.jsonl\.xz: {message}") as raised:
+        read_lines(file)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["demo", "l12_layerskip_python", "l8_exit_middle_prose"])
+def test_the_committed_tables_are_what_the_committed_records_say(name: str, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "studies" / "comparison" / name
+    write_results(read_record(folder / FILE), tmp_path)
+    for file in ("table.md", "results.json"):
+        assert (tmp_path / file).read_text(encoding="utf-8") == (folder / file).read_text(encoding="utf-8")

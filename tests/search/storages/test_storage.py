@@ -1,0 +1,175 @@
+"""Storages: several processes on one SQLite file, kill -9 and signals, one-line errors without passwords."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from search.storages.opening import StorageError, check_storage, check_writable, open_storage, redact
+from search.study.trials import counted, trials_by_state
+from tests.search.fakes import Bench
+from tests.search.test_search import history, trials_of
+
+ROOT = Path(__file__).parents[3]
+WORKER = """
+import sys, optuna
+from search.storages.opening import open_storage
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+study = optuna.load_study(study_name="s", storage=open_storage(sys.argv[1]))
+study.optimize(lambda trial: trial.suggest_int("x", 0, 99), n_trials=int(sys.argv[2]))
+"""
+SEARCH = """
+import sys, time, pathlib
+from tests.search.fakes import Bench
+folder = pathlib.Path(sys.argv[1])
+bench = Bench(folder)
+def hang(config):
+    if bench.decoder.num_decoded == 120:
+        (folder / "hanging").touch()
+        time.sleep(600)
+bench.decoder.break_on = hang
+with bench.stop.installed():
+    try:
+        bench.run(trials=16)
+    except KeyboardInterrupt:
+        sys.exit(bench.stop.exit_code)
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, cwd=ROOT)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        assert process.poll() is None, "the child ended by itself"
+        time.sleep(0.05)
+    pytest.fail("the child did not get there")
+
+
+def test_queued_trials_are_run_once_by_several_processes(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    study = optuna.create_study(study_name="s", storage=open_storage(url))
+    for x in range(18):
+        study.enqueue_trial({"x": x})
+    workers = [start(WORKER, url, "6") for _ in range(3)]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    values = [trial.value for trial in study.get_trials() if trial.state == TrialState.COMPLETE]
+    assert sorted(value for value in values if value is not None) == list(range(18))
+
+
+@pytest.fixture
+def hanging(bench: Bench) -> subprocess.Popen[bytes]:
+    """A search in another process that hangs in the middle of a trial."""
+    process = start(SEARCH, str(bench.folder))
+    try:
+        wait_for((bench.folder / "hanging").exists, process)
+    except BaseException:
+        process.kill()
+        raise
+    return process
+
+
+def assert_resumes_as_if_nothing_had_happened(bench: Bench, whole: Bench) -> None:
+    whole.run(trials=16)
+    assert bench.run(trials=16) == 0
+    trials = trials_of(bench)
+    assert trials_by_state(trials)["interrupted"] == 1
+    assert counted(trials) == 16
+    assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
+    measured = [one[0] for one in history(bench) if one[1] is not None]
+    assert measured == [one[0] for one in history(whole)]
+
+
+def test_a_killed_search_is_resumed(
+    bench: Bench, hanging: subprocess.Popen[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    hanging.kill()
+    hanging.wait()
+    assert [trial.state for trial in trials_of(bench)][-1] == TrialState.RUNNING
+    assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_trial_cleanly(
+    bench: Bench,
+    hanging: subprocess.Popen[bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+    number: signal.Signals,
+) -> None:
+    hanging.send_signal(number)
+    assert hanging.wait(timeout=60) == 128 + number
+    last, queued = trials_of(bench)[-2:]
+    assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
+    assert queued.state == TrialState.WAITING
+    assert not bench.paths.best.exists()
+    assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
+
+
+def test_journal_storage_works_too(bench: Bench) -> None:
+    url = f"journal:{bench.folder / 'study.log'}"
+    assert bench.run(trials=3, storage=url) == 0
+    assert bench.run(trials=5, storage=url) == 0
+    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(url))
+    assert len(study.trials) == 5
+    assert study.metric_names == ["tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+        ("postgresql+psycopg://me:s3cret@host:5432/db", "postgresql+psycopg://me:***@host:5432/db"),
+        ("postgresql://me@host/db?sslmode=off&password=s3cret", "postgresql://me@host/db?sslmode=off&password=***"),
+        ("mysql://me:a:b@c@host/db", "mysql://me:***@host/db"),
+        ("postgresql://me:s3/cr?et@host/db?sslkey=s3cret&pwd=s3cret", "postgresql://me:***@host/db?sslkey=***&pwd=***"),
+        ("--storage=postgresql://me:s3cret@host/db", "--storage=postgresql://me:***@host/db"),
+        ("journal:/x/y", "journal:/x/y"),
+    ],
+)
+def test_passwords_are_not_shown(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+@pytest.mark.parametrize("url", ["nonsense", "nosuchdb://x/y", "postgresql://me:s3cret@127.0.0.1:1/db"])
+def test_an_unreachable_storage_is_one_line_without_the_password(url: str) -> None:
+    for function in (check_storage, open_storage):
+        with pytest.raises(StorageError) as caught:
+            function(url)
+        assert "\n" not in str(caught.value)
+        assert "s3cret" not in str(caught.value)
+        assert str(caught.value).startswith(f"storage {redact(url)}: ")
+
+
+def test_bad_storage_files(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("hello, I am not a database")
+    for url, said in [
+        (f"sqlite:///{tmp_path / 'text.db'}", "is not an SQLite database"),
+        (f"sqlite:///{tmp_path}", "is a folder"),
+        (f"sqlite:///{tmp_path / 'a/b/c.db'}", "no such folder"),
+    ]:
+        with pytest.raises(StorageError, match=said):
+            check_storage(url)
+    check_storage(f"sqlite:///{tmp_path / 'new.db'}")
+    assert not (tmp_path / "new.db").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    # Root ignores permission bits, so a place where nobody can create files stands in for a read-only folder.
+    with pytest.raises(PermissionError, match=re.escape("study folder /proc/study: cannot write in /proc")):
+        check_writable(Path("/proc/study"))
+    check_writable(tmp_path / "new/study")
+    assert list(tmp_path.iterdir()) == []
