@@ -208,7 +208,7 @@ def test_a_compact_file_that_cannot_be_read_is_one_line(
 
 @pytest.mark.parametrize("name", ["demo", "l12_layerskip_python", "l8_exit_middle_prose"])
 def test_the_committed_tables_are_what_the_committed_records_say(name: str, tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "studies" / "comparison" / name
+    folder = Path(__file__).parents[3] / "studies" / "comparison" / name
     write_results(read_record(folder / FILE), tmp_path)
     for file in ("table.md", "results.json"):
         assert (tmp_path / file).read_text(encoding="utf-8") == (folder / file).read_text(encoding="utf-8")
