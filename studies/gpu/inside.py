@@ -12,9 +12,9 @@ from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.profiling import profile_steps
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
-from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of
+from studies.gpu.subject import ENGINES, Subject
 
 _MASKS = 300
 _RESERVE_S = 3.0

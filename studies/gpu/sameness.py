@@ -8,10 +8,10 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.identity import check_identity
-from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.machine import free_memory
 from studies.gpu.models import SHAPES, on_engine, random_llama, random_prompt
 from studies.gpu.runner import Job
+from studies.gpu.subject import ENGINES, Subject
 
 _RESERVE_S = 3.0
 _VERIFIED = (2, 5, 9)

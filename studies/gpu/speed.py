@@ -18,8 +18,8 @@ from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.watch import MachineWatch
 from layerskip.rounds.sampling import Sampler, SamplingParams
-from studies.gpu.engine_part import ENGINES, Subject
 from studies.gpu.runner import Job
+from studies.gpu.subject import ENGINES, Subject
 
 GAMMAS = (1, 2, 4, 6, 8)
 KEPT_SHARES = (0.125, 0.25, 0.5, 0.75)
