@@ -276,7 +276,7 @@ def test_the_confirmed_number_stands_beside_the_trials(finished: optuna.Study, s
 
 
 def test_long_studies_have_a_curve_of_some_points(finished: optuna.Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.reporting.figures.trials._MAX_STANDINGS", 5)
+    monkeypatch.setattr("search.reporting.record._MAX_STANDINGS", 5)
     trials = finished.get_trials(states=(TrialState.COMPLETE,))
     found = leaders(trials, Reference.from_json(finished.user_attrs["reference"]))
     assert [number for number, _ in found] == sorted({number for number, _ in found})
