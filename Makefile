@@ -6,12 +6,17 @@ MINIMUM := $(VENV)-minimum
 FREE ?= torch
 CASES ?= --first-cases
 
-.PHONY: search test test-minimum lint format notebooks dashboard audit fuzz security lock demo-model stock-model clean
+.PHONY: search test test-all test-minimum lint format notebooks dashboard audit fuzz security lock demo-model stock-model clean
 
 search: $(VENV)/.installed
 	$(BIN)/python -m search.run --trials 200
 
+# Units and contracts, greedy identity, distributions, a resume, a kill, a search from one end to the other: minutes.
 test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not browser"
+
+# Everything: servers and databases that die, chaos, memory, notebooks, browser and rehearsals too. What CI runs.
+test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # Are the lower bounds in pyproject.toml true? Its own environment of the lowest versions admitted, and there every test that is

@@ -400,6 +400,7 @@ def test_config_for_other_weights_is_refused(config_file: Path, capsys) -> None:
     assert "the config was made for" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_program_errors_have_no_traceback_and_a_closed_pipe_is_quiet(config_file: Path) -> None:
     command = [sys.executable, "-m", "layerskip.generate"]
     bad = subprocess.run([*command, "--bogus"], capture_output=True, text=True, check=False)

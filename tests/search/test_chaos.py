@@ -10,6 +10,8 @@ import pytest
 from tests.search.chaos import audit, kill_at_random
 from tests.search.crew_member import Order
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("CHAOS_KILLS", "6"))
 """CHAOS_KILLS=50 is the long form."""
 

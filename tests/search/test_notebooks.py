@@ -11,6 +11,8 @@ from nbclient import NotebookClient
 from search import run
 from tests.search.conftest import tiny_flags
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {
     "decode_with_a_config.ipynb": ["Drafted and accepted by position", "Tokens per second"],
     "explore_a_study.ipynb": [

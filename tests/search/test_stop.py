@@ -78,6 +78,7 @@ def wait_until_struck(folder: Path, child: subprocess.Popen[str]) -> None:
 # --- time limits -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", "loops"])
 def test_a_trial_that_takes_too_long_is_failed_and_the_search_goes_on(bench: Bench, how: str) -> None:
     def take_for_ever(config: DecodeConfig) -> None:
@@ -109,6 +110,7 @@ def test_the_time_is_up_only_where_that_is_safe() -> None:
         pass  # the limit has ended with its trial
 
 
+@pytest.mark.slow
 def test_a_trial_that_no_exception_reaches_ends_the_process_with_its_trial_marked(bench: Bench) -> None:
     child = run_child(bench.folder, "hang")
     _, errors = child.communicate(timeout=120)
@@ -129,6 +131,7 @@ class Tensor:
     """Stands for a tensor that the failing call holds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
 def test_memory_that_runs_out_fails_the_trial_drops_what_it_held_and_the_next_one_runs(
     bench: Bench, kind: type[Exception]
@@ -161,6 +164,7 @@ def test_memory_that_runs_out_fails_the_trial_drops_what_it_held_and_the_next_on
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_ends_a_trial_cleanly(bench: Bench) -> None:
     child = run_child(bench.folder, "wait")
     wait_until_struck(bench.folder, child)
@@ -184,6 +188,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_two_signals_together_are_one(bench: Bench) -> None:
     child = run_child(bench.folder, "wait")
     wait_until_struck(bench.folder, child)
@@ -219,6 +224,7 @@ def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(b
 # --- readers that leave ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tiny_study: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "search.run", *tiny_study, "--trials", "6"]

@@ -55,6 +55,7 @@ def test_texts_in_a_config_out_and_nothing_left_behind(
     assert LayerSkipModel(model, tokenizer, config, engine="eager").generate(ids, max_new_tokens=8).ids == plain
 
 
+@pytest.mark.slow
 def test_sampled_text_is_replayed_exactly_and_drawn_as_transformers_draws_it(
     loaded: tuple[Any, Any], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_sizes_writes_a_line_for_every_dtype(tmp_path: Path, capsys) -> None:
     assert len((tmp_path / "sizes.md").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_switches_tells_seconds_and_memory_of_different_masks(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(switches, "_WARM_UP", 5)
 

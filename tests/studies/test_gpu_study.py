@@ -221,6 +221,7 @@ def test_part_b_runs_on_a_cpu(tmp_path: Path) -> None:
     assert summarise.page(tmp_path).rstrip().endswith(f"{len(record['steps'])} passed.")
 
 
+@pytest.mark.slow
 def test_part_b_finds_the_tests_that_need_a_gpu() -> None:
     names = [step.name for step in GpuTests("all").steps()]
     assert len(names) == len(set(names)) > 20

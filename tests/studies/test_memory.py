@@ -75,12 +75,14 @@ def tensors() -> Iterator[torch.Tensor]:
     return (one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu")
 
 
+@pytest.mark.slow
 def test_trials_leave_nothing_behind(count_search: Callable[[], Growth]) -> None:
     num_bytes, num_blocks = count_search()
     assert num_bytes < SPARE_BYTES
     assert num_blocks < BLOCKS_A_TRIAL * (NUM_TRIALS - WARM_UP)
 
 
+@pytest.mark.slow
 def test_trials_that_leave_something_behind_are_seen(
     count_search: Callable[[], Growth], monkeypatch: pytest.MonkeyPatch
 ) -> None:

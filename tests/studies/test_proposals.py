@@ -22,6 +22,7 @@ def test_the_first_trial_of_a_run_pays_for_what_came_before_it() -> None:
     assert lines[4:] == [["repeat", "1", "0.010", "0.010", "0.010", "0.010"], ["pool", "1", *["0.300"] * 4]]
 
 
+@pytest.mark.slow
 def test_a_small_model_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--layers", "3", "--trials", "3", "--max-new-tokens", "10"]) == 0
     lines = capsys.readouterr().out.splitlines()

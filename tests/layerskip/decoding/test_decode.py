@@ -348,6 +348,7 @@ def test_bfloat16_differs_by_ties_alone(name: str) -> None:
         assert not check_identity(model, prompt, [], out).lossless
 
 
+@pytest.mark.slow
 def test_drawn_texts_that_part_in_bfloat16_are_ties_and_wrong_tokens_are_not() -> None:
     ways = [SamplingParams(True, 0.7), SamplingParams(True, top_k=8, top_p=0.8), SamplingParams(True, top_k=20)]
     config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [2, 3]), gamma=4)

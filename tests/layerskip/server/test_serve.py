@@ -65,6 +65,7 @@ def test_a_program_ends_with_a_test_that_fails() -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_as_a_program_it_says_where_it_serves_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text(KEY + "\n")

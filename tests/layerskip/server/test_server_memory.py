@@ -18,6 +18,8 @@ from layerskip import LayerSkipModel
 from layerskip.serve import set_startup_aside
 from tests.layerskip.serving import Gate, Serving, completion_request, serving, tiny_model, wait_for
 
+pytestmark = pytest.mark.slow
+
 _SPARE_BLOCKS = 500
 """Pools, free lists and the interpreter's own caches, which fill up now and then."""
 _NUM_LOOKS, _NUM_TRIES = 10, 3

@@ -145,6 +145,7 @@ def test_metrics_tell_what_was_looked_up_and_what_was_computed(tokenizer: Any) -
         assert f'layerskip_{name}_total{{source="computed"}} {float(computed)}' in text
 
 
+@pytest.mark.slow
 def test_a_full_store_takes_no_more_memory(model: LayerSkipModel) -> None:
     with serving(model, store_tokens=300) as server:
 

@@ -58,6 +58,8 @@ for url in sys.argv[1:]:
 ENDLESS = """
 import sys, optuna
 from search.storages.opening import open_storage
+
+pytestmark = pytest.mark.slow
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 study = optuna.load_study(study_name="long", storage=open_storage(sys.argv[1]))
 stop = optuna.study.MaxTrialsCallback(int(sys.argv[2]), states=(optuna.trial.TrialState.COMPLETE,))

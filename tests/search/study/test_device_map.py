@@ -37,6 +37,7 @@ def under_map(flags: list[str], device_map: Any) -> list[str]:
     return [*changed(flags, device="auto"), "--device-map", text]
 
 
+@pytest.mark.slow
 def test_a_search_under_a_map(tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = under_map(tiny_study, MAP)
     assert run_main(flags) == 0

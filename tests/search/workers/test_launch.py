@@ -146,6 +146,7 @@ def test_signals_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_workers_from_one_command(tiny_study: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     flags = [*changed(tiny_study, trials="8"), "--devices", "cpu,cpu", "--sampler", "local-tpe"]
