@@ -89,8 +89,8 @@ class StudySpec(OneLineErrors):
     """Skip attention and MLP apart, or whole layers only."""
     share_prefix: bool | None = None
     """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. None = what an existing
-    study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see the
-    README)."""
+    study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see
+    layerskip/README.md)."""
     drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(_as_tuple)] = DRAFTERS
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask. Lookups cost nothing to predict."""
     regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None

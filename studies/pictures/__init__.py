@@ -1,4 +1,4 @@
-"""What a person sees of this project, as pictures for the README, and the script that makes them."""
+"""What a person sees of this project, as pictures for the READMEs, and the script that makes them."""
 
 from studies.pictures.browser import take_picture
 

@@ -1,4 +1,4 @@
-"""python -m studies.pictures: the README's pictures of every surface, made from a finished study."""
+"""python -m studies.pictures: the READMEs' pictures of every surface, made from a finished study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that makes the README's pictures, on a finished study of a tiny model."""
+"""The script that makes the READMEs' pictures, on a finished study of a tiny model."""
 
 from __future__ import annotations
 
