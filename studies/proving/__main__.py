@@ -13,6 +13,7 @@ from pathlib import Path
 from layerskip.command_line.cli import OneLineParser, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import git_commit
+from search.comparison.journal import Journal
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from studies.proving.ablations import ABLATIONS
@@ -42,7 +43,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(
         prog=f"python -m {PROG}",
         description="Run search strategies on tables of readings, where a config's worth is known exactly, and print "
-        "how far from the best their choices are on prompts that none of them sees. Exit codes: 0 done, 2 bad input.",
+        "how far from the best their choices are on prompts that none of them sees. With --out the same command goes "
+        "on where it was stopped. Exit codes: 0 done, 2 bad input.",
     )
     add = parser.add_argument
     add("--models", nargs="+", metavar="NAME", help="tables to run on [all that are there]")
@@ -89,9 +91,13 @@ def benchmark(args: argparse.Namespace) -> int:
         for costs in args.costs
         for strategy in strategies
     ]
-    scores = []
-    for score in scores_of(jobs, args.processes):
+    command = f"python -m {PROG} {shlex.join(args.command)}".strip()
+    journal = None if args.out is None else Journal(args.out.with_suffix(".runs.jsonl"))
+    scores = finished_runs(journal, {"command": command, "commit": commit})
+    for score in scores_of(jobs[len(scores) :], args.processes):
         scores.append(score)
+        if journal is not None:
+            journal.append(asdict(score))
         _say(_line(score))
     summary = summarise(scores)
     least = Mean.over_models(scores, lambda one: one.tuning_regret)
@@ -99,7 +105,7 @@ def benchmark(args: argparse.Namespace) -> int:
     if args.out is not None:
         facts = {
             "commit": commit,
-            "command": f"python -m {PROG} {shlex.join(args.command)}".strip(),
+            "command": command,
             "noise": asdict(noise),
             "trials": args.trials,
             "seeds": args.seeds,
@@ -110,7 +116,25 @@ def benchmark(args: argparse.Namespace) -> int:
             "runs": [asdict(one) for one in scores],
         }
         write_atomically(args.out, json.dumps(facts, indent=1) + "\n")
+    if journal is not None:
+        journal.path.unlink()
     return 0
+
+
+def finished_runs(journal: Journal | None, made_by: dict[str, str | None]) -> list[Score]:
+    """What the same command has finished before it was stopped, in order; a journal of another one is begun anew."""
+    if journal is None:
+        return []
+    first, *lines = journal.read() or [None]
+    if first != made_by:
+        journal.path.unlink(missing_ok=True)
+        journal.append(made_by)
+        return []
+    if lines:
+        _say(f"{len(lines)} runs are there already")
+    return [
+        Score(**{**one, "regrets": {int(count): value for count, value in one["regrets"].items()}}) for one in lines
+    ]
 
 
 def load_tables(folder: Path, names: Sequence[str] | None) -> dict[str, Table]:

@@ -280,7 +280,8 @@ def test_the_committed_tables_and_optima_belong_together() -> None:
 def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runs.json"
     flags = ["--models", "l6_distilled_python", "--costs", "gpu_memory", "--strategies", "ours", "layerskip+settings"]
-    assert main([*flags, "--trials", "5", "--processes", "1", "--out", str(out)]) == 0
+    command = [*flags, "--trials", "5", "--processes", "1", "--out", str(out)]
+    assert main(command) == 0
     shown = capsys.readouterr().out
     assert "| ours |" in shown
     assert "The best config by all tuning texts" in shown
@@ -288,6 +289,16 @@ def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.
     ours, rival = told["runs"]
     assert ours["optimum"] == rival["optimum"] > 1.3
     assert 0.0 <= ours["regret"] < 10.0
+    # Stopped after the first run, which is then not made again; the lines of another command count for nothing.
+    journal, kept = tmp_path / "runs.runs.jsonl", ours | {"regret": 12.5}
+    assert not journal.exists()
+    for made_by, regret in ((told["command"], 12.5), ("another", ours["regret"])):
+        lines = ({"command": made_by, "commit": told["commit"]}, kept)
+        journal.write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
+        assert main(command) == 0
+        again = json.loads(out.read_text(encoding="utf-8"))
+        assert [one["regret"] for one in again["runs"]] == [regret, rival["regret"]]
+        assert again["runs"][0]["regrets"] == ours["regrets"]
     assert main(["--models", "l6_unknown"]) == 2
     assert "--models: must be among l12_layerskip_python" in capsys.readouterr().err
     assert main(["--noise", "300"]) == 2
