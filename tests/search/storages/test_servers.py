@@ -40,6 +40,8 @@ from tests.search.crew_member import Order
 from tests.search.fakes import Bench, make_spec
 from tests.search.servers import PASSWORD, ROOT, PostgresServer, child_environment, running_proxy
 
+pytestmark = pytest.mark.slow
+
 STORAGES = ("sqlite", "journal", "postgres", "grpc")
 NUM_WORKERS = 4
 NUM_QUEUED = 40
@@ -59,7 +61,6 @@ ENDLESS = """
 import sys, optuna
 from search.storages.opening import open_storage
 
-pytestmark = pytest.mark.slow
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 study = optuna.load_study(study_name="long", storage=open_storage(sys.argv[1]))
 stop = optuna.study.MaxTrialsCallback(int(sys.argv[2]), states=(optuna.trial.TrialState.COMPLETE,))
