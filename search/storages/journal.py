@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.storages.journal._file import BaseJournalFileLock
+from optuna.study import StudyDirection
 
 from search.storages.address import JOURNAL
 from search.storages.errors import StorageFull
 
 _BLOCK = 1 << 16
+_ATTEMPTS = 100
+"""To create a study; one fails where another process deletes the study between two system calls of this one."""
 
 
 def open_journal(url: str) -> JournalStorage:
     """The storage in a journal file, made if there is none."""
-    return JournalStorage(_Journal(url))
+    return _JournalStorage(_Journal(url))
+
+
+class _JournalStorage(JournalStorage):
+    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
+        """Optuna writes the study down, then reads it back, and breaks an assertion where another has deleted it."""
+        for _ in range(_ATTEMPTS):
+            with suppress(AssertionError):
+                return super().create_new_study(directions, study_name)
+        return super().create_new_study(directions, study_name)
 
 
 class _Journal(JournalFileBackend):

@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from search.storages.opening import StorageError, check_storage, check_writable, open_storage, redact
@@ -126,6 +128,26 @@ def test_journal_storage_works_too(bench: Bench) -> None:
     study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(url))
     assert len(study.trials) == 5
     assert study.metric_names == ["tokens_per_s"]
+
+
+def test_a_journal_study_that_others_delete_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"journal:{tmp_path / 'study.log'}"
+    other, storage = open_storage(url), open_storage(url)
+    append = JournalFileBackend.append_logs
+    deleted = []
+
+    def delete_at_once(backend: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+        append(backend, logs)
+        if not deleted:
+            deleted.append(other)
+            other.delete_study(other.get_study_id_from_name("lease"))
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", delete_at_once)
+    made = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "lease")
+    assert deleted
+    assert open_storage(url).get_study_id_from_name("lease") == made
 
 
 @pytest.mark.parametrize(
