@@ -14,6 +14,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages import BaseStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
@@ -136,7 +137,7 @@ def test_a_journal_study_that_others_delete_while_it_is_made_is_made_again(
     url = f"journal:{tmp_path / 'study.log'}"
     other, storage = open_storage(url), open_storage(url)
     append = JournalFileBackend.append_logs
-    deleted = []
+    deleted: list[BaseStorage] = []
 
     def delete_at_once(backend: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
         append(backend, logs)
