@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trials", type=int, default=TRIALS, help=f"of each run [{TRIALS}]")
     add("--ablations", action="store_true", help="ours with each of its parts left out, instead of --strategies")
     add("--processes", type=int, default=2, help="runs at a time [2]")
-    add("--noise", type=float, default=3.0, help="of a pair's ratio, in per cent [3]")
+    add("--noise", type=float, default=6.0, help="of a pair's ratio, in per cent [6]")
     add("--drift", type=float, default=10.0, help="swing of what verifying costs, in per cent [10]")
     add("--burst", type=float, default=10.0, help="of all verifications timed in one go, in per cent [10]")
     add("--readings", type=Path, default=READINGS, help="folder of the tables [studies/proving/readings]")
