@@ -30,7 +30,7 @@ from studies.demo.corpus import (
 
 PROG = "studies.demo.make_prompts"
 HERE = Path(__file__).resolve().parent
-NUM_PROMPTS = {"tuning": 24, "held_out": 48}  # of each category, by part
+NUM_PROMPTS = {"tuning": 24, "held_out": 52}  # of each category, by part
 OPENS_TOKENS = (40, 120)  # inclusive bounds on the length of a prompt, here and below
 CONTINUES_TOKENS = (100, 300)
 NUM_NEXT = 48  # tokens of the source after a prompt by which `continues` is judged
