@@ -241,7 +241,7 @@ def test_ngrams_of_other_settings_are_measured_anew(bench: Comparison, monkeypat
 
 def test_the_plot_leaves_room_for_the_ngrams(bench: Comparison) -> None:
     """They may be faster than every strategy."""
-    bench.decoder.taste = lambda _prompt_ids, config: 4.0 if config == NGRAMS else 1.0
+    bench.decoder.interaction = lambda _prompt_ids, config: 4.0 if config == NGRAMS else 1.0
     bench.run()
     results = bench.results()
     assert results["ngrams"]["speedup"] > 3
