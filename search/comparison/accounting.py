@@ -1,4 +1,4 @@
-"""Who pays for what: an answer is worked out once for all runs, and every run that asks for it pays what it first cost."""
+"""Who pays for what: an answer is worked out once for all runs, and every run that asks pays what it first cost."""
 
 from __future__ import annotations
 

@@ -545,9 +545,9 @@ def test_what_the_ledger_drops_is_worked_out_again_at_no_charge() -> None:
     ledger.trim()
     assert not ledger.has("first")
     before = other.now()
-    ask(other, "first")  # another run pays the first price, as ever
+    ask(other, "first")  # another run pays what it first cost, as ever
     assert other.now() - before == 3.0
-    assert ledger.price("first") == 3.0
+    assert ledger.first_cost_s("first") == 3.0
 
 
 def test_a_forcing_that_was_dropped_is_made_again_and_reads_the_same() -> None:
