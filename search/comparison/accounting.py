@@ -1,4 +1,4 @@
-"""Who pays for what: an answer is worked out once for all runs, and every run that asks for it pays its first price."""
+"""Who pays for what: an answer is worked out once for all runs, and every run that asks pays what it first cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Entry:
 
 
 class Ledger:
-    """Answers and their first prices, for all runs.
+    """Answers and what they first cost, for all runs.
 
     Answers that take memory (those that tell their `nbytes`: readings, and teacher forcings with the keys and values of
     their texts) are dropped by `trim`, the one longest unused first, until `most_bytes` are left of all of them; what
@@ -42,7 +42,7 @@ class Ledger:
         self._most_bytes = most_bytes
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
-    def price(self, question: Hashable) -> float | None:
+    def first_cost_s(self, question: Hashable) -> float | None:
         """Seconds that an answer took whoever asked first; None where nobody has asked."""
         entry = self._entries.get(question)
         return None if entry is None else entry.seconds
@@ -60,8 +60,8 @@ class Ledger:
         return self._entries[question].answer
 
     def put(self, question: Hashable, answer: object, seconds: float) -> None:
-        """Keep an answer; an earlier price stands."""
-        first = self.price(question)
+        """Keep an answer; an earlier cost stands."""
+        first = self.first_cost_s(question)
         num_bytes = int(getattr(answer, "nbytes", 0))
         self._entries[question] = _Entry(seconds if first is None else first, answer, num_bytes)
         self._entries.move_to_end(question)
@@ -100,9 +100,9 @@ class Account:
         """Seconds on the clock and what was charged."""
         return self._clock() + self._charged_s
 
-    def price(self, question: Hashable) -> float | None:
+    def first_cost_s(self, question: Hashable) -> float | None:
         """Seconds that an answer took whoever asked first; None where nobody has asked."""
-        return self._ledger.price(question)
+        return self._ledger.first_cost_s(question)
 
     def remember(self, question: Hashable, answer: object, seconds: float) -> None:
         """An answer that was worked out before this process began."""
@@ -110,16 +110,16 @@ class Account:
 
     def ask(self, question: Hashable, work: Callable[[], T]) -> T:
         """The answer from the ledger, or from `work`, which may ask in turn only what this run has asked before."""
-        price = self._ledger.price(question)
+        cost_s = self._ledger.first_cost_s(question)
         if not self._ledger.has(question):
             start = self.now()
             answer = work()
             seconds = self.now() - start
             self._ledger.put(question, answer, seconds)
-            if price is not None:
+            if cost_s is not None:
                 self._charged_s -= seconds
-        if price is not None and question not in self._asked:
-            self._charged_s += price
+        if cost_s is not None and question not in self._asked:
+            self._charged_s += cost_s
         self._asked.add(question)
         return cast(T, self._ledger.answer(question))
 

@@ -57,10 +57,10 @@ class ModelHints:
             return float(accepted.sum() / max(1, int((np.asarray(forcing.lengths) - 1).sum())))
 
         question = ("agreement", mask)
-        is_new = self._account.price(question) is None
+        is_new = self._account.first_cost_s(question) is None
         value = self._account.ask(question, work)
         if is_new:
-            seconds = self._account.price(question)
+            seconds = self._account.first_cost_s(question)
             self._journal.append({"mask": str(mask), "agreement": value, "seconds": seconds})
         return value
 

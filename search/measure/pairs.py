@@ -120,7 +120,7 @@ def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, pl
 
 
 def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:
-    """Several ways to decode one prompt, one after the other as a user runs them; those that fail are told as faults.
+    """Several ways to decode one prompt, one after the other as a user runs them; those that fail become faults.
 
     Raises: what plain decoding among them raises, for then there is nothing to compare with.
     """

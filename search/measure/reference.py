@@ -172,10 +172,10 @@ def make_case_sets(
     Cost: a plain decoding each.
     """
 
-    def beyond(number: int) -> Tell:
+    def all_sets(number: int) -> Tell:
         return lambda done, each: tell(number * each + done, count * each)
 
-    made = [make_cases(decoder, prompts, num_layers, seed, number, beyond(number)) for number in range(count)]
+    made = [make_cases(decoder, prompts, num_layers, seed, number, all_sets(number)) for number in range(count)]
     dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
     return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
 

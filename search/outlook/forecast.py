@@ -36,10 +36,10 @@ class Candidate:
     """Its parameters: a search keeps every config it ever predicted, and keys share their pairs."""
     log_speedup: float
     """Predicted, uncorrected."""
-    wide: bool = True
+    full_fidelity: bool = True
     """On all texts; if not, on the first ones alone, and the setting is the best on those."""
     first_log_speedup: float | None = None
-    """Of a wide one where there are more texts than the first ones: what its mask was predicted on those alone."""
+    """At screening, of a full-fidelity one where there are more texts than the first ones."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -54,31 +54,35 @@ class Candidates:
         self.predictor = predictor
         self._space = space
 
-    def of(self, mask: SkipMask, *, wide: bool = False) -> Candidate:
+    def of(self, mask: SkipMask, *, full_fidelity: bool = False) -> Candidate:
         """The mask at its best predicted setting, on the first texts or on all. Cost: a reading if the mask is new."""
-        best = self._best(mask, wide=wide)
-        first = self._best(mask, wide=False) if wide and self.predictor.has_more else None
-        return self._candidate(best, wide=wide, first=first)
+        best = self._best(mask, full_fidelity=full_fidelity)
+        first = self._best(mask, full_fidelity=False) if full_fidelity and self.predictor.has_more else None
+        return self._candidate(best, full_fidelity=full_fidelity, first=first)
 
-    def variants(self, mask: SkipMask, count: int, *, wide: bool = False) -> list[Candidate]:
+    def variants(self, mask: SkipMask, count: int, *, full_fidelity: bool = False) -> list[Candidate]:
         """The mask at its `count` best settings; each with and without a shared prefix, where the space has it."""
-        found = self.predictor.best_settings(mask, count, wide=wide)
-        return [self._candidate(one, wide=wide) for best in found for one in (best, *self._shared(best, wide=wide))]
+        found = self.predictor.best_settings(mask, count, full_fidelity=full_fidelity)
+        return [
+            self._candidate(one, full_fidelity=full_fidelity)
+            for best in found
+            for one in (best, *self._shared(best, full_fidelity=full_fidelity))
+        ]
 
-    def _best(self, mask: SkipMask, *, wide: bool) -> Predicted:
-        best = self.predictor.best_setting(mask, wide=wide)
-        return max([best, *self._shared(best, wide=wide)], key=lambda one: one.speedup)
+    def _best(self, mask: SkipMask, *, full_fidelity: bool) -> Predicted:
+        best = self.predictor.best_setting(mask, full_fidelity=full_fidelity)
+        return max([best, *self._shared(best, full_fidelity=full_fidelity)], key=lambda one: one.speedup)
 
-    def _shared(self, one: Predicted, *, wide: bool) -> list[Predicted]:
+    def _shared(self, one: Predicted, *, full_fidelity: bool) -> list[Predicted]:
         """A hybrid's too: rounds that it drafts under the mask share, those that it looks up verify from layer 0."""
         if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
             return []
-        return [self.predictor.shared(one, wide=wide)]
+        return [self.predictor.shared(one, full_fidelity=full_fidelity)]
 
     def lookups_alone(self, methods: Sequence[str]) -> list[Candidate]:
         """The best lookups of each method, without a mask, on all texts; best first. Cost: see `best_lookups`."""
         found = self.predictor.best_lookups(methods, self._space.lookup_gamma_max, count=_NUM_LOOKUPS)
-        return [self._candidate(one, wide=True) for one in found if one.config.drafter in self._space.drafters]
+        return [self._candidate(one, full_fidelity=True) for one in found if one.config.drafter in self._space.drafters]
 
     def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
         """The best of each drafter of the space that can be told from the pool, best first.
@@ -87,18 +91,20 @@ class Candidates:
         """
         found: dict[str, Candidate] = {}
         for one in sorted(pool.candidates, key=lambda one: -one.log_speedup):
-            if one.wide:
+            if one.full_fidelity:
                 found.setdefault(self._space.to_config(one.params).drafter, one)
         for drafter in {"layer_skip", "hybrid"} & set(self._space.drafters) - found.keys():
             mask = self._space.to_mask(pool.best_mask.params)
-            if best := self.predictor.best_settings(mask, 1, wide=True, hybrid=drafter == "hybrid"):
-                found[drafter] = self._candidate(best[0], wide=True)
+            if best := self.predictor.best_settings(mask, 1, full_fidelity=True, hybrid=drafter == "hybrid"):
+                found[drafter] = self._candidate(best[0], full_fidelity=True)
         return dict(sorted(found.items(), key=lambda item: -item[1].log_speedup))
 
-    def _candidate(self, one: Predicted, *, wide: bool, first: Predicted | None = None) -> Candidate:
+    def _candidate(self, one: Predicted, *, full_fidelity: bool, first: Predicted | None = None) -> Candidate:
         params, log = self._space.to_params(one.config), float(np.log(one.speedup))
         first_log = None if first is None else float(np.log(first.speedup))
-        return Candidate(key_of(params), log, wide=wide or not self.predictor.has_more, first_log_speedup=first_log)
+        return Candidate(
+            key_of(params), log, full_fidelity=full_fidelity or not self.predictor.has_more, first_log_speedup=first_log
+        )
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
         """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it;
@@ -130,9 +136,9 @@ class Candidates:
                 lookup=lookup,
             )
             first = float(more[0]) if more else None
-            wide = first is not None or not self.predictor.has_more or not config.drafts_by_mask
+            full_fidelity = first is not None or not self.predictor.has_more or not config.drafts_by_mask
             key = key_of(self._space.to_params(config))
-            found.append(Candidate(key, float(log_speedup), wide=wide, first_log_speedup=first))
+            found.append(Candidate(key, float(log_speedup), full_fidelity=full_fidelity, first_log_speedup=first))
         return found
 
 
@@ -145,7 +151,7 @@ class Pool:
     @property
     def best(self) -> Candidate:
         """The first that was predicted on all texts, as long as there is one."""
-        return next((one for one in self.candidates if one.wide), self.candidates[0])
+        return next((one for one in self.candidates if one.full_fidelity), self.candidates[0])
 
     @property
     def best_mask(self) -> Candidate:
@@ -162,9 +168,9 @@ class Pool:
         return Pool(tuple(found))
 
     @property
-    def num_wide(self) -> int:
+    def num_full_fidelity(self) -> int:
         """Masks that were predicted on all texts."""
-        return sum(one.wide for one in self.candidates)
+        return sum(one.full_fidelity for one in self.candidates)
 
     def to_json(self, candidates: Candidates) -> str:
         """One line, for a study's attributes."""

@@ -27,7 +27,7 @@ from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
 from search.outlook.outlook import Outlook, OutlookOptions, store_costs, texts_to_time
 from search.outlook.refinement import Refiner, refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs, pool_costs
-from search.predict.more_texts import MAX_MORE, MAX_POSITIONS, Beyond, MoreOptions, MoreText, make_more_texts
+from search.predict.more_texts import MAX_MORE, MAX_POSITIONS, MoreOptions, MoreText, MoreTexts, make_more_texts
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity, measure_sensitivity
@@ -63,9 +63,9 @@ def open_outlook(
     """The study's outlook: what is stored is read, the rest is measured and stored.
 
     `prompts` are the tuning prompts, from which more texts are made than the reference has (see `more_texts`); a
-    study that was begun without these goes on without. Cost: a target forward over every text; before the first trial
-    also the costs, two readings per sublayer, the pool, more texts and wide readings of the best, all these about 7 %
-    of the time that the trials may take.
+    study that was begun without these goes on without.
+    Cost: a target forward over every text; before the first trial also the costs, two readings per sublayer, the pool,
+    more texts and full-fidelity readings of the best, all these about 7 % of the time that the trials may take.
     Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
     """
     _check_lengths(reference, space, options)
@@ -122,7 +122,7 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
-        predictor.set_yardstick(self.space.to_config(pool.best_mask.params), pool_costs(costs[:1]))
+        predictor.set_reference_config(self.space.to_config(pool.best_mask.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
             predictor=predictor,
@@ -177,7 +177,7 @@ class _Opening:
         attrs = self.study.user_attrs
         stored = attrs.get(POOL)
         if stored is not None:
-            predictor, num_cuts = self._widen(first, attrs.get(MORE))
+            predictor, num_cuts = self._with_more_texts(first, attrs.get(MORE))
             self._look_up_with(predictor, [read_choice(one) for one in json.loads(attrs.get(LOOKUPS, "[]"))])
             return predictor, Pool.from_json(stored, Candidates(predictor, self.space)), num_cuts
         if "hybrid" in self.space.drafters:
@@ -188,9 +188,9 @@ class _Opening:
         reading_s = (self.clock() - start) / max(1, len(pool.candidates))
         self._decide_readings(reading_s)
         if MORE not in attrs:
-            beyond = self._go_beyond(reading_s / first.num_texts, first.num_texts)
-            self.study.set_user_attr(MORE, beyond.to_json())
-        predictor, num_cuts = self._widen(first, self.study.user_attrs[MORE])
+            more = self._choose_more_texts(reading_s / first.num_texts, first.num_texts)
+            self.study.set_user_attr(MORE, more.to_json())
+        predictor, num_cuts = self._with_more_texts(first, self.study.user_attrs[MORE])
         candidates = Candidates(predictor, self.space)
         is_hybrid = self._choose_hybrids(predictor, pool)
         if pool.candidates and (predictor.has_more or is_hybrid):
@@ -260,8 +260,8 @@ class _Opening:
             num_readings = int(np.clip(self._proposal_s / reading_s if reading_s > 0 else np.inf, 1, _MAX_READINGS))
             self.study.set_user_attr(READINGS, num_readings)
 
-    def _go_beyond(self, text_s: float, num_first: int) -> Beyond:
-        """The texts beyond the first ones, as many as a wide reading may have.
+    def _choose_more_texts(self, text_s: float, num_first: int) -> MoreTexts:
+        """The texts after the first ones, as many as a full-fidelity reading may have.
 
         text_s: seconds that a reading takes for each text, on the average of the pool's masks.
         """
@@ -278,17 +278,17 @@ class _Opening:
             )
             used = {case.prompt_ids for case in self.reference.cases}
             made = make_more_texts(self.decoder, self.prompts, used, more, clock=self.clock)
-        return Beyond(num_reference, tuple(made))
+        return MoreTexts(num_reference, tuple(made))
 
-    def _widen(self, first: Predictor, stored: str | None) -> tuple[Predictor, int]:
-        """(Predictor on the first texts and those that the study keeps beyond them, how many of these are cuts)."""
-        beyond = Beyond.from_json(stored) if stored else Beyond()
-        texts = self._reference_texts()[first.num_texts :][: beyond.num_reference]
-        texts += [one.text(self.prompts) for one in beyond.made]
+    def _with_more_texts(self, first: Predictor, stored: str | None) -> tuple[Predictor, int]:
+        """(Predictor on the first texts and those that the study keeps after them, how many of these are cuts)."""
+        more = MoreTexts.from_json(stored) if stored else MoreTexts()
+        texts = self._reference_texts()[first.num_texts :][: more.num_reference]
+        texts += [one.text(self.prompts) for one in more.made]
         if not texts:
             return first, 0
         forcing = self.decoder.teacher_forcing(texts)
-        return first.with_more(forcing, self._rows(forcing)), sum(one.is_cut(self.prompts) for one in beyond.made)
+        return first.with_more(forcing, self._rows(forcing)), sum(one.is_cut(self.prompts) for one in more.made)
 
     def _force(self, places: Sequence[int]) -> tuple[TextForcing, TextRows]:
         """The reference's texts at these places, and what replay needs of them."""

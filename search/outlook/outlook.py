@@ -18,7 +18,7 @@ from search.measure.reference import Reference
 from search.outlook.forecast import Candidates, Pool
 from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, measure_costs, pool_costs
 from search.predict.learnt_costs import learnt_costs_of
-from search.predict.more_texts import Beyond
+from search.predict.more_texts import MoreTexts
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity
@@ -115,14 +115,14 @@ class Outlook:
 
         `predicted_ratios` are as sharp as can be; `forecast_ratios` are those that configs are ranked by, and
         `forecast_speedup` is their mean over all texts, more than any trial decodes: so what a config owes to its own
-        prompts, or to the tuning prompts, can be told apart from what it is worth, see `search.study.trials.taste_of`.
-        Cost: a wide reading, if the mask was not proposed for one, and a few readings, see `Predictor.trial`; a target
-        forward over each of the prompts' texts that were too many to be read for every mask.
+        prompts, or to the tuning prompts, can be told apart from what it is worth, see `interactions_of`.
+        Cost: a full-fidelity reading, if the mask was not proposed for one, and a few readings, see `Predictor.trial`;
+        a target forward over each of the prompts' texts that were too many to be read for every mask.
         """
         self.predictor.learn(earlier)
-        unread = self.predictor.unread(steps, self.force)
-        sharp = self.predictor.trial(config, steps, unread)
-        forecast, mean = self.predictor.forecast(config, steps, unread)
+        extra = self.predictor.extra_texts(steps, self.force)
+        sharp = self.predictor.trial(config, steps, extra)
+        forecast, mean = self.predictor.forecast(config, steps, extra)
         return {
             PREDICTED_RATIOS: [round(ratio, 5) for ratio in sharp.ratios],
             FORECAST_RATIOS: [round(ratio, 5) for ratio in forecast],
@@ -134,7 +134,7 @@ class Outlook:
     def recheck(self, study: optuna.Study) -> float:
         """Measure the costs again, store them, and use the latest ones pooled.
 
-        Returns how the price of verifying four tokens, in target steps, has changed since the first measurement.
+        Returns how the cost of verifying four tokens, in target steps, has changed since the first measurement.
         """
         repeats = min(_RECHECK_REPEATS, self.options.cost_repeats)
         options = CostOptions(self.space.gamma_max, repeats, self.options.seed)
@@ -144,7 +144,7 @@ class Outlook:
         self.costs.append(new)
         self.predictor.set_costs(pool_costs(self.costs))
         store_costs(study, self.costs)
-        return _relative_price(self.costs[-1]) / _relative_price(self.costs[0])
+        return _verification_cost(self.costs[-1]) / _verification_cost(self.costs[0])
 
     def cannot_win(self) -> str | None:
         """Why no config is expected to beat plain decoding, with the numbers; None if one is.
@@ -163,10 +163,11 @@ class Outlook:
             )
         cost, mask = self.predictor.cost, config.skip_mask
         draft = cost.draft_s(mask, threshold=config.draft_threshold > 0) / cost.verify_s[0]
+        agreement = self.predictor.agreement(mask, full_fidelity=True)
         return (
             f"no config can win here: the best of {len(self.pool.candidates)} predicted masks, {mask} at gamma "
             f"{config.gamma}, reaches {speedup:.3f}x before overhead; its draft agrees with the target in "
-            f"{self.predictor.agreement(mask, wide=True):.2f} of cases at {draft:.2f} target steps a token, and "
+            f"{agreement:.2f} of cases at {draft:.2f} target steps a token, and "
             f"verifying {config.gamma} costs {cost.verify_s[config.gamma] / cost.verify_s[0]:.2f}"
         )
 
@@ -192,8 +193,8 @@ def describe_outlook(outlook: Outlook) -> list[str]:
         del lines[1]
     by_drafter = outlook.candidates.best_by_drafter(outlook.pool)
     if len(by_drafter) > 1:
-        told = (f"{name} {math.exp(one.log_speedup):.2f}x" for name, one in by_drafter.items())
-        lines.append(f"predicted by drafter: {', '.join(told)}")
+        words = (f"{name} {math.exp(one.log_speedup):.2f}x" for name, one in by_drafter.items())
+        lines.append(f"predicted by drafter: {', '.join(words)}")
     return lines
 
 
@@ -202,7 +203,7 @@ def _texts(outlook: Outlook) -> str:
     cuts = f" (of which {outlook.num_cuts} are cuts of tuning prompts)" if outlook.num_cuts else ""
     if not predictor.has_more:
         return f"{predictor.num_texts} texts"
-    return f"{predictor.num_first} texts, the best {outlook.pool.num_wide} on {predictor.num_texts}{cuts}"
+    return f"{predictor.num_first} texts, the best {outlook.pool.num_full_fidelity} on {predictor.num_texts}{cuts}"
 
 
 def outlook_facts(study: optuna.Study) -> dict[str, Any]:
@@ -233,8 +234,8 @@ def _text_facts(attrs: Mapping[str, Any]) -> dict[str, int] | None:
     """How many texts were predicted on: the first ones, and on top of them those of the reference and those made."""
     if TEXTS not in attrs:
         return None
-    beyond = Beyond.from_json(attrs[MORE]) if MORE in attrs else Beyond()
-    return {"num_first": attrs[TEXTS], "num_reference_more": beyond.num_reference, "num_made": len(beyond.made)}
+    more = MoreTexts.from_json(attrs[MORE]) if MORE in attrs else MoreTexts()
+    return {"num_first": attrs[TEXTS], "num_reference_more": more.num_reference, "num_made": len(more.made)}
 
 
 def store_costs(study: optuna.Study, costs: Sequence[CostModel]) -> None:
@@ -261,5 +262,5 @@ def texts_to_time(reference: Reference, gamma_max: int, most_new: int | None = N
     return tuple(case.prompt_ids + case.reference_ids[: cut(len(case.reference_ids))] for case in chosen)
 
 
-def _relative_price(cost: CostModel) -> float:
+def _verification_cost(cost: CostModel) -> float:
     return cost.verify_s[min(4, len(cost.verify_s) - 1)] / cost.verify_s[0]

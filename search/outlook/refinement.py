@@ -41,20 +41,20 @@ class Refiner:
         return self._masks[candidate.key]
 
     def refine(self, candidate: Candidate) -> Candidate:
-        """Its mask predicted on all texts, at the setting that is best there. Cost: a wide reading."""
-        return self._candidates.of(self.mask(candidate), wide=True)
+        """Its mask predicted on all texts, at the setting that is best there. Cost: a full-fidelity reading."""
+        return self._candidates.of(self.mask(candidate), full_fidelity=True)
 
     def expected(self, found: Sequence[Candidate]) -> Floats:
         """(N,): log speedups on all texts. Of what was predicted on the first ones alone: that, and the difference that
         looking at all made to the masks among these that were predicted both ways, those alike above all."""
         logs = np.array([one.log_speedup for one in found])
-        coarse = [i for i, one in enumerate(found) if not one.wide]
+        coarse = [i for i, one in enumerate(found) if not one.full_fidelity]
         both = [one for one in found if one.first_log_speedup is not None]
         if not coarse or not both:
             return logs
         differences = np.array([one.log_speedup - (one.first_log_speedup or 0.0) for one in both])
-        points, known = self._points([found[i] for i in coarse]), self._points(both)
-        apart = points.sum(1)[:, None] + known.sum(1) - 2 * points @ known.T
+        points, others = self._points([found[i] for i in coarse]), self._points(both)
+        apart = points.sum(1)[:, None] + others.sum(1) - 2 * points @ others.T
         weights = np.exp(-apart / _REACH)
         total = weights @ differences + _COMMON_WEIGHT * differences.mean()
         logs[coarse] += total / (weights.sum(1) + _COMMON_WEIGHT)
@@ -78,13 +78,13 @@ def refine_pool(
 ) -> Pool:
     """A pool that was made on the first texts, best first by what is expected on all, with its best predicted on all.
 
-    Goes on until the eight best are, two dozen are, or the time is up; the best one in any case. Cost: a wide reading
-    each.
+    Goes on until the eight best are, two dozen are, or the time is up; the best one in any case.
+    Cost: a full-fidelity reading each.
     """
     start = clock()
-    left = [Candidate(one.key, one.log_speedup, wide=False) for one in pool.candidates]
+    left = [Candidate(one.key, one.log_speedup, full_fidelity=False) for one in pool.candidates]
     for count in range(_MAX_REFINED):
-        ahead = next((i for i, one in enumerate(left[:_NUM_AHEAD]) if not one.wide), None)
+        ahead = next((i for i, one in enumerate(left[:_NUM_AHEAD]) if not one.full_fidelity), None)
         if ahead is None or (count > 0 and clock() - start > seconds):
             break
         left[ahead] = refiner.refine(left[ahead])

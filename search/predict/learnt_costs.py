@@ -1,7 +1,7 @@
 """What trials teach about the costs: their own steps, timed in turns with plain decoding's.
 
 A burst of repeats tells what steps cost in that second; trials time thousands of steps, spread over the whole study, in
-the very loop that is predicted. On a virtual machine bursts put the price of a verification far apart from one to the
+the very loop that is predicted. On a virtual machine bursts put the cost of a verification far apart from one to the
 next, while that of the trials hardly moves.
 """
 
@@ -27,7 +27,7 @@ from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
 Floats = NDArray[np.float64]
 
 _HALF_LIFE = 100
-"""Trials after which a trial counts half: a machine's price of a step drifts."""
+"""Trials after which a trial counts half: a machine's cost of a step drifts."""
 _MOMENT = 0.05
 """Standard deviation, relative, of what a step costs from one trial to the next, in plain steps."""
 _MOST_SHARED = 0.9
@@ -70,10 +70,14 @@ def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStat
         rows = [getattr(one, name) for one in speculative]
         return [sum(row[i] for row in rows if i < len(row)) for i in range(longest)]
 
-    told = {PLAIN_STEP: sum(one.decode_s for one in plain) / num_steps, ROUNDS: total(ROUNDS), COUNTS: total(COUNTS)}
+    attributes = {
+        PLAIN_STEP: sum(one.decode_s for one in plain) / num_steps,
+        ROUNDS: total(ROUNDS),
+        COUNTS: total(COUNTS),
+    }
     if sum(one.num_lookup_rounds for one in speculative):
-        told |= {LOOKUP_ROUNDS: total(LOOKUP_ROUNDS), LOOKUP_COUNTS: total(LOOKUP_COUNTS)}
-    return told
+        attributes |= {LOOKUP_ROUNDS: total(LOOKUP_ROUNDS), LOOKUP_COUNTS: total(LOOKUP_COUNTS)}
+    return attributes
 
 
 class CostLearner:
@@ -91,9 +95,9 @@ class CostLearner:
         found = [(trial.number, steps) for trial in trials if (steps := self._steps(trial)) is not None]
         if not found:
             return measured
-        told, fresh = [steps for _, steps in found], _freshness([number for number, _ in found])
-        drafts = _learn_drafts(measured, told, fresh)
-        return _learn_verifications(drafts, told, fresh)
+        informative, weights = [steps for _, steps in found], _age_weights([number for number, _ in found])
+        drafts = _learn_drafts(measured, informative, weights)
+        return _learn_verifications(drafts, informative, weights)
 
     def _steps(self, trial: FrozenTrial) -> _Steps | None:
         if trial.state != TrialState.COMPLETE:
@@ -103,11 +107,11 @@ class CostLearner:
         return self._read[trial.number]
 
 
-def _freshness(numbers: Sequence[int]) -> Floats:
+def _age_weights(numbers: Sequence[int]) -> Floats:
     """(N,): what trials with these numbers still count for."""
     ages = len(numbers) - 1 - np.argsort(np.argsort(numbers))
-    fresh: Floats = 0.5 ** (ages / _HALF_LIFE)
-    return fresh
+    weights: Floats = 0.5 ** (ages / _HALF_LIFE)
+    return weights
 
 
 def learnt_costs_of(study: optuna.Study, history: Sequence[str]) -> CostModel | None:
@@ -148,19 +152,19 @@ def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> 
     return tuple((n, m, s / m / plain_s) for n, (m, s) in pairs if m > 0)
 
 
-def _learn_drafts(cost: CostModel, told: Sequence[_Steps], fresh: Floats) -> CostModel:
+def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
     """Terms of a draft step: least squares over trials, the measured terms counted in as what they are."""
     alone = cost.verify_s[0]
-    known = [(one, one.draft, weight) for one, weight in zip(told, fresh, strict=True) if one.draft is not None]
-    if not known:
+    timed = [(one, one.draft, weight) for one, weight in zip(trials, weights, strict=True) if one.draft is not None]
+    if not timed:
         return cost
     terms = np.array([cost.fixed_s, np.mean(cost.attention_s), np.mean(cost.mlp_s), cost.threshold_s]) / alone
-    trust = np.append(np.maximum(_TERM * terms[:3], 1e-4), _THRESHOLD)
-    kept, draft = np.array([one.kept for one, _, _ in known]), np.array([share for _, share, _ in known])
-    variances = [(_MOMENT**2 + _SINGLE**2 / one.num_drafted) / weight for one, _, weight in known]
+    prior_sigma = np.append(np.maximum(_TERM * terms[:3], 1e-4), _THRESHOLD)
+    kept, draft = np.array([one.kept for one, _, _ in timed]), np.array([share for _, share, _ in timed])
+    variances = [(_MOMENT**2 + _SINGLE**2 / one.num_drafted) / weight for one, _, weight in timed]
     errors = draft * np.sqrt(variances)
-    matrix = np.concatenate([kept / errors[:, None], np.diag(1 / trust)])
-    learnt = np.linalg.lstsq(matrix, np.append(draft / errors, terms / trust), rcond=None)[0]
+    matrix = np.concatenate([kept / errors[:, None], np.diag(1 / prior_sigma)])
+    learnt = np.linalg.lstsq(matrix, np.append(draft / errors, terms / prior_sigma), rcond=None)[0]
     fixed, attention, mlp, threshold = (np.maximum(learnt, 0.0) * alone).tolist()
     return dataclasses.replace(
         cost,
@@ -171,13 +175,13 @@ def _learn_drafts(cost: CostModel, told: Sequence[_Steps], fresh: Floats) -> Cos
     )
 
 
-def _learn_verifications(cost: CostModel, told: Sequence[_Steps], fresh: Floats) -> CostModel:
-    """Verifications by number of drafts: what the trials' rounds cost beyond their drafts, and between them and
+def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+    """Verifications by number of drafts: what the trials' rounds cost besides their drafts, and between them and
     the measured ones the most likely, where an error is partly that of all numbers and partly one's own."""
     alone, size = cost.verify_s[0], len(cost.verify_s)
-    weights, sums = np.zeros((2, size))
+    certainties, sums = np.zeros((2, size))
     terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
-    for one, weight in zip(told, fresh, strict=True):
+    for one, weight in zip(trials, weights, strict=True):
         draft = one.draft if one.draft is not None else float(terms @ one.kept)
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
         shared = one.prefix * (terms[1] + terms[2])
@@ -189,15 +193,15 @@ def _learn_verifications(cost: CostModel, told: Sequence[_Steps], fresh: Floats)
         for n, count, seconds, certain in (*by_mask, *((*lookup, 1.0) for lookup in one.lookups)):
             if n < size:
                 certainty = certain * weight / (_MOMENT**2 + _SINGLE**2 / count)
-                weights[n] += certainty
+                certainties[n] += certainty
                 sums[n] += certainty * (seconds * alone / cost.verify_s[n] - 1.0)
-    seen = np.flatnonzero(weights)
+    seen = np.flatnonzero(certainties)
     if not len(seen):
         return cost
     prior = _COMMON**2 + _OWN**2 * np.eye(size)
     across = prior[:, seen]
-    gain = across @ np.linalg.inv(across[seen] + np.diag(1 / weights[seen]))
-    factors = 1.0 + gain @ (sums[seen] / weights[seen])
-    factors[0] = 1.0  # the unit that all are told in
+    gain = across @ np.linalg.inv(across[seen] + np.diag(1 / certainties[seen]))
+    factors = 1.0 + gain @ (sums[seen] / certainties[seen])
+    factors[0] = 1.0  # the unit of all others
     learnt = np.maximum(np.array(cost.verify_s) * factors, alone * 1e-3)
     return dataclasses.replace(cost, verify_s=tuple(learnt.tolist()))

@@ -113,8 +113,8 @@ def beginnings(
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """Which texts a study predicts on beyond the first ones."""
+class MoreTexts:
+    """The texts that a study predicts on after the first ones."""
 
     num_reference: int = 0
     """Of the reference's, those after the first ones."""
@@ -126,7 +126,7 @@ class Beyond:
         return json.dumps({"num_reference": self.num_reference, "made": rows}, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Beyond:
+    def from_json(cls, text: str) -> MoreTexts:
         """The inverse of `to_json`."""
         data = json.loads(text)
         made = tuple(MoreText(place, num_tokens, tuple(ids), *seed) for place, num_tokens, ids, *seed in data["made"])

@@ -86,8 +86,8 @@ class TrialPrediction:
 
 
 @dataclass(frozen=True)
-class Unread:
-    """Texts of a trial beyond those that are read for every mask; read for this trial alone."""
+class ExtraTexts:
+    """Texts of a trial that are not read for every mask, but for this trial alone."""
 
     steps: tuple[int, ...]
     """Their places among the tuning texts, ascending."""
@@ -95,15 +95,14 @@ class Unread:
 
 
 class Predictor:
-    """Readings are kept by mask, up to 16 MiB of them; costs may be measured anew, and are learnt from trials (see
-    `set_costs`, `learn`).
+    """Predicts configs from readings, kept by mask up to 16 MiB, and from costs, see `set_costs` and `learn`.
 
-    What configs are ranked by is told at the prices at which this was made: prices that move shift the predictions of
-    all configs, and those of different hours must compare. The shift is that of one config, the `yardstick`.
+    Costs drift, and forecasts of different hours must compare. So a forecast has the cost drift taken out: by how much
+    the speedup predicted for one reference config has moved since the first costs.
 
-    There may be texts beyond the first ones (see `with_more`). A mask is then predicted on the first ones alone, which
-    is cheap and enough to tell the hopeless from the rest, or, `wide`, on all. What is asked decides, never what is
-    kept, so an answer does not depend on the questions before it.
+    There are two fidelities where there are texts after the first ones (see `with_more`). Screening predicts a mask on
+    the first texts alone, which is cheap and enough to drop the hopeless; `full_fidelity` is on all texts. What is
+    asked decides, never what is kept, so an answer does not depend on the questions before it.
     """
 
     def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel, gamma_max: int | None = None) -> None:
@@ -114,11 +113,11 @@ class Predictor:
         self._rows = self._first_rows = rows
         self._gamma_max = len(cost.verify_s) - 1 if gamma_max is None else gamma_max
         self._lookups: dict[LookupSettings, LookupReadings] = {}
-        self._readings, self._wide_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
+        self._readings, self._full_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
         self.look_up_with(())
         self._learner = CostLearner()
-        self._yardstick: DecodeConfig | None = None
-        self._shift = 0.0
+        self._reference_config: DecodeConfig | None = None
+        self._drift = 0.0
         self._first_cost = self._measured = self.cost = cost
 
     def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
@@ -127,13 +126,13 @@ class Predictor:
         gammas = coarse_gammas(self._gamma_max)
         self._grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, [*choices, *lookups])
 
-    def set_yardstick(self, config: DecodeConfig, first_cost: CostModel) -> None:
-        """The config by which a shift of the prices since these is told."""
-        self._yardstick, self._first_cost = config, first_cost
+    def set_reference_config(self, config: DecodeConfig, first_cost: CostModel) -> None:
+        """Take the cost drift since `first_cost`, as this config sees it, out of all forecasts."""
+        self._reference_config, self._first_cost = config, first_cost
         self._use(self.cost)
 
     def set_costs(self, measured: CostModel) -> None:
-        """Costs measured anew; what trials taught is forgotten until the next `learn`."""
+        """Use costs measured anew, uncorrected until the next `learn`."""
         self._measured = measured
         self._use(measured)
 
@@ -143,20 +142,22 @@ class Predictor:
 
     def _use(self, cost: CostModel) -> None:
         self.cost = cost
-        if self._yardstick is None or cost == self._first_cost:
-            self._shift = 0.0
+        if self._reference_config is None or cost == self._first_cost:
+            self._drift = 0.0
         else:
-            now, first = (self._config_logs(self._yardstick, wide=True, at=at) for at in (cost, self._first_cost))
-            self._shift = float(now.mean() - first.mean())
+            now, first = (
+                self._config_logs(self._reference_config, full_fidelity=True, at=at) for at in (cost, self._first_cost)
+            )
+            self._drift = float(now.mean() - first.mean())
 
     def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
         """This one, with these texts after its own; its readings are kept."""
-        wider = Predictor(self._first, self._first_rows, self.cost, self._gamma_max)
-        wider._grid = self._grid
+        joint = Predictor(self._first, self._first_rows, self.cost, self._gamma_max)
+        joint._grid = self._grid
         joined = JoinedForcing([(self._first, self._first_rows), (forcing, rows)])
-        wider._forcing, wider._more, wider._rows = joined, forcing, joined.rows
-        wider._readings = self._readings
-        return wider
+        joint._forcing, joint._more, joint._rows = joined, forcing, joined.rows
+        joint._readings = self._readings
+        return joint
 
     @property
     def num_texts(self) -> int:
@@ -170,7 +171,7 @@ class Predictor:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are texts beyond the first ones; if not, every prediction is on all texts."""
+        """Whether there are texts after the first ones; if not, every prediction is on all texts."""
         return self._more is not None
 
     @property
@@ -178,24 +179,26 @@ class Predictor:
         """Whose keys the readings saw: `target`, or `own` as an approximation."""
         return self._forcing.keys
 
-    def agreement(self, mask: SkipMask, *, wide: bool = False) -> float:
+    def agreement(self, mask: SkipMask, *, full_fidelity: bool = False) -> float:
         """Share of positions where the draft's choice is the target's token."""
-        lengths = self._rows_of(wide=wide).lengths
-        return float(self._reading(mask, wide=wide).accepted[0].sum() / max(1, (lengths - 1).sum()))
+        lengths = self._rows_of(full_fidelity=full_fidelity).lengths
+        return float(self._reading(mask, full_fidelity=full_fidelity).accepted[0].sum() / max(1, (lengths - 1).sum()))
 
-    def best_setting(self, mask: SkipMask, *, wide: bool = False) -> Predicted:
+    def best_setting(self, mask: SkipMask, *, full_fidelity: bool = False) -> Predicted:
         """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best.
 
         Cost: a reading if the mask is new, and some milliseconds, up to a tenth of a second for a hundred texts.
         """
-        rough = self._best(mask, self._grid, wide=wide)
+        rough = self._best(mask, self._grid, full_fidelity=full_fidelity)
         config = rough.config
         near: list[list[float]] = [
             sorted({snap_threshold(value + step * THRESHOLD_STEP) for step in (-1, 0, 1)})
             for value in (config.draft_threshold, config.target_threshold)
         ]
         gammas = gammas_around(config.gamma, self._gamma_max)
-        return self._best(mask, Settings.grid(gammas, near[0], near[1], [LookupChoice.of(config)]), wide=wide)
+        return self._best(
+            mask, Settings.grid(gammas, near[0], near[1], [LookupChoice.of(config)]), full_fidelity=full_fidelity
+        )
 
     def best_lookups(
         self, methods: Sequence[str], gamma_max: int, config: DecodeConfig | None = None, *, count: int = 1
@@ -215,49 +218,51 @@ class Predictor:
             else:
                 grid = Settings.grid([config.gamma], [config.draft_threshold], [config.target_threshold], choices)
                 mask = config.skip_mask
-            logs = self._log_speedups(mask, grid, wide=True)
+            logs = self._log_speedups(mask, grid, full_fidelity=True)
             order = np.argsort(-logs, kind="stable")[:count]
             found += [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
         return sorted(found, key=lambda one: -one.speedup)
 
     def log_speedups_by_text(self, lookups: Settings) -> Floats:
         """(S, P): of lookups alone, on every text."""
-        return self._text_logs(SkipMask.none(len(self.cost.attention_s)), lookups, wide=True)
+        return self._text_logs(SkipMask.none(len(self.cost.attention_s)), lookups, full_fidelity=True)
 
     def best_settings(
-        self, mask: SkipMask, count: int, *, wide: bool = False, hybrid: bool | None = None
+        self, mask: SkipMask, count: int, *, full_fidelity: bool = False, hybrid: bool | None = None
     ) -> list[Predicted]:
         """The `count` best of the coarse grid, best first; of hybrids alone, or of those without a lookup, if asked."""
         grid = self._grid
-        logs = self._log_speedups(mask, grid, wide=wide)
+        logs = self._log_speedups(mask, grid, full_fidelity=full_fidelity)
         if hybrid is not None:
             is_none = np.array([one is None for one in grid.lookups])[grid.lookup]
             logs = np.where(is_none == hybrid, -np.inf, logs)
         order = [i for i in np.argsort(-logs, kind="stable")[:count] if np.isfinite(logs[i])]
         return [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
-    def unread(self, steps: Sequence[int], force: Callable[[Sequence[int]], tuple[Forcing, TextRows]]) -> Unread | None:
-        """The texts at `steps` that are not read for every mask; None if all are. Cost: what `force` takes for them."""
-        beyond = tuple(sorted({step for step in steps if step >= self.num_texts}))
-        return Unread(beyond, Predictor(*force(beyond), self.cost, self._gamma_max)) if beyond else None
+    def extra_texts(
+        self, steps: Sequence[int], force: Callable[[Sequence[int]], tuple[Forcing, TextRows]]
+    ) -> ExtraTexts | None:
+        """Texts at `steps` that are not among all texts; None if all are. Cost: what `force` takes for them."""
+        places = tuple(sorted({step for step in steps if step >= self.num_texts}))
+        return ExtraTexts(places, Predictor(*force(places), self.cost, self._gamma_max)) if places else None
 
     def forecast(
-        self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None
+        self, config: DecodeConfig, steps: Sequence[int], extra: ExtraTexts | None = None
     ) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, speedup on texts like all of them) as configs are ranked: one draft deep,
-        costs by terms. `unread` holds those of `steps` that are not among all texts."""
-        logs = self._config_logs(config, wide=True) - self._shift
+        costs by terms. `extra` holds those of `steps` that are not among all texts."""
+        logs = self._config_logs(config, full_fidelity=True) - self._drift
         at = dict(enumerate(logs.tolist()))
-        if unread is not None:
-            others = unread.predictor._config_logs(config, wide=True) - self._shift
-            at |= dict(zip(unread.steps, others.tolist(), strict=True))
+        if extra is not None:
+            others = extra.predictor._config_logs(config, full_fidelity=True) - self._drift
+            at |= dict(zip(extra.steps, others.tolist(), strict=True))
         mean = float(np.exp(logs.mean()))
         return [math.exp(at[step]) for step in steps], mean
 
-    def shared(self, one: Predicted, *, wide: bool = False) -> Predicted:
+    def shared(self, one: Predicted, *, full_fidelity: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
         config = one.config.model_copy(update={"share_prefix": True})
-        log = self._config_logs(config, wide=wide).mean() - self._shift
+        log = self._config_logs(config, full_fidelity=full_fidelity).mean() - self._drift
         return Predicted(config, float(np.exp(log)))
 
     def surface(
@@ -267,22 +272,22 @@ class Predictor:
         thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
         gammas = np.arange(1, self._gamma_max + 1)
         grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold])
-        logs = self._text_logs(mask, grid, wide=True, share_prefix=share_prefix).mean(axis=1)
+        logs = self._text_logs(mask, grid, full_fidelity=True, share_prefix=share_prefix).mean(axis=1)
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
 
-    def trial(self, config: DecodeConfig, steps: Sequence[int], unread: Unread | None = None) -> TrialPrediction:
+    def trial(self, config: DecodeConfig, steps: Sequence[int], extra: ExtraTexts | None = None) -> TrialPrediction:
         """A sharper prediction for a config about to be measured: read several drafts deep.
 
-        `steps` are places of texts; `unread` holds those that are not among all texts. Cost: up to `gamma`
+        `steps` are places of texts; `extra` holds those that are not among all texts. Cost: up to `gamma`
         readings of these texts alone and a few short ones.
         """
         draft_s = self._draft_s(config)
         places = sorted({step for step in steps if step < self.num_texts})
         found = dict(zip(places, self._shown(config, places, draft_s), strict=True))
-        if unread is not None:
-            others = unread.predictor._shown(config, range(len(unread.steps)), draft_s)
-            found |= dict(zip(unread.steps, others, strict=True))
+        if extra is not None:
+            others = extra.predictor._shown(config, range(len(extra.steps)), draft_s)
+            found |= dict(zip(extra.steps, others, strict=True))
         return TrialPrediction(
             ratios=tuple(found[step][0] for step in steps),
             forwards=tuple(found[step][1] for step in steps),
@@ -318,7 +323,7 @@ class Predictor:
         if sharp:
             return self._sharp_counts(config, places)
         settings = Settings.of(config)
-        reading = self._reading_for(config.skip_mask, settings, wide=True).select(places)
+        reading = self._reading_for(config.skip_mask, settings, full_fidelity=True).select(places)
         return replay(
             reading.accepted,
             reading.confidence,
@@ -359,8 +364,8 @@ class Predictor:
         token = int(reading.choices[depth, one.text, row])
         return WrongDraft(places[one.text], row, one.accepted, token, one.room - one.drafted)
 
-    def _best(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Predicted:
-        logs = self._log_speedups(mask, grid, wide=wide)
+    def _best(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> Predicted:
+        logs = self._log_speedups(mask, grid, full_fidelity=full_fidelity)
         best = int(np.argmax(logs))
         return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
 
@@ -377,23 +382,35 @@ class Predictor:
             **fields,
         )
 
-    def _log_speedups(self, mask: SkipMask, grid: Settings, *, wide: bool) -> Floats:
-        """(S,): mean log speedup over texts, at the first prices."""
-        means: Floats = self._text_logs(mask, grid, wide=wide).mean(axis=1) - self._shift
+    def _log_speedups(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> Floats:
+        """(S,): mean log speedup over texts, cost drift taken out."""
+        means: Floats = self._text_logs(mask, grid, full_fidelity=full_fidelity).mean(axis=1) - self._drift
         return means
 
-    def _config_logs(self, config: DecodeConfig, *, wide: bool, at: CostModel | None = None) -> Floats:
+    def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool, at: CostModel | None = None) -> Floats:
         """(P,): log speedup on each text."""
         settings, share_prefix = Settings.of(config), config.share_prefix
-        logs = self._text_logs(config.skip_mask, settings, wide=wide, share_prefix=share_prefix, at=at)
+        logs = self._text_logs(
+            config.skip_mask, settings, full_fidelity=full_fidelity, share_prefix=share_prefix, at=at
+        )
         one: Floats = logs[0]
         return one
 
     def _text_logs(
-        self, mask: SkipMask, grid: Settings, *, wide: bool, share_prefix: bool = False, at: CostModel | None = None
+        self,
+        mask: SkipMask,
+        grid: Settings,
+        *,
+        full_fidelity: bool,
+        share_prefix: bool = False,
+        at: CostModel | None = None,
     ) -> Floats:
-        """(S, P): log speedup on each text, at today's prices or these."""
-        readings, rows, cost = self._reading_for(mask, grid, wide=wide), self._rows_of(wide=wide), at or self.cost
+        """(S, P): log speedup on each text, at today's costs or these."""
+        readings, rows, cost = (
+            self._reading_for(mask, grid, full_fidelity=full_fidelity),
+            self._rows_of(full_fidelity=full_fidelity),
+            at or self.cost,
+        )
         table = _verifications_s(cost, mask, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
@@ -415,22 +432,26 @@ class Predictor:
             self._lookups[settings] = read_lookups(self._forcing.texts, settings, LOOKUP_GAMMA_MAX, width)
         return self._lookups[settings]
 
-    def _reading_for(self, mask: SkipMask, grid: Settings, *, wide: bool) -> DraftReadings:
+    def _reading_for(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> DraftReadings:
         """The mask's; of lookups alone none is needed."""
-        return self._reading(mask, wide=wide) if grid.gamma.any() else no_reading(self._rows_of(wide=wide))
+        return (
+            self._reading(mask, full_fidelity=full_fidelity)
+            if grid.gamma.any()
+            else no_reading(self._rows_of(full_fidelity=full_fidelity))
+        )
 
-    def _rows_of(self, *, wide: bool) -> TextRows:
-        return self._rows if wide else self._first_rows
+    def _rows_of(self, *, full_fidelity: bool) -> TextRows:
+        return self._rows if full_fidelity else self._first_rows
 
-    def _reading(self, mask: SkipMask, *, wide: bool) -> DraftReadings:
+    def _reading(self, mask: SkipMask, *, full_fidelity: bool) -> DraftReadings:
         more = self._more
-        if not wide or more is None:
+        if not full_fidelity or more is None:
             return self._readings.of(mask, lambda: self._first.read(mask))
-        return self._wide_readings.of(mask, lambda: self._join(mask, more))
+        return self._full_readings.of(mask, lambda: self._join(mask, more))
 
     def _join(self, mask: SkipMask, more: Forcing) -> DraftReadings:
-        """What is known of the first texts, and a reading of the others."""
-        readings = [self._reading(mask, wide=False), more.read(mask)]
+        """The reading of the first texts, and a new one of the others."""
+        readings = [self._reading(mask, full_fidelity=False), more.read(mask)]
         return join_readings(readings, self._rows.target_probs.shape[1])
 
 

@@ -199,7 +199,7 @@ def walk(
 ) -> list[Round]:
     """The rounds of one config, one by one; `drafted` ends at the first wrong token.
 
-    Cost: a millisecond or so per thousand tokens. The same rounds as `replay` counts, told apart.
+    Cost: a millisecond or so per thousand tokens. The same rounds as `replay` counts, but one by one.
     """
     depth = len(reading.accepted) - 1
     lookups = _Lookups(rows, [LookupChoice.of(config)], read_lookup)

@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 from layerskip.config.decode_config import DecodeConfig
 from search.study.attributes import FORECAST_SPEEDUP, PROMPT_STEPS, RATIOS
 from search.study.space import DRAFTER, SearchSpace
-from search.study.trials import Key, is_full, is_measured, key_of, taste_of
+from search.study.trials import Key, interactions_of, is_full, is_measured, key_of
 
 MIN_SIGMA = 0.005
 """Nobody's clock is better than half a percent per pair; guards against runs that were quiet by chance."""
@@ -25,12 +25,12 @@ _ONE_SIDED_95 = 1.645
 _STOP_Z = 2.0
 _MIN_FREEDOM = 8
 _SWEEPS = 30
-_TRUST_WEIGHT = 0.03
-"""Of the belief that forecast tastes are true, as a sum of squared tastes: a handful of trials outweighs it."""
-_FORECAST_SIGMA = 0.02
-"""Spread assumed of measured speedups around forecast ones (log, a bias common to all apart), until trials tell."""
-_FORECAST_WEIGHT = 8
-"""Of that assumption, in configs."""
+_INTERACTION_PRIOR = 0.03
+"""Prior strength of an interaction weight of 1, as a sum of squared interactions: a handful of trials outweighs it."""
+_PRIOR_FORECAST_SIGMA = 0.02
+"""Prior spread of measured log speedups around forecast ones, a bias common to all apart."""
+_FORECAST_PRIOR = 8
+"""Prior strength of that spread, in configs."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -44,7 +44,7 @@ class Entry:
     """Numbers of its full trials, or of all where each was stopped early; first measured first."""
     num_pairs: int
     speedup: float
-    """Estimate for the average prompt, see `Standings.trust`, drawn towards the forecast, see `make_standings`."""
+    """Estimate for the average prompt, shrunk towards the forecast, see `make_standings`."""
     lower: float
     """One-sided 95 % lower bound of `speedup`."""
     stopped_early: bool = False
@@ -60,10 +60,10 @@ class Standings:
     effects: Mapping[int, float]
     """Per prompt (its place in the reference): how far log ratios on it lie above the average first-trial prompt's."""
     sigma: float
-    """Spread of one log ratio around config + prompt: clock noise, and taste of configs for prompts."""
-    trust: float = 1.0
-    """Share of a config's forecast taste for its prompts that is taken out of its ratios; 0 where some trial keeps no
-    forecast. With it estimates are for the average of all prompts, else for that of a first trial."""
+    """Spread of one log ratio around config + prompt: clock noise, and interactions not forecast."""
+    interaction_weight: float = 1.0
+    """Share of forecast interactions that is taken out of log ratios; 0 where some trial keeps no forecast. With it
+    estimates are for the average of all prompts, else for that of a first trial."""
     stopped: tuple[Entry, ...] = ()
     """Of each drafter without an entry the config with the best lower bound, estimated from the prompts that it saw
     before its trials were stopped early."""
@@ -85,16 +85,16 @@ class Standings:
         return next((len(entry.trials) for entry in self.entries if entry.params == params), 0)
 
     def standardised(
-        self, steps: Sequence[int], ratios: Sequence[float], tastes: Sequence[float] | None = None
+        self, steps: Sequence[int], ratios: Sequence[float], interactions: Sequence[float] | None = None
     ) -> float:
         """Speedup on the average prompt, from ratios on any prompts: easy prompts count for less.
 
-        tastes: what the config was forecast to like each of these prompts more than the average one, see `taste_of`.
+        interactions: forecast, with each of these prompts, see `interactions_of`.
         """
-        known = [0.0] * len(ratios) if tastes is None else tastes
+        forecast = [0.0] * len(ratios) if interactions is None else interactions
         logs = [
-            math.log(ratio) - self.effects.get(step, 0.0) - self.trust * taste
-            for step, ratio, taste in zip(steps, ratios, known, strict=True)
+            math.log(ratio) - self.effects.get(step, 0.0) - self.interaction_weight * one
+            for step, ratio, one in zip(steps, ratios, forecast, strict=True)
         ]
         return math.exp(math.fsum(logs) / len(logs))
 
@@ -102,18 +102,15 @@ class Standings:
 def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigma: float, num_first: int) -> Standings:
     """Pool the trials of each config and rank the configs.
 
-    Where every trial keeps a forecast, what its config was forecast to like its prompts more than the average prompt is
-    taken out of its log ratios, in the share in which ratios have followed forecasts so far: a config that was lucky
-    with its prompts is not taken for a fast one.
-    Fits log ratio = config + prompt + trust x taste + rest by alternating means, prompts shrunk towards zero by one
-    observation's weight, with the first `num_first` prompts averaging zero. So a config measured again on other
-    prompts, or stopped early, is compared as if on the same ones. The bound is config - 1.645 sigma / sqrt(pairs),
-    sigma being the rest's spread (0.1, or the A/A noise if larger, until 8 degrees of freedom are there): one lucky
-    trial ranks below a slightly slower config measured often.
-    A forecast was made on more text than trials decode. So where every config has one, its mean is drawn towards it
-    (empirical Bayes: forecasts, a common bias apart, spread around the truth as widely as the trials so far of configs
-    that may lead say; how far off they are for hopeless ones tells little), and the bound is that of the result: what
-    is measured often stands for itself, one trial does not.
+    Fits log ratio = config + prompt + weight x interaction + residual by alternating means, prompts shrunk towards zero
+    with a prior strength of one observation, the first `num_first` prompts averaging zero. So a config measured again
+    on other prompts, or stopped early, is compared as if on the same ones. Interactions are the forecast ones, their
+    weight the share in which ratios have followed them: a config that was lucky with its prompts is not taken for a
+    fast one. The lower bound is config - 1.645 sigma / sqrt(pairs), sigma being the residuals' spread: one lucky trial
+    ranks below a slightly slower config measured often.
+    A forecast was made on more text than trials decode. So where every config has one, its mean is shrunk towards it by
+    empirical Bayes, see `_shrink_to_forecasts`, and the bound is that of the result.
+    Formulas: `search/predict/README.md`, "Leaderboard".
     Cost: well under a millisecond per hundred trials.
     """
     groups: dict[Key, list[FrozenTrial]] = defaultdict(list)
@@ -125,7 +122,7 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     fit = _Fit(list(groups.values()), num_first)
     sigma = max(noise_sigma, PRIOR_SIGMA) if fit.sigma is None else max(fit.sigma, MIN_SIGMA)
     may_lead = np.array([any(is_full(trial) for trial in group) for group in groups.values()])
-    means, errors = _towards_forecasts(fit, [_forecast_of(group) for group in groups.values()], sigma, may_lead)
+    means, errors = _shrink_to_forecasts(fit, [_forecast_of(group) for group in groups.values()], sigma, may_lead)
     keys, members, bounds = list(groups), list(groups.values()), means - _ONE_SIDED_95 * errors
 
     def entry_of(i: int) -> Entry:
@@ -140,7 +137,9 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     stopped = _first_by_drafter(keys, [i for i in best_first if not may_lead[i]])
     leading = {one.config.drafter for one in entries}
     others = [entry_of(i) for drafter, i in stopped.items() if drafter not in leading]
-    return Standings(tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.trust, tuple(others))
+    return Standings(
+        tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.interaction_weight, tuple(others)
+    )
 
 
 def _first_by_drafter(keys: Sequence[Key], places: Iterable[int]) -> dict[str, int]:
@@ -157,60 +156,61 @@ def _forecast_of(trials: Sequence[FrozenTrial]) -> float | None:
     return math.fsum(logs) / len(logs) if logs else None
 
 
-def _towards_forecasts(
+def _shrink_to_forecasts(
     fit: _Fit, forecasts: Sequence[float | None], sigma: float, may_lead: npt.NDArray[np.bool_]
 ) -> tuple[Floats, Floats]:
-    """(means, standard errors) of the configs; as measured where some config has no forecast."""
+    """(means, standard errors) of the configs, shrunk towards their forecasts; as measured where one has none.
+
+    The forecasts' bias and spread are those of configs that may lead: how far off they are for hopeless ones says
+    little about leaders.
+    """
     variances = sigma**2 / fit.pairs
-    known = [one for one in forecasts if one is not None]
-    if len(known) < len(forecasts) or fit.trust == 0.0:
+    given = [one for one in forecasts if one is not None]
+    if len(given) < len(forecasts) or fit.interaction_weight == 0.0:
         return fit.configs, np.sqrt(variances)
-    apart = fit.configs - np.array(known)
-    telling, clock = (apart[may_lead], variances[may_lead]) if may_lead.any() else (apart, variances)
-    bias = float(np.median(telling))  # not the mean: one config measured often and far off is no common bias
-    # What is left of the squared distances when the clock's part is taken out, and the assumption weighed in.
-    excess = float(((telling - bias) ** 2 - clock).sum())
-    total = excess + _FORECAST_WEIGHT * _FORECAST_SIGMA**2
-    spread = max(total / (len(telling) + _FORECAST_WEIGHT), MIN_SIGMA**2)
-    share = spread / (spread + variances)
-    return np.array(known) + bias + share * (apart - bias), np.sqrt(share * variances)
+    residuals = fit.configs - np.array(given)
+    chosen = may_lead if may_lead.any() else np.ones_like(may_lead)
+    bias = float(np.median(residuals[chosen]))  # not the mean: one config measured often and far off is no common bias
+    excess = float(((residuals[chosen] - bias) ** 2 - variances[chosen]).sum())
+    total = excess + _FORECAST_PRIOR * _PRIOR_FORECAST_SIGMA**2
+    between = max(total / (int(chosen.sum()) + _FORECAST_PRIOR), MIN_SIGMA**2)
+    gain = between / (between + variances)
+    return np.array(given) + bias + gain * (residuals - bias), np.sqrt(gain * variances)
 
 
 class _Fit:
-    """The fit: arrays `configs` and `prompts` of effects, `pairs` per config, `trust`, `sigma` or None."""
+    """The fit: arrays `configs` and `prompts` of effects, `pairs` per config, `interaction_weight`, `sigma` or None."""
 
     def __init__(self, groups: Sequence[Sequence[FrozenTrial]], num_first: int) -> None:
-        told = [(i, trial, taste_of(trial.user_attrs)) for i, group in enumerate(groups) for trial in group]
-        known = all(tastes is not None for _, _, tastes in told)
+        trials = [(i, trial, interactions_of(trial.user_attrs)) for i, group in enumerate(groups) for trial in group]
+        all_forecast = all(interactions is not None for _, _, interactions in trials)
         rows = []
-        for i, trial, tastes in told:
+        for i, trial, interactions in trials:
             steps, ratios = trial.user_attrs[PROMPT_STEPS], trial.user_attrs[RATIOS]
             # A trial that stopped early was forecast on more prompts than it saw.
-            liking = tastes if known and tastes else [0.0] * len(ratios)
-            for step, ratio, liked in zip(steps, ratios, liking, strict=False):
-                rows.append((i, step, math.log(ratio), is_full(trial), liked))
-        config = np.array([row[0] for row in rows])
-        prompt = np.array([row[1] for row in rows])
-        log = np.array([row[2] for row in rows])
-        full = np.array([row[3] for row in rows])
-        taste = np.array([row[4] for row in rows])
+            forecast = interactions if all_forecast and interactions else [0.0] * len(ratios)
+            for step, ratio, one in zip(steps, ratios, forecast, strict=False):
+                rows.append((i, step, math.log(ratio), is_full(trial), one))
+        config, prompt, log, full, interaction = (np.array(column) for column in zip(*rows, strict=True))
         self.pairs = np.bincount(config)
-        self.trust: float = 1.0 if known else 0.0
-        apart = taste - (np.bincount(config, taste) / self.pairs)[config]  # within a config is all that tells
+        self.interaction_weight: float = 1.0 if all_forecast else 0.0
+        centred = interaction - (np.bincount(config, interaction) / self.pairs)[config]
         seen = np.bincount(prompt)
         self.prompts = np.zeros(len(seen))
         first = np.flatnonzero(seen[:num_first])
         for _ in range(_SWEEPS):
-            tasteless = log - self.trust * taste
-            self.configs = np.bincount(config, tasteless - self.prompts[prompt]) / self.pairs
-            self.prompts = np.bincount(prompt, tasteless - self.configs[config]) / (seen + 1)
+            adjusted = log - self.interaction_weight * interaction
+            self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
+            self.prompts = np.bincount(prompt, adjusted - self.configs[config]) / (seen + 1)
             shift = self.prompts[first].mean() if len(first) else 0.0
             self.prompts = np.where(seen > 0, self.prompts - shift, 0.0)
-            if known:
-                followed = float(apart @ (log - self.prompts[prompt])) + _TRUST_WEIGHT
-                self.trust = float(np.clip(followed / (float(apart @ apart) + _TRUST_WEIGHT), 0.0, 1.0))
-        tasteless = log - self.trust * taste
-        self.configs = np.bincount(config, tasteless - self.prompts[prompt]) / self.pairs
-        rest = (tasteless - self.configs[config] - self.prompts[prompt])[full]
-        freedom = len(rest) - len(np.unique(config[full])) - len(np.unique(prompt[full])) + 1 if len(rest) else 0
-        self.sigma = math.sqrt(float(rest @ rest) / freedom) if freedom >= _MIN_FREEDOM else None
+            if all_forecast:
+                followed = float(centred @ (log - self.prompts[prompt])) + _INTERACTION_PRIOR
+                total = float(centred @ centred) + _INTERACTION_PRIOR
+                self.interaction_weight = float(np.clip(followed / total, 0.0, 1.0))
+        adjusted = log - self.interaction_weight * interaction
+        self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
+        residuals = (adjusted - self.configs[config] - self.prompts[prompt])[full]
+        num_effects = len(np.unique(config[full])) + len(np.unique(prompt[full])) - 1
+        freedom = len(residuals) - num_effects if len(residuals) else 0
+        self.sigma = math.sqrt(float(residuals @ residuals) / freedom) if freedom >= _MIN_FREEDOM else None

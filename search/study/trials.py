@@ -45,7 +45,7 @@ def counted(trials: Iterable[FrozenTrial]) -> int:
 
 
 def expected_gains(trials: Iterable[FrozenTrial], latest: int) -> list[float]:
-    """Of the `latest` last trials that know one, oldest first."""
+    """Of the `latest` last trials that keep one, oldest first."""
     found = [one.user_attrs[EXPECTED_GAIN] for one in trials if EXPECTED_GAIN in one.user_attrs]
     return [float(one) for one in found[-latest:]]
 
@@ -66,10 +66,10 @@ def is_full(trial: FrozenTrial) -> bool:
     return is_measured(trial) and trial.user_attrs.get(STOPPED_EARLY) is False
 
 
-def taste_of(attributes: Mapping[str, Any]) -> list[float] | None:
-    """Per prompt of a trial, how much more its config was forecast to like it than the average prompt, in log speedup.
+def interactions_of(attributes: Mapping[str, Any]) -> list[float] | None:
+    """Forecast interactions of a trial's config with each of its prompts; None where the trial keeps no forecast.
 
-    None where the trial keeps no forecast.
+    An interaction is the forecast log speedup on the prompt less that on the average text.
     """
     ratios, average = attributes.get(FORECAST_RATIOS), attributes.get(FORECAST_SPEEDUP)
     return [math.log(ratio / average) for ratio in ratios] if ratios and average else None

@@ -260,7 +260,7 @@ class TrialDone(Event):
 
 @dataclass(frozen=True)
 class Drifted(Event):
-    """The prices were measured again: verifying four tokens costs so many times what it did at the start."""
+    """The costs were measured again: verifying four tokens costs so many times what it did at the start."""
 
     name = "drift"
     verify_times: float

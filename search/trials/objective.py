@@ -65,7 +65,7 @@ from search.study.attributes import (
 )
 from search.study.leaderboard import Standings, make_standings
 from search.study.space import SearchSpace
-from search.study.trials import INTERRUPTED, WITHDRAWN, taste_of
+from search.study.trials import INTERRUPTED, WITHDRAWN, interactions_of
 from search.trials.sampler import ProposalSampler
 from search.workers.hang import watched
 from search.workers.process import process_token
@@ -170,7 +170,7 @@ class Objective:
         """Pairs on this trial's prompts, in order, until all are done or the trial is hopeless."""
         pairs: list[Pair] = []
         steps = self.reference.steps(standings.num_full_trials(trial.params))
-        tastes = self._predict(trial, config, steps, standings)
+        interactions = self._predict(trial, config, steps, standings)
         estimate = 1.0
         for count, step in enumerate(steps, start=1):
             case = self.reference.cases[step]
@@ -178,8 +178,8 @@ class Objective:
                 pair = measure_pair(self.decoder, case, config, plain_first=(step + trial.number) % 2 == 0)
             pairs.append(pair)
             trial.report(pair.ratio, step)
-            known = tastes[:count] if tastes else None
-            estimate = standings.standardised(steps[:count], [one.ratio for one in pairs], known)
+            of_these = interactions[:count] if interactions else None
+            estimate = standings.standardised(steps[:count], [one.ratio for one in pairs], of_these)
             if count < len(steps) and standings.is_hopeless(estimate, count):
                 return Outcome(tuple(pairs), steps[:count], estimate, stopped_early=True)
         return Outcome(tuple(pairs), steps, estimate, stopped_early=False)
@@ -187,19 +187,19 @@ class Objective:
     def _predict(
         self, trial: optuna.Trial, config: DecodeConfig, steps: Sequence[int], standings: Standings
     ) -> list[float] | None:
-        """Write down what is expected, before the clock starts. Returns the tastes, see `taste_of`."""
+        """Write down what is expected, before the clock starts. Returns the interactions, see `interactions_of`."""
         if self.outlook is None or not config.speculates:
             return None
         earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        told = self.outlook.describe_trial(config, steps, earlier)
-        tastes = taste_of(told)
-        expected = standings.standardised(steps, told[PREDICTED_RATIOS], tastes)
-        told |= {
+        forecast = self.outlook.describe_trial(config, steps, earlier)
+        interactions = interactions_of(forecast)
+        expected = standings.standardised(steps, forecast[PREDICTED_RATIOS], interactions)
+        forecast |= {
             PREDICTED_SPEEDUP: expected,
             PREDICTED_TOKENS_PER_S: expected * self.reference.plain_tokens_per_s,
         }
-        _set_all(trial, told)
-        return tastes
+        _set_all(trial, forecast)
+        return interactions
 
     def _record(self, trial: optuna.Trial, outcome: Outcome, seconds: float) -> float:
         ratios = [pair.ratio for pair in outcome.pairs]

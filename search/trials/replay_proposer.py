@@ -37,10 +37,10 @@ class _Field:
     def settle(self, measured: Set[Key]) -> list[Candidate]:
         """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone. Returns it."""
         best = next((one for one in self.best_first if one.key not in measured), None)
-        if best is None or best.wide:
+        if best is None or best.full_fidelity:
             return []
         mask, refined = self._refiner.mask(best), self._refiner.refine(best)
-        self.best_first = [one for one in self.best_first if one.wide or self._refiner.mask(one) != mask]
+        self.best_first = [one for one in self.best_first if one.full_fidelity or self._refiner.mask(one) != mask]
         self.add([refined])
         return [refined]
 
@@ -49,10 +49,10 @@ class _Field:
         expected = self._refiner.expected(self.best_first)
         sides: tuple[list[float], list[float]] = ([], [])
         for one, log in zip(self.best_first, expected.tolist(), strict=True):
-            if one.wide:
+            if one.full_fidelity:
                 sides[one.key in measured].append(log)
-        left, known = sides
-        return math.expm1(max(left) - max(known)) if left and known else None
+        unmeasured, tried = sides
+        return math.expm1(max(unmeasured) - max(tried)) if unmeasured and tried else None
 
 
 class ReplayProposer:
@@ -69,7 +69,7 @@ class ReplayProposer:
     neighbours then, unless all else is measured; if it does not lead any more, the best of those that were predicted on
     all is proposed.
 
-    Cost: `num_readings` readings a proposal or a wide one, and some milliseconds.
+    Cost: `num_readings` readings a proposal or a full-fidelity one, and some milliseconds.
     """
 
     @classmethod
@@ -83,7 +83,7 @@ class ReplayProposer:
         self._space, self._options = space, options
         self._candidates, self._pool = candidates, pool
         self._num_readings = num_readings
-        self._known: dict[int, list[Candidate]] = {}
+        self._read: dict[int, list[Candidate]] = {}
         self._refiner = Refiner(candidates, space)
         self._pool_masks = {self._refiner.mask(one) for one in pool.candidates}
 
@@ -97,20 +97,24 @@ class ReplayProposer:
         if first := next((one for one in self._best_by_drafter if one.key not in measured), None):
             return Proposal("drafter", first.params)
         self._candidates.predictor.learn(trials)
-        known = self._all_known(trials)
+        predicted = self._all_predicted(trials)
         field = _Field(self._refiner)
-        field.add(known)
+        field.add(predicted)
         refined = field.settle(measured)
         leading = [one for one in field.best_first if self._has_mask(one)][:_NUM_PARENTS]
         is_used_up = all(one.key in measured for one in field.best_first)
-        fresh = self._neighbours(leading, known, rng) if leading and (is_used_up or not refined) else []
+        fresh = self._neighbours(leading, predicted, rng) if leading and (is_used_up or not refined) else []
         field.add(fresh)
         if leading:
-            field.add(self._candidates.variants(self._refiner.mask(leading[0]), _NUM_VARIANTS, wide=leading[0].wide))
+            field.add(
+                self._candidates.variants(
+                    self._refiner.mask(leading[0]), _NUM_VARIANTS, full_fidelity=leading[0].full_fidelity
+                )
+            )
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
-        chosen = next((one for one in left if one.wide), left[0])
+        chosen = next((one for one in left if one.full_fidelity), left[0])
         origin = "pool" if self._refiner.mask(chosen) in self._pool_masks else "replay"
         considered = self._candidates.write([*refined, *fresh])
         return Proposal(origin, chosen.params, considered=considered, gain=field.gain(measured))
@@ -124,20 +128,20 @@ class ReplayProposer:
         self._candidates.predictor.learn(())
         return list(self._candidates.best_by_drafter(self._pool).values())
 
-    def _all_known(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
-        """The pool and what earlier proposals predicted, each config once, and none of what a wide one replaces."""
+    def _all_predicted(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
+        """The pool and what earlier proposals predicted, each config once, full fidelity replacing screening."""
         found = {one.key: one for one in self._pool.candidates}
         for trial in trials:
             rows = trial.user_attrs.get(CONSIDERED)
             if not rows or was_interrupted(trial):
                 continue
-            if trial.number not in self._known:
-                self._known[trial.number] = self._candidates.read(rows)
-            found.update((one.key, one) for one in self._known[trial.number])
-        if all(one.wide for one in found.values()):
+            if trial.number not in self._read:
+                self._read[trial.number] = self._candidates.read(rows)
+            found.update((one.key, one) for one in self._read[trial.number])
+        if all(one.full_fidelity for one in found.values()):
             return list(found.values())
-        wide = {self._refiner.mask(one) for one in found.values() if one.wide and self._has_mask(one)}
-        return [one for one in found.values() if one.wide or self._refiner.mask(one) not in wide]
+        full = {self._refiner.mask(one) for one in found.values() if one.full_fidelity and self._has_mask(one)}
+        return [one for one in found.values() if one.full_fidelity or self._refiner.mask(one) not in full]
 
     @staticmethod
     def _has_mask(one: Candidate) -> bool:
@@ -145,10 +149,10 @@ class ReplayProposer:
         return any(name == GAMMA for name, _ in one.key)
 
     def _neighbours(
-        self, parents: Sequence[Candidate], known: Sequence[Candidate], rng: np.random.Generator
+        self, parents: Sequence[Candidate], predicted: Sequence[Candidate], rng: np.random.Generator
     ) -> list[Candidate]:
         """New masks near the parents, predicted."""
-        seen = {self._refiner.mask(one) for one in known}
+        seen = {self._refiner.mask(one) for one in predicted}
         fresh: list[Candidate] = []
         for _ in range(4 * self._num_readings):
             if len(fresh) == self._num_readings:

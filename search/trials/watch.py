@@ -62,7 +62,7 @@ class TrialWatch:
             self._recheck(study)
 
     def _recheck(self, study: optuna.Study) -> None:
-        """Follow the machine: a price that moved changes what is worth measuring."""
+        """Follow the machine: a cost that moved changes what is worth measuring."""
         try:
             moved = self._outlook.recheck(study)
         except Exception as error:  # noqa: BLE001 (the search can do without; the next trial tells what is wrong)

@@ -15,7 +15,7 @@ from search.outlook.opening import _Opening
 from search.outlook.outlook import Outlook
 from search.outlook.refinement import Refiner
 from search.predict.learnt_costs import CostLearner
-from search.predict.more_texts import Beyond
+from search.predict.more_texts import MoreTexts
 from search.predict.predictor import Predictor
 from search.study.attributes import MORE, TEXTS
 
@@ -29,7 +29,7 @@ def _one_fidelity(stack: ExitStack) -> None:
     def outlook(self: _Opening) -> Outlook:
         if TEXTS not in self.study.user_attrs:
             self.study.set_user_attr(TEXTS, len(self._reference_texts()))
-            self.study.set_user_attr(MORE, Beyond().to_json())
+            self.study.set_user_attr(MORE, MoreTexts().to_json())
         return begin(self)
 
     stack.enter_context(patch.object(_Opening, "outlook", outlook))
@@ -49,13 +49,13 @@ def _no_learnt_costs(stack: ExitStack) -> None:
 
 
 def _no_yardstick(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(Predictor, "set_yardstick", lambda *_: None))
+    stack.enter_context(patch.object(Predictor, "set_reference_config", lambda *_: None))
 
 
 def _no_taste(stack: ExitStack) -> None:
     """Prompts' interaction with configs is not taken out, nor forecasts drawn towards, which ask for it."""
-    stack.enter_context(patch.object(search.study.leaderboard, "taste_of", lambda _attributes: None))
-    stack.enter_context(patch("search.trials.objective.taste_of", lambda _attributes: None))
+    stack.enter_context(patch.object(search.study.leaderboard, "interactions_of", lambda _attributes: None))
+    stack.enter_context(patch("search.trials.objective.interactions_of", lambda _attributes: None))
 
 
 def _no_shrinkage(stack: ExitStack) -> None:
@@ -64,7 +64,7 @@ def _no_shrinkage(stack: ExitStack) -> None:
     def as_measured(fit: Any, _forecasts: Any, sigma: float, _may_lead: Any) -> tuple[Any, Any]:
         return fit.configs, np.sqrt(sigma**2 / fit.pairs)
 
-    stack.enter_context(patch.object(search.study.leaderboard, "_towards_forecasts", as_measured))
+    stack.enter_context(patch.object(search.study.leaderboard, "_shrink_to_forecasts", as_measured))
 
 
 def _no_repeats(stack: ExitStack) -> None:
@@ -79,7 +79,7 @@ def _only_predicted(stack: ExitStack) -> None:
     def as_forecast(_fit: Any, forecasts: Any, _sigma: float, _may_lead: Any) -> tuple[Any, Any]:
         return np.array([0.0 if one is None else one for one in forecasts]), np.zeros(len(forecasts))
 
-    stack.enter_context(patch.object(search.study.leaderboard, "_towards_forecasts", as_forecast))
+    stack.enter_context(patch.object(search.study.leaderboard, "_shrink_to_forecasts", as_forecast))
 
 
 ABLATIONS: dict[str, Patches] = {

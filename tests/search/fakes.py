@@ -68,7 +68,7 @@ class FakeDecoder:
     break_on: Callable[[DecodeConfig], Exception | None] = lambda _config: None
     wrong_on: Callable[[DecodeConfig], bool] = lambda _config: False
     tie_on: Callable[[DecodeConfig], bool] = lambda _config: False
-    taste: Callable[[Sequence[int], DecodeConfig], float] = lambda _prompt_ids, _config: 1.0
+    interaction: Callable[[Sequence[int], DecodeConfig], float] = lambda _prompt_ids, _config: 1.0
     """Factor on the speed of a config on a prompt: what makes one config suit some prompts better."""
     num_tokens: int = 17
     num_decoded: int = 0
@@ -85,7 +85,7 @@ class FakeDecoder:
         if error is not None:
             raise error
         speed = PLAIN_TOKENS_PER_S * true_speedup(config, self.gain) * (1 + self.noise * wobble(prompt_ids, config))
-        speed *= self.taste(prompt_ids, config) * self.pace
+        speed *= self.interaction(prompt_ids, config) * self.pace
         stats = DecodeStats(num_prompt_tokens=len(prompt_ids), num_emitted=self.num_tokens, prefill_s=0.01)
         num_timed = self.num_tokens - 1
         stats.decode_s = num_timed / speed
@@ -147,7 +147,7 @@ CALM, WILD = (500, 1, 2), (512, 1, 3)
 
 
 def wild_needs_late_layers(prompt_ids: Sequence[int], config: DecodeConfig) -> float:
-    """A taste: on wild prompts each sublayer of layers 3 and 4 that is skipped costs 15 %; on calm ones nothing."""
+    """An interaction: each sublayer of layers 3 and 4 that is skipped costs 15 % on wild prompts, nothing on calm."""
     if not config.speculates or prompt_ids[2] == CALM[2]:
         return 1.0
     mask = config.skip_mask
@@ -155,7 +155,7 @@ def wild_needs_late_layers(prompt_ids: Sequence[int], config: DecodeConfig) -> f
 
 
 def truth(config: DecodeConfig, prompt_ids: Sequence[int]) -> float:
-    """Noise-free speedup under that taste."""
+    """Noise-free speedup under that interaction."""
     return true_speedup(config) * wild_needs_late_layers(prompt_ids, config)
 
 

@@ -35,7 +35,7 @@ def cost_figure(study: optuna.Study) -> go.Figure:
     """Measured costs in steps of the target: of verifying n draft tokens, and of a draft token by its terms.
 
     The first and the latest measurement, each against the target step measured with it, so that a clock that merely
-    runs slower shows in the legend and a price that changed shows in the curve; and what the trials' own steps taught.
+    runs slower shows in the legend and a cost that changed shows in the curve; and what the trials' own steps taught.
     Raises: MissingData if the study keeps no costs.
     """
     history: list[str] = json.loads(study.user_attrs.get(COSTS, "[]"))

@@ -241,7 +241,7 @@ def test_ngrams_of_other_settings_are_measured_anew(bench: Comparison, monkeypat
 
 def test_the_plot_leaves_room_for_the_ngrams(bench: Comparison) -> None:
     """They may be faster than every strategy."""
-    bench.decoder.taste = lambda _prompt_ids, config: 4.0 if config == NGRAMS else 1.0
+    bench.decoder.interaction = lambda _prompt_ids, config: 4.0 if config == NGRAMS else 1.0
     bench.run()
     results = bench.results()
     assert results["ngrams"]["speedup"] > 3
@@ -545,9 +545,9 @@ def test_what_the_ledger_drops_is_worked_out_again_at_no_charge() -> None:
     ledger.trim()
     assert not ledger.has("first")
     before = other.now()
-    ask(other, "first")  # another run pays the first price, as ever
+    ask(other, "first")  # another run pays what it first cost, as ever
     assert other.now() - before == 3.0
-    assert ledger.price("first") == 3.0
+    assert ledger.first_cost_s("first") == 3.0
 
 
 def test_a_forcing_that_was_dropped_is_made_again_and_reads_the_same() -> None:

@@ -42,7 +42,7 @@ def test_who_ties_stays_to_the_end() -> None:
 def test_the_figure_of_who_dropped_out_is_as_on_all_prompts() -> None:
     """Later prompts suit every draft better; who did not see them is not told slower for that."""
     decoder = FakeDecoder(
-        noise=0.0, taste=lambda ids, config: 1.5 if config.speculates and ids[0] >= RACE_FROM else 1.0
+        noise=0.0, interaction=lambda ids, config: 1.5 if config.speculates and ids[0] >= RACE_FROM else 1.0
     )
     almost = DecodeConfig(skip_mask=BEST.skip_mask, gamma=4, target_threshold=TIE / 2)
     result = run(decoder, BEST, almost, FAR)

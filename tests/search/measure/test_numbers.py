@@ -264,18 +264,18 @@ def test_luck_with_prompts_that_was_forecast_is_no_speed() -> None:
     solid = trial("6:2", [0, 1], [1.4, 1.4], number=1, forecasts=([1.4, 1.4], 1.4))
     stopped = trial("6:3", [0], [0.8], stopped=True, number=2, forecasts=([1.0, 1.0], 1.0))
     standings = make_standings([lucky, solid, stopped], SPACE, 0.01, 2)
-    assert standings.trust > 0.9
+    assert standings.interaction_weight > 0.9
     assert [one.trials for one in standings.entries] == [(1,), (0,)]
     # Between what was forecast and what was measured with the prompts' part taken out.
     measured = 1.4 / (math.sqrt(1.6 * 1.5 / (1.65 * 1.55)) * 1.3)
     assert 1.4 / 1.3 < standings.entries[0].speedup / standings.entries[1].speedup < measured
     liked = math.log(2.0)
-    assert standings.standardised([7], [2.0], [liked]) == pytest.approx(2.0 ** (1 - standings.trust))
+    assert standings.standardised([7], [2.0], [liked]) == pytest.approx(2.0 ** (1 - standings.interaction_weight))
     assert standings.standardised([7, 8], [2.0, 0.5], [liked, -liked]) == pytest.approx(1.0)
     # One trial without a forecast, of an older study, say: then none is used, and all are compared as measured.
     plain = trial("6:4", [0, 1], [1.2, 1.2], number=3)
     standings = make_standings([lucky, solid, stopped, plain], SPACE, 0.01, 2)
-    assert standings.trust == 0.0
+    assert standings.interaction_weight == 0.0
     assert standings.entries[0].trials == (0,)
     assert standings.standardised([7], [2.0], [liked]) == pytest.approx(2.0)
 
@@ -326,12 +326,14 @@ def test_how_far_off_forecasts_are_for_hopeless_configs_says_nothing_about_leade
 
 
 def test_forecasts_that_ratios_do_not_follow_lose_their_weight() -> None:
-    tastes = ([1.6, 1.2, 1.3, 1.5], 1.4)
-    blind = [trial(f"6:{i}", [0, 1, 2, 3], [1.3] * 4, number=i, forecasts=tastes) for i in range(1, 6)]
-    following = [trial(f"6:{i}", [0, 1, 2, 3], [1.5, 1.1, 1.2, 1.4], number=i, forecasts=tastes) for i in range(1, 6)]
-    trusts = [make_standings(trials, SPACE, 0.01, 4).trust for trials in (blind[:1], blind, following)]
-    assert 0.2 < trusts[1] < trusts[0] < 0.6
-    assert trusts[2] > 0.9
+    interactions = ([1.6, 1.2, 1.3, 1.5], 1.4)
+    blind = [trial(f"6:{i}", [0, 1, 2, 3], [1.3] * 4, number=i, forecasts=interactions) for i in range(1, 6)]
+    following = [
+        trial(f"6:{i}", [0, 1, 2, 3], [1.5, 1.1, 1.2, 1.4], number=i, forecasts=interactions) for i in range(1, 6)
+    ]
+    weights = [make_standings(trials, SPACE, 0.01, 4).interaction_weight for trials in (blind[:1], blind, following)]
+    assert 0.2 < weights[1] < weights[0] < 0.6
+    assert weights[2] > 0.9
 
 
 def test_stopped_trials_inform_but_never_lead() -> None:

@@ -272,31 +272,31 @@ def test_candidates_know_on_which_texts_they_were_predicted(share_prefix: bool) 
     space = dataclasses.replace(SPACE, share_prefix=share_prefix)
     tiers, first, together = tiers_of(space), candidates_of(space, 2)[0], candidates_of(space, 5)[0]
     mask = SkipMask.early_exit(6, 4)
-    coarse, wide = tiers.of(mask), tiers.of(mask, wide=True)
+    coarse, full = tiers.of(mask), tiers.of(mask, full_fidelity=True)
     alone, whole = first.of(mask), together.of(mask)
-    assert (coarse.params, coarse.log_speedup, coarse.wide) == (alone.params, alone.log_speedup, False)
-    assert (wide.params, wide.log_speedup, wide.wide) == (whole.params, whole.log_speedup, True)
+    assert (coarse.params, coarse.log_speedup, coarse.full_fidelity) == (alone.params, alone.log_speedup, False)
+    assert (full.params, full.log_speedup, full.full_fidelity) == (whole.params, whole.log_speedup, True)
     assert coarse.first_log_speedup is None
-    assert wide.first_log_speedup == coarse.log_speedup
-    assert (alone.wide, alone.first_log_speedup) == (True, None), "there are no more texts"
-    assert [one.params for one in tiers.variants(mask, 3, wide=True)] == [
+    assert full.first_log_speedup == coarse.log_speedup
+    assert (alone.full_fidelity, alone.first_log_speedup) == (True, None), "there are no more texts"
+    assert [one.params for one in tiers.variants(mask, 3, full_fidelity=True)] == [
         one.params for one in together.variants(mask, 3)
     ]
     assert [one.params for one in tiers.variants(mask, 3)] == [one.params for one in first.variants(mask, 3)]
-    rows = json.loads(json.dumps(tiers.write([coarse, wide])))
+    rows = json.loads(json.dumps(tiers.write([coarse, full])))
     assert rows[1] == [*rows[1][: 5 + share_prefix], round(coarse.log_speedup, 5)]
     back = tiers.read(rows)
-    for one, other in zip(back, (coarse, wide), strict=True):
-        assert (one.params, one.wide) == (other.params, other.wide)
+    for one, other in zip(back, (coarse, full), strict=True):
+        assert (one.params, one.full_fidelity) == (other.params, other.full_fidelity)
         assert one.first_log_speedup == pytest.approx(other.first_log_speedup, abs=1e-5)
     assert tiers.write(back) == rows
 
 
 def test_the_best_of_a_pool_is_one_that_was_predicted_on_all_texts() -> None:
     tiers = tiers_of(SPACE)
-    coarse, wide = tiers.of(SkipMask.contiguous(6, 1, 4)), tiers.of(SkipMask.none(6), wide=True)
-    pool = Pool((coarse, wide))
-    assert (pool.best, pool.num_wide) == (wide, 1)
+    coarse, full = tiers.of(SkipMask.contiguous(6, 1, 4)), tiers.of(SkipMask.none(6), full_fidelity=True)
+    pool = Pool((coarse, full))
+    assert (pool.best, pool.num_full_fidelity) == (full, 1)
     again = Pool.from_json(pool.to_json(tiers), tiers)
-    assert (again.best.params, again.num_wide) == (wide.params, 1)
+    assert (again.best.params, again.num_full_fidelity) == (full.params, 1)
     assert Pool((coarse,)).best == coarse

@@ -33,7 +33,7 @@ from search.study.fingerprint import Fingerprint
 from search.study.leaderboard import make_standings
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
-from search.study.trials import expected_gains, key_of, taste_of
+from search.study.trials import expected_gains, interactions_of, key_of
 from search.terminal.reporter import Reporter
 from search.trials.phase import HANDFUL, TrialPhase
 from search.trials.proposals import ProposeOptions
@@ -270,7 +270,7 @@ def test_a_resume_reads_the_same_texts() -> None:
 
 CUTTABLE = tuple(EncodedPrompt(f"t{i}", None, tuple(range(100 * i, 100 * i + 20)), is_text=True) for i in range(6))
 LONG = dataclasses.replace(OPTIONS, trials=100, trial_seconds=20.0)
-"""A wide reading may take three seconds, and making the texts 40."""
+"""A full-fidelity reading may take three seconds, and making the texts 40."""
 
 
 def quick() -> WatchedDecoder:
@@ -283,11 +283,14 @@ def test_more_texts_are_made_of_the_tuning_prompts_and_kept() -> None:
     outlook = open_(study, decoder, LONG, tuning=CUTTABLE)
     assert decoder.num_decoded == 6 + 4 * 6, "the six whole ones, which the reference does not use, and four cuts each"
     assert (outlook.predictor.num_first, outlook.predictor.num_texts, outlook.num_cuts) == (6, 36, 24)
-    assert outlook.pool.num_wide >= 8
-    assert outlook.pool.best.wide
+    assert outlook.pool.num_full_fidelity >= 8
+    assert outlook.pool.best.full_fidelity
     assert outlook_facts(study)["texts"] == {"num_first": 6, "num_reference_more": 0, "num_made": 30}
     lines = describe_outlook(outlook)
-    assert f"configs predicted on 6 texts, the best {outlook.pool.num_wide} on 36 (of which 24 are cuts" in lines[2]
+    assert (
+        f"configs predicted on 6 texts, the best {outlook.pool.num_full_fidelity} on 36 (of which 24 are cuts"
+        in lines[2]
+    )
     other = quick()
     again = open_(study, other, LONG, tuning=CUTTABLE)
     assert (other.num_decoded, other.num_readings) == (0, 0)
@@ -315,7 +318,9 @@ def test_texts_that_the_reference_has_are_not_made_again() -> None:
         (5.0, 4, 4),  # not even the reference's
     ],
 )
-def test_a_wide_reading_has_as_many_texts_as_it_may_take_time(reading_s: float, num_first: int, num_texts: int) -> None:
+def test_a_full_fidelity_reading_has_as_many_texts_as_it_may_take_time(
+    reading_s: float, num_first: int, num_texts: int
+) -> None:
     study, decoder = new_study(), planted()
     # With the sensitivity known, the pool's time is that of its readings.
     study.set_user_attr(SENSITIVITY, open_(new_study(), planted()).sensitivity.to_json())
@@ -355,23 +360,23 @@ def test_a_study_without_more_texts_goes_on_without() -> None:
 
 
 def test_a_config_that_owes_much_to_the_trials_texts_is_known_to() -> None:
-    """Its taste for its own prompts is told against all texts, so that it can be taken out of what is measured."""
+    """Its interactions with its own prompts are kept, so that it can be taken out of what is measured."""
     study, decoder = new_study(), quick()
     outlook = open_(study, decoder, LONG, tuning=CUTTABLE)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4)
     told = outlook.describe_trial(config, [5, 2], [])
     alone = open_(new_study(), quick(), LONG).predictor
     assert told["forecast_ratios"] == pytest.approx(alone.forecast(config, [5, 2])[0], abs=1e-5)
-    wide = outlook.predictor.forecast(config, [])[1]
-    assert told["forecast_speedup"] == pytest.approx(wide, abs=1e-5)
-    assert abs(wide / alone.forecast(config, [])[1] - 1) > 0.01
-    taste = taste_of(told)
-    assert taste == pytest.approx([math.log(one / wide) for one in told["forecast_ratios"]], abs=1e-4)
+    on_all = outlook.predictor.forecast(config, [])[1]
+    assert told["forecast_speedup"] == pytest.approx(on_all, abs=1e-5)
+    assert abs(on_all / alone.forecast(config, [])[1] - 1) > 0.01
+    interactions = interactions_of(told)
+    assert interactions == pytest.approx([math.log(one / on_all) for one in told["forecast_ratios"]], abs=1e-4)
     # Measured as forecast, it is taken for what it is worth on all texts.
     trial = record(study, SPACE, SPACE.to_params(config), told["forecast_ratios"], **told)
     leader = make_standings([trial], SPACE, 0.02, 2).leader
     assert leader is not None
-    assert leader.speedup == pytest.approx(wide, rel=1e-4)
+    assert leader.speedup == pytest.approx(on_all, rel=1e-4)
 
 
 def test_stopped_and_resumed_with_more_texts_equals_uninterrupted() -> None:
@@ -467,7 +472,7 @@ def test_facts_of_a_study_with_and_without_an_outlook() -> None:
 
 
 def slower(_prompt_ids: Sequence[int], config: DecodeConfig) -> float:
-    """A taste: whatever drafts loses a tenth."""
+    """Whatever drafts loses a tenth."""
     return 0.9 if config.speculates else 1.0
 
 
@@ -495,7 +500,7 @@ def search(
 def test_where_nothing_can_win_a_handful_confirms_it(tmp_path: Path) -> None:
     """The whole run: what is exported does not speculate. The same command again measures nothing more."""
     for _ in range(2):
-        bench = Bench(tmp_path, dear(gain=0.0, noise=0.0, taste=slower))
+        bench = Bench(tmp_path, dear(gain=0.0, noise=0.0, interaction=slower))
         assert bench.run(trials=30, num_confirm_candidates=1, confirm_repeats=1) == 0
         summary = json.loads(bench.paths.summary.read_text())
         assert summary["trials"]["counted"] == HANDFUL
@@ -507,14 +512,14 @@ def test_where_nothing_can_win_a_handful_confirms_it(tmp_path: Path) -> None:
 
 
 def test_a_short_study_is_no_longer_than_it_was_to_be() -> None:
-    study, broken, _ = search(dear(gain=0.0, noise=0.0, taste=slower), trials=3)
+    study, broken, _ = search(dear(gain=0.0, noise=0.0, interaction=slower), trials=3)
     assert broken is None
     assert len(study.trials) == 3
     assert "no config can win here" in study.user_attrs[CANNOT_WIN]
 
 
 def test_force_searches_on() -> None:
-    study, broken, said = search(dear(gain=0.0, noise=0.0, taste=slower), trials=8, force=True)
+    study, broken, said = search(dear(gain=0.0, noise=0.0, interaction=slower), trials=8, force=True)
     assert broken is None
     assert len(study.trials) == 8
     assert CANNOT_WIN not in study.user_attrs
@@ -532,7 +537,7 @@ def test_a_measured_win_searches_on_against_the_prediction() -> None:
 
 def test_a_forced_win_leaves_no_word_that_nothing_can_win() -> None:
     """What summary.json would say of it."""
-    study, _, _ = search(dear(gain=0.0, noise=0.0, taste=slower), trials=8)
+    study, _, _ = search(dear(gain=0.0, noise=0.0, interaction=slower), trials=8)
     search(dear(), study, trials=12, force=True)
     assert max(trial.user_attrs["speedup"] for trial in study.trials) > 1.1
     assert outlook_facts(study)["cannot_win"] is None

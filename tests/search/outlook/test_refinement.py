@@ -21,8 +21,8 @@ class Planted:
         self.losses, self.clock = losses or {}, clock
         self.asked: list[SkipMask] = []
 
-    def of(self, mask: SkipMask, *, wide: bool = False) -> Candidate:
-        assert wide
+    def of(self, mask: SkipMask, *, full_fidelity: bool = False) -> Candidate:
+        assert full_fidelity
         assert mask not in self.asked, "nothing is refined twice"
         self.asked.append(mask)
         if self.clock is not None:
@@ -31,9 +31,12 @@ class Planted:
         return candidate(mask, first - self.losses.get(mask, 0.1), first=first)
 
 
-def candidate(mask: SkipMask, log: float, *, wide: bool = True, first: float | None = None) -> Candidate:
+def candidate(mask: SkipMask, log: float, *, full_fidelity: bool = True, first: float | None = None) -> Candidate:
     return Candidate(
-        key_of(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4))), log, wide=wide, first_log_speedup=first
+        key_of(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4))),
+        log,
+        full_fidelity=full_fidelity,
+        first_log_speedup=first,
     )
 
 
@@ -49,20 +52,20 @@ def refiner_of(planted: Planted) -> Refiner:
 
 def test_masks_are_expected_to_lose_what_their_like_lost() -> None:
     near, far = SkipMask.from_layers(6, [1, 2, 3, 4]), SkipMask.from_sublayers(6, attention=[0, 5], mlp=[0, 5])
-    coarse = [candidate(SkipMask.from_sublayers(6, attention=[1, 2, 3, 4], mlp=[1, 2, 3]), 0.5, wide=False)]
+    coarse = [candidate(SkipMask.from_sublayers(6, attention=[1, 2, 3, 4], mlp=[1, 2, 3]), 0.5, full_fidelity=False)]
     both = [candidate(near, 0.2, first=0.5), candidate(far, 0.4, first=0.4)]
     expected = refiner_of(Planted()).expected([*coarse, *both])
     # One bit from the mask that lost 0.3, eleven from the one that lost nothing; their average, 0.15, weighs 0.2.
     weights = math.exp(-1 / 2), math.exp(-11 / 2)
     shift = (weights[0] * -0.3 + 0.2 * -0.15) / (sum(weights) + 0.2)
     assert expected == pytest.approx([0.5 + shift, 0.2, 0.4])
-    unlike = candidate(SkipMask.none(6), 0.5, wide=False)
+    unlike = candidate(SkipMask.none(6), 0.5, full_fidelity=False)
     assert -0.16 < refiner_of(Planted()).expected([unlike, *both])[0] - 0.5 < -0.1
 
 
 def test_without_masks_predicted_both_ways_nothing_is_expected_to_change() -> None:
     refiner = refiner_of(Planted())
-    coarse = [candidate(mask, FIRST[mask], wide=False) for mask in MASKS[:3]]
+    coarse = [candidate(mask, FIRST[mask], full_fidelity=False) for mask in MASKS[:3]]
     assert refiner.expected(coarse).tolist() == [1.0, 0.99, 0.98]
     assert refiner.expected([*coarse, candidate(MASKS[5], 0.1)]).tolist() == [1.0, 0.99, 0.98, 0.1]
     assert refiner.expected([]).tolist() == []
@@ -73,8 +76,8 @@ def test_the_best_eight_of_a_pool_are_predicted_on_all_texts() -> None:
     planted = Planted()
     pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
     assert planted.asked == MASKS[:8]
-    assert [one.wide for one in pool.candidates] == [True] * 8 + [False] * (len(MASKS) - 8)
-    assert pool.num_wide == 8
+    assert [one.full_fidelity for one in pool.candidates] == [True] * 8 + [False] * (len(MASKS) - 8)
+    assert pool.num_full_fidelity == 8
     assert pool.best.log_speedup == pytest.approx(0.9)
 
 
@@ -83,7 +86,7 @@ def test_what_loses_more_than_its_like_makes_room_for_others() -> None:
     pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
     assert pool.best.params == POOL.candidates[3].params
     assert {SPACE.to_mask(one.params) for one in pool.candidates[:8]}.isdisjoint(MASKS[:3])
-    assert all(one.wide for one in pool.candidates[:8])
+    assert all(one.full_fidelity for one in pool.candidates[:8])
     assert len(pool.candidates) == len(MASKS)
 
 
@@ -103,4 +106,4 @@ def test_refining_keeps_to_its_seconds_but_for_the_best(seconds: float, expected
     planted = Planted(clock=clock)
     pool = refine_pool(POOL, refiner_of(planted), seconds=seconds, clock=clock)
     assert len(planted.asked) == expected
-    assert pool.best.wide
+    assert pool.best.full_fidelity

@@ -54,7 +54,7 @@ def measure(decoder: FakeDecoder, rows: dict[str, DecodeConfig], counts: dict[st
 
 
 def test_equal_settings_are_measured_once_and_plain_decoding_never() -> None:
-    decoder = FakeDecoder(taste=wild_needs_late_layers)
+    decoder = FakeDecoder(interaction=wild_needs_late_layers)
     rows = {"default": BROAD, "calm": BROAD.model_copy(update={"reason": "x"}), "wild": PLAIN}
     matrix = measure(decoder, rows, {"calm": 3, "wild": 2}, repeats=2)
     assert decoder.num_decoded == 2 * 2 * (3 + 2)

@@ -54,19 +54,19 @@ def history(bench: Bench, group: str | None = None) -> list[tuple[Any, ...]]:
 
 @pytest.fixture
 def apart(bench: Bench) -> Bench:
-    bench.decoder.taste = wild_needs_late_layers
+    bench.decoder.interaction = wild_needs_late_layers
     return bench
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A finished per-group search on prompts of different taste; to be read only."""
-    done = Bench(tmp_path_factory.mktemp("searched"), decoder=FakeDecoder(taste=wild_needs_late_layers))
+    """A finished per-group search on prompts that suit different configs; to be read only."""
+    done = Bench(tmp_path_factory.mktemp("searched"), decoder=FakeDecoder(interaction=wild_needs_late_layers))
     assert done.run_groups(TWO, trials=18, confirm_repeats=2) == 0
     return done
 
 
-def test_groups_of_different_taste_get_their_own_settings(searched: Bench) -> None:
+def test_groups_that_suit_different_configs_get_their_own_settings(searched: Bench) -> None:
     best = DecodeConfig.load(searched.paths.best)
     assert best.groups is not None
     assert list(best.groups) == ["calm", "wild"]
@@ -106,7 +106,7 @@ def test_the_summary_holds_the_matrix(searched: Bench) -> None:
 
 
 def test_a_group_that_drafting_slows_down_decodes_plainly(apart: Bench) -> None:
-    apart.decoder.taste = lambda ids, config: 0.5 if config.speculates and ids[2] == 3 else 1.0
+    apart.decoder.interaction = lambda ids, config: 0.5 if config.speculates and ids[2] == 3 else 1.0
     assert apart.run_groups({"calm": 24, "wild": 12}, trials=10) == 0
     best = DecodeConfig.load(apart.paths.best)
     wild = best.for_group("wild")
@@ -129,7 +129,7 @@ def test_an_interrupted_search_goes_on_in_the_group_it_was_in(
     apart: Bench, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     whole = Bench(tmp_path_factory.mktemp("whole"))
-    whole.decoder.taste = wild_needs_late_layers
+    whole.decoder.interaction = wild_needs_late_layers
     whole.run_groups(TWO, trials=5)
 
     def interrupt(_config: DecodeConfig) -> None:
@@ -143,7 +143,7 @@ def test_an_interrupted_search_goes_on_in_the_group_it_was_in(
     assert [len(history(apart, group)) for group in (None, "calm", "wild")] == [5, 5, 3]
     assert "confirm" not in apart.output.getvalue()
     resumed = Bench(apart.folder)
-    resumed.decoder.taste = wild_needs_late_layers
+    resumed.decoder.interaction = wild_needs_late_layers
     assert resumed.run_groups(TWO, trials=5) == 0
     assert resumed.output.getvalue().count("all 5 trials are done") == 2
     assert [history(resumed, group) for group in (None, "calm", "wild")] == [
@@ -237,7 +237,7 @@ def test_a_violation_in_the_matrix_alone_is_exit_code_1_and_never_exported(searc
                 return Decoded((*out.ids[:5], 99, *out.ids[6:]), out.stats)
             return out
 
-    again.decoder = Broken(taste=wild_needs_late_layers)
+    again.decoder = Broken(interaction=wild_needs_late_layers)
     assert again.run_groups(TWO, trials=18) == 1
     best = DecodeConfig.load(again.paths.best)
     assert all(best.for_group(name).skip_mask != calm.skip_mask for name in (None, "calm", "wild"))

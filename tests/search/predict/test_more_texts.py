@@ -6,7 +6,7 @@ import pytest
 
 from search.measure.decoder import Decoded
 from search.predict import more_texts
-from search.predict.more_texts import CUT_SHARES, MIN_CUT, Beyond, MoreOptions, MoreText, beginnings, make_more_texts
+from search.predict.more_texts import CUT_SHARES, MIN_CUT, MoreOptions, MoreText, MoreTexts, beginnings, make_more_texts
 from search.study.prompts import EncodedPrompt
 from tests.search.fakes import NUM_LAYERS, FakeDecoder
 
@@ -99,7 +99,7 @@ def test_texts_that_end_at_once_are_left_out() -> None:
 
 
 def test_what_a_study_keeps_is_read_back() -> None:
-    beyond = Beyond(3, (MoreText(0, 11, (1, 2, 3)), MoreText(5, 20, (7, 8))))
-    assert "\n" not in beyond.to_json()
-    assert Beyond.from_json(beyond.to_json()) == beyond
-    assert Beyond.from_json(Beyond().to_json()) == Beyond()
+    more = MoreTexts(3, (MoreText(0, 11, (1, 2, 3)), MoreText(5, 20, (7, 8))))
+    assert "\n" not in more.to_json()
+    assert MoreTexts.from_json(more.to_json()) == more
+    assert MoreTexts.from_json(MoreTexts().to_json()) == MoreTexts()

@@ -138,19 +138,19 @@ def test_configs_are_ranked_at_the_first_prices() -> None:
     """Prices that rise for all shift no rank; what is dear for one config alone is seen. The surface is of today."""
     forcing = forcing_of([LENGTH] * 3)
     predictor = predictor_of(forcing)
-    yardstick, other = (DecodeConfig(skip_mask=MASKS[1], gamma=gamma) for gamma in (4, 1))
-    before = [predictor.forecast(config, [])[1] for config in (yardstick, other)]
+    reference, other = (DecodeConfig(skip_mask=MASKS[1], gamma=gamma) for gamma in (4, 1))
+    before = [predictor.forecast(config, [])[1] for config in (reference, other)]
     best, surface = predictor.best_setting(MASKS[1]).speedup, predictor.surface(MASKS[1], 0.0)[2]
-    predictor.set_yardstick(yardstick, COST)
-    assert predictor.forecast(yardstick, [])[1] == before[0]
+    predictor.set_reference_config(reference, COST)
+    assert predictor.forecast(reference, [])[1] == before[0]
     predictor.set_costs(dataclasses.replace(COST, verify_s=(COST.verify_s[0], *(3 * s for s in COST.verify_s[1:]))))
-    after = [predictor.forecast(config, [])[1] for config in (yardstick, other)]
+    after = [predictor.forecast(config, [])[1] for config in (reference, other)]
     assert after[0] == pytest.approx(before[0])
     assert after[1] < before[1]  # many verifications
     assert predictor.best_setting(MASKS[1]).speedup == pytest.approx(best, rel=0.2)
     assert (predictor.surface(MASKS[1], 0.0)[2] < 0.7 * surface).all()
     predictor.set_costs(COST)
-    assert [predictor.forecast(config, [])[1] for config in (yardstick, other)] == pytest.approx(before)
+    assert [predictor.forecast(config, [])[1] for config in (reference, other)] == pytest.approx(before)
 
 
 def test_trials_teach_prices_until_new_ones_are_measured() -> None:
@@ -230,16 +230,16 @@ def test_texts_that_are_not_read_for_every_mask_are_read_for_their_trial() -> No
     for one in (few, every):
         one.set_costs(dear)
     steps = [4, 1, 3, 4]
-    unread = few.unread(steps, force)
+    unread = few.extra_texts(steps, force)
     assert unread is not None
     assert unread.steps == (3, 4)
     assert few.trial(config, steps, unread) == every.trial(config, steps)
     ratios, mean = few.forecast(config, steps, unread)
     assert ratios == pytest.approx(every.forecast(config, steps)[0])
     assert mean == few.forecast(config, [])[1], "of the texts that are read for every mask"
-    only = few.unread([3], force)
+    only = few.extra_texts([3], force)
     assert few.trial(config, [3], only) == every.trial(config, [3])
-    assert few.unread([2, 1], force) is None
+    assert few.extra_texts([2, 1], force) is None
     assert asked == [(3, 4), (3,)]
 
 
@@ -255,16 +255,16 @@ LENGTHS = (LENGTH, 9, 15, LENGTH, 4)
 
 
 @pytest.mark.parametrize("mask", MASKS[1:3], ids=str)
-def test_wide_is_on_all_texts_and_else_on_the_first_ones(mask: SkipMask) -> None:
+def test_full_fidelity_is_on_all_texts_and_else_on_the_first_ones(mask: SkipMask) -> None:
     tiers, first, _ = split(2, LENGTHS)
     alone, together = predictor_of(first), predictor_of(forcing_of(LENGTHS))
     assert (tiers.num_texts, tiers.num_first, tiers.has_more) == (5, 2, True)
     assert (alone.num_texts, alone.num_first, alone.has_more) == (2, 2, False)
-    for wide, expected in ((False, alone), (True, together)):
-        assert tiers.best_setting(mask, wide=wide) == expected.best_setting(mask)
-        assert tiers.best_settings(mask, 5, wide=wide) == expected.best_settings(mask, 5)
-        assert tiers.agreement(mask, wide=wide) == pytest.approx(expected.agreement(mask))
-        assert alone.best_setting(mask, wide=wide) == alone.best_setting(mask)
+    for full_fidelity, expected in ((False, alone), (True, together)):
+        assert tiers.best_setting(mask, full_fidelity=full_fidelity) == expected.best_setting(mask)
+        assert tiers.best_settings(mask, 5, full_fidelity=full_fidelity) == expected.best_settings(mask, 5)
+        assert tiers.agreement(mask, full_fidelity=full_fidelity) == pytest.approx(expected.agreement(mask))
+        assert alone.best_setting(mask, full_fidelity=full_fidelity) == alone.best_setting(mask)
     assert alone.agreement(mask) != together.agreement(mask)
 
 
@@ -288,10 +288,11 @@ def test_what_is_said_of_a_config_is_on_all_texts() -> None:
 def test_an_answer_does_not_depend_on_earlier_questions() -> None:
     fresh, asked = split(2, LENGTHS)[0], split(2, LENGTHS)[0]
     for mask in MASKS:
-        asked.best_setting(mask, wide=True)
+        asked.best_setting(mask, full_fidelity=True)
     for mask in MASKS:
-        for wide in (False, True):
-            assert asked.best_setting(mask, wide=wide) == fresh.best_setting(mask, wide=wide)
+        for full_fidelity in (False, True):
+            one, other = (each.best_setting(mask, full_fidelity=full_fidelity) for each in (asked, fresh))
+            assert one == other
 
 
 def test_no_text_is_read_twice_for_a_mask() -> None:
@@ -302,7 +303,7 @@ def test_no_text_is_read_twice_for_a_mask() -> None:
     tiers = narrow.with_more(more, TextRows(more.lengths, more.target_probs, LENGTH))
     for _ in range(2):
         tiers.best_setting(MASKS[1])
-        tiers.best_setting(MASKS[1], wide=True)
+        tiers.best_setting(MASKS[1], full_fidelity=True)
         tiers.forecast(DecodeConfig(skip_mask=MASKS[1], gamma=4), [0])
     assert (first.num_readings, more.num_readings) == (1, 1)
     tiers.best_setting(MASKS[2])

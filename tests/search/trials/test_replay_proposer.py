@@ -362,20 +362,20 @@ def test_only_what_is_predicted_on_all_texts_is_proposed() -> None:
         for one in lab.proposals:
             known += lab.candidates.read(one.considered or [])
         same = [one for one in known if SPACE.to_mask(one.params) == config.skip_mask]
-        assert any(one.wide for one in same), "its mask was predicted on all texts, and that is written down"
+        assert any(one.full_fidelity for one in same), "its mask was predicted on all texts, and that is written down"
         for mask in read:
-            assert any(one.wide and SPACE.to_mask(one.params) == mask for one in known)
+            assert any(one.full_fidelity and SPACE.to_mask(one.params) == mask for one in known)
     assert {(1, False), (0, True)} <= turns <= {(1, False), (0, True), (0, False)}, "a mask on all texts, or neighbours"
 
 
 def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
     """A mask that promises 30 % more on the first texts than it holds, and one that was predicted on all."""
     lab = Lab(num_more=9, repeat_every=0, num_readings=0)
-    honest = lab.candidates.of(NEAR[0], wide=True)
-    boaster = Candidate(key_of(plain(FAR[1])), honest.log_speedup + 0.3, wide=False)
+    honest = lab.candidates.of(NEAR[0], full_fidelity=True)
+    boaster = Candidate(key_of(plain(FAR[1])), honest.log_speedup + 0.3, full_fidelity=False)
     lab.pool = Pool((boaster, honest))
     proposal = lab.propose(lab.resumed())
-    truth = lab.candidates.of(FAR[1], wide=True)
+    truth = lab.candidates.of(FAR[1], full_fidelity=True)
     assert truth.log_speedup < honest.log_speedup
     assert SPACE.to_mask(proposal.params or {}) == NEAR[0]
     (row,) = proposal.considered or []
@@ -390,8 +390,8 @@ def test_what_leads_on_a_few_texts_is_looked_at_before_it_is_believed() -> None:
 def test_neighbours_are_looked_for_once_all_that_is_known_is_measured() -> None:
     """Though a mask was predicted on all texts for this proposal: its settings have all been measured."""
     lab = Lab(num_more=9, repeat_every=0)
-    settings = lab.candidates.variants(NEAR[0], 6, wide=True)
-    lab.pool = Pool((Candidate(key_of(plain(NEAR[0], gamma=1)), 9.0, wide=False),))
+    settings = lab.candidates.variants(NEAR[0], 6, full_fidelity=True)
+    lab.pool = Pool((Candidate(key_of(plain(NEAR[0], gamma=1)), 9.0, full_fidelity=False),))
     for params in [*(one.params for one in settings), *(plain(FAR[0], gamma) for gamma in range(len(settings) % 2))]:
         record_failure(lab.study, SPACE, params, "out of memory")
     proposal = lab.propose(lab.resumed())
@@ -405,7 +405,7 @@ def test_neighbours_lose_what_their_parents_lost() -> None:
     lab = Lab(num_more=9, repeat_every=0, num_readings=0)
     lost = Candidate(key_of(plain(NEAR[0])), 0.1, first_log_speedup=0.9)
     held = Candidate(key_of(plain(FAR[0])), 0.1, first_log_speedup=0.1)
-    near, far = (Candidate(key_of(plain(mask)), 0.95, wide=False) for mask in (NEAR[1], FAR[1]))
+    near, far = (Candidate(key_of(plain(mask)), 0.95, full_fidelity=False) for mask in (NEAR[1], FAR[1]))
     refiner = Refiner(lab.candidates, SPACE)
     expected = refiner.expected([near, far, lost, held])
     assert expected[0] < 0.4 < 0.7 < expected[1]
@@ -417,7 +417,8 @@ def test_neighbours_lose_what_their_parents_lost() -> None:
 def test_a_resume_with_more_texts_proposes_the_same() -> None:
     lab = Lab(num_more=9, measure=as_the_fake_decoder)
     lab.run(30)
-    assert any(one.wide for proposal in lab.proposals for one in lab.candidates.read(proposal.considered or []))
+    considered = [one for proposal in lab.proposals for one in lab.candidates.read(proposal.considered or [])]
+    assert any(one.full_fidelity for one in considered)
     trials = lab.trials
     for number in range(0, 30, 3):
         assert lab.propose(lab.resumed(), trials[:number]) == lab.proposals[number]
