@@ -29,7 +29,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(math.log(value) for value in values) / len(values))
 
 
-def ratio_interval(ratios: Sequence[float], *, seed: int, level: float = CI_LEVEL) -> Interval | None:
+def ratio_interval(ratios: Sequence[float], *, seed: int) -> Interval | None:
     """Interval of the geometric mean over prompts; None for a single prompt, which tells nothing of others.
 
     From 8 prompts on: BCa bootstrap of the mean log ratio over prompts (10,000 resamples, percentile where BCa is
@@ -44,7 +44,7 @@ def ratio_interval(ratios: Sequence[float], *, seed: int, level: float = CI_LEVE
     if float(np.ptp(logs)) < 1e-12:
         return Interval(math.exp(mean), math.exp(mean))
     if len(logs) < MIN_BOOTSTRAP:
-        half = float(stats.t.ppf(0.5 + level / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        half = float(stats.t.ppf(0.5 + CI_LEVEL / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
         return Interval(math.exp(mean - half), math.exp(mean + half))
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
@@ -53,7 +53,7 @@ def ratio_interval(ratios: Sequence[float], *, seed: int, level: float = CI_LEVE
                 (logs,),
                 np.mean,
                 n_resamples=10_000,
-                confidence_level=level,
+                confidence_level=CI_LEVEL,
                 method=method,
                 rng=np.random.default_rng(seed),
             )

@@ -25,7 +25,6 @@ class Comparison:
     """What the speculative runs followed: of a config with regimes, the setting for their sampling."""
     output: GenerateOutput
     """The last speculative run."""
-    plain_output: GenerateOutput
     tokens_per_s: float | None
     """Median over the repeats, prefill apart; None below two tokens."""
     plain_tokens_per_s: float | None
@@ -73,7 +72,6 @@ def compare(
     return Comparison(
         config=config,
         output=speculative,
-        plain_output=plain,
         tokens_per_s=rate,
         plain_tokens_per_s=plain_rate,
         speedup=speedup,

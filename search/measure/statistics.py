@@ -12,7 +12,7 @@ from layerskip.analysis.intervals import CI_LEVEL, Interval, geometric_mean, rat
 __all__ = ["CI_LEVEL", "Interval", "geometric_mean", "log_spread", "prompt_interval", "ratio_interval"]
 
 
-def prompt_interval(ratios: Sequence[float], *, level: float = CI_LEVEL) -> Interval | None:
+def prompt_interval(ratios: Sequence[float]) -> Interval | None:
     """Where the ratio of one new prompt is expected: Student's prediction interval on the logs; None below two.
 
     `ratio_interval` is about the mean over prompts and shrinks as prompts are added; this one does not.
@@ -24,7 +24,7 @@ def prompt_interval(ratios: Sequence[float], *, level: float = CI_LEVEL) -> Inte
     logs = np.log(np.asarray(ratios, dtype=float))
     count = len(logs)
     mean, spread = float(logs.mean()), float(logs.std(ddof=1))
-    half = float(stats.t.ppf(0.5 + level / 2, count - 1)) * spread * math.sqrt(1 + 1 / count)
+    half = float(stats.t.ppf(0.5 + CI_LEVEL / 2, count - 1)) * spread * math.sqrt(1 + 1 / count)
     return Interval(math.exp(mean - half), math.exp(mean + half))
 
 

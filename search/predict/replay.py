@@ -1,6 +1,6 @@
 """Replay: what decoding under gamma and thresholds would do, from one reading of the draft, without decoding.
 
-Greedy speculative output is the target's own continuation, known in advance. A reading (see
+Speculative output, sampled or greedy, is the target's own continuation, known in advance. A reading (see
 `analysis.teacher_forcing`) tells for every position of it whether the draft is right there and how sure it is; from
 that the rounds of any gamma, draft_threshold and target_threshold follow one by one. Two things are approximated: the
 drafts of a round beyond the reading's depth see the target's keys and values where the live draft sees its own, and how
@@ -8,8 +8,7 @@ long a draft goes on after its first wrong token is taken from the confidence al
 a config about to be measured needs neither (see `Predictor.counts`): it is read as deep as a gamma of 8 goes, and every
 wrong draft is followed.
 
-What a lookup proposes follows from the text alone, so rounds of looked-up tokens are replayed exactly, also along a
-text that was sampled from the target: there a looked-up token is kept exactly where it is the text's own next token.
+What a lookup proposes follows from the text alone, so rounds of looked-up tokens are replayed exactly.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Counts:
-    """Forwards per setting and text, arrays (S, P); expectations where the reading is a sampled one."""
+    """Forwards per setting and text, arrays (S, P)."""
 
     drafted: Floats
     """Tokens drafted under the mask."""
@@ -161,7 +160,7 @@ def replay(
     Shapes: accepted and confidence (D + 1, P, T), see `DraftReadings`; of lookups alone they are not looked at.
     verify_s: seconds of verifying n draft tokens, n = 0..largest gamma; or two rows of these, for rounds drafted under
     the mask and for those looked up. read_lookup: needed where settings look up.
-    Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core, greedy or sampled.
+    Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core.
     Raises: ValueError if the shapes do not fit.
     """
     if accepted.shape[1:] != rows.target_probs.shape or confidence.shape != accepted.shape:
@@ -172,9 +171,7 @@ def replay(
     table = np.broadcast_to(given, (2, given.shape[-1]))
     if table.shape[1] <= settings.gamma_max:
         raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {table.shape[1]} entries")
-    certain = bool(np.isin(accepted, (0.0, 1.0)).all())
-    run = _run_certain if certain else _run_expected
-    return run(accepted, _Steps(confidence, rows, settings, _Lookups(rows, settings.lookups, read_lookup)), table)
+    return _run(accepted, _Steps(confidence, rows, settings, _Lookups(rows, settings.lookups, read_lookup)), table)
 
 
 @dataclass(frozen=True)
@@ -323,7 +320,7 @@ class _Steps:
 
     def __init__(self, confidence: NDArray[np.float32], rows: TextRows, settings: Settings, lookups: _Lookups) -> None:
         self.rows, self.settings, self._lookups = rows, settings, lookups
-        self.num_texts, self.width = rows.target_probs.shape
+        self.num_texts = len(rows.lengths)
         levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
         self._until_unsure = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
         self._unsure_target = rows.target_probs[None] < np.unique(settings.target_threshold)[:, None, None]
@@ -345,8 +342,8 @@ class _Steps:
         return _Step(np.where(looked_up > 0, 0, count), looked_up, right)
 
 
-def _run_certain(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
-    """Greedy: every (setting, text) walks through its rounds, all of them side by side."""
+def _run(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
+    """Every (setting, text) walks through its rounds, all of them side by side."""
     shape = (len(steps.settings), steps.num_texts)
     until_wrong = drafts_before(accepted == 0.0)
     drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
@@ -368,33 +365,6 @@ def _run_certain(accepted: NDArray[np.float32], steps: _Steps, table: Floats) ->
         emitted[alive] = at + kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
-
-
-def _run_expected(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
-    """Sampled: expected counts from each position on, backwards; a token drafted under the mask is kept with its
-    probability, one looked up where it is the text's own."""
-    num_settings, num_texts, width = len(steps.settings), steps.num_texts, steps.width
-    setting, text = np.indices((num_settings, num_texts))
-    ahead = np.zeros((5, num_settings, num_texts, width + 2))  # what is still to come once so many are emitted
-    for emitted in range(width - 1, 0, -1):
-        step = steps.at(setting, text, np.full_like(text, emitted))
-        count = step.drafted + step.looked_up
-        alone = count == 0
-        verify_s = np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), count])
-        here = np.stack([step.drafted, step.looked_up, ~alone, alone, verify_s])
-        here = here.astype(np.float64)
-        reached = np.ones((num_settings, num_texts))  # probability that all drafts so far were kept
-        for k in range(int(count.max()) + 1):
-            row = min(emitted - 1 + k, width - 1)
-            by_mask = np.where(k < step.drafted, accepted[min(k, len(accepted) - 1), :, row], 0.0)
-            # After the last draft the round ends all the same.
-            kept = np.where(step.looked_up > 0, k < step.right, by_mask)
-            here += reached * (1.0 - kept) * ahead[..., min(emitted + k + 1, width + 1)]
-            reached = reached * kept
-            if not reached.any():
-                break
-        ahead[..., emitted] = np.where(emitted < steps.rows.lengths[text], here, 0.0)
-    return Counts(*ahead[..., 1])
 
 
 def drafts_before(flags: NDArray[np.bool_]) -> Ints:

@@ -18,7 +18,6 @@ from typing import IO
 from layerskip.machine.host import num_cores
 from search.stop import SIGNALS
 
-_BROKEN_PIPE = 141
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU = "cpu"
 

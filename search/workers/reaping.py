@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
@@ -111,11 +110,6 @@ def queue_again(study: optuna.Study, trial: FrozenTrial, *, attempt: int) -> Non
     if params is not None:
         inherited = {name: trial.user_attrs[name] for name in _INHERITED if name in trial.user_attrs}
         study.enqueue_trial(params, user_attrs={RETRY_OF: trial.number, ATTEMPT: attempt} | inherited)
-
-
-def retried_origin(trial: FrozenTrial) -> Mapping[str, Any]:
-    """What a queued trial has inherited."""
-    return {name: trial.user_attrs[name] for name in _INHERITED if name in trial.user_attrs}
 
 
 def interrupt(study: optuna.Study, trial: optuna.Trial) -> None:

@@ -36,10 +36,9 @@ class Times:
     target_only: float
     loop: float
     """Whatever is none of the other three."""
-    no_overhead: float
-    """The same forwards, had verifying cost one target step and the loop nothing."""
     free_drafts: float
-    """The same, and drafting free: no draft with this acceptance can do better at this gamma."""
+    """The same forwards, had verifying cost one target step and the rest nothing: no draft with this acceptance can do
+    better at this gamma."""
 
     @property
     def total(self) -> float:
@@ -104,7 +103,6 @@ def times_of(counters: Counters) -> Times:
         verify=counters.verify_s * each,
         target_only=counters.target_only_s * each,
         loop=max(0.0, counters.decode_s - spent) * each,
-        no_overhead=(counters.draft_s + ideal) * each,
         free_drafts=ideal * each,
     )
 

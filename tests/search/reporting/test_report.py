@@ -278,7 +278,6 @@ def test_the_time_of_a_token_is_split_up_and_set_against_the_best_possible() -> 
     assert (times.loop, times.total) == pytest.approx((0.7, 7.0))
     # 40 forwards of the target at 10 ms a step, for 100 tokens.
     assert times.free_drafts == pytest.approx(4.0)
-    assert times.no_overhead == pytest.approx(4.8)
 
 
 def test_an_old_study_shows_the_times_of_its_trials(record: StudyRecord) -> None:

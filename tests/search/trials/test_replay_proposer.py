@@ -437,15 +437,6 @@ NEAR = [SkipMask.from_layers(6, layers) for layers in ([3, 4], [2, 3, 4], [3, 4,
 FAR = [SkipMask.from_layers(6, layers) for layers in ([0, 1], [0, 1, 2], [0])]
 
 
-def contradict(lab: Lab, near: float, far: float) -> None:
-    """Trials near the better prediction measure so many times what was forecast, and trials far from it likewise."""
-    for factor, masks in ((near, NEAR), (far, FAR)):
-        for mask in masks:
-            for gamma in (3, 5):
-                ratios = [factor * 1.2] * NUM_PROMPTS
-                record(lab.study, SPACE, plain(mask, gamma), ratios, forecast_ratios=[1.2] * NUM_PROMPTS)
-
-
 def trials_of(*rows: tuple[dict[str, Any], list[float], list[float]]) -> list[FrozenTrial]:
     """(params, ratios, forecast)."""
     study = optuna.create_study(direction="maximize")
