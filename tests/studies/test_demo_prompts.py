@@ -134,7 +134,7 @@ def test_a_corpus_that_the_model_was_not_trained_on_is_refused(
 # The shipped files.
 
 
-@pytest.mark.parametrize(("part", "num"), [("tuning", 24), ("held_out", 48)])
+@pytest.mark.parametrize(("part", "num"), [("tuning", 24), ("held_out", 52)])
 def test_shipped_prompts(part: str, num: int) -> None:
     prompts = prompts_of(part)
     assert [prompt["category"] for prompt in prompts] == ["opens", "continues"] * num
