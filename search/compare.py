@@ -35,12 +35,7 @@ outputs were not lossless, 2 bad input, 130 and 143 stopped by a signal."""
 
 def build_parser() -> OneLineParser:
     """The flags."""
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--study", help="study folder, or its study.toml; the demo without it")
     parser.add_argument("--strategies", metavar="A,B", help="which ones; all that the engine allows without it")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs per strategy, at least 2 (5)")

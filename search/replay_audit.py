@@ -27,12 +27,8 @@ _SHARES = (0.1, 0.6)
 
 def build_parser() -> OneLineParser:
     """Flags of the command."""
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog="Counts alone, nothing is timed. Exit codes: 0 done, 1 an output was not lossless, 2 bad input.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog = "Counts alone, nothing is timed. Exit codes: 0 done, 1 an output was not lossless, 2 bad input."
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=epilog)
     parser.add_argument("--study", help="study folder, or its study.toml (default: the demo study)")
     parser.add_argument("--drafters", metavar="LIST", help="ways to draft, as for search.run (default: the study's)")
     parser.add_argument("--regimes", metavar="NAME", help="how tokens are chosen, as for search.run; one regime")

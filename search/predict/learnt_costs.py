@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
+from search.measure.pairs import add_up
 from search.predict.costs import CostModel, pool_costs
 from search.study.attributes import COUNTS, DRAFT_S, LOOKUP_COUNTS, LOOKUP_ROUNDS, PLAIN_STEP, ROUNDS, SKIP_MASK
 from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
@@ -61,22 +62,13 @@ class _Steps:
 
 def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStats]) -> dict[str, Any]:
     """The attributes by which a trial teaches, of its prompts; none where plain decoding took no step."""
-    num_steps = sum(one.num_target_only for one in plain)
-    longest = max((len(one.round_s_by_drafted) for one in speculative), default=0)
-    if not num_steps or not longest:
+    steps, rounds = add_up(plain), add_up(speculative)
+    if not steps.num_target_only or not rounds.round_s_by_drafted:
         return {}
-
-    def total(name: str) -> list[Any]:
-        rows = [getattr(one, name) for one in speculative]
-        return [sum(row[i] for row in rows if i < len(row)) for i in range(longest)]
-
-    attributes = {
-        PLAIN_STEP: sum(one.decode_s for one in plain) / num_steps,
-        ROUNDS: total(ROUNDS),
-        COUNTS: total(COUNTS),
-    }
-    if sum(one.num_lookup_rounds for one in speculative):
-        attributes |= {LOOKUP_ROUNDS: total(LOOKUP_ROUNDS), LOOKUP_COUNTS: total(LOOKUP_COUNTS)}
+    attributes: dict[str, Any] = {PLAIN_STEP: steps.decode_s / steps.num_target_only}
+    attributes |= {ROUNDS: rounds.round_s_by_drafted, COUNTS: rounds.rounds_by_drafted}
+    if rounds.num_lookup_rounds:
+        attributes |= {LOOKUP_ROUNDS: rounds.lookup_round_s_by_drafted, LOOKUP_COUNTS: rounds.lookup_rounds_by_drafted}
     return attributes
 
 
