@@ -92,13 +92,14 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
     look at drafts after a wrong token). Cost: settings x prompts decodings.
     """
-    from search.measure.reference import make_cases
+    from search.measure.reference import Continuing, make_cases
     from search.predict.costs import free_costs
     from search.predict.predictor import Predictor
     from search.predict.replay import TextRows, check_replay, live_counts
     from search.study.config_words import describe
 
-    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers, spec.seed)
+    which = Continuing(subject.space.num_layers, spec.seed)
+    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], which)
     forcing = subject.decoder.teacher_forcing([case.text for case in cases])
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
     predictor = Predictor(forcing, rows, free_costs(subject.space, subject.space.gamma_limit), subject.space.gamma_max)
