@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.benchmark.names import ROW_NAMES
 from layerskip.command_line.by_hand import add_setting_arguments, setting_by_hand
-from layerskip.command_line.cli import CommandError, OneLineParser, print_error, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, check_least, print_error, run_command
 from layerskip.command_line.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.sampling_params import SamplingParams
@@ -85,10 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """What can be refused before a model is loaded."""
-    for name in ("repeats", "num_prompts", "max_new_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: must be at least 1, got {value}")
+    check_least(arguments, repeats=1, num_prompts=1, max_new_tokens=1)
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"no such folder: {path.absolute().parent}")

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.command_line.command_model import add_device_map_argument, device_map_of
 from layerskip.config.decode_config import ENGINE_NAMES, DecodeConfig
 from layerskip.config.lookup_settings import SuffixLookup
@@ -50,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.tokens < 1:
-        raise ValueError(f"--tokens: must be at least 1, got {arguments.tokens}")
+    check_least(arguments, tokens=1)
     device_map = device_map_of(arguments)
     quiet_libraries()
     from layerskip.model import LayerSkipModel

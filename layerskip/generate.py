@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.analysis.repetition import NGRAM
 from layerskip.command_line.by_hand import add_setting_arguments, setting_by_hand
-from layerskip.command_line.cli import OneLineParser, run_command
+from layerskip.command_line.cli import OneLineParser, check_least, run_command
 from layerskip.command_line.command_model import (
     add_model_arguments,
     confirmed_length,
@@ -63,8 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     config, by_hand = read_config(arguments), setting_by_hand(arguments)
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats: must be at least 1, got {arguments.repeats}")
+    check_least(arguments, repeats=1)
     model = load_model(arguments, config, looks_for_config=by_hand is None)
     if by_hand is not None:
         model.config = by_hand(model.num_layers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from search.study.spec import StudyPaths, StudySpec, load_spec
 
 if TYPE_CHECKING:
     from search.comparison.plan import ComparisonPlan
+    from search.context import Tools
+    from search.terminal.reporter import Reporter
 
 PROG = "search.compare"
 _CHECKPOINTS = (5, 10, 25)
@@ -35,12 +38,7 @@ outputs were not lossless, 2 bad input, 130 and 143 stopped by a signal."""
 
 def build_parser() -> OneLineParser:
     """The flags."""
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--study", help="study folder, or its study.toml; the demo without it")
     parser.add_argument("--strategies", metavar="A,B", help="which ones; all that the engine allows without it")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs per strategy, at least 2 (5)")
@@ -78,11 +76,14 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"
     if arguments.tables:
         return _write_tables(out)
+    from search.context import Tools
+
     plan = make_plan(arguments, spec)
     stop = StopSignal()
     with stop.installed():
         try:
-            return _compare(plan, spec, paths, out, stop, shlex.join(["python", "-m", PROG, *argv]), arguments)
+            tools = partial(Tools, stop=stop, command=shlex.join(["python", "-m", PROG, *argv]))
+            return _compare(plan, (spec, paths), out, tools, arguments)
         except KeyboardInterrupt:
             print_error(PROG, f"stopped; the same command goes on with what is in {out}")
             return stop.exit_code
@@ -110,21 +111,19 @@ def make_plan(arguments: argparse.Namespace, spec: StudySpec) -> ComparisonPlan:
 
 def _compare(
     plan: ComparisonPlan,
-    spec: StudySpec,
-    paths: StudyPaths,
+    study: tuple[StudySpec, StudyPaths],
     out: Path,
-    stop: StopSignal,
-    command: str,
+    tools: Callable[[Reporter], Tools],
     arguments: argparse.Namespace,
 ) -> int:
     from search.comparison.pipeline import ComparisonRun, as_before
     from search.comparison.plan import estimate
-    from search.context import Tools
     from search.preflight import open_subject
     from search.storages.opening import check_writable
     from search.study.prompts import load_prompts
     from search.terminal.live import make_reporter
 
+    spec, paths = study
     prompt_sets = load_prompts(spec.prompts, spec.held_out)
     if not arguments.dry_run:
         check_writable(out)
@@ -135,7 +134,7 @@ def _compare(
         if arguments.dry_run:
             reporter.phase("dry run", "nothing was written")
             return 0
-        run = ComparisonRun(plan, subject, spec, out, Tools(reporter, stop, command))
+        run = ComparisonRun(plan, subject, spec, out, tools(reporter))
         return run.run(named=arguments.strategies is not None)
 
 

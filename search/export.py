@@ -31,12 +31,7 @@ the study folder). Nothing is measured."""
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=_EPILOG)
     parser.add_argument("study", nargs="?", help="study folder, or its study.toml")
     parser.add_argument("--config-out", type=Path, metavar="FILE", help="where to write the study's config")
     parser.add_argument("--archive", type=Path, metavar="FILE", help="where to write the whole study, compressed")

@@ -19,7 +19,7 @@ from search.confirm.stage import Confirmation, ConfirmOptions, confirm, shortlis
 from search.confirm.summary import SummaryInput, candidates_of, summarise_run
 from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
-from search.measure.reference import Reference, make_case_sets, make_reference, plain_speed, warm_up
+from search.measure.reference import Continuing, Reference, make_case_sets, make_reference, plain_speed, warm_up
 from search.measure.rounding_record import RoundingRecord
 from search.measure.subject import Subject
 from search.outlook.opening import open_outlook
@@ -61,6 +61,7 @@ from search.terminal.result_events import CandidateSeen, PredictionsChecked, Res
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase
+from search.trials.setup import TrialSetup
 from search.workers.crew import Crew
 from search.workers.device import computing_on
 from search.workers.unlike import as_seen_on
@@ -260,9 +261,8 @@ class SearchRun:
         deadline = math.inf
         if self._plan is not None:
             deadline = self._plan.deadline(self._plan.after(study, reference, "reference", "outlook"))
-        spec = self._spec
-        phase = TrialPhase(study, reference, outlook, self._subject, spec, self._tools, self._crew, deadline=deadline)
-        broken = phase.run([self._refresh])
+        setup = TrialSetup(study, self._subject, self._spec, reference, outlook, self._tools, self._crew)
+        broken = TrialPhase(setup, deadline=deadline).run([self._refresh])
         leading = self._candidates(study, reference)
         self._publisher.attempt("no surface to draw", lambda: store_surfaces(study, outlook.predictor, leading))
         return broken
@@ -311,8 +311,8 @@ class SearchRun:
         dropped: list[str] = []
         for prompts, count in parts:
             told = self._progress("confirm", "held-out texts decoded plainly")
-            decoder, num_layers = self._subject.decoder, self._subject.space.num_layers
-            made, too_short = make_case_sets(decoder, prompts, num_layers, self._spec.seed, count, told)
+            which = Continuing(self._subject.space.num_layers, self._spec.seed)
+            made, too_short = make_case_sets(self._subject.decoder, prompts, which, count, told)
             case_sets += made
             dropped += too_short
         return case_sets, tuple(dropped)

@@ -27,12 +27,8 @@ _SHARES = (0.1, 0.6)
 
 def build_parser() -> OneLineParser:
     """Flags of the command."""
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog="Counts alone, nothing is timed. Exit codes: 0 done, 1 an output was not lossless, 2 bad input.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog = "Counts alone, nothing is timed. Exit codes: 0 done, 1 an output was not lossless, 2 bad input."
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=epilog)
     parser.add_argument("--study", help="study folder, or its study.toml (default: the demo study)")
     parser.add_argument("--drafters", metavar="LIST", help="ways to draft, as for search.run (default: the study's)")
     parser.add_argument("--regimes", metavar="NAME", help="how tokens are chosen, as for search.run; one regime")
@@ -96,13 +92,14 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
     look at drafts after a wrong token). Cost: settings x prompts decodings.
     """
-    from search.measure.reference import make_cases
+    from search.measure.reference import Continuing, make_cases
     from search.predict.costs import free_costs
     from search.predict.predictor import Predictor
     from search.predict.replay import TextRows, check_replay, live_counts
     from search.study.config_words import describe
 
-    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], subject.space.num_layers, spec.seed)
+    which = Continuing(subject.space.num_layers, spec.seed)
+    cases, _ = make_cases(subject.decoder, subject.tuning[:num_prompts], which)
     forcing = subject.decoder.teacher_forcing([case.text for case in cases])
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), spec.max_new_tokens)
     predictor = Predictor(forcing, rows, free_costs(subject.space, subject.space.gamma_limit), subject.space.gamma_max)

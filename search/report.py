@@ -25,12 +25,7 @@ study's storage and nothing is measured."""
 
 def build_parser() -> OneLineParser:
     """The flags."""
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=_EPILOG)
     parser.add_argument("study", nargs="?", help="study folder, or its study.toml; the demo without it")
     parser.add_argument("--format", choices=FORMATS, default="html", help="default html")
     parser.add_argument("--out", metavar="FILE", help="where to; STUDY/report.html for html, else standard output (-)")

@@ -42,12 +42,7 @@ way is encrypted, neither the study nor the key: on a network that is not yours 
 
 def build_parser() -> OneLineParser:
     """The flags."""
-    parser = OneLineParser(
-        prog=f"python -m {PROG}",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__, epilog=_EPILOG)
     parser.add_argument(
         "--storage",
         default=None,

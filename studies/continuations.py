@@ -23,7 +23,7 @@ from layerskip.config.decode_config import write_atomically
 from layerskip.config.sampling_regime import Sampling
 from layerskip.machine.host import git_commit
 from search.measure.pairs import PromptCase
-from search.measure.reference import make_case_sets
+from search.measure.reference import Continuing, make_case_sets
 from search.measure.subject import Subject
 from search.predict.costs import CostModel
 from search.predict.predictor import Predictor, lookup_grid
@@ -93,7 +93,10 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     sides: list[Floats] = []
     for prompts in (subject.tuning, subject.held_out):
         made, _ = make_case_sets(
-            subject.decoder, prompts[: arguments.prompts], subject.space.num_layers, spec.seed, arguments.continuations
+            subject.decoder,
+            prompts[: arguments.prompts],
+            Continuing(subject.space.num_layers, spec.seed),
+            arguments.continuations,
         )
         sides.append(log_speedups(subject, made, cost, spec.max_new_tokens))
     rng = np.random.default_rng(spec.seed)

@@ -16,10 +16,13 @@ class CommandError(Exception):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse, with its errors in one line on stderr and exit code 2."""
+    """argparse, with its errors in one line on stderr and exit code 2; an epilog keeps its line breaks."""
 
     def __init__(self, **arguments: Any) -> None:
-        arguments.setdefault("formatter_class", _DefaultsFormatter)
+        keeps_lines = "epilog" in arguments
+        arguments.setdefault(
+            "formatter_class", argparse.RawDescriptionHelpFormatter if keeps_lines else _DefaultsFormatter
+        )
         super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
@@ -60,10 +63,22 @@ def split_list(text: str) -> tuple[str, ...]:
 
 
 def check_least(arguments: argparse.Namespace, **least: int) -> None:
-    """Raises: ValueError naming the first of these flags whose value lies below its least."""
+    """Raises: ValueError naming the first of these flags whose value, or a value of its list, lies below its least.
+
+    A flag that was not given has the value None and is in order.
+    """
     for name, bound in least.items():
-        if (value := getattr(arguments, name)) < bound:
+        given = getattr(arguments, name)
+        values = given if isinstance(given, list) else [] if given is None else [given]
+        if values and (value := min(values)) < bound:
             raise ValueError(f"--{name.replace('_', '-')}: must be at least {bound}, got {value}")
+
+
+def check_folders(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises: ValueError naming the first of these flags whose value is no folder that exists."""
+    for name in names:
+        if not getattr(arguments, name).is_dir():
+            raise ValueError(f"--{name}: no such folder: {getattr(arguments, name)}")
 
 
 def print_error(name: str, error: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,25 +49,31 @@ def pick_key(params: Mapping[str, Any]) -> str:
     return json.dumps(dict(params), sort_keys=True, separators=(",", ":"))
 
 
+@dataclass(frozen=True)
+class Turns:
+    """What is measured: every pick on every prompt, so many times."""
+
+    picks: Mapping[str, DecodeConfig]
+    cases: Sequence[PromptCase]
+    repeats: int
+
+    def __len__(self) -> int:
+        return len(self.cases) * self.repeats
+
+
 def confirm_picks(
-    decoder: Decoder,
-    cases: Sequence[PromptCase],
-    picks: Mapping[str, DecodeConfig],
-    repeats: int,
-    journal: Journal,
-    stop: StopSignal,
-    told: Callable[[int], None] = lambda _done: None,
+    decoder: Decoder, turns: Turns, journal: Journal, stop: StopSignal, tell: Callable[[int], None] = lambda _: None
 ) -> None:
     """Measure every pick on every prompt, a few and plain decoding one after the other; who is together changes.
 
-    What the journal holds is not measured again. A pick that fails or is not lossless is excluded. `told` hears after
+    What the journal holds is not measured again. A pick that fails or is not lossless is excluded. `tell` hears after
     each prompt how many are done, every pass counted.
     Cost: (1 + 1 / GROUP) x picks x prompts x repeats decodings. Raises: KeyboardInterrupt between two measurements.
     """
     known = _Known(read_measurements(journal))
-    keys = list(picks)
+    picks, keys = turns.picks, list(turns.picks)
     with stop.deferred():
-        for turn, (repeat, case) in enumerate((repeat, case) for repeat in range(repeats) for case in cases):
+        for turn, (repeat, case) in enumerate(itertools.product(range(turns.repeats), turns.cases)):
             order = np.random.default_rng(turn).permutation(len(keys))
             missing = [keys[i] for i in order if (keys[i], repeat, case.prompt_id) not in known.measured]
             for start in range(0, len(missing), GROUP):
@@ -80,7 +87,7 @@ def confirm_picks(
                     journal.append(whole)
                     known.note(whole)
             if missing:
-                told(turn + 1)
+                tell(turn + 1)
 
 
 def sum_up(

@@ -46,8 +46,7 @@ class OurWay:
         )
         self.unpaid_s = stored.get("unpaid_s", account.now() - start)
         self._save()
-        options = ProposeOptions(spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
-        self.proposer: Proposer = ReplayProposer.of(self.outlook, options)
+        self.proposer: Proposer = ReplayProposer.of(self.outlook, ProposeOptions.of(spec, reference))
 
     def before_trial(self, num_done: int) -> None:
         """Measure the costs again wherever `search.run` does."""

@@ -12,7 +12,7 @@ from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from search.budget.plan import reference_options
 from search.comparison.accounting import Account
-from search.comparison.confirm import confirm_picks, read_measurements
+from search.comparison.confirm import Turns, confirm_picks, read_measurements
 from search.comparison.journal import Journal
 from search.comparison.plan import ComparisonPlan
 from search.comparison.record import FILE as RECORD
@@ -21,7 +21,7 @@ from search.comparison.results import picks_of
 from search.comparison.runs import Shared, StrategyRun, make_runs, run_all
 from search.context import Tools
 from search.measure.pairs import LosslessViolation, time_able
-from search.measure.reference import Reference, make_cases, make_reference, warm_up
+from search.measure.reference import Continuing, Reference, make_cases, make_reference, warm_up
 from search.measure.subject import Subject
 from search.rivals import STRATEGIES
 from search.storages.opening import near
@@ -125,7 +125,7 @@ class ComparisonRun:
         subject, plan = self._subject, self._plan
         picks = picks_of(plan, runs, self._ngrams)
         prompts = subject.held_out[: self._spec.num_confirm_prompts]
-        cases, dropped = make_cases(subject.decoder, prompts, subject.space.num_layers, self._spec.seed)
+        cases, dropped = make_cases(subject.decoder, prompts, Continuing(subject.space.num_layers, self._spec.seed))
         if not cases:
             raise ValueError("held_out: the model ends the text before a second token on every held-out prompt")
         passes = f"{len(cases)} held-out prompts x {plan.confirm_repeats}"
@@ -133,16 +133,15 @@ class ComparisonRun:
         # A warm-up: the picks were decoded in trials, n-grams were not. A fault is told where they are measured.
         time_able(subject.decoder, cases[0], [self._ngrams])
         journal = Journal(self._out / _CONFIRM)
-        num_turns, clock, start = len(cases) * plan.confirm_repeats, self._tools.clock, self._tools.clock()
+        turns, clock, start = Turns(picks, cases, plan.confirm_repeats), self._tools.clock, self._tools.clock()
         begun: list[int] = []
 
         def tell(done: int) -> None:
             begun.append(done)
             pace_s = (clock() - start) / len(begun)
-            self._say.tell(PicksAdvanced(done, num_turns, pace_s * (num_turns - done)))
+            self._say.tell(PicksAdvanced(done, len(turns), pace_s * (len(turns) - done)))
 
-        stop = self._tools.stop
-        confirm_picks(subject.decoder, cases, picks, plan.confirm_repeats, journal, stop, tell)
+        confirm_picks(subject.decoder, turns, journal, self._tools.stop, tell)
         return _Confirmation(tuple(case.prompt_id for case in cases), dropped)
 
     @property

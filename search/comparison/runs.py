@@ -143,8 +143,7 @@ class StrategyRun:
             self._ours = OurWay(self._study, subject, shared.reference, spec, self._account, file)
             inner = self._ours.proposer
         else:
-            reference = shared.reference
-            options = ProposeOptions(shared.spec.repeat_every, reference.noise_sigma, reference.num_per_trial)
+            options = ProposeOptions.of(shared.spec, shared.reference)
             inner = info.proposer(Setup(subject.space, shared.hints(self._account), self.seed, options))
         proposer = TimedProposer(inner, self._account, tools.stop)
         if self.records:

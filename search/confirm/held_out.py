@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.decoding.stats import DecodeStats
 from search.measure.by_position import SecondsByPosition, seconds_by_position
 from search.measure.pairs import Pair, add_up
 from search.measure.statistics import geometric_mean
@@ -128,26 +127,21 @@ _RATES = ("tokens_per_s", "plain_tokens_per_s", "end_to_end_tokens_per_s", "plai
 
 
 def _counters(pairs: Sequence[Pair]) -> Counters:
-    stats = [pair.speculative.stats for pair in pairs]
-    acceptance = add_up(stats)
+    total = add_up([pair.speculative.stats for pair in pairs])
     return Counters(
-        num_tokens=sum(max(0, one.num_emitted - 1) for one in stats),
-        num_rounds=sum(one.num_rounds for one in stats),
-        num_drafted=sum(one.num_drafted for one in stats),
-        num_accepted=sum(one.num_accepted for one in stats),
-        num_target_only=acceptance.num_target_only,
-        accepted_by_position=acceptance.accepted_by_position,
-        drafted_by_position=acceptance.drafted_by_position,
-        draft_s=_sum(stats, "draft_s"),
-        verify_s=_sum(stats, "verify_s"),
-        target_only_s=_sum(stats, "target_only_s"),
-        decode_s=_sum(stats, "decode_s"),
-        plain_decode_s=_sum([pair.plain.stats for pair in pairs], "decode_s"),
+        num_tokens=sum(max(0, pair.speculative.stats.num_emitted - 1) for pair in pairs),
+        num_rounds=total.num_rounds,
+        num_drafted=total.num_drafted,
+        num_accepted=total.num_accepted,
+        num_target_only=total.num_target_only,
+        accepted_by_position=tuple(total.accepted_by_position),
+        drafted_by_position=tuple(total.drafted_by_position),
+        draft_s=total.draft_s,
+        verify_s=total.verify_s,
+        target_only_s=total.target_only_s,
+        decode_s=total.decode_s,
+        plain_decode_s=sum(pair.plain.stats.decode_s for pair in pairs),
     )
-
-
-def _sum(stats: Sequence[DecodeStats], field: str) -> float:
-    return float(sum(getattr(one, field) for one in stats))
 
 
 def _short(value: Any) -> Any:

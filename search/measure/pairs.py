@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from typing import TypeVar
 
 from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.config.decode_config import DecodeConfig
@@ -11,6 +13,8 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import no_garbage_collection
 from search.measure.decoder import Decoder
 from search.measure.statistics import geometric_mean
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,6 @@ class Fault:
     """False: its output differs from the target's own."""
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Counters of several runs added up."""
-
-    acceptance_rate: float | None
-    mean_accepted_length: float | None
-    accepted_by_position: tuple[int, ...]
-    drafted_by_position: tuple[int, ...]
-    num_target_only: int
-
-
 def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
     """Decode one prompt with garbage collection off, and check the output against the reference.
 
@@ -140,18 +133,18 @@ def speedup(pairs: Sequence[Pair]) -> float:
     return geometric_mean([pair.ratio for pair in pairs])
 
 
-def add_up(stats: Sequence[DecodeStats]) -> Acceptance:
-    """Acceptance of several runs as one: totals over totals, not a mean of rates."""
-    drafted = sum(one.num_drafted for one in stats)
-    accepted = sum(one.num_accepted for one in stats)
-    rounds = sum(one.num_rounds for one in stats)
-    return Acceptance(
-        acceptance_rate=accepted / drafted if drafted else None,
-        mean_accepted_length=(accepted + rounds) / rounds if rounds else None,
-        accepted_by_position=_sum_lists([one.accepted_by_position for one in stats]),
-        drafted_by_position=_sum_lists([one.drafted_by_position for one in stats]),
-        num_target_only=sum(one.num_target_only for one in stats),
-    )
+def add_up(stats: Sequence[DecodeStats]) -> DecodeStats:
+    """Several runs as one: all counters and seconds added up, so its rates are totals over totals."""
+    total = DecodeStats()
+    for name in (field.name for field in fields(DecodeStats)):
+        values = [getattr(one, name) for one in stats]
+        setattr(total, name, add_lists(values) if isinstance(getattr(total, name), list) else sum(values))
+    return total
+
+
+def add_lists(lists: Sequence[Sequence[Number]]) -> list[Number]:
+    """Place by place, as far as the longest goes."""
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed | Fault:
@@ -163,8 +156,3 @@ def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> 
         fault = fault_of(error)
     decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
     return fault
-
-
-def _sum_lists(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    width = max((len(one) for one in lists), default=0)
-    return tuple(sum(one[i] for one in lists if i < len(one)) for i in range(width))

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -140,42 +140,49 @@ def make_reference(
     )
 
 
-def make_cases(
-    decoder: Decoder,
-    prompts: Sequence[EncodedPrompt],
-    num_layers: int,
-    seed: int = 0,
-    number: int = 0,
-    tell: Tell = nobody,
-) -> tuple[tuple[PromptCase, ...], tuple[str, ...]]:
-    """The target's continuation of every prompt, the `number`-th in a study with this seed where it is sampled, and the
-    ids of those too short to time.
+@dataclass(frozen=True)
+class Continuing:
+    """Which continuations of prompts are made."""
 
-    Cost: one plain decoding each.
+    num_layers: int
+    """Of the model."""
+    seed: int = 0
+    """The study's; of sampled text."""
+    number: int = 0
+    """Of sampled text: the how manieth continuation of each prompt."""
+
+
+def make_cases(
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], which: Continuing, tell: Tell = nobody
+) -> tuple[tuple[PromptCase, ...], tuple[str, ...]]:
+    """The target's continuation of every prompt, and the ids of those too short to time.
+
+    Cost: a plain decoding each.
     """
-    plain = DecodeConfig.plain(num_layers)
+    plain = DecodeConfig.plain(which.num_layers)
     cases: list[PromptCase] = []
     dropped: list[str] = []
     for place, prompt in enumerate(prompts):
-        from_seed = continuation_seed(seed, prompt.ids, number)
+        from_seed = continuation_seed(which.seed, prompt.ids, which.number)
         _file_case(prompt, from_seed, decoder.decode(prompt.ids, plain, from_seed), cases, dropped)
         tell(place + 1, len(prompts))
     return tuple(cases), tuple(dropped)
 
 
 def make_case_sets(
-    decoder: Decoder, prompts: Sequence[EncodedPrompt], num_layers: int, seed: int, count: int, tell: Tell = nobody
+    decoder: Decoder, prompts: Sequence[EncodedPrompt], which: Continuing, count: int, tell: Tell = nobody
 ) -> tuple[tuple[tuple[PromptCase, ...], ...], tuple[str, ...]]:
-    """`count` sampled continuations of every prompt, one of each in every set; a prompt too short to time in any of
-    them is left out of all.
+    """`count` sampled continuations of every prompt, `which` being the first, one of each in every set.
 
+    A prompt too short to time in any of them is left out of all.
     Cost: a plain decoding each.
     """
 
     def all_sets(number: int) -> Tell:
         return lambda done, each: tell(number * each + done, count * each)
 
-    made = [make_cases(decoder, prompts, num_layers, seed, number, all_sets(number)) for number in range(count)]
+    each = [replace(which, number=which.number + number) for number in range(count)]
+    made = [make_cases(decoder, prompts, one, all_sets(number)) for number, one in enumerate(each)]
     dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
     return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
 

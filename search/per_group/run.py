@@ -13,7 +13,7 @@ from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
 from search.confirm.files import save_best, save_summary
 from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
-from search.measure.reference import make_cases
+from search.measure.reference import Continuing, make_cases
 from search.measure.subject import Subject
 from search.per_group.choice import Decision, decide
 from search.per_group.export import GroupResult, combined_config, group_summary, matrix_facts
@@ -177,7 +177,7 @@ class GroupRun:
             for name, subject in self._subjects.items():
                 if name != DEFAULT_GROUP:
                     prompts = subject.held_out[: spec.num_confirm_prompts]
-                    cases[name], _ = make_cases(decoder, prompts, num_layers, spec.seed)
+                    cases[name], _ = make_cases(decoder, prompts, Continuing(num_layers, spec.seed))
             self._say.phase(
                 "matrix",
                 f"every setting on {sum(map(len, cases.values()))} held-out prompts of {len(cases)} groups, "

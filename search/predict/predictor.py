@@ -293,8 +293,7 @@ class Predictor:
         settings = Settings.of(config)
         reading = self._reading_for(config.skip_mask, settings, full_fidelity=True).select(places)
         return replay(
-            reading.accepted,
-            reading.confidence,
+            reading,
             self._rows.select(places),
             settings,
             _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix),
@@ -370,8 +369,7 @@ class Predictor:
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
         counts = replay(
-            readings.accepted,
-            readings.confidence,
+            readings,
             rows,
             grid,
             table,

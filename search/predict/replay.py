@@ -148,8 +148,7 @@ ReadLookup = Callable[[LookupSettings], LookupReadings]
 
 
 def replay(
-    accepted: NDArray[np.float32],
-    confidence: NDArray[np.float32],
+    reading: DraftReadings,
     rows: TextRows,
     settings: Settings,
     verify_s: Sequence[float] | Floats | None = None,
@@ -157,21 +156,20 @@ def replay(
 ) -> Counts:
     """Counts of every setting on every text.
 
-    Shapes: accepted and confidence (D + 1, P, T), see `DraftReadings`; of lookups alone they are not looked at.
+    reading: on the texts of `rows`; of lookups alone it is not looked at.
     verify_s: seconds of verifying n draft tokens, n = 0..largest gamma; or two rows of these, for rounds drafted under
     the mask and for those looked up. read_lookup: needed where settings look up.
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core.
     Raises: ValueError if the shapes do not fit.
     """
-    if accepted.shape[1:] != rows.target_probs.shape or confidence.shape != accepted.shape:
-        raise ValueError(
-            f"readings: must have shape (depths, *{rows.target_probs.shape}), got {accepted.shape}, {confidence.shape}"
-        )
+    if reading.accepted.shape[1:] != rows.target_probs.shape:
+        raise ValueError(f"reading: must have shape (depths, *{rows.target_probs.shape}), got {reading.accepted.shape}")
     given = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
     table = np.broadcast_to(given, (2, given.shape[-1]))
     if table.shape[1] <= settings.gamma_max:
         raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {table.shape[1]} entries")
-    return _run(accepted, _Steps(confidence, rows, settings, _Lookups(rows, settings.lookups, read_lookup)), table)
+    lookups = _Lookups(rows, settings.lookups, read_lookup)
+    return _run(reading.accepted, _Steps(reading.confidence, rows, settings, lookups), table)
 
 
 @dataclass(frozen=True)

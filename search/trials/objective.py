@@ -202,7 +202,7 @@ class Objective:
     def _record(self, trial: optuna.Trial, outcome: Outcome, seconds: float) -> float:
         ratios = [pair.ratio for pair in outcome.pairs]
         stats = [pair.speculative.stats for pair in outcome.pairs]
-        acceptance = add_up(stats)
+        total = add_up(stats)
         interval = ratio_interval(ratios, seed=0)
         standardised = outcome.speedup / speedup(outcome.pairs)
         plain, tokens_per_s = self.reference.plain_tokens_per_s, outcome.speedup * self.reference.plain_tokens_per_s
@@ -220,12 +220,12 @@ class Objective:
             RATIOS: ratios,
             TOKENS_PER_S_BY_PROMPT: [pair.speculative.tokens_per_s for pair in outcome.pairs],
             PLAIN_TOKENS_PER_S_BY_PROMPT: [pair.plain.tokens_per_s for pair in outcome.pairs],
-            ACCEPTED_BY_POSITION: list(acceptance.accepted_by_position),
-            DRAFTED_BY_POSITION: list(acceptance.drafted_by_position),
-            NUM_TARGET_ONLY: acceptance.num_target_only,
+            ACCEPTED_BY_POSITION: total.accepted_by_position,
+            DRAFTED_BY_POSITION: total.drafted_by_position,
+            NUM_TARGET_ONLY: total.num_target_only,
             FORWARDS: [live_counts([one]).tolist() for one in stats],
-            DRAFT_S: sum(one.draft_s for one in stats),
-            VERIFY_S: sum(one.verify_s for one in stats),
+            DRAFT_S: total.draft_s,
+            VERIFY_S: total.verify_s,
             SECONDS: seconds,
         }
         if self.is_speedup:  # which of the workers' devices it was matters
@@ -235,10 +235,10 @@ class Objective:
                 SPEEDUP_CI_LOW: interval.low * standardised,
                 SPEEDUP_CI_HIGH: interval.high * standardised,
             }
-        if acceptance.acceptance_rate is not None:
-            attributes[ACCEPTANCE_RATE] = acceptance.acceptance_rate
-        if acceptance.mean_accepted_length is not None:
-            attributes[MEAN_ACCEPTED_LENGTH] = acceptance.mean_accepted_length
+        if total.acceptance_rate is not None:
+            attributes[ACCEPTANCE_RATE] = total.acceptance_rate
+        if total.mean_accepted_length is not None:
+            attributes[MEAN_ACCEPTED_LENGTH] = total.mean_accepted_length
         _set_all(trial, attributes)
         return self._below_best(trial, value) if outcome.stopped_early else value
 

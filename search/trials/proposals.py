@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from optuna.trial import FrozenTrial
 
+from search.measure.reference import Reference
 from search.study.leaderboard import Entry
+from search.study.spec import StudySpec
 from search.study.trials import Key, key_of, was_interrupted
 
 _NUM_REPEAT = 4
@@ -23,6 +25,13 @@ class ProposeOptions:
     noise_sigma: float
     num_first: int
     """Prompts of a first trial."""
+    seed: int = 0
+    """Of what an Optuna sampler draws, and of every proposer's random choices."""
+
+    @classmethod
+    def of(cls, spec: StudySpec, reference: Reference) -> ProposeOptions:
+        """A study's."""
+        return cls(spec.repeat_every, reference.noise_sigma, reference.num_per_trial, spec.seed)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,6 @@ class ProposalSampler(BaseSampler):
 def make_sampler(
     name: SamplerName,
     space: SearchSpace,
-    seed: int,
     options: ProposeOptions,
     outlook: Outlook | None,
     claims: Claims | None = None,
@@ -144,7 +143,7 @@ def make_sampler(
     if name == "replay":
         if outlook is None:
             raise ValueError("sampler: replay needs predictions, and there is no outlook")
-        return ProposalSampler(space, ReplayProposer.of(outlook, options), seed, claims=claims)
+        return ProposalSampler(space, ReplayProposer.of(outlook, options), options.seed, claims=claims)
     share = {"local_share": 0.0} if name != "local-tpe" else {}
     proposer = LocalProposer(space, options, drawn_by=name, **share)
-    return ProposalSampler(space, proposer, seed, drawn_by=name, claims=claims)
+    return ProposalSampler(space, proposer, options.seed, drawn_by=name, claims=claims)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from studies.audit.cases import VERSION, Case, draw_case
 from studies.audit.record import VERDICTS, Record
 from studies.audit.subjects import Outcome, Subjects
@@ -44,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     torch.set_num_threads(1)  # tiny models lose more to thread barriers than they gain
-    if arguments.cases < 1:
-        raise ValueError(f"--cases: must be at least 1, got {arguments.cases}")
+    check_least(arguments, cases=1)
     if arguments.replay is not None:
         return _replay(arguments)
     record = _open(arguments)

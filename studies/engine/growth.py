@@ -15,12 +15,12 @@ import torch
 
 from layerskip import LayerSkipModel, SkipMask
 from layerskip.analysis.step_times import StepTimer
-from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.config.decode_config import ENGINE_NAMES
 from layerskip.machine.host import cpu_name
 from search.reporting.figures.style import finish, fit_card, look
 from studies.engine.random_models import random_llama, random_text
-from studies.engine.results import FOLDER, facts, markdown_table, say, write_json, write_picture
+from studies.engine.results import FOLDER, facts, markdown_table, say, write_picture, write_study
 
 PROG = "studies.engine.growth"
 _SHOTS = 4
@@ -193,11 +193,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for name in ("repeats", "threads"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name}: must be at least 1, got {getattr(arguments, name)}")
-    if not arguments.out.is_dir():
-        raise ValueError(f"--out: no such folder: {arguments.out}")
+    check_least(arguments, repeats=1, threads=1)
+    check_folders(arguments, "out")
     quiet_libraries()
     torch.set_num_threads(arguments.threads)
     found = []
@@ -217,10 +214,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "shots": arguments.repeats * _SHOTS,
         "sweeps": [{**asdict(sweep), "lines": [asdict(line) for line in lines]} for sweep, lines in found],
     }
-    write_json(arguments.out / "growth.json", record)
-    text = table(found)
-    (arguments.out / "growth.md").write_text(text, encoding="utf-8")
-    say(text)
+    write_study(arguments.out, "growth", record, table(found))
     return 0
 
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES
 from layerskip.drafters.lookup import LookupSession
 from studies.demo.corpus import read_modules
-from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, markdown_table, write_study
 
 PROG = "studies.engine.lookups"
 TOKENIZER = FOLDER.parent / "demo" / "model"
@@ -143,10 +143,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if min(arguments.lengths) < 2:
-        raise ValueError(f"--lengths: must be at least 2, got {min(arguments.lengths)}")
-    if not arguments.out.is_dir():
-        raise ValueError(f"--out: no such folder: {arguments.out}")
+    check_least(arguments, lengths=2)
+    check_folders(arguments, "out")
     quiet_libraries()
     torch.set_num_threads(1)
     load = [_load()]
@@ -154,16 +152,13 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, make_text in TEXTS.items():
         text = make_text(max(arguments.lengths))
         results += [measure(one, name, text[:length]) for one in LOOKUPS for length in arguments.lengths]
-    record = facts(f"python -m {PROG}") | {
+    record = {
         "num_threads": 1,
         "load_before_and_after": [*load, _load()],
         "settings": {name: one.model_dump() | {"num_tokens": NUM_TOKENS} for name, one in LOOKUPS.items()},
         "results": [asdict(one) for one in results],
     }
-    write_json(arguments.out / "lookups.json", record)
-    text_table = table(results)
-    (arguments.out / "lookups.md").write_text(text_table, encoding="utf-8")
-    say(text_table)
+    write_study(arguments.out, "lookups", record, table(results))
     return 0
 
 

@@ -41,6 +41,13 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
+def write_study(folder: Path, name: str, record: Mapping[str, Any], table: str) -> None:
+    """NAME.json with the machine's facts, and NAME.md, which is said too."""
+    write_json(folder / f"{name}.json", facts(f"python -m studies.engine.{name}") | record)
+    (folder / f"{name}.md").write_text(table, encoding="utf-8")
+    say(table)
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column on the left, the others on the right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]

@@ -12,10 +12,10 @@ import torch
 from layerskip import LayerSkipModel
 from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark.run import Plan, run_benchmark
-from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.config.decode_config import ENGINE_NAMES
 from studies.engine.random_models import random_llama, random_text
-from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, markdown_table, say, write_study
 
 PROG = "studies.engine.sizes"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 kind = {"hidden_size": hidden_size, "dtype": dtype, "num_threads": num_threads}
                 results.append(kind | measure(model, arguments.repeats, arguments.prompts))
                 say(table(results[-1:]).splitlines()[-1])
-    record = facts(f"python -m {PROG}") | {
+    record = {
         "num_layers": arguments.layers,
         "max_new_tokens": _NEW_TOKENS,
         "prompt_tokens": _CONTEXT,
@@ -108,21 +108,13 @@ def _run(arguments: argparse.Namespace) -> int:
         "repeats": arguments.repeats,
         "results": results,
     }
-    write_json(arguments.out / "sizes.json", record)
-    text = table(results)
-    (arguments.out / "sizes.md").write_text(text, encoding="utf-8")
-    say(text)
+    write_study(arguments.out, "sizes", record, table(results))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("sizes", "threads", "layers", "repeats", "prompts"):
-        values = getattr(arguments, name)
-        least = min(values) if isinstance(values, list) else values
-        if least < 1:
-            raise ValueError(f"--{name}: must be at least 1, got {least}")
-    if not arguments.out.is_dir():
-        raise ValueError(f"--out: no such folder: {arguments.out}")
+    check_least(arguments, sizes=1, threads=1, layers=1, repeats=1, prompts=1)
+    check_folders(arguments, "out")
 
 
 if __name__ == "__main__":

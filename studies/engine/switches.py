@@ -14,10 +14,10 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.step_times import StepTimer
-from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.config.decode_config import ENGINE_NAMES
 from studies.engine.random_models import random_llama, random_text
-from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, markdown_table, say, write_study
 
 PROG = "studies.engine.switches"
 _CONTEXT = 64
@@ -126,31 +126,23 @@ def _run(arguments: argparse.Namespace) -> int:
             model = random_llama(num_layers, arguments.hidden_size, engine=engine)
             results.append(measure(model, arguments.hidden_size, arguments.switches))
             say(table(results[-1:]).splitlines()[-1])
-    record = facts(f"python -m {PROG}") | {
+    record = {
         "num_threads": arguments.threads,
         "dtype": "float32",
         "results": [asdict(one) | {"growth": one.growth} for one in results],
     }
-    write_json(arguments.out / "switches.json", record)
-    text = table(results)
-    (arguments.out / "switches.md").write_text(text, encoding="utf-8")
-    say(text)
+    write_study(arguments.out, "switches", record, table(results))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
     if not Path("/proc/self/statm").is_file():
         raise ValueError("resident memory is read from /proc, which this system does not have")
-    for name in ("switches", "layers", "hidden_size", "threads"):
-        values = getattr(arguments, name)
-        least = min(values) if isinstance(values, list) else values
-        if least < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: must be at least 1, got {least}")
+    check_least(arguments, switches=1, layers=1, hidden_size=1, threads=1)
     num_masks, least = arguments.switches + _WARM_UP, min(arguments.layers)
     if 4**least < 2 * num_masks:
         raise ValueError(f"--layers: must have more than {num_masks} different masks, got {least}")
-    if not arguments.out.is_dir():
-        raise ValueError(f"--out: no such folder: {arguments.out}")
+    check_folders(arguments, "out")
 
 
 def _resident_mib() -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from layerskip.command_line.cli import CommandError, OneLineParser, check_least, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, check_folders, check_least, run_command
 from studies.engine.results import facts, markdown_table, say, write_json
 from studies.memory.course import FOLDER, check_proc, peak_mib
 from studies.scaling.servers import ROOT, child_environment
@@ -82,8 +82,7 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     )
     if not arguments.budget > 0:
         raise ValueError(f"--budget: must be above 0, got {arguments.budget}")
-    if not arguments.out.is_dir():
-        raise ValueError(f"--out: no such folder: {arguments.out}")
+    check_folders(arguments, "out")
     with tempfile.TemporaryDirectory() as tiny, tempfile.TemporaryDirectory() as name:
         say("a model with almost no weights: what the program itself takes")
         program = program_mib(Path(tiny), arguments)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layerskip.command_line.cli import CommandError, OneLineParser, check_least, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, check_folders, check_least, run_command
 from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
 from studies.scaling.servers import ROOT, child_environment
@@ -117,9 +117,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_least(arguments, trials=1, max_new_tokens=2)
     if not arguments.trial_seconds > 0:
         raise ValueError(f"--trial-seconds: must be above 0, got {arguments.trial_seconds}")
-    for name in ("model", "out"):
-        if not getattr(arguments, name).is_dir():
-            raise ValueError(f"--{name}: no such folder: {getattr(arguments, name)}")
+    check_folders(arguments, "model", "out")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import openai
 
-from layerskip.command_line.cli import CommandError, OneLineParser, run_command
+from layerskip.command_line.cli import CommandError, OneLineParser, check_folders, run_command
 from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
 from studies.scaling.servers import ROOT, child_environment
@@ -189,8 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--minutes: must be above 0, got {arguments.minutes}")
     if not arguments.config.is_file():
         raise ValueError(f"--config: no such file: {arguments.config}")
-    if not arguments.out.is_dir():
-        raise ValueError(f"--out: no such folder: {arguments.out}")
+    check_folders(arguments, "out")
     lines = (_DEMO / "tuning.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     course, counts = watch(arguments.config.resolve(), prompts, arguments.minutes, arguments.seed)

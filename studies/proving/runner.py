@@ -19,7 +19,7 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.confirm.stage import ConfirmOptions, confirm, shortlist
 from search.context import Tools
-from search.measure.reference import Reference, ReferenceOptions, make_cases, make_reference
+from search.measure.reference import Continuing, Reference, ReferenceOptions, make_cases, make_reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
 from search.outlook.opening import open_outlook
@@ -42,6 +42,7 @@ from search.trials.objective import Objective, TrialFailed, standings_of
 from search.trials.phase import TrialPhase
 from search.trials.proposals import ProposeOptions
 from search.trials.sampler import ProposalSampler
+from search.trials.setup import TrialSetup
 from studies.proving.ablations import left_out
 from studies.proving.costs import CostTable, Prices
 from studies.proving.table import Table
@@ -152,8 +153,8 @@ class _Run:
             clock=self.tools.clock,
         )
         opened = time.perf_counter()
-        phase = TrialPhase(self.study, self.reference, outlook, self.subject, self.spec, self.tools)
-        broken = phase.run([note])
+        setup = TrialSetup(self.study, self.subject, self.spec, self.reference, outlook, self.tools)
+        broken = TrialPhase(setup).run([note])
         if broken is not None:
             raise RuntimeError(f"{self.case.model}: the search broke off: {broken}")
         return opened
@@ -161,7 +162,7 @@ class _Run:
     def by_rival(self, note: Note) -> float:
         """All trials, as `search.comparison.runs` sets a rival up; returns when preparing was done."""
         subject, case, tools = self.subject, self.case, self.tools
-        options = ProposeOptions(self.spec.repeat_every, self.reference.noise_sigma, self.reference.num_per_trial)
+        options = ProposeOptions.of(self.spec, self.reference)
         rival = STRATEGIES[case.strategy].proposer(Setup(subject.space, TabularHints(case), case.seed, options))
         sampler = ProposalSampler(subject.space, rival, case.seed)
         set_sampler(self.study, sampler)
@@ -178,7 +179,7 @@ class _Run:
 
     def exported(self) -> DecodeConfig:
         subject, spec, num_layers = self.subject, self.spec, self.subject.space.num_layers
-        cases, _ = make_cases(subject.decoder, subject.held_out, num_layers, spec.seed)
+        cases, _ = make_cases(subject.decoder, subject.held_out, Continuing(num_layers, spec.seed))
         options = ConfirmOptions(num_layers, spec.confirm_repeats, self.reference.noise_sigma, spec.seed)
         entries = shortlist(self._standings(), spec.num_confirm_candidates)
         return confirm(subject.decoder, [cases], entries, options).config.bare()

@@ -67,8 +67,8 @@ def main() -> int:
 
 
 def _work(job: Job, study: optuna.Study, storage: BaseStorage, crew: Crew) -> dict[str, Any]:
-    options = ProposeOptions(_REPEAT_EVERY, NOISE, NUM_PROMPTS)
-    sampler = make_sampler("local-tpe", SPACE, job.seed, options, None, crew.claims)
+    options = ProposeOptions(_REPEAT_EVERY, NOISE, NUM_PROMPTS, job.seed)
+    sampler = make_sampler("local-tpe", SPACE, options, None, crew.claims)
     study.sampler = sampler
     objective = _Objective(job, sampler)
     clock = _clocked(storage)

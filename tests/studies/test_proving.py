@@ -106,7 +106,7 @@ def test_decoding_takes_the_forwards_that_replay_counts(config: DecodeConfig) ->
     for place in range(len(table.prompts)):
         stats = decoder.decode(table.prompts[place].tolist(), config).stats
         rows, reading = table.rows([place]), table.reading(config.skip_mask, [place])
-        counts = replay(reading.accepted, reading.confidence, rows, Settings.of(config)).total()[0]
+        counts = replay(reading, rows, Settings.of(config)).total()[0]
         assert [stats.num_drafted, stats.num_rounds, stats.num_target_only] == counts.tolist()
         assert stats.num_emitted == 1 + stats.num_accepted + stats.num_rounds + stats.num_target_only - stats.num_cut
         assert len(stats.token_s) == LENGTH - 1

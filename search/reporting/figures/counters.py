@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from search.confirm.held_out import Counters
+from search.measure.pairs import add_lists
 from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import (
     ACCEPTED_BY_POSITION,
@@ -79,8 +80,8 @@ def counters_of(record: StudyRecord) -> Shown:
             num_drafted=drafted,
             num_accepted=sum(sum(attrs[ACCEPTED_BY_POSITION]) for attrs in attrs_of),
             num_target_only=alone,
-            accepted_by_position=_add([attrs[ACCEPTED_BY_POSITION] for attrs in attrs_of]),
-            drafted_by_position=_add([attrs[DRAFTED_BY_POSITION] for attrs in attrs_of]),
+            accepted_by_position=tuple(add_lists([attrs[ACCEPTED_BY_POSITION] for attrs in attrs_of])),
+            drafted_by_position=tuple(add_lists([attrs[DRAFTED_BY_POSITION] for attrs in attrs_of])),
             draft_s=sum(attrs[DRAFT_S] for attrs in attrs_of),
             verify_s=sum(attrs[VERIFY_S] for attrs in attrs_of),
             target_only_s=alone * plain_s / tokens,  # trials keep the number of these steps, not their seconds
@@ -105,8 +106,3 @@ def times_of(counters: Counters) -> Times:
         loop=max(0.0, counters.decode_s - spent) * each,
         free_drafts=ideal * each,
     )
-
-
-def _add(lists: list[list[int]]) -> tuple[int, ...]:
-    longest = max(map(len, lists))
-    return tuple(sum(one[i] for one in lists if i < len(one)) for i in range(longest))

@@ -86,8 +86,8 @@ def test_acceptance_is_totals_over_totals() -> None:
     total = add_up([stats([4, 2], [4, 1], 4), stats([6], [0], 6)])
     assert total.acceptance_rate == 5 / 12
     assert total.mean_accepted_length == (5 + 10) / 10
-    assert total.accepted_by_position == (4, 1)
-    assert total.drafted_by_position == (10, 2)
+    assert total.accepted_by_position == [4, 1]
+    assert total.drafted_by_position == [10, 2]
     assert add_up([DecodeStats()]).acceptance_rate is None
 
 

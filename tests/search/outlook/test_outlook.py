@@ -38,6 +38,7 @@ from search.terminal.reporter import Reporter
 from search.trials.phase import HANDFUL, TrialPhase
 from search.trials.proposals import ProposeOptions
 from search.trials.replay_proposer import ReplayProposer
+from search.trials.setup import TrialSetup
 from tests.search.fake_outlook import FakeTimer
 from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
 from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record
@@ -492,7 +493,7 @@ def search(
     outlook = open_(study, decoder, reference=reference, tuning=tuning)
     subject = Subject(decoder, SPACE, tuple(tuning), (), FINGERPRINT, ORIGIN)
     tools = Tools(Reporter(output), StopSignal(), "python -m search.run", decoder.clock)
-    broken = TrialPhase(study, reference, outlook, subject, make_spec(**spec), tools).run()
+    broken = TrialPhase(TrialSetup(study, subject, make_spec(**spec), reference, outlook, tools)).run()
     return study, broken, output.getvalue()
 
 

@@ -88,7 +88,7 @@ def test_the_best_setting_is_as_good_as_any_of_a_fine_grid(mask: SkipMask, share
     grid = Settings.grid(range(1, GAMMA_MAX + 1), steps, steps[:15])
     reading = forcing.read(mask)
     rows = TextRows(forcing.lengths, forcing.target_probs, LENGTH)
-    counts = replay(reading.accepted, reading.confidence, rows, grid, cost.verify_s)
+    counts = replay(reading, rows, grid, cost.verify_s)
     draft_s = np.where(
         grid.draft_threshold > 0, cost.draft_s(mask, threshold=True), cost.draft_s(mask, threshold=False)
     )

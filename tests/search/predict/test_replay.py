@@ -44,7 +44,7 @@ def test_replayed_counts_are_the_live_loops(
         skip_mask=MASK, gamma=gamma, draft_threshold=draft_threshold, target_threshold=target_threshold
     )
     reading = forcing.read(MASK)
-    counts = replay(reading.accepted, reading.confidence, rows_of(forcing, limit), Settings.of(config))
+    counts = replay(reading, rows_of(forcing, limit), Settings.of(config))
     for i in range(len(lengths)):
         live = simulate(forcing, i, config, limit)
         got = [counts.drafted[0, i], counts.rounds[0, i], counts.target_only[0, i]]
@@ -65,8 +65,8 @@ def test_depths_are_used_in_order_and_walk_agrees(seed: int, gamma: int, depth: 
     rows = TextRows(np.array([20, 20, 13]), rng.random((3, 20)).astype(np.float32), 20)
     accepted[:, 2, 12:] = 0
     config = DecodeConfig(skip_mask=MASK, gamma=gamma, draft_threshold=threshold, target_threshold=0.2)
-    counts = replay(accepted, confidence, rows, Settings.of(config))
-    rounds = walk(DraftReadings(accepted, confidence, np.zeros(accepted.shape, dtype=np.int64)), rows, config)
+    reading = DraftReadings(accepted, confidence, np.zeros(accepted.shape, dtype=np.int64))
+    counts, rounds = replay(reading, rows, Settings.of(config)), walk(reading, rows, config)
     assert counts.rounds.sum() == sum(one.drafted > 0 for one in rounds)
     assert counts.target_only.sum() == sum(one.drafted == 0 for one in rounds)
     # walk stops at the first wrong token, replay goes on along the text's own confidences
@@ -79,7 +79,7 @@ def test_verification_seconds_come_from_the_table() -> None:
     reading = forcing.read(SkipMask.none(12))  # always right: rounds of 4, 4 and 1 drafts at gamma 4
     config = DecodeConfig(skip_mask=MASK, gamma=4)
     table = [0.0, 1.0, 10.0, 100.0, 1000.0]
-    counts = replay(reading.accepted, reading.confidence, rows_of(forcing, 12), Settings.of(config), table)
+    counts = replay(reading, rows_of(forcing, 12), Settings.of(config), table)
     assert counts.total()[0].tolist() == [8, 2, 1]
     assert counts.verify_s[0, 0] == 2000.0
 
@@ -94,8 +94,7 @@ def test_rounds_that_are_looked_up_have_seconds_of_their_own() -> None:
     hybrid = lookup_else_mask(DecodeConfig(skip_mask=MASK, gamma=4), NGRAMS)
     table = np.array([[0.0, 1.0, 10.0, 100.0, 1000.0] + [9e9] * 20, [0.0, 0.1, 0.2, 0.3, 0.4] + [9e9] * 20])
     counts = replay(
-        reading.accepted,
-        reading.confidence,
+        reading,
         rows_of(forcing, 12),
         Settings.of(hybrid),
         table,
@@ -122,12 +121,12 @@ def test_check_counts_forwards() -> None:
         (lambda: TextRows(np.array([0]), np.ones((1, 3)), 3), r"lengths: .* got \[0\]"),
         (lambda: TextRows(np.array([5]), np.ones((1, 5)), 4), r"max_new_tokens: .* \(5\), got 4"),
         (
-            lambda: replay(np.ones((1, 2, 5)), np.ones((1, 2, 5)), TextRows(np.array([5]), np.ones((1, 5)), 5),
+            lambda: replay(DraftReadings(*np.ones((3, 1, 2, 5))), TextRows(np.array([5]), np.ones((1, 5)), 5),
                            Settings.grid([1], [0.0], [0.0])),
-            "readings: must have shape",
+            "reading: must have shape",
         ),
         (
-            lambda: replay(np.ones((1, 1, 5)), np.ones((1, 1, 5)), TextRows(np.array([5]), np.ones((1, 5)), 5),
+            lambda: replay(DraftReadings(*np.ones((3, 1, 1, 5))), TextRows(np.array([5]), np.ones((1, 5)), 5),
                            Settings.grid([4], [0.0], [0.0]), [0.0, 1.0]),
             "verify_s: must reach gamma 4, has 2",
         ),
