@@ -41,7 +41,7 @@ from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths
 from search.terminal.text import duration
 from tests.layerskip import zoo
-from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
 
 PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 

@@ -11,7 +11,7 @@ from layerskip import DecodeConfig, SkipMask
 from search.outlook.forecast import Candidate, Pool
 from search.outlook.refinement import Refiner, refine_pool
 from search.study.trials import key_of
-from tests.search.fakes import SPACE, FakeClock
+from tests.search.helpers.fakes import SPACE, FakeClock
 
 
 class Planted:

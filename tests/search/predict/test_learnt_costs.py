@@ -16,7 +16,7 @@ from search.predict.costs import CostModel
 from search.predict.learnt_costs import CostLearner, learnt_costs_of, step_times_of
 from search.study.attributes import COUNTS, PLAIN_STEP, ROUNDS
 from search.study.space import SHARE_PREFIX, SearchSpace
-from tests.search.fakes import SPACE
+from tests.search.helpers.fakes import SPACE
 
 ALONE = 0.01
 NUM_LAYERS = SPACE.num_layers

@@ -35,8 +35,8 @@ from search.storages.opening import close_storage, open_storage
 from search.study.attributes import COSTS, SENSITIVITY
 from search.study.space import SearchSpace
 from search.trials.objective import standings_of
-from tests.search import outlook_fakes
-from tests.search.fakes import SPACE, Bench
+from tests.search.helpers import outlook as outlook_fakes
+from tests.search.helpers.fakes import SPACE, Bench
 from tests.search.predict.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes

@@ -20,8 +20,8 @@ from search.storages.opening import open_storage
 from search.study import attributes
 from search.study.attributes import MORE, OF_TRIALS, PER_DEVICE, POOL, SHARED, WORKER_ENTRY
 from search.workers.unlike import StudyOnDevice, as_seen_on
-from tests.search.fakes import FINGERPRINT, SPACE, Bench, prompts
-from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder
+from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench, prompts
+from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder
 
 WRITERS = {"set_user_attr", "set_study_user_attr", "set_trial_user_attr"}
 CASES = tuple(PromptCase(f"p{i}", (i, 1, 2), tuple(range(17))) for i in range(6))
