@@ -12,7 +12,7 @@ from layerskip.command_line.by_hand import add_setting_arguments, setting_by_han
 from layerskip.command_line.cli import OneLineParser, check_least, run_command
 from layerskip.command_line.command_model import (
     add_model_arguments,
-    confirmed_length,
+    confirmed_words,
     load_model,
     max_new_tokens,
     read_config,
@@ -209,7 +209,9 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
     if comparison.repeated_ngram_share is not None:
         lines.append(f"repeated {NGRAM}-grams: {comparison.repeated_ngram_share:.0%} of the output's")
     lines.append(f"tokens identical: {_identity_words(comparison)}")
-    lines += [*_regime_words(model.config, comparison.config), *_confirmed_words(comparison.config)]
+    lines += _regime_words(model.config, comparison.config)
+    if confirmed := confirmed_words(comparison.config):
+        lines.append(f"confirmed by the search: {confirmed}")
     sys.stderr.write("\n".join(lines) + "\n")
 
 
@@ -220,21 +222,6 @@ def _regime_words(config: DecodeConfig, followed: DecodeConfig) -> list[str]:
     how = f"gamma {followed.gamma}" if followed.speculates else "plain decoding"
     reason = f" ({' '.join(followed.reason.split())})" if followed.reason else ""
     return [f"regime {followed.sampling.name} (of {', '.join(config.regime_names)}): {how}{reason}"]
-
-
-def _confirmed_words(config: DecodeConfig) -> list[str]:
-    """What the search promised, to hold this prompt against."""
-    confirmed = config.confirmed
-    if confirmed is None:
-        return []
-    text = f"confirmed by the search: {confirmed.speedup:.2f}x on average over {confirmed.num_prompts} prompts"
-    text += confirmed_length(config)
-    text += f" ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}..{confirmed.speedup_ci_high:.2f})"
-    if confirmed.speedup_prompt_low is not None and confirmed.speedup_prompt_high is not None:
-        text += f", a single one {confirmed.speedup_prompt_low:.2f}..{confirmed.speedup_prompt_high:.2f}"
-    if confirmed.end_to_end_speedup is not None:
-        text += f"; prompt included {confirmed.end_to_end_speedup:.2f}x"
-    return [text]
 
 
 def _identity_words(comparison: Comparison) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
-from layerskip.command_line.command_model import add_loading_arguments, confirmed_length, load_config, load_model
+from layerskip.command_line.command_model import add_loading_arguments, confirmed_words, load_config, load_model
 from layerskip.config.decode_config import DecodeConfig, GroupSetting
 from layerskip.server.settings import ServerSettings
 
@@ -229,14 +229,7 @@ def _setting(config: DecodeConfig) -> str:
 
 
 def _confirmed(config: DecodeConfig) -> str:
-    confirmed = config.confirmed
-    if confirmed is None:
-        return "nothing: no speedup was measured for this setting"
-    return (
-        f"{confirmed.speedup:.2f}x plain decoding ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}.."
-        f"{confirmed.speedup_ci_high:.2f}) on {confirmed.num_prompts} held-out prompts"
-        f"{confirmed_length(config)}"
-    )
+    return confirmed_words(config) or "nothing: no speedup was measured for this setting"
 
 
 def _set_up_logging() -> None:

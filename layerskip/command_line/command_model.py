@@ -108,10 +108,20 @@ def load_model(
     return model
 
 
-def confirmed_length(config: DecodeConfig) -> str:
-    """For how long texts its confirmed numbers hold, in words; empty where that is not known."""
-    tuned = config.provenance
-    return "" if tuned is None or tuned.max_new_tokens is None else f", up to {tuned.max_new_tokens} new tokens each"
+def confirmed_words(config: DecodeConfig) -> str:
+    """What the search confirmed of a setting and for how long texts; empty where it confirmed nothing."""
+    confirmed, tuned = config.confirmed, config.provenance
+    if confirmed is None:
+        return ""
+    text = f"{confirmed.speedup:.2f}x on average over {confirmed.num_prompts} prompts"
+    if tuned is not None and tuned.max_new_tokens is not None:
+        text += f", up to {tuned.max_new_tokens} new tokens each"
+    text += f" ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}..{confirmed.speedup_ci_high:.2f})"
+    if confirmed.speedup_prompt_low is not None and confirmed.speedup_prompt_high is not None:
+        text += f", a single one {confirmed.speedup_prompt_low:.2f}..{confirmed.speedup_prompt_high:.2f}"
+    if confirmed.end_to_end_speedup is not None:
+        text += f"; prompt included {confirmed.end_to_end_speedup:.2f}x"
+    return text
 
 
 def max_new_tokens(arguments: argparse.Namespace, config: DecodeConfig | None) -> int:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import optuna
 import plotly.graph_objects as go
 
 from layerskip.config.decode_config import DecodeConfig
-from search.confirm.regime_settings import sampling_of
 from search.reporting.digest import regimes_table
 from search.reporting.figures.pictures import PICTURES
 from search.reporting.figures.style import fit_card
 from search.reporting.record import MissingData, StudyRecord, read_record
 from search.reporting.render import markdown_table, plain_markdown
-from search.reporting.verdict import length_of
-from search.study.attributes import CANNOT_WIN, COMMAND, CONFIG, CONFIRMED, PLAIN_TOKENS_PER_S, REASON, VERDICT
+from search.reporting.verdict import verdict_of
+from search.study.attributes import CANNOT_WIN, COMMAND, CONFIG, PLAIN_TOKENS_PER_S
 from search.study.config_words import describe
 
 FIGURES: dict[str, Callable[[StudyRecord], go.Figure]] = {picture.key: picture.draw for picture in PICTURES}
@@ -48,7 +46,7 @@ def push_figures(study: optuna.Study) -> list[str]:
 
 def note(record: StudyRecord, earlier: str = "") -> str:
     """Markdown: verdict, best config, the command; below a line what a person added to the earlier note."""
-    parts = [_verdict(record.attrs), _config(record)]
+    parts = [_verdict(record), _config(record)]
     if (table := regimes_table(record.attrs)) is not None:
         parts.append(markdown_table(table))
     if (command := record.attrs.get(COMMAND)) is not None:
@@ -57,27 +55,13 @@ def note(record: StudyRecord, earlier: str = "") -> str:
     return "\n\n".join([*parts, "---", YOURS, (yours if ours else earlier).strip()])
 
 
-def _verdict(attrs: Mapping[str, Any]) -> str:
+def _verdict(record: StudyRecord) -> str:
     """One line."""
-    verdict, confirmed = attrs.get(VERDICT), attrs.get(CONFIRMED)
-    text = "**No verdict yet**: the confirm stage has not been reached."
-    if verdict == "speculate" and confirmed is not None:
-        text = f"**Speculate: {confirmed['speedup']:.2f} times as fast as plain decoding**"
-        if confirmed["num_prompts"] > 1:
-            text += f", 95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f}"
-        text += (
-            f": {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s on "
-            f"{confirmed['num_prompts']} held-out prompts{length_of(attrs)}."
-        )
-        if confirmed.get("end_to_end_speedup") is not None:
-            text += f" End to end, prompts included: {confirmed['end_to_end_speedup']:.2f} times."
-    elif verdict is not None:
-        reason = str(attrs.get(REASON) or "no reason kept").removeprefix("do not speculate: ")
-        text = f"**Do not speculate**: {plain_markdown(reason)}."
-    if attrs.get(CANNOT_WIN) is not None:
-        text += f" The search was cut short: {plain_markdown(attrs[CANNOT_WIN])}."
-    text += f" Tokens chosen: {plain_markdown(sampling_of(attrs))}."
-    if (plain := attrs.get(PLAIN_TOKENS_PER_S)) is not None:
+    headline, sentence = verdict_of(record)
+    text = f"**{headline}**: {plain_markdown(sentence)}"
+    if (reason := record.attrs.get(CANNOT_WIN)) is not None:
+        text += f" The search was cut short: {plain_markdown(reason)}."
+    if (plain := record.attrs.get(PLAIN_TOKENS_PER_S)) is not None:
         text += f" Plain decoding of the tuning prompts: {plain:.1f} tokens/s."
     return text
 

@@ -14,20 +14,7 @@ from search.measure.rounding_record import describe_rounding
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
 from search.storages.opening import redact
-from search.study.attributes import (
-    BUDGET,
-    CANDIDATES,
-    COMMAND,
-    CONFIRMED,
-    CREATED_AT,
-    ENVIRONMENT,
-    FINGERPRINT,
-    ORIGIN,
-    PER_GROUP,
-    ROUNDING,
-    SPEC,
-    VERDICT,
-)
+from search.study import attributes as names
 from search.study.config_words import describe
 from search.study.trials import trials_by_state
 
@@ -84,16 +71,16 @@ def digest_of(record: StudyRecord, folder: Path | None = None) -> Digest:
         picture=choice.config.skip_mask.picture() if choice else "",
         numbers=numbers_of(attrs),
         use=f'python -m layerskip.generate --config {_typed(folder)}/best.json --prompt "..." --compare'
-        if folder is not None and attrs.get(VERDICT) == "speculate"
+        if folder is not None and attrs.get(names.VERDICT) == "speculate"
         else None,
-        command=attrs.get(COMMAND),
+        command=attrs.get(names.COMMAND),
         tables=tuple(table for table in tables if table is not None),
         made=tuple(_made(record)),
     )
 
 
 def _candidates(attrs: Mapping[str, Any]) -> Table | None:
-    stored = attrs.get(CANDIDATES)
+    stored = attrs.get(names.CANDIDATES)
     if not stored:
         return None
     rows = tuple(
@@ -157,7 +144,7 @@ def _states(record: StudyRecord) -> Table:
     counts = {name.replace("_", " "): count for name, count in trials_by_state(list(record.trials)).items()}
     origins: dict[str, int] = {}
     for trial in record.finished:
-        origin = str(trial.user_attrs.get(ORIGIN, "?")).partition(":")[0]
+        origin = str(trial.user_attrs.get(names.ORIGIN, "?")).partition(":")[0]
         origins[origin] = origins.get(origin, 0) + 1
     rows = [(name, str(count)) for name, count in counts.items() if count]
     rows += [
@@ -168,7 +155,7 @@ def _states(record: StudyRecord) -> Table:
 
 def _per_group(attrs: Mapping[str, Any]) -> Table | None:
     """Settings in rows, groups in columns; what a group got is marked."""
-    stored = attrs.get(PER_GROUP)
+    stored = attrs.get(names.PER_GROUP)
     if not stored:
         return None
     data = json.loads(stored)
@@ -234,21 +221,21 @@ def _speedup(confirmed: Mapping[str, Any]) -> str:
 
 def _made(record: StudyRecord) -> list[tuple[str, str]]:
     attrs = record.attrs
-    print_, environment, spec = (attrs.get(name, {}) for name in (FINGERPRINT, ENVIRONMENT, SPEC))
+    print_, environment, spec = (attrs.get(name, {}) for name in (names.FINGERPRINT, names.ENVIRONMENT, names.SPEC))
     rows = [("study", record.name), ("model", f"{model_of(attrs)} ({print_.get('model_class', '?')})")]
     rows.append(("weights", str(print_.get("weights", "?"))))
     rows.append(("device", device_of(attrs)))
     if backend := environment.get("attention_backend"):
         rows.append(("attention", str(backend)))
-    if machine := (attrs.get(CONFIRMED) or {}).get("machine"):
+    if machine := (attrs.get(names.CONFIRMED) or {}).get("machine"):
         rows.append(("while confirming", machine))
-    if rounding := attrs.get(ROUNDING):
+    if rounding := attrs.get(names.ROUNDING):
         rows.append(("logit ties", f"a token may lie {describe_rounding(rounding)}"))
     prompts = [Path(str(spec[name])).name for name in ("prompts", "held_out") if spec.get(name)]
     hashes = f"{print_.get('tuning_prompts', '?')} and {print_.get('held_out_prompts', '?')}"
     rows.append(("prompts", f"{' and '.join(prompts) or '?'}, hashes {hashes}"))
     rows.append(("tokens a prompt", str(print_.get("max_new_tokens", "?"))))
-    if (budget := attrs.get(BUDGET)) and budget["minutes"] is not None:
+    if (budget := attrs.get(names.BUDGET)) and budget["minutes"] is not None:
         less = f"with {', '.join(budget['cuts'])}" if budget["cuts"] else "nothing was cut for it"
         rows.append(("budget", f"{budget['minutes']:g} minutes for the whole run, {less}"))
     rows.append(("tokens chosen", sampling_of(attrs)))
@@ -260,7 +247,7 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     if spec.get("storage"):
         rows.append(("storage", redact(str(spec["storage"]))))
     rows.append(("commit", str(environment.get("commit") or "?")))
-    rows.append(("begun", str(attrs.get(CREATED_AT, "?"))))
+    rows.append(("begun", str(attrs.get(names.CREATED_AT, "?"))))
     return rows
 
 

@@ -12,38 +12,7 @@ from optuna.trial import FrozenTrial
 from search.confirm.files import finite
 from search.predict.accuracy import check_predictions
 from search.reporting.record import StudyRecord
-from search.study.attributes import (
-    ACCEPTANCE_RATE,
-    BY_REGIME,
-    CANDIDATES,
-    CANNOT_WIN,
-    COMMAND,
-    CONFIG,
-    CONFIRMED,
-    COSTS,
-    CREATED_AT,
-    END_TO_END_SPEEDUP,
-    ENVIRONMENT,
-    FINGERPRINT,
-    GAMMA_LOWERED,
-    HELD_OUT,
-    MEAN_ACCEPTED_LENGTH,
-    NOISE_SIGMA,
-    ORIGIN,
-    PER_GROUP,
-    PLAIN_TOKENS_PER_S,
-    POOL,
-    REASON,
-    ROUNDING,
-    SENSITIVITY,
-    SKIP_MASK,
-    SPEEDUP,
-    SPEEDUP_CI_HIGH,
-    SPEEDUP_CI_LOW,
-    STOPPED_EARLY,
-    SURFACES,
-    VERDICT,
-)
+from search.study import attributes as names
 from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD
 from search.study.trials import tokens_per_s_of
 
@@ -51,35 +20,44 @@ _FIRST = (
     "number",
     "state",
     "tokens_per_s",
-    SPEEDUP,
-    SPEEDUP_CI_LOW,
-    SPEEDUP_CI_HIGH,
-    END_TO_END_SPEEDUP,
-    SKIP_MASK,
+    names.SPEEDUP,
+    names.SPEEDUP_CI_LOW,
+    names.SPEEDUP_CI_HIGH,
+    names.END_TO_END_SPEEDUP,
+    names.SKIP_MASK,
     GAMMA,
     DRAFT_THRESHOLD,
     TARGET_THRESHOLD,
-    ORIGIN,
-    ACCEPTANCE_RATE,
-    MEAN_ACCEPTED_LENGTH,
-    STOPPED_EARLY,
+    names.ORIGIN,
+    names.ACCEPTANCE_RATE,
+    names.MEAN_ACCEPTED_LENGTH,
+    names.STOPPED_EARLY,
 )
 _OF_THE_STUDY = (
-    VERDICT,
-    REASON,
-    CONFIRMED,
-    CONFIG,
-    CANNOT_WIN,
-    GAMMA_LOWERED,
-    PLAIN_TOKENS_PER_S,
-    NOISE_SIGMA,
-    ROUNDING,
-    FINGERPRINT,
-    ENVIRONMENT,
-    COMMAND,
-    CREATED_AT,
+    names.VERDICT,
+    names.REASON,
+    names.CONFIRMED,
+    names.CONFIG,
+    names.CANNOT_WIN,
+    names.GAMMA_LOWERED,
+    names.PLAIN_TOKENS_PER_S,
+    names.NOISE_SIGMA,
+    names.ROUNDING,
+    names.FINGERPRINT,
+    names.ENVIRONMENT,
+    names.COMMAND,
+    names.CREATED_AT,
 )
-_PARSED = (COSTS, SENSITIVITY, POOL, SURFACES, CANDIDATES, HELD_OUT, PER_GROUP, BY_REGIME)
+_PARSED = (
+    names.COSTS,
+    names.SENSITIVITY,
+    names.POOL,
+    names.SURFACES,
+    names.CANDIDATES,
+    names.HELD_OUT,
+    names.PER_GROUP,
+    names.BY_REGIME,
+)
 """Attributes that hold JSON as text."""
 
 
@@ -99,7 +77,7 @@ def to_json(record: StudyRecord) -> str:
     data: dict[str, Any] = {"study": record.name}
     data |= {name: record.attrs.get(name) for name in _OF_THE_STUDY}
     data |= {name: _parsed(record.attrs[name]) for name in _PARSED if name in record.attrs}
-    data |= check_predictions(record.trials, record.attrs.get(NOISE_SIGMA))
+    data |= check_predictions(record.trials, record.attrs.get(names.NOISE_SIGMA))
     data["trials"] = [_flat(trial) | _lists(trial) for trial in record.finished]
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 

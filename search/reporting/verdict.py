@@ -44,7 +44,7 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
             f"{where}, decodes {text_of(attrs)} {confirmed['speedup']:.2f} times as fast as plain decoding{interval} "
             f"with {config}: {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s "
             f"over {count_of(confirmed['num_prompts'], 'prompt')}{file} that the search had not seen"
-            f"{length_of(attrs)}.{_end_to_end(confirmed)}"
+            f"{_length_of(attrs)}.{_end_to_end(confirmed)}"
         )
     if verdict is not None:
         reason = str(attrs.get(REASON) or "no reason kept").removeprefix("do not speculate: ")
@@ -79,7 +79,7 @@ def text_of(attrs: Mapping[str, Any]) -> str:
     return f"{'sampled' if Sampling.parse(name).do_sample else 'greedy'} text ({name})"
 
 
-def length_of(attrs: Mapping[str, Any]) -> str:
+def _length_of(attrs: Mapping[str, Any]) -> str:
     """`, up to 48 new tokens each`: for how long texts the confirmed numbers hold; empty where that is not known."""
     length = attrs.get(FINGERPRINT, {}).get("max_new_tokens")
     return "" if length is None else f", up to {length} new tokens each"

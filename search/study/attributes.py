@@ -2,7 +2,8 @@
 
 Workers on unlike devices may share a study. What is measured or predicted on a device before the trials is then kept
 once per device, see `search.workers.unlike`; all else is shared. Each name of a study is in one of two sets at the end,
-and a view of a device takes no other name: none can be forgotten here and read from another device by mistake.
+and a view of a device takes no other name: none can be forgotten here and read from another device by mistake. The
+other names are those of trials: each is measured by one worker, so nobody shares them.
 """
 
 from __future__ import annotations
@@ -139,59 +140,3 @@ SHARED = frozenset(
     }
 )
 """Of a study: one for all its workers, beside the roster's entries."""
-OF_TRIALS = frozenset(
-    {
-        PROCESS,
-        WORKER,
-        CLAIM,
-        SHARES_DEVICE,
-        RETRY_OF,
-        ATTEMPT,
-        FAILURE,
-        VIOLATION,
-        VIOLATION_PROMPT,
-        ORIGIN,
-        REPEAT_OF,
-        CONSIDERED,
-        EXPECTED_GAIN,
-        PROPOSING_S,
-        TRIAL_DRAFTER,
-        SKIP_MASK,
-        LOOKUP,
-        NUM_SKIPPED_ATTENTION,
-        NUM_SKIPPED_MLP,
-        PREDICTED_RATIOS,
-        PREDICTED_SPEEDUP,
-        PREDICTED_TOKENS_PER_S,
-        FORECAST_RATIOS,
-        FORECAST_SPEEDUP,
-        REPLAYED_FORWARDS,
-        DRAFT_STEP_MS,
-        SPEEDUP,
-        SPEEDUP_CI_LOW,
-        SPEEDUP_CI_HIGH,
-        SPEEDUP_MEASURED,
-        END_TO_END_SPEEDUP,
-        TOKENS_PER_S,
-        PLAIN_TOKENS_PER_S,
-        STOPPED_EARLY,
-        LOSSLESS,
-        NUM_PROMPTS,
-        PROMPT_STEPS,
-        RATIOS,
-        NUM_TIES,
-        IS_TIE_BY_PROMPT,
-        TOKENS_PER_S_BY_PROMPT,
-        PLAIN_TOKENS_PER_S_BY_PROMPT,
-        ACCEPTANCE_RATE,
-        MEAN_ACCEPTED_LENGTH,
-        ACCEPTED_BY_POSITION,
-        DRAFTED_BY_POSITION,
-        NUM_TARGET_ONLY,
-        FORWARDS,
-        DRAFT_S,
-        VERIFY_S,
-        SECONDS,
-    }
-)
-"""Of a trial: measured by one worker, so nobody shares them."""

@@ -18,50 +18,7 @@ from search.measure.statistics import geometric_mean, ratio_interval
 from search.outlook.outlook import Outlook
 from search.predict.replay import live_counts
 from search.stop import StopSignal
-from search.study.attributes import (
-    ACCEPTANCE_RATE,
-    ACCEPTED_BY_POSITION,
-    CONSIDERED,
-    DRAFT_S,
-    DRAFTED_BY_POSITION,
-    END_TO_END_SPEEDUP,
-    EXPECTED_GAIN,
-    FAILURE,
-    FORWARDS,
-    IS_TIE_BY_PROMPT,
-    LOOKUP,
-    LOSSLESS,
-    MEAN_ACCEPTED_LENGTH,
-    NUM_PROMPTS,
-    NUM_SKIPPED_ATTENTION,
-    NUM_SKIPPED_MLP,
-    NUM_TARGET_ONLY,
-    NUM_TIES,
-    ORIGIN,
-    PLAIN_TOKENS_PER_S,
-    PLAIN_TOKENS_PER_S_BY_PROMPT,
-    PREDICTED_RATIOS,
-    PREDICTED_SPEEDUP,
-    PREDICTED_TOKENS_PER_S,
-    PROCESS,
-    PROMPT_STEPS,
-    PROPOSING_S,
-    RATIOS,
-    REPEAT_OF,
-    SECONDS,
-    SKIP_MASK,
-    SPEEDUP,
-    SPEEDUP_CI_HIGH,
-    SPEEDUP_CI_LOW,
-    SPEEDUP_MEASURED,
-    STOPPED_EARLY,
-    TOKENS_PER_S,
-    TOKENS_PER_S_BY_PROMPT,
-    TRIAL_DRAFTER,
-    VERIFY_S,
-    VIOLATION,
-    VIOLATION_PROMPT,
-)
+from search.study import attributes as names
 from search.study.leaderboard import Standings, make_standings
 from search.study.space import SearchSpace
 from search.study.trials import INTERRUPTED, WITHDRAWN, interactions_of
@@ -114,7 +71,7 @@ class Objective:
     def __call__(self, trial: optuna.Trial) -> float:
         start = self.clock()
         if self.sampler.is_surplus:
-            trial.set_user_attr(FAILURE, WITHDRAWN)
+            trial.set_user_attr(names.FAILURE, WITHDRAWN)
             raise TrialFailed(WITHDRAWN)
         reason = None
         try:
@@ -128,17 +85,21 @@ class Objective:
             if self.queues_again:
                 interrupt(trial.study, trial)
             else:
-                trial.set_user_attr(FAILURE, INTERRUPTED)
+                trial.set_user_attr(names.FAILURE, INTERRUPTED)
             raise
         except LosslessViolation as violation:
             # Pruned: only complete trials can be the best one, here and in the dashboard.
-            details = {LOSSLESS: False, VIOLATION: str(violation), VIOLATION_PROMPT: violation.prompt_id}
+            details = {
+                names.LOSSLESS: False,
+                names.VIOLATION: str(violation),
+                names.VIOLATION_PROMPT: violation.prompt_id,
+            }
             _set_all(trial, details)
             raise optuna.TrialPruned(str(violation)) from None
         except Exception as error:  # noqa: BLE001 (whatever a config does to the machinery fails this trial alone)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         if reason is not None:  # outside the except block: there the traceback would keep the tensors alive
-            trial.set_user_attr(FAILURE, reason)
+            trial.set_user_attr(names.FAILURE, reason)
             self.decoder.free_memory()
             raise TrialFailed(reason)
         return self._record(trial, outcome, self.clock() - start)
@@ -147,22 +108,22 @@ class Objective:
         proposal = self.sampler.proposal_of(trial.number)
         mask = config.skip_mask
         attributes: dict[str, Any] = {
-            PROCESS: process_token(),
-            ORIGIN: proposal.origin,
-            PROPOSING_S: round(self.sampler.proposing_s, 4),
-            TRIAL_DRAFTER: config.drafter,
-            SKIP_MASK: str(mask),
-            NUM_SKIPPED_ATTENTION: mask.num_skipped_attention,
-            NUM_SKIPPED_MLP: mask.num_skipped_mlp,
+            names.PROCESS: process_token(),
+            names.ORIGIN: proposal.origin,
+            names.PROPOSING_S: round(self.sampler.proposing_s, 4),
+            names.TRIAL_DRAFTER: config.drafter,
+            names.SKIP_MASK: str(mask),
+            names.NUM_SKIPPED_ATTENTION: mask.num_skipped_attention,
+            names.NUM_SKIPPED_MLP: mask.num_skipped_mlp,
         }
         if config.lookup is not None:
-            attributes[LOOKUP] = config.lookup.model_dump(exclude_none=True)
+            attributes[names.LOOKUP] = config.lookup.model_dump(exclude_none=True)
         if proposal.repeat_of is not None:
-            attributes[REPEAT_OF] = proposal.repeat_of
+            attributes[names.REPEAT_OF] = proposal.repeat_of
         if proposal.considered:
-            attributes[CONSIDERED] = proposal.considered
+            attributes[names.CONSIDERED] = proposal.considered
         if proposal.gain is not None:
-            attributes[EXPECTED_GAIN] = round(proposal.gain, 5)
+            attributes[names.EXPECTED_GAIN] = round(proposal.gain, 5)
         _set_all(trial, attributes)
 
     def _measure(self, trial: optuna.Trial, config: DecodeConfig, standings: Standings) -> Outcome:
@@ -191,10 +152,10 @@ class Objective:
             return None
         forecast = self.outlook.describe_trial(config, steps)
         interactions = interactions_of(forecast)
-        expected = standings.standardised(steps, forecast[PREDICTED_RATIOS], interactions)
+        expected = standings.standardised(steps, forecast[names.PREDICTED_RATIOS], interactions)
         forecast |= {
-            PREDICTED_SPEEDUP: expected,
-            PREDICTED_TOKENS_PER_S: expected * self.reference.plain_tokens_per_s,
+            names.PREDICTED_SPEEDUP: expected,
+            names.PREDICTED_TOKENS_PER_S: expected * self.reference.plain_tokens_per_s,
         }
         _set_all(trial, forecast)
         return interactions
@@ -208,37 +169,37 @@ class Objective:
         plain, tokens_per_s = self.reference.plain_tokens_per_s, outcome.speedup * self.reference.plain_tokens_per_s
         value = outcome.speedup if self.is_speedup else tokens_per_s
         attributes: dict[str, Any] = {
-            SPEEDUP: outcome.speedup,
-            SPEEDUP_MEASURED: speedup(outcome.pairs),
-            END_TO_END_SPEEDUP: geometric_mean([pair.end_to_end_ratio for pair in outcome.pairs]) * standardised,
-            STOPPED_EARLY: outcome.stopped_early,
-            LOSSLESS: True,
-            NUM_PROMPTS: len(ratios),
-            NUM_TIES: sum(pair.speculative.is_tie for pair in outcome.pairs),
-            IS_TIE_BY_PROMPT: [pair.speculative.is_tie for pair in outcome.pairs],
-            PROMPT_STEPS: list(outcome.steps),
-            RATIOS: ratios,
-            TOKENS_PER_S_BY_PROMPT: [pair.speculative.tokens_per_s for pair in outcome.pairs],
-            PLAIN_TOKENS_PER_S_BY_PROMPT: [pair.plain.tokens_per_s for pair in outcome.pairs],
-            ACCEPTED_BY_POSITION: total.accepted_by_position,
-            DRAFTED_BY_POSITION: total.drafted_by_position,
-            NUM_TARGET_ONLY: total.num_target_only,
-            FORWARDS: [live_counts([one]).tolist() for one in stats],
-            DRAFT_S: total.draft_s,
-            VERIFY_S: total.verify_s,
-            SECONDS: seconds,
+            names.SPEEDUP: outcome.speedup,
+            names.SPEEDUP_MEASURED: speedup(outcome.pairs),
+            names.END_TO_END_SPEEDUP: geometric_mean([pair.end_to_end_ratio for pair in outcome.pairs]) * standardised,
+            names.STOPPED_EARLY: outcome.stopped_early,
+            names.LOSSLESS: True,
+            names.NUM_PROMPTS: len(ratios),
+            names.NUM_TIES: sum(pair.speculative.is_tie for pair in outcome.pairs),
+            names.IS_TIE_BY_PROMPT: [pair.speculative.is_tie for pair in outcome.pairs],
+            names.PROMPT_STEPS: list(outcome.steps),
+            names.RATIOS: ratios,
+            names.TOKENS_PER_S_BY_PROMPT: [pair.speculative.tokens_per_s for pair in outcome.pairs],
+            names.PLAIN_TOKENS_PER_S_BY_PROMPT: [pair.plain.tokens_per_s for pair in outcome.pairs],
+            names.ACCEPTED_BY_POSITION: total.accepted_by_position,
+            names.DRAFTED_BY_POSITION: total.drafted_by_position,
+            names.NUM_TARGET_ONLY: total.num_target_only,
+            names.FORWARDS: [live_counts([one]).tolist() for one in stats],
+            names.DRAFT_S: total.draft_s,
+            names.VERIFY_S: total.verify_s,
+            names.SECONDS: seconds,
         }
         if self.is_speedup:  # which of the workers' devices it was matters
-            attributes |= {TOKENS_PER_S: tokens_per_s, PLAIN_TOKENS_PER_S: plain}
+            attributes |= {names.TOKENS_PER_S: tokens_per_s, names.PLAIN_TOKENS_PER_S: plain}
         if interval is not None:
             attributes |= {
-                SPEEDUP_CI_LOW: interval.low * standardised,
-                SPEEDUP_CI_HIGH: interval.high * standardised,
+                names.SPEEDUP_CI_LOW: interval.low * standardised,
+                names.SPEEDUP_CI_HIGH: interval.high * standardised,
             }
         if total.acceptance_rate is not None:
-            attributes[ACCEPTANCE_RATE] = total.acceptance_rate
+            attributes[names.ACCEPTANCE_RATE] = total.acceptance_rate
         if total.mean_accepted_length is not None:
-            attributes[MEAN_ACCEPTED_LENGTH] = total.mean_accepted_length
+            attributes[names.MEAN_ACCEPTED_LENGTH] = total.mean_accepted_length
         _set_all(trial, attributes)
         return self._below_best(trial, value) if outcome.stopped_early else value
 
@@ -263,7 +224,7 @@ def _set_all(trial: optuna.Trial, attributes: dict[str, Any]) -> None:
 def violations_in(trials: Sequence[optuna.trial.FrozenTrial]) -> list[str]:
     """Lossless violations stored in a study, this run's and earlier ones."""
     return [
-        f"trial {trial.number}: {trial.user_attrs.get(VIOLATION)} under mask {trial.user_attrs.get(SKIP_MASK)}"
-        for trial in trials
-        if trial.user_attrs.get(LOSSLESS) is False
+        f"trial {one.number}: {one.user_attrs.get(names.VIOLATION)} under mask {one.user_attrs.get(names.SKIP_MASK)}"
+        for one in trials
+        if one.user_attrs.get(names.LOSSLESS) is False
     ]

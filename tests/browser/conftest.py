@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from search import run
 from tests.search.conftest import save_tiny_model, tiny_flags
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 PATIENCE_MS = 180_000

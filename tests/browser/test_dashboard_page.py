@@ -65,5 +65,5 @@ def test_the_note_tells_the_verdict_and_the_command(visit: Visit, address: str, 
     visit.page.goto(f"{address}/note", wait_until="commit")
     visit.page.get_by_text("times as fast as plain decoding").first.wait_for()
     text = visit.page.locator("body").inner_text()
-    assert f"Speculate: {confirmed['speedup']:.2f} times as fast as plain decoding" in text
+    assert f"Speculate: {confirmed['speedup']:.2f} times as fast" in text
     assert "python -m search.run" in text

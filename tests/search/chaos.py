@@ -23,8 +23,8 @@ from search.study.config_words import describe
 from search.study.trials import WORKER_DIED, counted, key_of, was_interrupted
 from search.workers.reaping import MAX_ATTEMPTS
 from studies.scaling.servers import NoServer, own_postgres
-from tests.search.crew_member import TIMELINE, Order, start
-from tests.search.fakes import SPACE
+from tests.search.helpers.crew_member import TIMELINE, Order, start
+from tests.search.helpers.fakes import SPACE
 
 COMPLETE_ATTRIBUTES = {
     *("process", "worker", "claim", "origin", "skip_mask", "speedup", "stopped_early", "lossless", "num_prompts"),

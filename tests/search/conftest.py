@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from search.reporting.publish import Publisher
-from tests.search.fakes import Bench
-from tests.search.servers import grpc_url, postgres_server, postgres_url
+from tests.search.helpers.fakes import Bench
+from tests.search.helpers.servers import grpc_url, postgres_server, postgres_url
 
 __all__ = ["grpc_url", "postgres_server", "postgres_url"]  # fixtures
 WORDS = ["<unk>", "<end>", *(f"w{i}" for i in range(62))]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.search.chaos import audit, kill_at_random
-from tests.search.crew_member import Order
+from tests.search.helpers.crew_member import Order
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from layerskip import DecodeConfig, LayerSkipModel
 from search import dashboard, run
 from search.dashboard import bind, open_app
 from tests.search.conftest import write_jsonl
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 
 
 def run_main(flags: list[str]) -> int:

@@ -19,7 +19,7 @@ from layerskip.interop.draft_checkpoint import draft_config, write_draft_checkpo
 from search import export
 from search.draft_model import nearest_whole_layers
 from tests.layerskip import zoo
-from tests.search.fakes import ORIGIN, Bench
+from tests.search.helpers.fakes import ORIGIN, Bench
 
 DEMO = Path(__file__).parents[2] / "studies" / "demo"
 ASSISTANT: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 from search.measure.subject import Subject
 from search.preflight import space_for
 from search.terminal.progress_events import Preflight
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
 
 
 class Sharing:

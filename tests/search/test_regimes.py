@@ -41,7 +41,7 @@ from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths
 from search.terminal.text import duration
 from tests.layerskip import zoo
-from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
 
 PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 
@@ -184,7 +184,7 @@ def test_the_first_study_tells_of_all_regimes(
     assert "### Regimes" in told
     assert "decodes greedy text" in told
     note = note_of(finished.folder)
-    assert "Tokens chosen: greedy." in note
+    assert "decodes greedy text" in note
     assert "| t1 | do not speculate |" in note
     page = finished.paths.report.read_text(encoding="utf-8")
     assert page.count('<table id="table-regimes">') == 1

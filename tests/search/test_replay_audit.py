@@ -23,7 +23,7 @@ from search.replay_audit import random_params
 from search.study.fingerprint import environment
 from search.study.space import SearchSpace
 from tests.search.conftest import write_jsonl
-from tests.search.outlook_fakes import space_of
+from tests.search.helpers.outlook import space_of
 
 NUM_SETTINGS = 12
 _LINE = (

@@ -18,7 +18,7 @@ from search.study import opening as study
 from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.opening import as_before, with_choices
 from search.study.trials import counted
-from tests.search.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
+from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
 
 
 def trials_of(bench: Bench) -> list[optuna.trial.FrozenTrial]:

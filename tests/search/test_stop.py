@@ -21,7 +21,7 @@ from search.stop import StopSignal, TrialTimedOut
 from search.storages.opening import open_storage
 from search.study.trials import counted
 from search.workers.hang import HUNG_EXIT_CODE
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 from tests.search.test_search import trials_of
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ import sys, time, pathlib
 from search.reporting.publish import Publisher
 from search.stop import StopSignal
 from search.workers.heartbeats import Patience
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 Publisher.publish = lambda *_arguments: None
 folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]
 bench = Bench(folder, stop=StopSignal(ends_process=True), patience=Patience(poll_s=0.02, hang_grace_s=0.3))

@@ -15,7 +15,16 @@ from layerskip import DecodeConfig, LayerSkipModel
 from search.measure.subject import Subject
 from search.study.spec import StudyPaths, StudySpec
 from search.tuner import SearchFailed, TuneOptions, _prompt_file, _search, _subject
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, Bench, group_prompts, make_spec, prompts, true_speedup
+from tests.search.helpers.fakes import (
+    FINGERPRINT,
+    ORIGIN,
+    SPACE,
+    Bench,
+    group_prompts,
+    make_spec,
+    prompts,
+    true_speedup,
+)
 
 TEXTS = [f"w{i} w{i + 1} w3" for i in range(8)]
 FAST: dict[str, Any] = {

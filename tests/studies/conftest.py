@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.search.servers import postgres_server
+from tests.search.helpers.servers import postgres_server
 
 __all__ = ["postgres_server"]  # a fixture
 

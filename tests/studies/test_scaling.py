@@ -18,7 +18,7 @@ from search import run as search_run
 from search import storage_proxy
 from studies.scaling import run
 from studies.scaling.landscape import SPACE, Landscape
-from tests.search.servers import PostgresServer
+from tests.search.helpers.servers import PostgresServer
 
 FOLDER = Path(run.__file__).parent
 

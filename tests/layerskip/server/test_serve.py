@@ -84,7 +84,9 @@ def test_as_a_program_it_says_where_it_serves_and_ends_cleanly_on_sigterm(tmp_pa
         assert lines[1].startswith("model     model: LlamaForCausalLM, 12 layers, float32 on cpu, engine fused, 1 thr")
         assert f"gamma {setting.gamma}" in lines[2]
         assert (f"mask {setting.skip_mask}" in lines[2]) == setting.drafts_by_mask
-        assert lines[3].startswith(f"confirmed {confirmed.speedup:.2f}x plain decoding (95 %")
+        assert lines[3].startswith(
+            f"confirmed {confirmed.speedup:.2f}x on average over {confirmed.num_prompts} prompts, up to "
+        )
         # The example works as it stands; read as a shell would, since curl may not be there.
         assert KEY not in lines[-1]
         words = shlex.split(lines[-1].removeprefix("try       ").replace(f"${KEY_VARIABLE}", KEY))
@@ -183,7 +185,7 @@ def test_it_says_what_each_regime_is_decoded_with() -> None:
     model = LayerSkipModel(zoo.model_of("llama"), config=config, engine="eager")
     lines = describe(model, ServerSettings("m", 96), None, "http://x")
     unmeasured = "nothing: no speedup was measured for this setting"
-    measured = "1.25x plain decoding (95 % 1.20..1.30) on 24 held-out prompts"
+    measured = "1.25x on average over 24 prompts (95 % 1.20..1.30)"
     assert lines[2:7] == [
         "config    none: mask 4:none, gamma 3",
         f"confirmed {unmeasured}",

@@ -27,7 +27,7 @@ from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
 from search.study.space import SearchSpace
 from search.study.trials import counted
-from tests.search.fakes import FINGERPRINT, Bench, FakeClock, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, Bench, FakeClock, FakeDecoder, make_spec, prompts
 
 SLOW = 0.05
 """Of the fake's usual pace: a plain token takes 0.2 s, a decoding of 17 tokens 3.2 s."""

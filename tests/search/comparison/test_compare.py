@@ -40,7 +40,7 @@ from search.stop import StopSignal
 from search.study.fingerprint import FingerprintMismatch
 from search.study.space import SearchSpace
 from search.terminal.reporter import Reporter
-from tests.search.fakes import (
+from tests.search.helpers.fakes import (
     FINGERPRINT,
     NUM_LAYERS,
     ORIGIN,
@@ -51,7 +51,7 @@ from tests.search.fakes import (
     prompts,
     true_speedup,
 )
-from tests.search.rival_fakes import FORCING_S, READING_S, ReadableDecoder, make_setup
+from tests.search.helpers.rivals import FORCING_S, READING_S, ReadableDecoder, make_setup
 
 NGRAMS = lookup_alone(NUM_LAYERS, usual_lookups.NGRAMS)
 VOLATILE = ("process", "seconds", "proposing_s")

@@ -16,7 +16,7 @@ from search.compact import read_lines, write_lines
 from search.compare import main
 from search.comparison.record import FILE, RESULTS, read_record, write_record, write_results
 from tests.search.comparison.test_compare import Comparison, bench, plan_of, stand_in
-from tests.search.fakes import NUM_LAYERS
+from tests.search.helpers.fakes import NUM_LAYERS
 
 __all__ = ["bench", "stand_in"]  # fixtures
 

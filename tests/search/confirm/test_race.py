@@ -11,7 +11,7 @@ from layerskip import DecodeConfig, SkipMask
 from search.confirm.stage import RACE_FROM, TIE, Confirmation, ConfirmOptions, confirm, is_surely_slower
 from search.measure.pairs import PromptCase
 from search.study.leaderboard import Entry
-from tests.search.fakes import FakeDecoder, true_speedup
+from tests.search.helpers.fakes import FakeDecoder, true_speedup
 
 BEST, FAR = (DecodeConfig(skip_mask=SkipMask.parse(text), gamma=4) for text in ("6:1-4", "6:1"))
 NUM_PROMPTS = 24

@@ -10,7 +10,7 @@ import pytest
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.measure.decoder import Decoded
 from search.measure.pairs import LosslessViolation, PromptCase, measure_pair, time_able, time_one
-from tests.search.fakes import NUM_LAYERS, FakeDecoder, true_speedup
+from tests.search.helpers.fakes import NUM_LAYERS, FakeDecoder, true_speedup
 
 PLAIN = DecodeConfig.plain(NUM_LAYERS)
 DRAFT = DecodeConfig(skip_mask=SkipMask.contiguous(NUM_LAYERS, 1, 4), gamma=4)

@@ -21,7 +21,7 @@ from search.measure.statistics import geometric_mean, log_spread, prompt_interva
 from search.study.leaderboard import Entry, Standings, make_standings
 from search.study.space import SearchSpace
 from search.study.trials import counted
-from tests.search.fakes import NUM_LAYERS, SPACE
+from tests.search.helpers.fakes import NUM_LAYERS, SPACE
 
 
 def test_geometric_mean() -> None:

@@ -20,7 +20,7 @@ from search.study.prompts import load_prompts
 from search.study.spec import StudyPaths
 from search.terminal.reporter import JsonReporter, QuietReporter
 from tests.search.conftest import write_jsonl
-from tests.search.fakes import Bench, make_spec
+from tests.search.helpers.fakes import Bench, make_spec
 
 SPREAD = RoundingSpread(largest=0.125, num_positions=64)
 KEPT = {"largest": 0.125, "tolerance": 0.375, "num_positions": 64}

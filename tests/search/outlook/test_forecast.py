@@ -21,9 +21,9 @@ from search.predict.sensitivity import Sensitivity, SublayerWorth, measure_sensi
 from search.study.lookup_choice import LookupChoice
 from search.study.space import SearchSpace
 from search.study.trials import key_of
-from tests.search.fake_outlook import FakeForcing, FakeTimer
-from tests.search.fakes import FINGERPRINT, SPACE, FakeClock
-from tests.search.outlook_fakes import space_of
+from tests.search.helpers.fakes import FINGERPRINT, SPACE, FakeClock
+from tests.search.helpers.forcing import FakeForcing, FakeTimer
+from tests.search.helpers.outlook import space_of
 
 LENGTH = 17
 SPACES = {

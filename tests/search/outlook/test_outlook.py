@@ -39,9 +39,9 @@ from search.trials.phase import HANDFUL, TrialPhase
 from search.trials.proposals import ProposeOptions
 from search.trials.replay_proposer import ReplayProposer
 from search.trials.setup import TrialSetup
-from tests.search.fake_outlook import FakeTimer
-from tests.search.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
-from tests.search.outlook_fakes import PlantedTimer, WatchedDecoder, record
+from tests.search.helpers.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
+from tests.search.helpers.forcing import FakeTimer
+from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder, record
 
 NUM_TOKENS = 17
 NUM_COST_CALLS = 3 * (15 + 1)

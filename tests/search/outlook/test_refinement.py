@@ -7,7 +7,7 @@ import pytest
 from layerskip import DecodeConfig, SkipMask
 from search.outlook.forecast import Candidate, Pool, refine_pool
 from search.study.trials import key_of
-from tests.search.fakes import SPACE, FakeClock
+from tests.search.helpers.fakes import SPACE, FakeClock
 
 
 class Planted:

@@ -17,7 +17,7 @@ from search.measure.pairs import LosslessViolation, PromptCase
 from search.per_group.choice import decide, tolerance
 from search.per_group.export import GroupResult, combined_config
 from search.per_group.matrix import NO_PROMPT, Cell, measure_matrix, table, violations_of
-from tests.search.fakes import CALM, NUM_LAYERS, WILD, FakeDecoder, group_prompts, truth, wild_needs_late_layers
+from tests.search.helpers.fakes import CALM, NUM_LAYERS, WILD, FakeDecoder, group_prompts, truth, wild_needs_late_layers
 
 
 def setting(layers: Sequence[int], gamma: int = 4) -> DecodeConfig:

@@ -21,7 +21,7 @@ from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
 from search.study.trials import counted
 from tests.search.conftest import write_jsonl
-from tests.search.fakes import (
+from tests.search.helpers.fakes import (
     CALM,
     FINGERPRINT,
     ORIGIN,

@@ -22,9 +22,9 @@ from search.predict.costs import (
 )
 from search.study.space import SearchSpace
 from tests.layerskip.zoo import random_mask
-from tests.search.fake_outlook import FakeTimer
-from tests.search.fakes import FINGERPRINT, SPACE
-from tests.search.outlook_fakes import PlantedTimer, space_of
+from tests.search.helpers.fakes import FINGERPRINT, SPACE
+from tests.search.helpers.forcing import FakeTimer
+from tests.search.helpers.outlook import PlantedTimer, space_of
 
 TEXTS = ((1, 2, 3), (4, 5, 6, 7, 8, 9), (10, 11))
 OPTIONS = CostOptions(gamma_max=5, repeats=5, seed=0)

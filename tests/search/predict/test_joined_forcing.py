@@ -11,7 +11,7 @@ from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
 from search.predict.replay import TextRows
-from tests.search.fake_outlook import FakeForcing
+from tests.search.helpers.forcing import FakeForcing
 
 LENGTHS = (9, 17, 5, 21, 3)
 TEXTS = [ForcedText((i,), tuple(range(length))) for i, length in enumerate(LENGTHS)]

@@ -8,7 +8,7 @@ from search.measure.decoder import Decoded
 from search.predict import more_texts
 from search.predict.more_texts import CUT_SHARES, MIN_CUT, MoreOptions, MoreText, MoreTexts, beginnings, make_more_texts
 from search.study.prompts import EncodedPrompt
-from tests.search.fakes import NUM_LAYERS, FakeDecoder
+from tests.search.helpers.fakes import NUM_LAYERS, FakeDecoder
 
 NUM_TOKENS = 17
 

@@ -17,9 +17,9 @@ from search.predict import predictor as predictor_module
 from search.predict.costs import CostModel, CostOptions, measure_costs
 from search.predict.predictor import Predictor, coarse_gammas, gammas_around, sharp_depth
 from search.predict.replay import Settings, TextRows, live_counts, replay
-from tests.search.fake_outlook import FakeForcing, FakeTimer, simulate
-from tests.search.fakes import FINGERPRINT
-from tests.search.outlook_fakes import PlantedTimer, space_of
+from tests.search.helpers.fakes import FINGERPRINT
+from tests.search.helpers.forcing import FakeForcing, FakeTimer, simulate
+from tests.search.helpers.outlook import PlantedTimer, space_of
 
 NUM_LAYERS = 12
 GAMMA_MAX = 8

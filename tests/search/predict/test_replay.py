@@ -13,7 +13,7 @@ from layerskip.config.usual_lookups import NGRAMS, lookup_else_mask
 from layerskip.decoding.stats import DecodeStats
 from search.predict.lookup_readings import LookupReadings
 from search.predict.replay import Settings, TextRows, check_replay, live_counts, replay, walk
-from tests.search.fake_outlook import FakeForcing, simulate
+from tests.search.helpers.forcing import FakeForcing, simulate
 
 MASK = SkipMask.contiguous(12, 3, 6)
 

@@ -19,7 +19,7 @@ from search.dashboard import bind, open_app
 from search.reporting.archive import read_archive, write_archive
 from search.reporting.source import Address, opened
 from search.storages.opening import close_storage, open_storage
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 
 ARCHIVE = "study.jsonl.xz"
 

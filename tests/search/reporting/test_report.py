@@ -38,7 +38,7 @@ from search.reporting.tables import to_csv, to_json
 from search.storages.opening import close_storage, open_storage
 from search.study.attributes import HELD_OUT, SURFACES
 from search.terminal.reporter import Reporter
-from tests.search.fakes import SPACE, Bench, FakeClock
+from tests.search.helpers.fakes import SPACE, Bench, FakeClock
 
 pytestmark = pytest.mark.publishes
 FAST: dict[str, Any] = {"trials": 2, "num_confirm_prompts": 5, "confirm_repeats": 1}

@@ -33,8 +33,16 @@ from search.rivals.leave_one_out import LeaveOneOut
 from search.study.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 from search.study.trials import counted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys
-from tests.search.fakes import SPACE
-from tests.search.rival_fakes import FakeHints, OrthogonalStates, agreement_of, failed, make_setup, make_space, measured
+from tests.search.helpers.fakes import SPACE
+from tests.search.helpers.rivals import (
+    FakeHints,
+    OrthogonalStates,
+    agreement_of,
+    failed,
+    make_setup,
+    make_space,
+    measured,
+)
 
 RIVALS = [name for name in STRATEGIES if name != "ours"]
 PUBLISHED = [name for name in RIVALS if not STRATEGIES[name].with_settings]

@@ -19,8 +19,8 @@ from layerskip import DecodeConfig
 from layerskip.config.decode_config import write_atomically
 from search.storages.opening import StorageFull, close_storage, open_storage, storage_file
 from search.study.trials import counted
-from tests.search.fakes import Bench
-from tests.search.servers import ROOT, child_environment
+from tests.search.helpers.fakes import Bench
+from tests.search.helpers.servers import ROOT, child_environment
 
 FILE_LIMIT = """
 import resource, sys, optuna

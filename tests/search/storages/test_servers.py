@@ -36,9 +36,9 @@ from search.study.spec import to_toml
 from search.study.trials import counted
 from tests.search.chaos import audit as audit_search
 from tests.search.chaos import kill_at_random
-from tests.search.crew_member import Order
-from tests.search.fakes import Bench, make_spec
-from tests.search.servers import PASSWORD, ROOT, PostgresServer, child_environment, running_proxy
+from tests.search.helpers.crew_member import Order
+from tests.search.helpers.fakes import Bench, make_spec
+from tests.search.helpers.servers import PASSWORD, ROOT, PostgresServer, child_environment, running_proxy
 
 pytestmark = pytest.mark.slow
 

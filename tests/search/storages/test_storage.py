@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 
 from search.storages.opening import StorageError, check_storage, check_writable, open_storage, redact
 from search.study.trials import counted, trials_by_state
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 from tests.search.test_search import history, trials_of
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ study.optimize(lambda trial: trial.suggest_int("x", 0, 99), n_trials=int(sys.arg
 """
 SEARCH = """
 import sys, time, pathlib
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 folder = pathlib.Path(sys.argv[1])
 bench = Bench(folder)
 def hang(config):

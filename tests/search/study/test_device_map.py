@@ -22,7 +22,7 @@ from search.workers.device import computing_on, share_a_device
 from search.workers.process import process_token
 from search.workers.roster import Worker
 from tests.layerskip.zoo import SPREAD
-from tests.search.fakes import FINGERPRINT
+from tests.search.helpers.fakes import FINGERPRINT
 from tests.search.test_commands import changed, run_main
 
 MAP: dict[str, int | str] = SPREAD | {"lm_head": "cpu"}

@@ -21,8 +21,8 @@ from search.terminal.comparison_view import ComparisonView
 from search.terminal.event import Event, Note
 from search.terminal.live import LiveReporter
 from search.terminal.reporter import JsonReporter, Reporter
-from tests.search.fakes import FINGERPRINT, ORIGIN, SPACE, make_spec, prompts
-from tests.search.rival_fakes import ReadableDecoder
+from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, make_spec, prompts
+from tests.search.helpers.rivals import ReadableDecoder
 
 PLAN = ComparisonPlan(strategies=("random", "layerskip"), seeds=(0, 1), trials=4, checkpoints=(2, 4), confirm_repeats=2)
 NUM_RUN_TURNS = 2 * 2 * 2

@@ -34,7 +34,7 @@ from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegin
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
 from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
 from search.terminal.view import LiveView, Pace
-from tests.search.fakes import Bench, FakeClock, FakeDecoder
+from tests.search.helpers.fakes import Bench, FakeClock, FakeDecoder
 
 CASE = PromptCase("p", (1,), (1, 2))
 REFERENCE = Reference((CASE,) * 24, 4, 136.5, 0.034, 1.0, ())

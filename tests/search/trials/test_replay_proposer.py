@@ -24,9 +24,9 @@ from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchS
 from search.study.trials import Key, counted, key_of
 from search.trials.proposals import Proposal, ProposeOptions
 from search.trials.replay_proposer import ReplayProposer, move
-from tests.search.fake_outlook import FakeForcing
-from tests.search.fakes import FINGERPRINT, SPACE, true_speedup
-from tests.search.outlook_fakes import PlantedTimer, record, record_failure, space_of
+from tests.search.helpers.fakes import FINGERPRINT, SPACE, true_speedup
+from tests.search.helpers.forcing import FakeForcing
+from tests.search.helpers.outlook import PlantedTimer, record, record_failure, space_of
 
 LENGTH = 13
 NUM_PROMPTS = 3

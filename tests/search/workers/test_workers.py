@@ -33,8 +33,8 @@ from search.workers.lease import Lease
 from search.workers.process import is_gone, process_token
 from search.workers.reaping import queue_again
 from tests.search.chaos import audit
-from tests.search.crew_member import CONTEXT, Order, start
-from tests.search.fakes import FINGERPRINT, SPACE, Bench
+from tests.search.helpers.crew_member import CONTEXT, Order, start
+from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench
 from tests.search.test_search import trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat of storage is supposed to be used")

@@ -12,8 +12,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from search.study.space import SearchSpace
-from tests.search.fake_outlook import FakeForcing, FakeTimer
-from tests.search.fakes import FakeDecoder
+from tests.search.helpers.fakes import FakeDecoder
+from tests.search.helpers.forcing import FakeForcing, FakeTimer
 
 
 @dataclass

@@ -18,8 +18,8 @@ from studies.proving.runner import Case, TabularHints, run_case
 from studies.proving.tabular import Noise
 from studies.proving.truth import speedup_of
 from tests.layerskip import zoo
-from tests.search.rival_fakes import OrthogonalStates
-from tests.studies.test_proving import SPACE, made_table
+from tests.search.helpers.rivals import OrthogonalStates
+from tests.studies.proving.test_search import SPACE, made_table
 
 TABLE = made_table()
 PLANNED = replace(TABLE, facts={PLANS: plan_facts(OrthogonalStates([0.4, 0.5, 0.3, 0.2]), SPACE)})

@@ -17,11 +17,11 @@ from layerskip import DecodeConfig
 from search.reporting.publish import Publisher
 from search.study.config_words import describe
 from search.workers.heartbeats import Patience
-from tests.search.fakes import Bench
+from tests.search.helpers.fakes import Bench
 
 TIMELINE = "timeline"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.search.crew_member", "search.rivals", "optuna.storages"])
+CONTEXT.set_forkserver_preload(["tests.search.helpers.crew_member", "search.rivals", "optuna.storages"])
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from search.study.space import SearchSpace
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.reporter import Reporter
 from search.workers.heartbeats import Patience
-from tests.search.fake_outlook import FakeForcing, FakeTimer
+from tests.search.helpers.forcing import FakeForcing, FakeTimer
 
 NUM_LAYERS = 6
 PLAIN_TOKENS_PER_S = 100.0

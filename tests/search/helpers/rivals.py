@@ -19,8 +19,8 @@ from search.rivals.common import Plan
 from search.rivals.hidden_states import layer_plan, sublayer_plan
 from search.study.space import SearchSpace
 from search.trials.proposals import ProposeOptions
-from tests.search.fake_outlook import FakeForcing
-from tests.search.fakes import NUM_LAYERS, FakeClock, FakeDecoder
+from tests.search.helpers.fakes import NUM_LAYERS, FakeClock, FakeDecoder
+from tests.search.helpers.forcing import FakeForcing
 
 READING_S, FORCING_S = 0.13, 5.0
 """Seconds that divide no budget evenly, so that rounding decides nothing."""

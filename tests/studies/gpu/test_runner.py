@@ -14,7 +14,7 @@ import pytest
 
 from studies.gpu.book import Book, read
 from studies.gpu.environment import ROOT
-from tests.studies.gpu_fakes import Mishaps, run
+from tests.studies.gpu.fakes import Mishaps, run
 
 
 def test_a_step_that_fails_hangs_or_dies_costs_the_study_that_step_alone(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_file_of_another_part_is_refused(tmp_path: Path) -> None:
 def test_a_killed_command_leaves_what_it_found_and_no_process(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     code = (
-        "from pathlib import Path; from tests.studies.gpu_fakes import Mishaps, run\n"
+        "from pathlib import Path; from tests.studies.gpu.fakes import Mishaps, run\n"
         f"if __name__ == '__main__': run(Mishaps(('works', 'hangs'), hangs_s=60.0), Path({str(file)!r}))\n"
     )
     script = tmp_path / "script.py"

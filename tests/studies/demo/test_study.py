@@ -12,7 +12,7 @@ from layerskip import DecodeConfig
 from search.compact import read_lines
 from search.reporting.archive import read_archive
 
-DEMO = Path(__file__).parents[2] / "studies" / "demo"
+DEMO = Path(__file__).parents[3] / "studies" / "demo"
 ARCHIVE = DEMO / "study.jsonl.xz"
 
 pytestmark = pytest.mark.skipif(not ARCHIVE.is_file(), reason="the demo has not been searched since archives are kept")

@@ -10,7 +10,7 @@ import pytest
 
 from studies.gpu import summarise, tables
 from studies.gpu.book import read
-from tests.studies.gpu_fakes import Mishaps, run
+from tests.studies.gpu.fakes import Mishaps, run
 
 
 def test_the_rounds_table_by_hand() -> None:
