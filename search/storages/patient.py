@@ -166,8 +166,8 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
             try:
                 return self.inner.set_trial_state_values(trial_id, state, values)
             except UpdateFinishedTrialError:
-                told = self.inner.get_trial(trial_id) if again else None
-                if told is None or told.state != state or list(told.values or ()) != list(values or ()):
+                stored = self.inner.get_trial(trial_id) if again else None
+                if stored is None or stored.state != state or list(stored.values or ()) != list(values or ()):
                     raise
                 return True
 
