@@ -1,4 +1,4 @@
-"""What the commands of the search share: how a run is told, and the study that is taken without flags."""
+"""What the commands of the search share: what a run prints, and the study that is taken without flags."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from layerskip.command_line.cli import OneLineParser
 
 
 def add_output_flags(parser: OneLineParser) -> None:
-    """How a run is told; see `search.terminal.live.make_reporter`."""
-    told = parser.add_mutually_exclusive_group()
-    told.add_argument("--quiet", action="store_true", help="print the result alone; warnings still go to stderr")
-    told.add_argument("--json", action="store_true", help="print one JSON object per event and nothing else")
+    """What a run prints; see `search.terminal.live.make_reporter`."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--quiet", action="store_true", help="print the result alone; warnings still go to stderr")
+    group.add_argument("--json", action="store_true", help="print one JSON object per event and nothing else")
 
 
 def demo_folder() -> Path:

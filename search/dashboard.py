@@ -16,8 +16,7 @@ from layerskip.command_line.cli import OneLineParser, run_command
 from search.command_line import demo_folder
 from search.dashboard_guard import DashboardGuard
 from search.reporting.source import Address, open_source
-from search.storages.address import STORAGE_HELP, storage_argument
-from search.storages.opening import near
+from search.storages.address import STORAGE_HELP, near, storage_argument
 
 PROG = "search.dashboard"
 

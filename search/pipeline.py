@@ -28,7 +28,8 @@ from search.predict.accuracy import check_predictions
 from search.predict.surfaces import store_surfaces
 from search.reporting.publish import Publisher
 from search.run_plan import RunPlan
-from search.storages.opening import close_storage, near, open_storage, redact
+from search.storages.address import near, redact
+from search.storages.opening import close_storage, open_storage
 from search.study.attributes import (
     BUDGET,
     CANDIDATES,

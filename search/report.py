@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from search.reporting.record import read_record, read_summary
     from search.reporting.source import Address, opened
-    from search.storages.opening import near
+    from search.storages.address import near
 
     address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     with opened(address, demo=demo_folder()) as source:

@@ -204,7 +204,8 @@ def _regimes(arguments: argparse.Namespace) -> list[str] | None:
 def _search(
     spec: StudySpec, paths: StudyPaths, arguments: argparse.Namespace, argv: list[str], stop: StopSignal
 ) -> int:
-    from search.storages.opening import check_storage, check_writable, redact
+    from search.storages.address import redact
+    from search.storages.opening import check_storage, check_writable
 
     start = time.perf_counter()
     command = shlex.join(["python", "-m", PROG, *map(redact, argv)])

@@ -17,16 +17,8 @@ from optuna.storages import BaseStorage
 
 from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
-from search.storages.address import GRPC
-from search.storages.opening import (
-    STORAGE_VARIABLE,
-    check_storage,
-    close_storage,
-    open_storage,
-    redact,
-    storage_argument,
-    storage_file,
-)
+from search.storages.address import GRPC, STORAGE_VARIABLE, redact, storage_argument, storage_file
+from search.storages.opening import check_storage, close_storage, open_storage
 from search.storages.proxy_client import DEFAULT_PORT, KEEPALIVE_MS, KEY_HEADER, MAX_MESSAGE_BYTES
 
 PROG = "search.storage_proxy"

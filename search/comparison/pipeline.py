@@ -24,7 +24,7 @@ from search.measure.pairs import LosslessViolation, time_able
 from search.measure.reference import Continuing, Reference, make_cases, make_reference, warm_up
 from search.measure.subject import Subject
 from search.rivals import STRATEGIES
-from search.storages.opening import near
+from search.storages.address import near
 from search.study.fingerprint import FingerprintMismatch, compare, environment
 from search.study.opening import now_utc, quiet_optuna, with_choices
 from search.study.spec import StudySpec

@@ -256,7 +256,7 @@ def _of_best_lines(of_best: Mapping[str, Any] | None) -> list[str]:
     """What part of the best strategy's last speedup ours has after fewer trials."""
     if of_best is None or len(of_best["checkpoints"]) < 2:
         return []
-    told = [
+    parts = [
         f"{row['ratio']:.3f} (seeds {_span(row['low'], row['high'])}, prompts "
         f"{_span(row['prompts_low'], row['prompts_high'])}) after {row['trials']}"
         for row in of_best["checkpoints"]
@@ -264,7 +264,7 @@ def _of_best_lines(of_best: Mapping[str, Any] | None) -> list[str]:
     head = (
         f"ours as a part of the best after {of_best['trials']} trials ({of_best['strategy']}, {of_best['speedup']:.3f})"
     )
-    return [f"{head}: {'; '.join(told)}."]
+    return [f"{head}: {'; '.join(parts)}."]
 
 
 def _span(low: float | None, high: float | None) -> str:

@@ -20,7 +20,8 @@ from search.per_group.export import GroupResult, combined_config, group_summary,
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
 from search.pipeline import RunOutcome, SearchRun
 from search.reporting.publish import Publisher
-from search.storages.opening import close_storage, near, open_storage
+from search.storages.address import near
+from search.storages.opening import close_storage, open_storage
 from search.study.attributes import FINGERPRINT, PER_GROUP
 from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.grouping import count_groups, interleaved, of_group

@@ -13,7 +13,7 @@ from search.confirm.regime_settings import config_of, read_regimes, sampling_of
 from search.measure.rounding_record import describe_rounding
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
-from search.storages.opening import redact
+from search.storages.address import redact
 from search.study import attributes as names
 from search.study.config_words import describe
 from search.study.trials import trials_by_state
@@ -252,6 +252,6 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
 
 
 def _typed(folder: Path) -> str:
-    from search.storages.opening import near
+    from search.storages.address import near
 
     return str(near(folder))

@@ -11,7 +11,8 @@ import optuna
 from optuna.storages import BaseStorage
 
 from search.reporting.archive import read_archive
-from search.storages.opening import check_storage, close_storage, near, open_storage, redact, storage_file
+from search.storages.address import near, redact, storage_file
+from search.storages.opening import check_storage, close_storage, open_storage
 from search.study.spec import StudyPaths, load_spec
 
 

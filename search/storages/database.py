@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.storages import BaseStorage, RDBStorage, get_storage
-from optuna.trial import FrozenTrial
 
 from search.storages.address import redact
 from search.storages.errors import ConnectionLost, StorageFull, one_line
-from search.storages.patient import Patience, PatientStorage
+from search.storages.patient import PatientStorage, RetryPolicy
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Engine, ExceptionContext
 
-OnStale = Callable[[optuna.Study, FrozenTrial], None]
 HEARTBEAT_S = 60
 GRACE_S = 900
 """A trial without a sign of life for this long is dead. Far above any pause of a live worker, which would crash; more
-than `Patience.limit_s`, after which no worker waits for a server any more."""
+than `RetryPolicy.limit_s`, after which no worker waits for a server any more."""
 _CONNECT_TIMEOUT_S = 5
 _LOCK_TIMEOUT_S = 60
 _TABLE_ATTEMPTS = 8
@@ -43,7 +41,7 @@ class SqliteStorage(RDBStorage):
             return
 
 
-def open_sqlite(url: str, on_stale: OnStale | None) -> BaseStorage:
+def open_sqlite(url: str) -> BaseStorage:
     """WAL, synchronous=NORMAL, and every transaction BEGIN IMMEDIATE.
 
     SQLite ignores SELECT ... FOR UPDATE, by which Optuna claims queued trials, so with its default deferred
@@ -51,7 +49,7 @@ def open_sqlite(url: str, on_stale: OnStale | None) -> BaseStorage:
     """
     from sqlalchemy import event
 
-    storage = _with_tables(SqliteStorage, url, {"connect_args": {"timeout": _LOCK_TIMEOUT_S}}, on_stale)
+    storage = _with_tables(SqliteStorage, url, {"connect_args": {"timeout": _LOCK_TIMEOUT_S}})
 
     def on_connect(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver begins nothing by itself; on_begin does
@@ -68,9 +66,9 @@ def open_sqlite(url: str, on_stale: OnStale | None) -> BaseStorage:
     return storage
 
 
-def open_server(url: str, on_stale: OnStale | None, patience: Patience | None = None) -> PatientStorage:
+def open_server(url: str, policy: RetryPolicy | None = None) -> PatientStorage:
     """A database server; one that restarts under a run is waited for."""
-    storage = _with_tables(RDBStorage, url, {"pool_pre_ping": True, "connect_args": _connect_args(url)}, on_stale)
+    storage = _with_tables(RDBStorage, url, {"pool_pre_ping": True, "connect_args": _connect_args(url)})
     _name_errors(storage.engine, url)
 
     def judge(error: Exception) -> Exception:
@@ -80,7 +78,7 @@ def open_server(url: str, on_stale: OnStale | None, patience: Patience | None = 
             return optuna.exceptions.StorageInternalError(one_line(cause, url))
         return error
 
-    return PatientStorage(get_storage(storage), redact(url), patience, judge=judge)
+    return PatientStorage(get_storage(storage), redact(url), policy, judge=judge)
 
 
 def connect_once(url: str) -> None:
@@ -94,21 +92,13 @@ def connect_once(url: str) -> None:
         engine.dispose()
 
 
-def _with_tables(
-    kind: Callable[..., RDBStorage], url: str, engine_kwargs: dict[str, Any], on_stale: OnStale | None
-) -> RDBStorage:
+def _with_tables(kind: Callable[..., RDBStorage], url: str, engine_kwargs: dict[str, Any]) -> RDBStorage:
     """Workers that start together on an empty database all create its tables: who is late looks again."""
     from sqlalchemy.exc import DBAPIError
 
     for attempts_left in reversed(range(_TABLE_ATTEMPTS)):
         try:
-            return kind(
-                url,
-                engine_kwargs=engine_kwargs,
-                heartbeat_interval=HEARTBEAT_S,
-                grace_period=GRACE_S,
-                heartbeat_stale_trial_callback=on_stale,
-            )
+            return kind(url, engine_kwargs=engine_kwargs, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
         except DBAPIError as error:
             if not attempts_left or not re.search("already exists|duplicate key|UNIQUE constraint", str(error.orig)):
                 raise

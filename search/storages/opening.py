@@ -11,47 +11,22 @@ import optuna
 from optuna.storages import BaseStorage
 
 from search.storages.address import (
-    FROM_ENVIRONMENT,
     GRPC,
     JOURNAL,
     SQLITE,
-    STORAGE_VARIABLE,
-    holds_secret,
-    near,
     redact,
-    storage_argument,
     storage_file,
 )
-from search.storages.database import OnStale, connect_once, open_server, open_sqlite
-from search.storages.errors import StorageError, StorageFull, StorageLost, one_line, storage_failures_shown
+from search.storages.database import connect_once, open_server, open_sqlite
+from search.storages.errors import StorageError, StorageFull, one_line
 from search.storages.journal import open_journal
-from search.storages.patient import Patience, PatientStorage
-
-__all__ = [
-    "FROM_ENVIRONMENT",
-    "STORAGE_VARIABLE",
-    "Patience",
-    "StorageError",
-    "StorageFull",
-    "StorageLost",
-    "check_storage",
-    "check_writable",
-    "close_storage",
-    "holds_secret",
-    "near",
-    "open_storage",
-    "redact",
-    "storage_argument",
-    "storage_failures_shown",
-    "storage_file",
-]
+from search.storages.patient import PatientStorage, RetryPolicy
 
 
-def open_storage(url: str, *, on_stale: OnStale | None = None, patience: Patience | None = None) -> BaseStorage:
+def open_storage(url: str, *, policy: RetryPolicy | None = None) -> BaseStorage:
     """The storage behind a URL: `sqlite:///PATH`, a database server, `grpc://HOST:PORT`, or `journal:PATH`.
 
-    Servers that go away later are waited for as long as `patience` says; see `PatientStorage`. `on_stale` is called
-    with trials whose worker gave no sign of life, where the storage keeps heartbeats: SQLite and database servers.
+    Servers that go away later are waited for as long as `policy` says; see `PatientStorage`.
     Raises: StorageError in one line.
     """
     try:
@@ -60,12 +35,12 @@ def open_storage(url: str, *, on_stale: OnStale | None = None, patience: Patienc
             if url.startswith(JOURNAL):
                 return open_journal(url)
             if url.startswith(SQLITE):
-                return open_sqlite(url, on_stale)
+                return open_sqlite(url)
             if url.startswith(GRPC):
                 from search.storages.proxy_client import open_proxy
 
-                return open_proxy(url, patience)
-            return open_server(url, on_stale, patience)
+                return open_proxy(url, policy)
+            return open_server(url, policy)
     except StorageFull:
         raise
     except Exception as error:  # noqa: BLE001 (drivers raise what they like; each is the user's to read in one line)

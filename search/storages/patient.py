@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long to wait for a server that went away. Times in seconds."""
 
     limit_s: float = 600.0
@@ -42,21 +42,21 @@ class Patience:
 
 
 class PatientStorage(BaseStorage, BaseHeartbeat):
-    """Makes a call again whose connection was lost, until it is answered or `Patience.limit_s` is over.
+    """Makes a call again whose connection was lost, until it is answered or `RetryPolicy.limit_s` is over.
 
     A lost connection does not tell whether the call took effect. Setting attributes, parameters and intermediate
     values twice is harmless. A trial created twice is found again by its token; an end that was told already is seen.
     Left open is taking a queued trial: it may stay RUNNING with nobody at it and no attribute of a worker, to be
     cleared like a dead worker's. And a study created just before the loss is reported as DuplicatedStudyError.
 
-    Raises: StorageLost in one line once patience ends; from then on calls are tried once, until one is answered.
+    Raises: StorageLost in one line once the policy gives up; from then on calls are tried once, until one is answered.
     """
 
     def __init__(
         self,
         inner: BaseStorage,
         shown: str,
-        patience: Patience | None = None,
+        policy: RetryPolicy | None = None,
         *,
         judge: Callable[[Exception], Exception] = lambda error: error,
         notice: Callable[[str], None] = _logger.warning,
@@ -66,7 +66,7 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
         `notice` is told once when a server goes away, and once when it is back.
         """
         self.inner = inner
-        self._shown, self._patience = shown, patience or Patience()
+        self._shown, self._policy = shown, policy or RetryPolicy()
         self._judge, self._notice = judge, notice
         self._lock = threading.Lock()
         self._away_since: float | None = None
@@ -166,8 +166,8 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
             try:
                 return self.inner.set_trial_state_values(trial_id, state, values)
             except UpdateFinishedTrialError:
-                told = self.inner.get_trial(trial_id) if again else None
-                if told is None or told.state != state or list(told.values or ()) != list(values or ()):
+                stored = self.inner.get_trial(trial_id) if again else None
+                if stored is None or stored.state != state or list(stored.values or ()) != list(values or ()):
                     raise
                 return True
 
@@ -229,7 +229,7 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
 
     def _persist(self, attempt: Callable[[bool], _T]) -> _T:
         """`attempt` is told whether an earlier one may have taken effect."""
-        start, again, pause_s = time.monotonic(), False, self._patience.first_pause_s
+        start, again, pause_s = time.monotonic(), False, self._policy.first_pause_s
         while True:
             try:
                 result = attempt(again)
@@ -246,20 +246,20 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
             again = True
             waited_s = time.monotonic() - start
             self._is_away(start, reason)
-            if self._given_up or waited_s >= self._patience.limit_s:
+            if self._given_up or waited_s >= self._policy.limit_s:
                 self._given_up = True
                 raise StorageLost(
                     f"storage {self._shown}: no answer for {waited_s:.0f} s: {reason}; "
                     "the same command continues the study once it is back"
                 )
-            time.sleep(min(pause_s * random.uniform(0.5, 1.0), self._patience.limit_s - waited_s))
-            pause_s = min(2 * pause_s, self._patience.longest_pause_s)
+            time.sleep(min(pause_s * random.uniform(0.5, 1.0), self._policy.limit_s - waited_s))
+            pause_s = min(2 * pause_s, self._policy.longest_pause_s)
 
     def _is_away(self, since: float, reason: str) -> None:
         with self._lock:
             news, self._away_since = self._away_since is None, self._away_since or since
         if news:
-            self._notice(f"storage {self._shown}: {reason}; waiting up to {self._patience.limit_s:.0f} s for it")
+            self._notice(f"storage {self._shown}: {reason}; waiting up to {self._policy.limit_s:.0f} s for it")
 
     def _is_back(self) -> None:
         if self._away_since is None:

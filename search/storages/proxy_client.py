@@ -13,7 +13,7 @@ from optuna.storages import GrpcStorageProxy
 from layerskip.command_line.api_key import read_api_key
 from search.storages.address import GRPC, redact
 from search.storages.errors import ConnectionLost
-from search.storages.patient import Patience, PatientStorage
+from search.storages.patient import PatientStorage, RetryPolicy
 
 if TYPE_CHECKING:
     import grpc
@@ -35,7 +35,7 @@ _OPTIONS = (
 )
 
 
-def open_proxy(url: str, patience: Patience | None = None) -> PatientStorage:
+def open_proxy(url: str, policy: RetryPolicy | None = None) -> PatientStorage:
     """The storage behind a proxy that answers now; one that restarts later is waited for.
 
     Raises: ValueError, ConnectionError or ImportError.
@@ -43,7 +43,7 @@ def open_proxy(url: str, patience: Patience | None = None) -> PatientStorage:
     probe(url)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # no change since 4.2
-        return PatientStorage(_Proxy(url), redact(url), patience, judge=_judge)
+        return PatientStorage(_Proxy(url), redact(url), policy, judge=_judge)
 
 
 def probe(url: str) -> None:

@@ -14,7 +14,8 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
 from layerskip.machine.host import num_cores, threads_are_fixed
-from search.storages.opening import close_storage, open_storage, storage_file
+from search.storages.address import storage_file
+from search.storages.opening import close_storage, open_storage
 from search.study.attributes import CREATED_AT, FINGERPRINT
 from search.study.fingerprint import Fingerprint, compare
 from search.study.spec import StudyPaths, StudySpec

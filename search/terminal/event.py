@@ -69,5 +69,5 @@ class Stopped(Warned):
 def config_fields(config: DecodeConfig) -> dict[str, Any]:
     """A config, flat."""
     names = ("drafter", "gamma", "draft_threshold", "target_threshold", "share_prefix")
-    told = {"skip_mask": str(config.skip_mask)} | {name: getattr(config, name) for name in names}
-    return told | {"lookup": None if config.lookup is None else config.lookup.model_dump(exclude_none=True)}
+    flat = {"skip_mask": str(config.skip_mask)} | {name: getattr(config, name) for name in names}
+    return flat | {"lookup": None if config.lookup is None else config.lookup.model_dump(exclude_none=True)}

@@ -236,7 +236,7 @@ class TrialDone(Event):
 
     def fields(self) -> dict[str, Any]:
         attrs, params = self.trial.user_attrs, self.trial.params
-        told = (
+        kept = (
             "speedup speedup_ci_low speedup_ci_high stopped_early lossless num_prompts origin repeat_of skip_mask "
             "acceptance_rate mean_accepted_length seconds violation failure"
         )
@@ -247,7 +247,7 @@ class TrialDone(Event):
             "state": self.trial.state.name.lower(),
             # A pruned trial's value is the last thing it reported, not its speed.
             "tokens_per_s": tokens_per_s_of(self.trial) if self.is_good else None,
-            **{key: attrs.get(key) for key in told.split()},
+            **{key: attrs.get(key) for key in kept.split()},
             **{key: params.get(key) for key in ("gamma", "draft_threshold", "target_threshold")},
             "drafter": attrs.get(TRIAL_DRAFTER),
             "lookup": attrs.get(LOOKUP),

@@ -76,8 +76,8 @@ class Result(Event):
             lines.append(Line(text, "result"))
             lines.append(Line(_end_to_end(one), "result"))
         if len(by_drafter := self.confirmation.by_drafter) > 1:
-            told = ", ".join(f"{name} {candidate.speedup:.2f}x" for name, candidate in by_drafter.items())
-            lines.append(Line(f"best of each drafter on the choosing pass: {told}", "result"))
+            speeds = ", ".join(f"{name} {candidate.speedup:.2f}x" for name, candidate in by_drafter.items())
+            lines.append(Line(f"best of each drafter on the choosing pass: {speeds}", "result"))
         if self.confirmation.winner is None:
             return [*lines, Line(config.reason or "do not speculate", "result", style="bold yellow")]
         lines.append(Line(f"speculate: {describe(config)}", "result", style="bold green"))

@@ -35,16 +35,16 @@ def _drafting(trial: FrozenTrial) -> list[str]:
     """How a trial drafted: by lookup, under a mask, or both."""
     attrs, params = trial.user_attrs, trial.params
     layers = attrs.get(names.SKIP_MASK, "?").partition(":")[0]
-    told = []
+    parts = []
     if LOOKUP_GAMMA in params:
         method = params.get(LOOKUP_METHOD, params.get(DRAFTER))
-        told.append(f"{method} {params[MIN_MATCH]}+ gamma {params[LOOKUP_GAMMA]}")
+        parts.append(f"{method} {params[MIN_MATCH]}+ gamma {params[LOOKUP_GAMMA]}")
     if GAMMA in params:
-        told.append(
+        parts.append(
             f"skip attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2} of {layers}"
         )
-        told.append(f"gamma {params[GAMMA]}")
-    return told
+        parts.append(f"gamma {params[GAMMA]}")
+    return parts
 
 
 def origin_of(trial: FrozenTrial) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import optuna
 
 from layerskip.machine.host import trim_heap
-from search.storages.opening import storage_failures_shown
+from search.storages.errors import storage_failures_shown
 from search.study.attributes import CANNOT_WIN, FAILURE, PROCESS
 from search.study.opening import set_sampler
 from search.study.trials import WORKER_DIED, counted, expected_gains

@@ -11,7 +11,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search.storages.opening import check_storage, close_storage, open_storage, redact, storage_file
+from search.storages.address import redact, storage_file
+from search.storages.opening import check_storage, close_storage, open_storage
 from search.study.attributes import NUM_CONFIRMED
 from search.study.trials import counted
 from search.workers.claims import Claims

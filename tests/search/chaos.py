@@ -17,7 +17,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DecodeConfig
-from search.storages.opening import close_storage, open_storage, storage_file
+from search.storages.address import storage_file
+from search.storages.opening import close_storage, open_storage
 from search.study.attributes import ATTEMPT, CLAIM, FAILURE, RETRY_OF
 from search.study.config_words import describe
 from search.study.trials import WORKER_DIED, counted, key_of, was_interrupted

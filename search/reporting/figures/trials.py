@@ -212,8 +212,8 @@ def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> st
         "interrupted": "interrupted",
     }
     counts = trials_by_state(list(trials))
-    told = [f"{counts[state]} {said}" for state, said in words.items() if counts[state]]
-    text = f"{len(trials)} trials: {', '.join(told)}"
+    parts = [f"{counts[state]} {said}" for state, said in words.items() if counts[state]]
+    text = f"{len(trials)} trials: {', '.join(parts)}"
     if (plain := study.user_attrs.get(PLAIN_TOKENS_PER_S)) is not None:
         text += f"; plain decoding {plain:.1f} tokens/s"
     pool = json.loads(study.user_attrs.get(POOL, "[]"))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
-from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
 from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface.kv_cache import StaticCache
@@ -21,10 +20,9 @@ from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
+from tests.layerskip.rounds import test_sampling
 from tests.layerskip.rounds.test_sampling import (
-    NUM_TOKENS,
     PASSES,
-    PROMPT,
     SETTINGS,
     VOCAB,
     TableEngine,
@@ -79,16 +77,10 @@ def table_engine(recorder: Any) -> CudaGraphEngine:
 
 
 def draw_many(params: SamplingParams, config: DecodeConfig, recorder: Any) -> tuple[Counter[Any], DecodeStats]:
-    engine, total, draws = table_engine(recorder), DecodeStats(), Counter[Any]()
-    loop = DecodeLoop(engine, config, Sampler(params, torch.Generator().manual_seed(1)))
-    for _ in range(NUM_DRAWS):
-        stats = DecodeStats()
-        ids = [token for emitted in loop.run(DecodeRequest(PROMPT, NUM_TOKENS), stats) for token in emitted.ids]
-        draws[tuple(ids)] += 1
-        for name in ("num_rounds", "num_drafted", "num_accepted", "num_bonus", "num_recovered", "num_target_only"):
-            setattr(total, name, getattr(total, name) + getattr(stats, name))
+    engine = table_engine(recorder)
+    found = test_sampling.draw_many(params, config, NUM_DRAWS, engine)
     assert engine.pool.stats.num_captures <= 4 + config.gamma
-    return draws, total
+    return found
 
 
 # Recorded from a tape where that is cheap: what is drawn must come from the noise, not from the recording.

@@ -129,10 +129,11 @@ def p_values(draws: Counter[tuple[int, ...]], exact: Exact) -> dict[str, float]:
     return values
 
 
-def draw_many(params: SamplingParams, config: DecodeConfig, num: int = NUM_DRAWS) -> tuple[Counter[Any], DecodeStats]:
-    engine, stats = TableEngine(), DecodeStats()
+def draw_many(
+    params: SamplingParams, config: DecodeConfig, num: int = NUM_DRAWS, engine: Any = None
+) -> tuple[Counter[Any], DecodeStats]:
     sampler = Sampler(params, torch.Generator().manual_seed(1))
-    loop = DecodeLoop(engine, config, sampler)
+    loop = DecodeLoop(engine or TableEngine(), config, sampler)
     total = DecodeStats()
     draws: Counter[Any] = Counter()
     for _ in range(num):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,17 +199,8 @@ def test_no_more_than_half_of_the_candidates_share_a_mask() -> None:
     assert shortlist(standings_of(), 4) == ()
 
 
-def trial(
-    text: str,
-    steps: list[int],
-    ratios: list[float],
-    *,
-    stopped: bool = False,
-    number: int = 0,
-    forecasts: tuple[list[float], float] | None = None,
-) -> FrozenTrial:
-    config = DecodeConfig(skip_mask=SkipMask.parse(text), gamma=2)
-    return trial_of(SPACE, config, steps, ratios, stopped=stopped, number=number, forecasts=forecasts)
+def trial(text: str, steps: list[int], ratios: list[float], **options: Any) -> FrozenTrial:
+    return trial_of(SPACE, DecodeConfig(skip_mask=SkipMask.parse(text), gamma=2), steps, ratios, **options)
 
 
 def trial_of(

@@ -17,7 +17,9 @@ from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
 from layerskip.config.decode_config import write_atomically
-from search.storages.opening import StorageFull, close_storage, open_storage, storage_file
+from search.storages.address import storage_file
+from search.storages.errors import StorageFull
+from search.storages.opening import close_storage, open_storage
 from search.study.trials import counted
 from tests.search.helpers.fakes import Bench
 from tests.search.helpers.servers import ROOT, child_environment
@@ -26,7 +28,9 @@ FILE_LIMIT = """
 import resource, sys, optuna
 from pathlib import Path
 from layerskip.config.decode_config import write_atomically
-from search.storages.opening import StorageFull, close_storage, open_storage, storage_file
+from search.storages.address import storage_file
+from search.storages.errors import StorageFull
+from search.storages.opening import close_storage, open_storage
 url = sys.argv[1]
 storage = open_storage(url)
 study = optuna.create_study(study_name="s", storage=storage)

@@ -21,17 +21,10 @@ from optuna.trial import TrialState, create_trial
 
 from layerskip import DecodeConfig
 from search.dashboard import open_app
-from search.storages.errors import ConnectionLost
-from search.storages.opening import (
-    Patience,
-    StorageError,
-    StorageLost,
-    check_storage,
-    close_storage,
-    open_storage,
-    redact,
-)
-from search.storages.patient import PatientStorage
+from search.storages.address import redact
+from search.storages.errors import ConnectionLost, StorageError, StorageLost
+from search.storages.opening import check_storage, close_storage, open_storage
+from search.storages.patient import PatientStorage, RetryPolicy
 from search.study.spec import to_toml
 from search.study.trials import counted
 from tests.search.chaos import audit as audit_search
@@ -287,7 +280,7 @@ def test_a_trial_that_a_proxy_has_not_seen_goes_on(postgres_url: str) -> None:
 
 
 def test_a_database_that_stays_away_is_given_up_in_one_line(postgres_server: PostgresServer, postgres_url: str) -> None:
-    storage = open_storage(postgres_url, patience=Patience(limit_s=0.3))
+    storage = open_storage(postgres_url, policy=RetryPolicy(limit_s=0.3))
     study = optuna.create_study(study_name="s", storage=storage)
     postgres_server.stop()
     try:
@@ -310,7 +303,7 @@ def test_a_database_that_stays_away_is_given_up_in_one_line(postgres_server: Pos
 def test_a_search_ends_in_one_line_if_the_database_stays_away(
     bench: Bench, postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = functools.partial(open_storage, patience=Patience(limit_s=0.3))
+    opened = functools.partial(open_storage, policy=RetryPolicy(limit_s=0.3))
     monkeypatch.setattr("search.pipeline.open_storage", opened)
     calls = iter(range(10**9))
     bench.decoder.break_on = lambda _config: postgres_server.stop() if next(calls) == 70 else None
@@ -356,7 +349,7 @@ def forgetful(postgres_url: str) -> Iterator[tuple[Forgetful, PatientStorage]]:
     opened = open_storage(postgres_url)
     assert isinstance(opened, PatientStorage)
     inner = Forgetful(opened.inner)
-    yield inner, PatientStorage(inner, "shown", Patience(first_pause_s=0.001))
+    yield inner, PatientStorage(inner, "shown", RetryPolicy(first_pause_s=0.001))
     close_storage(opened)
 
 

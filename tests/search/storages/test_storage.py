@@ -18,7 +18,9 @@ from optuna.storages import BaseStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from search.storages.opening import StorageError, check_storage, check_writable, open_storage, redact
+from search.storages.address import redact
+from search.storages.errors import StorageError
+from search.storages.opening import check_storage, check_writable, open_storage
 from search.study.trials import counted, trials_by_state
 from tests.search.helpers.fakes import Bench
 from tests.search.test_search import history, trials_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from search import dashboard, export, report, run
-from search.storages.opening import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
+from search.storages.address import FROM_ENVIRONMENT, STORAGE_VARIABLE, storage_argument
 from search.study.spec import StudyPaths, load_spec
 from tests.search.test_commands import changed, run_main
 
