@@ -24,8 +24,6 @@ _NUM_ORDERED = 12
 _NUM_EXITS = 12
 _LEAST_READINGS = 3
 """However little time there is."""
-_NUM_AHEAD, _MAX_REFINED = 8, 24
-"""How many of the best are to have been predicted on all texts, and how many are at most."""
 _NUM_LOOKUPS = 4
 """Of each method, to be measured if they lead: predictions leave out what a lookup itself takes."""
 
@@ -40,6 +38,8 @@ class Candidate:
     """Predicted, uncorrected."""
     full_fidelity: bool = True
     """On all texts; if not, on the first ones alone, and the setting is the best on those."""
+    first_log_speedup: float | None = None
+    """At screening, of a full-fidelity one where there are more texts than the first ones."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -53,17 +53,12 @@ class Candidates:
     def __init__(self, predictor: Predictor, space: SearchSpace) -> None:
         self.predictor = predictor
         self._space = space
-        self._masks: dict[Key, SkipMask] = {}
-
-    def mask(self, candidate: Candidate) -> SkipMask:
-        """A candidate's, kept."""
-        if candidate.key not in self._masks:
-            self._masks[candidate.key] = self._space.to_mask(candidate.params)
-        return self._masks[candidate.key]
 
     def of(self, mask: SkipMask, *, full_fidelity: bool = False) -> Candidate:
         """The mask at its best predicted setting, on the first texts or on all. Cost: a reading if the mask is new."""
-        return self._candidate(self._best(mask, full_fidelity=full_fidelity), full_fidelity=full_fidelity)
+        best = self._best(mask, full_fidelity=full_fidelity)
+        first = self._best(mask, full_fidelity=False) if full_fidelity and self.predictor.has_more else None
+        return self._candidate(best, full_fidelity=full_fidelity, first=first)
 
     def variants(self, mask: SkipMask, count: int, *, full_fidelity: bool = False) -> list[Candidate]:
         """The mask at its `count` best settings; each with and without a shared prefix, where the space has it."""
@@ -95,7 +90,7 @@ class Candidates:
         Cost: up to two replays of the pool's best mask.
         """
         found: dict[str, Candidate] = {}
-        for one in best_first(pool.candidates):
+        for one in sorted(pool.candidates, key=lambda one: -one.log_speedup):
             if one.full_fidelity:
                 found.setdefault(self._space.to_config(one.params).drafter, one)
         for drafter in {"layer_skip", "hybrid"} & set(self._space.drafters) - found.keys():
@@ -104,26 +99,29 @@ class Candidates:
                 found[drafter] = self._candidate(best[0], full_fidelity=True)
         return dict(sorted(found.items(), key=lambda item: -item[1].log_speedup))
 
-    def _candidate(self, one: Predicted, *, full_fidelity: bool) -> Candidate:
-        key = key_of(self._space.to_params(one.config))
-        return Candidate(key, float(np.log(one.speedup)), full_fidelity or not self.predictor.has_more)
+    def _candidate(self, one: Predicted, *, full_fidelity: bool, first: Predicted | None = None) -> Candidate:
+        params, log = self._space.to_params(one.config), float(np.log(one.speedup))
+        first_log = None if first is None else float(np.log(first.speedup))
+        return Candidate(
+            key_of(params), log, full_fidelity=full_fidelity or not self.predictor.has_more, first_log_speedup=first_log
+        )
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
         """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it;
-        1 where there are more texts than the first ones and all were looked at; and the lookup, alone where it has no
-        gamma of its own."""
+        where there are more texts than the first ones and all were looked at, the log speedup on the first ones; and
+        the lookup, alone where it has no gamma of its own."""
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
             row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
-            full = [1] if one.full_fidelity and self.predictor.has_more and config.drafts_by_mask else []
+            first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
             lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
-            rows.append([*row, round(one.log_speedup, 5), *share, *full, *lookup])
+            rows.append([*row, round(one.log_speedup, 5), *share, *first, *lookup])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
-        """The inverse of `write`. In place of the 1, older studies have the log speedup on the first texts."""
+        """The inverse of `write`."""
         found = []
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
@@ -137,14 +135,16 @@ class Candidates:
                 share_prefix=share,
                 lookup=lookup,
             )
-            full_fidelity = bool(more) or not self.predictor.has_more or not config.drafts_by_mask
-            found.append(Candidate(key_of(self._space.to_params(config)), float(log_speedup), full_fidelity))
+            first = float(more[0]) if more else None
+            full_fidelity = first is not None or not self.predictor.has_more or not config.drafts_by_mask
+            key = key_of(self._space.to_params(config))
+            found.append(Candidate(key, float(log_speedup), full_fidelity=full_fidelity, first_log_speedup=first))
         return found
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Masks predicted before the first trial, best first by prediction."""
+    """Masks predicted before the first trial, best first by prediction, or by what is expected on all texts."""
 
     candidates: tuple[Candidate, ...]
 
@@ -218,32 +218,7 @@ def make_pool(
             neighbour = space.to_mask(bits | {str(bit): not bits[str(bit)]})
             if neighbour not in found and not spent():
                 found[neighbour] = candidates.of(neighbour)
-    return Pool(tuple(best_first(found.values())))
-
-
-def refine_pool(
-    pool: Pool, candidates: Candidates, *, seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> Pool:
-    """A pool that was made on the first texts, with its best predicted on all.
-
-    Of many masks compared on few texts the first are always some that happen to suit these texts. So whatever leads is
-    predicted on all, until the eight best are, two dozen are, or the time is up; the best one in any case.
-    Cost: a full-fidelity reading each.
-    """
-    start = clock()
-    left = [Candidate(one.key, one.log_speedup, full_fidelity=False) for one in pool.candidates]
-    for count in range(_MAX_REFINED):
-        ahead = next((one for one in left[:_NUM_AHEAD] if not one.full_fidelity), None)
-        if ahead is None or (count > 0 and clock() - start > seconds):
-            break
-        refined = candidates.of(candidates.mask(ahead), full_fidelity=True)
-        left = best_first(refined if one is ahead else one for one in left)
-    return Pool(tuple(left))
-
-
-def best_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """By prediction; those alike stay in order."""
-    return sorted(candidates, key=lambda one: -one.log_speedup)
+    return Pool(tuple(sorted(found.values(), key=lambda one: -one.log_speedup)))
 
 
 def known_masks(space: SearchSpace) -> list[SkipMask]:

@@ -23,8 +23,9 @@ from search.budget.work import (
 )
 from search.measure.decoder import Decoder, TextForcing
 from search.measure.reference import Reference
-from search.outlook.forecast import Candidate, Candidates, Pool, make_pool, refine_pool
+from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
 from search.outlook.outlook import Outlook, OutlookOptions, store_costs, texts_to_time
+from search.outlook.refinement import Refiner, refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs, pool_costs
 from search.predict.more_texts import MAX_MORE, MAX_POSITIONS, MoreOptions, MoreText, MoreTexts, make_more_texts
 from search.predict.predictor import Predictor
@@ -121,6 +122,7 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
+        predictor.set_reference_config(self.space.to_config(pool.best_mask.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
             predictor=predictor,
@@ -193,7 +195,7 @@ class _Opening:
         is_hybrid = self._choose_hybrids(predictor, pool)
         if pool.candidates and (predictor.has_more or is_hybrid):
             seconds = REFINE_SHARE * self.budget
-            pool = refine_pool(pool, candidates, seconds=seconds, clock=self.clock)
+            pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
         pool = pool.with_others(self._lookups_alone(predictor))
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)

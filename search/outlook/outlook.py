@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import Plan
@@ -16,6 +17,7 @@ from search.measure.decoder import Forcing, Timer
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidates, Pool
 from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, measure_costs, pool_costs
+from search.predict.learnt_costs import learnt_costs_of
 from search.predict.more_texts import MoreTexts
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
@@ -106,7 +108,9 @@ class Outlook:
     """Of the texts that are predicted on, those that continue a cut of a tuning prompt."""
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def describe_trial(self, config: DecodeConfig, steps: Sequence[int]) -> dict[str, Any]:
+    def describe_trial(
+        self, config: DecodeConfig, steps: Sequence[int], earlier: Sequence[FrozenTrial]
+    ) -> dict[str, Any]:
         """Attributes of a trial about to be measured on the prompts at `steps`: what it is expected to show.
 
         `predicted_ratios` are as sharp as can be; `forecast_ratios` are those that configs are ranked by, and
@@ -115,6 +119,7 @@ class Outlook:
         Cost: a full-fidelity reading, if the mask was not proposed for one, and a few readings, see `Predictor.trial`;
         a target forward over each of the prompts' texts that were too many to be read for every mask.
         """
+        self.predictor.learn(earlier)
         extra = self.predictor.extra_texts(steps, self.force)
         sharp = self.predictor.trial(config, steps, extra)
         forecast, mean = self.predictor.forecast(config, steps, extra)
@@ -137,7 +142,7 @@ class Outlook:
         if (stored := study.user_attrs.get(COSTS)) is not None:  # with what other workers have measured since
             self.costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
         self.costs.append(new)
-        self.predictor.cost = pool_costs(self.costs)
+        self.predictor.set_costs(pool_costs(self.costs))
         store_costs(study, self.costs)
         return _verification_cost(self.costs[-1]) / _verification_cost(self.costs[0])
 
@@ -216,11 +221,13 @@ def outlook_facts(study: optuna.Study) -> dict[str, Any]:
 
 
 def _cost_facts(study: optuna.Study) -> dict[str, Any] | None:
-    """The first and the latest measurement of the costs, and how many there are."""
+    """The first and the latest measurement of the costs, how many there are, and what the trials taught about them."""
     history: list[str] = json.loads(study.user_attrs.get(COSTS, "[]"))
     if not history:
         return None
-    return {"first": json.loads(history[0]), "last": json.loads(history[-1]), "num_measured": len(history)}
+    first, last, learnt = json.loads(history[0]), json.loads(history[-1]), learnt_costs_of(study, history)
+    in_trials = None if learnt is None else json.loads(learnt.to_json())
+    return {"first": first, "last": last, "num_measured": len(history), "learnt": in_trials}
 
 
 def _text_facts(attrs: Mapping[str, Any]) -> dict[str, int] | None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from optuna.trial import FrozenTrial
 
 from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
 from layerskip.config.decode_config import DecodeConfig
@@ -17,6 +18,7 @@ from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Forcing
 from search.predict.costs import CostModel
 from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
+from search.predict.learnt_costs import CostLearner
 from search.predict.lookup_readings import LookupReadings, read_lookups
 from search.predict.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
 from search.study.lookup_choice import LookupChoice
@@ -93,7 +95,10 @@ class ExtraTexts:
 
 
 class Predictor:
-    """Predicts configs from readings, kept by mask up to 16 MiB, and from costs, which may be set anew (`cost`).
+    """Predicts configs from readings, kept by mask up to 16 MiB, and from costs, see `set_costs` and `learn`.
+
+    Costs drift, and forecasts of different hours must compare. So a forecast has the cost drift taken out: by how much
+    the speedup predicted for one reference config has moved since the first costs.
 
     There are two fidelities where there are texts after the first ones (see `with_more`). Screening predicts a mask on
     the first texts alone, which is cheap and enough to drop the hopeless; `full_fidelity` is on all texts. What is
@@ -110,13 +115,40 @@ class Predictor:
         self._lookups: dict[LookupSettings, LookupReadings] = {}
         self._readings, self._full_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
         self.look_up_with(())
-        self.cost = cost
+        self._learner = CostLearner()
+        self._reference_config: DecodeConfig | None = None
+        self._drift = 0.0
+        self._first_cost = self._measured = self.cost = cost
 
     def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
         """From now on masks are predicted as the rest of a hybrid with one of these; or_not: and without any."""
         choices: list[LookupChoice | None] = [None] if or_not or not lookups else []
         gammas = coarse_gammas(self._gamma_max)
         self._grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, [*choices, *lookups])
+
+    def set_reference_config(self, config: DecodeConfig, first_cost: CostModel) -> None:
+        """Take the cost drift since `first_cost`, as this config sees it, out of all forecasts."""
+        self._reference_config, self._first_cost = config, first_cost
+        self._use(self.cost)
+
+    def set_costs(self, measured: CostModel) -> None:
+        """Use costs measured anew, uncorrected until the next `learn`."""
+        self._measured = measured
+        self._use(measured)
+
+    def learn(self, trials: Sequence[FrozenTrial]) -> None:
+        """Costs as measured, corrected by these trials: see `CostLearner`."""
+        self._use(self._learner.learn(self._measured, trials))
+
+    def _use(self, cost: CostModel) -> None:
+        self.cost = cost
+        if self._reference_config is None or cost == self._first_cost:
+            self._drift = 0.0
+        else:
+            now, first = (
+                self._config_logs(self._reference_config, full_fidelity=True, at=at) for at in (cost, self._first_cost)
+            )
+            self._drift = float(now.mean() - first.mean())
 
     def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
         """This one, with these texts after its own; its readings are kept."""
@@ -219,10 +251,10 @@ class Predictor:
     ) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, speedup on texts like all of them) as configs are ranked: one draft deep,
         costs by terms. `extra` holds those of `steps` that are not among all texts."""
-        logs = self._config_logs(config, full_fidelity=True)
+        logs = self._config_logs(config, full_fidelity=True) - self._drift
         at = dict(enumerate(logs.tolist()))
         if extra is not None:
-            others = extra.predictor._config_logs(config, full_fidelity=True)
+            others = extra.predictor._config_logs(config, full_fidelity=True) - self._drift
             at |= dict(zip(extra.steps, others.tolist(), strict=True))
         mean = float(np.exp(logs.mean()))
         return [math.exp(at[step]) for step in steps], mean
@@ -230,7 +262,7 @@ class Predictor:
     def shared(self, one: Predicted, *, full_fidelity: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
         config = one.config.model_copy(update={"share_prefix": True})
-        log = self._config_logs(config, full_fidelity=full_fidelity).mean()
+        log = self._config_logs(config, full_fidelity=full_fidelity).mean() - self._drift
         return Predicted(config, float(np.exp(log)))
 
     def surface(
@@ -350,22 +382,35 @@ class Predictor:
         )
 
     def _log_speedups(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> Floats:
-        """(S,): mean log speedup over texts."""
-        means: Floats = self._text_logs(mask, grid, full_fidelity=full_fidelity).mean(axis=1)
+        """(S,): mean log speedup over texts, cost drift taken out."""
+        means: Floats = self._text_logs(mask, grid, full_fidelity=full_fidelity).mean(axis=1) - self._drift
         return means
 
-    def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool) -> Floats:
+    def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool, at: CostModel | None = None) -> Floats:
         """(P,): log speedup on each text."""
         settings, share_prefix = Settings.of(config), config.share_prefix
-        logs = self._text_logs(config.skip_mask, settings, full_fidelity=full_fidelity, share_prefix=share_prefix)
+        logs = self._text_logs(
+            config.skip_mask, settings, full_fidelity=full_fidelity, share_prefix=share_prefix, at=at
+        )
         one: Floats = logs[0]
         return one
 
-    def _text_logs(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool, share_prefix: bool = False) -> Floats:
-        """(S, P): log speedup on each text."""
-        readings = self._reading_for(mask, grid, full_fidelity=full_fidelity)
-        rows = self._rows_of(full_fidelity=full_fidelity)
-        table = _verifications_s(self.cost, mask, share_prefix=share_prefix)
+    def _text_logs(
+        self,
+        mask: SkipMask,
+        grid: Settings,
+        *,
+        full_fidelity: bool,
+        share_prefix: bool = False,
+        at: CostModel | None = None,
+    ) -> Floats:
+        """(S, P): log speedup on each text, at today's costs or these."""
+        readings, rows, cost = (
+            self._reading_for(mask, grid, full_fidelity=full_fidelity),
+            self._rows_of(full_fidelity=full_fidelity),
+            at or self.cost,
+        )
+        table = _verifications_s(cost, mask, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
         counts = replay(
@@ -375,8 +420,8 @@ class Predictor:
             table,
             lambda one: self._lookup(one).select(texts).narrowed(width),
         )
-        plain, watched = (self.cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
-        return _logs_at(self.cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
+        plain, watched = (cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
+        return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
 
     def _lookup(self, settings: LookupSettings) -> LookupReadings:
         """On all texts; those on the first ones are its first rows."""

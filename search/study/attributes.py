@@ -98,6 +98,10 @@ ACCEPTANCE_RATE, MEAN_ACCEPTED_LENGTH = "acceptance_rate", "mean_accepted_length
 ACCEPTED_BY_POSITION, DRAFTED_BY_POSITION = "accepted_by_position", "drafted_by_position"
 NUM_TARGET_ONLY, FORWARDS = "num_target_only", "forwards"
 DRAFT_S, VERIFY_S, SECONDS = "draft_s", "verify_s", "seconds"
+PLAIN_STEP, ROUNDS, COUNTS = "plain_step_s", "round_s_by_drafted", "rounds_by_drafted"
+"""A plain step beside its own steps, and its rounds' seconds and numbers by number of drafts."""
+LOOKUP_ROUNDS, LOOKUP_COUNTS = "lookup_round_s_by_drafted", "lookup_rounds_by_drafted"
+"""The same of rounds that were looked up; only where there are any."""
 
 PER_DEVICE = frozenset(
     {

@@ -16,6 +16,7 @@ from search.measure.pairs import LosslessViolation, Pair, add_up, measure_pair, 
 from search.measure.reference import Reference
 from search.measure.statistics import geometric_mean, ratio_interval
 from search.outlook.outlook import Outlook
+from search.predict.learnt_costs import step_times_of
 from search.predict.replay import live_counts
 from search.stop import StopSignal
 from search.study import attributes as names
@@ -150,7 +151,8 @@ class Objective:
         """Write down what is expected, before the clock starts. Returns the interactions, see `interactions_of`."""
         if self.outlook is None or not config.speculates:
             return None
-        forecast = self.outlook.describe_trial(config, steps)
+        earlier = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        forecast = self.outlook.describe_trial(config, steps, earlier)
         interactions = interactions_of(forecast)
         expected = standings.standardised(steps, forecast[names.PREDICTED_RATIOS], interactions)
         forecast |= {
@@ -191,6 +193,8 @@ class Objective:
         }
         if self.is_speedup:  # which of the workers' devices it was matters
             attributes |= {names.TOKENS_PER_S: tokens_per_s, names.PLAIN_TOKENS_PER_S: plain}
+        else:
+            attributes |= step_times_of([pair.plain.stats for pair in outcome.pairs], stats)
         if interval is not None:
             attributes |= {
                 names.SPEEDUP_CI_LOW: interval.low * standardised,

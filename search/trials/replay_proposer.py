@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.outlook.forecast import Candidate, Candidates, Pool, best_first
+from search.outlook.forecast import Candidate, Candidates, Pool
 from search.outlook.outlook import Outlook
+from search.outlook.refinement import Refiner
 from search.study.attributes import CONSIDERED
 from search.study.leaderboard import make_standings
 from search.study.space import GAMMA, SearchSpace
@@ -23,33 +24,33 @@ _NUM_VARIANTS = 6
 
 
 class _Field:
-    """The candidates of one proposal, ranked by prediction."""
+    """The candidates of one proposal, ranked by what is expected of them on all texts."""
 
-    def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
+    def __init__(self, refiner: Refiner) -> None:
+        self._refiner = refiner
         self.best_first: list[Candidate] = []
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Rank these among the others."""
-        self.best_first = best_first([*self.best_first, *candidates])
+        self.best_first = self._refiner.best_first([*self.best_first, *candidates])
 
     def settle(self, measured: Set[Key]) -> list[Candidate]:
         """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone. Returns it."""
         best = next((one for one in self.best_first if one.key not in measured), None)
         if best is None or best.full_fidelity:
             return []
-        mask = self._candidates.mask(best)
-        refined = self._candidates.of(mask, full_fidelity=True)
-        self.best_first = [one for one in self.best_first if one.full_fidelity or self._candidates.mask(one) != mask]
+        mask, refined = self._refiner.mask(best), self._refiner.refine(best)
+        self.best_first = [one for one in self.best_first if one.full_fidelity or self._refiner.mask(one) != mask]
         self.add([refined])
         return [refined]
 
     def gain(self, measured: Set[Key]) -> float | None:
         """What the best of the unmeasured is expected to be above the best measured, as a share."""
+        expected = self._refiner.expected(self.best_first)
         sides: tuple[list[float], list[float]] = ([], [])
-        for one in self.best_first:
+        for one, log in zip(self.best_first, expected.tolist(), strict=True):
             if one.full_fidelity:
-                sides[one.key in measured].append(one.log_speedup)
+                sides[one.key in measured].append(log)
         unmeasured, tried = sides
         return math.expm1(max(unmeasured) - max(tried)) if unmeasured and tried else None
 
@@ -83,7 +84,8 @@ class ReplayProposer:
         self._candidates, self._pool = candidates, pool
         self._num_readings = num_readings
         self._read: dict[int, list[Candidate]] = {}
-        self._pool_masks = {self._candidates.mask(one) for one in pool.candidates}
+        self._refiner = Refiner(candidates, space)
+        self._pool_masks = {self._refiner.mask(one) for one in pool.candidates}
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """See `Proposer`."""
@@ -94,8 +96,9 @@ class ReplayProposer:
         measured = measured_keys(trials)
         if first := next((one for one in self._best_by_drafter if one.key not in measured), None):
             return Proposal("drafter", first.params)
+        self._candidates.predictor.learn(trials)
         predicted = self._all_predicted(trials)
-        field = _Field(self._candidates)
+        field = _Field(self._refiner)
         field.add(predicted)
         refined = field.settle(measured)
         leading = [one for one in field.best_first if self._has_mask(one)][:_NUM_PARENTS]
@@ -105,14 +108,14 @@ class ReplayProposer:
         if leading:
             field.add(
                 self._candidates.variants(
-                    self._candidates.mask(leading[0]), _NUM_VARIANTS, full_fidelity=leading[0].full_fidelity
+                    self._refiner.mask(leading[0]), _NUM_VARIANTS, full_fidelity=leading[0].full_fidelity
                 )
             )
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
         chosen = next((one for one in left if one.full_fidelity), left[0])
-        origin = "pool" if self._candidates.mask(chosen) in self._pool_masks else "replay"
+        origin = "pool" if self._refiner.mask(chosen) in self._pool_masks else "replay"
         considered = self._candidates.write([*refined, *fresh])
         return Proposal(origin, chosen.params, considered=considered, gain=field.gain(measured))
 
@@ -122,6 +125,7 @@ class ReplayProposer:
         drafter's, whose best comes first in any case."""
         if len(self._space.drafters) == 1:
             return []
+        self._candidates.predictor.learn(())
         return list(self._candidates.best_by_drafter(self._pool).values())
 
     def _all_predicted(self, trials: Sequence[FrozenTrial]) -> list[Candidate]:
@@ -136,8 +140,8 @@ class ReplayProposer:
             found.update((one.key, one) for one in self._read[trial.number])
         if all(one.full_fidelity for one in found.values()):
             return list(found.values())
-        full = {self._candidates.mask(one) for one in found.values() if one.full_fidelity and self._has_mask(one)}
-        return [one for one in found.values() if one.full_fidelity or self._candidates.mask(one) not in full]
+        full = {self._refiner.mask(one) for one in found.values() if one.full_fidelity and self._has_mask(one)}
+        return [one for one in found.values() if one.full_fidelity or self._refiner.mask(one) not in full]
 
     @staticmethod
     def _has_mask(one: Candidate) -> bool:
@@ -148,7 +152,7 @@ class ReplayProposer:
         self, parents: Sequence[Candidate], predicted: Sequence[Candidate], rng: np.random.Generator
     ) -> list[Candidate]:
         """New masks near the parents, predicted."""
-        seen = {self._candidates.mask(one) for one in predicted}
+        seen = {self._refiner.mask(one) for one in predicted}
         fresh: list[Candidate] = []
         for _ in range(4 * self._num_readings):
             if len(fresh) == self._num_readings:

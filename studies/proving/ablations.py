@@ -13,7 +13,10 @@ import search.study.leaderboard
 import search.trials.replay_proposer
 from search.outlook.opening import _Opening
 from search.outlook.outlook import Outlook
+from search.outlook.refinement import Refiner
+from search.predict.learnt_costs import CostLearner
 from search.predict.more_texts import MoreTexts
+from search.predict.predictor import Predictor
 from search.study.attributes import MORE, TEXTS
 
 Patches = Callable[[ExitStack], None]
@@ -30,6 +33,23 @@ def _one_fidelity(stack: ExitStack) -> None:
         return begin(self)
 
     stack.enter_context(patch.object(_Opening, "outlook", outlook))
+
+
+def _no_expectation(stack: ExitStack) -> None:
+    """What was predicted on the first texts alone counts as it is."""
+
+    def expected(self: Refiner, found: Any) -> Any:  # noqa: ARG001
+        return np.array([one.log_speedup for one in found])
+
+    stack.enter_context(patch.object(Refiner, "expected", expected))
+
+
+def _no_learnt_costs(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(CostLearner, "learn", lambda _self, measured, _trials: measured))
+
+
+def _no_yardstick(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(Predictor, "set_reference_config", lambda *_: None))
 
 
 def _no_taste(stack: ExitStack) -> None:
@@ -53,7 +73,8 @@ def _no_repeats(stack: ExitStack) -> None:
 
 def _only_predicted(stack: ExitStack) -> None:
     """The leader is what the prediction says of all that was measured; nothing is learnt from measuring."""
-    _no_repeats(stack)
+    for one in (_no_learnt_costs, _no_repeats):
+        one(stack)
 
     def as_forecast(_fit: Any, forecasts: Any, _sigma: float, _may_lead: Any) -> tuple[Any, Any]:
         return np.array([0.0 if one is None else one for one in forecasts]), np.zeros(len(forecasts))
@@ -63,6 +84,9 @@ def _only_predicted(stack: ExitStack) -> None:
 
 ABLATIONS: dict[str, Patches] = {
     "one_fidelity": _one_fidelity,
+    "no_expectation": _no_expectation,
+    "no_learnt_costs": _no_learnt_costs,
+    "no_yardstick": _no_yardstick,
     "no_taste": _no_taste,
     "no_shrinkage": _no_shrinkage,
     "no_repeats": _no_repeats,

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from layerskip.config.skip_mask import SkipMask
+from search.predict.learnt_costs import learnt_costs_of
 from search.predict.sensitivity import Sensitivity, SublayerWorth
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, finish
 from search.reporting.record import MissingData
@@ -34,7 +35,7 @@ def cost_figure(study: optuna.Study) -> go.Figure:
     """Measured costs in steps of the target: of verifying n draft tokens, and of a draft token by its terms.
 
     The first and the latest measurement, each against the target step measured with it, so that a clock that merely
-    runs slower shows in the legend and a cost that changed shows in the curve.
+    runs slower shows in the legend and a cost that changed shows in the curve; and what the trials' own steps taught.
     Raises: MissingData if the study keeps no costs.
     """
     history: list[str] = json.loads(study.user_attrs.get(COSTS, "[]"))
@@ -42,6 +43,8 @@ def cost_figure(study: optuna.Study) -> go.Figure:
     if not costs:
         raise MissingData(f"{COSTS}: study {study.study_name!r} keeps no measured costs")
     shown = {"first": costs[0], "latest": costs[-1]} if len(costs) > 1 else {"only": costs[0]}
+    if (learnt := learnt_costs_of(study, history)) is not None:
+        shown["in the trials"] = json.loads(learnt.to_json())
     figure = make_subplots(
         rows=2,
         row_heights=[0.62, 0.38],

@@ -365,7 +365,7 @@ def test_a_config_that_owes_much_to_the_trials_texts_is_known_to() -> None:
     study, decoder = new_study(), quick()
     outlook = open_(study, decoder, LONG, tuning=CUTTABLE)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4)
-    told = outlook.describe_trial(config, [5, 2])
+    told = outlook.describe_trial(config, [5, 2], [])
     alone = open_(new_study(), quick(), LONG).predictor
     assert told["forecast_ratios"] == pytest.approx(alone.forecast(config, [5, 2])[0], abs=1e-5)
     on_all = outlook.predictor.forecast(config, [])[1]
@@ -412,7 +412,7 @@ def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
     outlook, timer = open_(study, decoder), decoder.step_times
     assert isinstance(timer, PlantedTimer)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
-    told = outlook.describe_trial(config, [5, 2, 0])
+    told = outlook.describe_trial(config, [5, 2, 0], [])
     assert told["forecast_ratios"] == pytest.approx(outlook.predictor.forecast(config, [5, 2, 0])[0], abs=1e-5)
     assert [len(counts) for counts in told["replayed_forwards"]] == [3, 3, 3]
     assert told["draft_step_ms"] == pytest.approx(1000 * timer.true_draft_s(config.skip_mask, threshold=True), abs=1e-4)
@@ -427,7 +427,7 @@ def test_a_trial_on_prompts_that_are_not_read_for_every_mask_is_predicted_as_wel
     few, every = (open_(new_study(), one, reference=TWELVE) for one in (slow, quick_one))
     assert (few.predictor.num_texts, every.predictor.num_texts) == (4, 12)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
-    told = [one.describe_trial(config, [3, 8, 11]) for one in (few, every)]
+    told = [one.describe_trial(config, [3, 8, 11], []) for one in (few, every)]
     for name in ("replayed_forwards", "predicted_ratios", "forecast_ratios"):
         assert len(told[0][name]) == 3
         assert told[0][name] == told[1][name]
@@ -460,6 +460,7 @@ def test_facts_of_a_study_with_and_without_an_outlook() -> None:
     outlook = open_(study, planted())
     facts = outlook_facts(study)
     assert facts["costs"]["first"] == facts["costs"]["last"] == json.loads(outlook.costs[0].to_json())
+    assert facts["costs"]["learnt"] is None
     assert facts["sensitivity"] == json.loads(outlook.sensitivity.to_json())
     assert facts["pool"]["num_predicted"] == len(outlook.pool.candidates)
     assert [row[0] for row in facts["pool"]["best"]] == [

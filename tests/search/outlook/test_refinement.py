@@ -1,11 +1,15 @@
-"""Refinement: how far down the pool is predicted on all texts."""
+"""Refinement: what a difference on known masks says of others, and how far down the pool is predicted on all texts."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from search.outlook.forecast import Candidate, Pool, refine_pool
+from search.outlook.forecast import Candidate, Pool
+from search.outlook.refinement import Refiner, refine_pool
 from search.study.trials import key_of
 from tests.search.helpers.fakes import SPACE, FakeClock
 
@@ -23,15 +27,17 @@ class Planted:
         self.asked.append(mask)
         if self.clock is not None:
             self.clock.advance(1.0)
-        return candidate(mask, FIRST[mask] - self.losses.get(mask, 0.0))
-
-    @staticmethod
-    def mask(one: Candidate) -> SkipMask:
-        return SPACE.to_mask(one.params)
+        first = FIRST[mask]
+        return candidate(mask, first - self.losses.get(mask, 0.1), first=first)
 
 
-def candidate(mask: SkipMask, log: float) -> Candidate:
-    return Candidate(key_of(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4))), log)
+def candidate(mask: SkipMask, log: float, *, full_fidelity: bool = True, first: float | None = None) -> Candidate:
+    return Candidate(
+        key_of(SPACE.to_params(DecodeConfig(skip_mask=mask, gamma=4))),
+        log,
+        full_fidelity=full_fidelity,
+        first_log_speedup=first,
+    )
 
 
 MASKS = [SkipMask.from_sublayers(6, attention=[i % 6, i // 6], mlp=[i % 5]) for i in range(36)]
@@ -40,23 +46,44 @@ FIRST = {mask: 1.0 - 0.01 * i for i, mask in enumerate(MASKS)}
 POOL = Pool(tuple(candidate(mask, log) for mask, log in FIRST.items()))
 
 
-def refined(planted: Planted, seconds: float = 1e9, clock: FakeClock | None = None) -> Pool:
-    return refine_pool(POOL, planted, seconds=seconds, clock=clock or FakeClock())  # type: ignore[arg-type]
+def refiner_of(planted: Planted) -> Refiner:
+    return Refiner(planted, SPACE)  # type: ignore[arg-type]
+
+
+def test_masks_are_expected_to_lose_what_their_like_lost() -> None:
+    near, far = SkipMask.from_layers(6, [1, 2, 3, 4]), SkipMask.from_sublayers(6, attention=[0, 5], mlp=[0, 5])
+    coarse = [candidate(SkipMask.from_sublayers(6, attention=[1, 2, 3, 4], mlp=[1, 2, 3]), 0.5, full_fidelity=False)]
+    both = [candidate(near, 0.2, first=0.5), candidate(far, 0.4, first=0.4)]
+    expected = refiner_of(Planted()).expected([*coarse, *both])
+    # One bit from the mask that lost 0.3, eleven from the one that lost nothing; their average, 0.15, weighs 0.2.
+    weights = math.exp(-1 / 2), math.exp(-11 / 2)
+    shift = (weights[0] * -0.3 + 0.2 * -0.15) / (sum(weights) + 0.2)
+    assert expected == pytest.approx([0.5 + shift, 0.2, 0.4])
+    unlike = candidate(SkipMask.none(6), 0.5, full_fidelity=False)
+    assert -0.16 < refiner_of(Planted()).expected([unlike, *both])[0] - 0.5 < -0.1
+
+
+def test_without_masks_predicted_both_ways_nothing_is_expected_to_change() -> None:
+    refiner = refiner_of(Planted())
+    coarse = [candidate(mask, FIRST[mask], full_fidelity=False) for mask in MASKS[:3]]
+    assert refiner.expected(coarse).tolist() == [1.0, 0.99, 0.98]
+    assert refiner.expected([*coarse, candidate(MASKS[5], 0.1)]).tolist() == [1.0, 0.99, 0.98, 0.1]
+    assert refiner.expected([]).tolist() == []
 
 
 def test_the_best_eight_of_a_pool_are_predicted_on_all_texts() -> None:
-    """None loses, so the order stays, and eight are enough."""
+    """All lose the same, so the order stays, and eight are enough."""
     planted = Planted()
-    pool = refined(planted)
+    pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
     assert planted.asked == MASKS[:8]
     assert [one.full_fidelity for one in pool.candidates] == [True] * 8 + [False] * (len(MASKS) - 8)
     assert pool.num_full_fidelity == 8
-    assert pool.best.log_speedup == 1.0
+    assert pool.best.log_speedup == pytest.approx(0.9)
 
 
-def test_what_loses_makes_room_for_others() -> None:
+def test_what_loses_more_than_its_like_makes_room_for_others() -> None:
     planted = Planted(dict.fromkeys(MASKS[:3], 0.9))
-    pool = refined(planted)
+    pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
     assert pool.best.params == POOL.candidates[3].params
     assert {SPACE.to_mask(one.params) for one in pool.candidates[:8]}.isdisjoint(MASKS[:3])
     assert all(one.full_fidelity for one in pool.candidates[:8])
@@ -66,7 +93,9 @@ def test_what_loses_makes_room_for_others() -> None:
 def test_two_dozen_are_enough() -> None:
     """Whatever is looked at falls behind what is not."""
     planted = Planted(dict.fromkeys(MASKS, 5.0))
-    pool = refined(planted)
+    refiner = refiner_of(planted)
+    refiner.expected = lambda found: np.array([one.log_speedup for one in found])  # type: ignore[method-assign]
+    pool = refine_pool(POOL, refiner, seconds=1e9)
     assert planted.asked == MASKS[:24]
     assert pool.best.params == POOL.candidates[0].params, "what is believed goes before what only seems better"
 
@@ -75,6 +104,6 @@ def test_two_dozen_are_enough() -> None:
 def test_refining_keeps_to_its_seconds_but_for_the_best(seconds: float, expected: int) -> None:
     clock = FakeClock()
     planted = Planted(clock=clock)
-    pool = refined(planted, seconds, clock)
+    pool = refine_pool(POOL, refiner_of(planted), seconds=seconds, clock=clock)
     assert len(planted.asked) == expected
     assert pool.best.full_fidelity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search.predict import predictor as predictor_module
 from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.learnt_costs import CostLearner
 from search.predict.predictor import Predictor, coarse_gammas, gammas_around, sharp_depth
 from search.predict.replay import Settings, TextRows, live_counts, replay
 from tests.search.helpers.fakes import FINGERPRINT
 from tests.search.helpers.forcing import FakeForcing, FakeTimer, simulate
 from tests.search.helpers.outlook import PlantedTimer, space_of
+from tests.search.predict.test_learnt_costs import trials_of
 
 NUM_LAYERS = 12
 GAMMA_MAX = 8
@@ -125,10 +128,40 @@ def test_a_mask_is_read_once_and_prices_may_change() -> None:
     before = predictor.forecast(config, [])[1]
     predictor.best_setting(MASKS[1])
     dear = cost_of(PlantedTimer(fixed_s=5e-3))
-    predictor.cost = dear
+    predictor.set_costs(dear)
     assert predictor.forecast(config, [])[1] < before
     assert predictor.forecast(config, [1])[0] == pytest.approx([live_ratio(forcing, 1, config, dear)])
     assert forcing.num_readings == 1 + 1  # and one by the simulation
+
+
+def test_configs_are_ranked_at_the_first_prices() -> None:
+    """Prices that rise for all shift no rank; what is dear for one config alone is seen. The surface is of today."""
+    forcing = forcing_of([LENGTH] * 3)
+    predictor = predictor_of(forcing)
+    reference, other = (DecodeConfig(skip_mask=MASKS[1], gamma=gamma) for gamma in (4, 1))
+    before = [predictor.forecast(config, [])[1] for config in (reference, other)]
+    best, surface = predictor.best_setting(MASKS[1]).speedup, predictor.surface(MASKS[1], 0.0)[2]
+    predictor.set_reference_config(reference, COST)
+    assert predictor.forecast(reference, [])[1] == before[0]
+    predictor.set_costs(dataclasses.replace(COST, verify_s=(COST.verify_s[0], *(3 * s for s in COST.verify_s[1:]))))
+    after = [predictor.forecast(config, [])[1] for config in (reference, other)]
+    assert after[0] == pytest.approx(before[0])
+    assert after[1] < before[1]  # many verifications
+    assert predictor.best_setting(MASKS[1]).speedup == pytest.approx(best, rel=0.2)
+    assert (predictor.surface(MASKS[1], 0.0)[2] < 0.7 * surface).all()
+    predictor.set_costs(COST)
+    assert [predictor.forecast(config, [])[1] for config in (reference, other)] == pytest.approx(before)
+
+
+def test_trials_teach_prices_until_new_ones_are_measured() -> None:
+    predictor = predictor_of(forcing_of([LENGTH] * 2))
+    predictor.learn(trials_of(30))
+    learnt = predictor.cost
+    assert learnt == CostLearner().learn(COST, trials_of(30)) != COST
+    predictor.learn(())
+    assert predictor.cost == COST
+    predictor.set_costs(learnt)
+    assert predictor.cost == learnt
 
 
 def test_a_threshold_between_those_of_the_coarse_grid_is_found() -> None:
@@ -195,7 +228,7 @@ def test_texts_that_are_not_read_for_every_mask_are_read_for_their_trial() -> No
 
     dear = cost_of(PlantedTimer(verify_share=0.2))
     for one in (few, every):
-        one.cost = dear
+        one.set_costs(dear)
     steps = [4, 1, 3, 4]
     unread = few.extra_texts(steps, force)
     assert unread is not None

@@ -24,6 +24,7 @@ from search.measure.reference import Reference
 from search.measure.statistics import geometric_mean
 from search.predict.accuracy import describe_ranks, prediction_check_of
 from search.predict.costs import CostModel
+from search.predict.learnt_costs import CostLearner
 from search.predict.sensitivity import Sensitivity, SublayerWorth
 from search.reporting.dashboard_page import FIGURES, YOURS, note, push_figures
 from search.reporting.figures.outlook import cost_figure, sensitivity_figure
@@ -36,6 +37,7 @@ from search.study.space import SearchSpace
 from search.trials.objective import standings_of
 from tests.search.helpers import outlook as outlook_fakes
 from tests.search.helpers.fakes import SPACE, Bench
+from tests.search.predict.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
 Draw = Callable[[optuna.Study], go.Figure]
@@ -136,6 +138,17 @@ def test_costs_are_drawn_in_steps_of_their_own_target() -> None:
     assert len(drawn) == 6
     assert facts(figure).startswith("3 measurements on texts of about 31 tokens, a CPU, float32, engine eager; ")
     assert "2.0 % (median)" in facts(figure)
+
+
+def test_what_trials_taught_of_the_costs_is_drawn_beside_them() -> None:
+    study = with_costs(CHEAP)
+    study.add_trials(trials_of(20))
+    learnt = CostLearner().learn(CHEAP, trials_of(20))
+    drawn = traces(cost_figure(study))
+    steps = [seconds / ALONE for seconds in learnt.verify_s]
+    assert drawn["in the trials: target step 10.00 ms"].y == pytest.approx(steps)
+    assert drawn["fixed"].y == ("only", "in the trials")
+    assert drawn["fixed"].x[1] == pytest.approx(learnt.fixed_s / ALONE)
 
 
 def test_one_measurement_of_costs_is_drawn_once() -> None:

@@ -15,7 +15,8 @@ from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
-from search.outlook.forecast import Candidate, Candidates, Pool, make_pool, refine_pool
+from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
+from search.outlook.refinement import Refiner, refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
@@ -85,7 +86,7 @@ class Lab:
         sensitivity = measure_sensitivity(self.candidates.predictor.agreement, self.space)
         pool = make_pool(self.candidates, self.space, sensitivity, seed=0, seconds=1e9, max_readings=self.max_pool)
         if self.num_more:
-            pool = refine_pool(pool, self.candidates, seconds=1e9)
+            pool = refine_pool(pool, Refiner(self.candidates, self.space), seconds=1e9)
         # As it is stored: unrounded predictions order near-equals in another way than those a resume reads.
         self.pool = Pool.from_json(pool.to_json(self.candidates), self.candidates)
         self.proposer = self._proposer(self.candidates, self.pool)
@@ -276,10 +277,10 @@ def test_a_resume_after_a_recheck_proposes_the_same() -> None:
     lab = Lab(repeat_every=0)
     lab.run(8)
     dear = cost_of(lab.space, verify_share=0.5)
-    lab.candidates.predictor.cost = dear
+    lab.candidates.predictor.set_costs(dear)
     lab.run(6)
     late = lab.resumed()
-    late._candidates.predictor.cost = dear
+    late._candidates.predictor.set_costs(dear)
     assert lab.propose(late, lab.trials[:9]) == lab.proposals[9]
 
 
@@ -397,6 +398,20 @@ def test_neighbours_are_looked_for_once_all_that_is_known_is_measured() -> None:
     assert lab.more.masks == [NEAR[0]]
     assert proposal.origin == "replay"
     assert len(proposal.considered or []) == 1 + lab.num_readings
+
+
+def test_neighbours_lose_what_their_parents_lost() -> None:
+    """Two masks alike on the first texts, predicted a little better there than a third; the like of one lost much."""
+    lab = Lab(num_more=9, repeat_every=0, num_readings=0)
+    lost = Candidate(key_of(plain(NEAR[0])), 0.1, first_log_speedup=0.9)
+    held = Candidate(key_of(plain(FAR[0])), 0.1, first_log_speedup=0.1)
+    near, far = (Candidate(key_of(plain(mask)), 0.95, full_fidelity=False) for mask in (NEAR[1], FAR[1]))
+    refiner = Refiner(lab.candidates, SPACE)
+    expected = refiner.expected([near, far, lost, held])
+    assert expected[0] < 0.4 < 0.7 < expected[1]
+    lab.pool = Pool((near, far, lost, held))
+    lab.propose(lab.resumed())
+    assert lab.more.masks[0] == FAR[1]
 
 
 def test_a_resume_with_more_texts_proposes_the_same() -> None:

@@ -1,0 +1,199 @@
+"""What trials teach about the costs: their own steps, timed in turns with plain decoding's.
+
+A burst of repeats tells what steps cost in that second; trials time thousands of steps, spread over the whole study, in
+the very loop that is predicted. On a virtual machine bursts put the cost of a verification far apart from one to the
+next, while that of the trials hardly moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.stats import DecodeStats
+from layerskip.engines.prefix import PrefixStates
+from search.measure.pairs import add_up
+from search.predict.costs import CostModel, pool_costs
+from search.study.attributes import COUNTS, DRAFT_S, LOOKUP_COUNTS, LOOKUP_ROUNDS, PLAIN_STEP, ROUNDS, SKIP_MASK
+from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
+
+Floats = NDArray[np.float64]
+
+_HALF_LIFE = 100
+"""Trials after which a trial counts half: a machine's cost of a step drifts."""
+_MOMENT = 0.05
+"""Standard deviation, relative, of what a step costs from one trial to the next, in plain steps."""
+_MOST_SHARED = 0.9
+"""Of a step: behind a longer prefix a verification tells little of one without."""
+_SINGLE = 0.15
+"""Of a single step."""
+_COMMON, _OWN = 0.1, 0.05
+"""How far the measured costs may be off, relative: all verifications together, and each number of drafts by itself."""
+_TERM = 0.1
+"""Each term of a draft step."""
+_THRESHOLD = 0.02
+"""What looking at the confidence costs may be off, in target steps: it is the difference of two bursts."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """One trial's steps, in plain steps of the same moments."""
+
+    kept: tuple[float, float, float, float]
+    """1, attention and MLP sublayers that the draft keeps, and whether it looks at its confidence."""
+    draft: float | None
+    """A draft token; None where the engine runs a round in one piece."""
+    num_drafted: int
+    rounds: tuple[tuple[int, int, float], ...]
+    """(drafts, how many rounds had so many, one such round), all drafted under the mask."""
+    prefix: int
+    """Layers behind which these verify, 0 where they share none."""
+    lookups: tuple[tuple[int, int, float], ...]
+    """The same of rounds that were looked up, which verify alone."""
+
+
+def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStats]) -> dict[str, Any]:
+    """The attributes by which a trial teaches, of its prompts; none where plain decoding took no step."""
+    steps, rounds = add_up(plain), add_up(speculative)
+    if not steps.num_target_only or not rounds.round_s_by_drafted:
+        return {}
+    attributes: dict[str, Any] = {PLAIN_STEP: steps.decode_s / steps.num_target_only}
+    attributes |= {ROUNDS: rounds.round_s_by_drafted, COUNTS: rounds.rounds_by_drafted}
+    if rounds.num_lookup_rounds:
+        attributes |= {LOOKUP_ROUNDS: rounds.lookup_round_s_by_drafted, LOOKUP_COUNTS: rounds.lookup_rounds_by_drafted}
+    return attributes
+
+
+class CostLearner:
+    """Corrects measured costs by trials. Keeps what it has read of finished trials, by number."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, _Steps | None] = {}
+
+    def learn(self, measured: CostModel, trials: Sequence[FrozenTrial]) -> CostModel:
+        """`measured` as it stands after these trials; itself if none of them tells anything.
+
+        Only ratios to the target's step are learnt, which keeps its measured seconds.
+        Cost: some ten microseconds a trial.
+        """
+        found = [(trial.number, steps) for trial in trials if (steps := self._steps(trial)) is not None]
+        if not found:
+            return measured
+        informative, weights = [steps for _, steps in found], _age_weights([number for number, _ in found])
+        drafts = _learn_drafts(measured, informative, weights)
+        return _learn_verifications(drafts, informative, weights)
+
+    def _steps(self, trial: FrozenTrial) -> _Steps | None:
+        if trial.state != TrialState.COMPLETE:
+            return None
+        if trial.number not in self._read:
+            self._read[trial.number] = _steps_of(trial)
+        return self._read[trial.number]
+
+
+def _age_weights(numbers: Sequence[int]) -> Floats:
+    """(N,): what trials with these numbers still count for."""
+    ages = len(numbers) - 1 - np.argsort(np.argsort(numbers))
+    weights: Floats = 0.5 ** (ages / _HALF_LIFE)
+    return weights
+
+
+def learnt_costs_of(study: optuna.Study, history: Sequence[str]) -> CostModel | None:
+    """The costs as they stand at the end of a study, whose `history` of measurements is this; None if no trial taught.
+
+    Raises: ValueError if a measurement cannot be read.
+    """
+    measured = pool_costs([CostModel.parse(one) for one in history])
+    learnt = CostLearner().learn(measured, study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+    return None if learnt is measured else learnt
+
+
+def _steps_of(trial: FrozenTrial) -> _Steps | None:
+    attrs = trial.user_attrs
+    plain_s, round_s, positions = (attrs.get(name) for name in (PLAIN_STEP, ROUNDS, "drafted_by_position"))
+    if not plain_s or not round_s or not positions or not sum(positions):
+        return None
+    mask = SkipMask.parse(attrs[SKIP_MASK])
+    kept_attention, kept_mlp = (mask.num_layers - n for n in (mask.num_skipped_attention, mask.num_skipped_mlp))
+    # Without counts of their own, all rounds drafted under the mask, and as many drafted exactly n as reached position
+    # n - 1 and not n.
+    counts = attrs.get(COUNTS) or [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
+    num_drafted = sum(n * m for n, m in enumerate(counts, 1))
+    prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
+    draft = attrs[DRAFT_S] / num_drafted / plain_s if attrs.get(DRAFT_S) and num_drafted else None
+    return _Steps(
+        kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
+        draft=draft,
+        num_drafted=num_drafted,
+        rounds=_rounds(counts, round_s, plain_s),
+        prefix=0 if prefix is None else prefix.depth,
+        lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
+    )
+
+
+def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> tuple[tuple[int, int, float], ...]:
+    pairs = enumerate(zip(counts, seconds, strict=False), 1)
+    return tuple((n, m, s / m / plain_s) for n, (m, s) in pairs if m > 0)
+
+
+def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+    """Terms of a draft step: least squares over trials, the measured terms counted in as what they are."""
+    alone = cost.verify_s[0]
+    timed = [(one, one.draft, weight) for one, weight in zip(trials, weights, strict=True) if one.draft is not None]
+    if not timed:
+        return cost
+    terms = np.array([cost.fixed_s, np.mean(cost.attention_s), np.mean(cost.mlp_s), cost.threshold_s]) / alone
+    prior_sigma = np.append(np.maximum(_TERM * terms[:3], 1e-4), _THRESHOLD)
+    kept, draft = np.array([one.kept for one, _, _ in timed]), np.array([share for _, share, _ in timed])
+    variances = [(_MOMENT**2 + _SINGLE**2 / one.num_drafted) / weight for one, _, weight in timed]
+    errors = draft * np.sqrt(variances)
+    matrix = np.concatenate([kept / errors[:, None], np.diag(1 / prior_sigma)])
+    learnt = np.linalg.lstsq(matrix, np.append(draft / errors, terms / prior_sigma), rcond=None)[0]
+    fixed, attention, mlp, threshold = (np.maximum(learnt, 0.0) * alone).tolist()
+    return dataclasses.replace(
+        cost,
+        fixed_s=fixed,
+        attention_s=(attention,) * len(cost.attention_s),
+        mlp_s=(mlp,) * len(cost.mlp_s),
+        threshold_s=threshold,
+    )
+
+
+def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+    """Verifications by number of drafts: what the trials' rounds cost besides their drafts, and between them and
+    the measured ones the most likely, where an error is partly that of all numbers and partly one's own."""
+    alone, size = cost.verify_s[0], len(cost.verify_s)
+    certainties, sums = np.zeros((2, size))
+    terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
+    for one, weight in zip(trials, weights, strict=True):
+        draft = one.draft if one.draft is not None else float(terms @ one.kept)
+        # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
+        shared = one.prefix * (terms[1] + terms[2])
+        by_mask = [
+            (n, count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
+            for n, count, seconds in one.rounds
+            if shared < _MOST_SHARED
+        ]
+        for n, count, seconds, certain in (*by_mask, *((*lookup, 1.0) for lookup in one.lookups)):
+            if n < size:
+                certainty = certain * weight / (_MOMENT**2 + _SINGLE**2 / count)
+                certainties[n] += certainty
+                sums[n] += certainty * (seconds * alone / cost.verify_s[n] - 1.0)
+    seen = np.flatnonzero(certainties)
+    if not len(seen):
+        return cost
+    prior = _COMMON**2 + _OWN**2 * np.eye(size)
+    across = prior[:, seen]
+    gain = across @ np.linalg.inv(across[seen] + np.diag(1 / certainties[seen]))
+    factors = 1.0 + gain @ (sums[seen] / certainties[seen])
+    factors[0] = 1.0  # the unit of all others
+    learnt = np.maximum(np.array(cost.verify_s) * factors, alone * 1e-3)
+    return dataclasses.replace(cost, verify_s=tuple(learnt.tolist()))
