@@ -115,7 +115,7 @@ def benchmark(args: argparse.Namespace) -> int:
             "means_by_costs": {name: to_json(summarise(some)) for name, some in by_costs(scores).items()},
             "runs": [asdict(one) for one in scores],
         }
-        write_atomically(args.out, json.dumps(facts, indent=1) + "\n")
+        write_atomically(args.out, json.dumps(facts) + "\n")
     if journal is not None:
         journal.path.unlink()
     return 0
