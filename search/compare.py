@@ -76,9 +76,9 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     out = Path(arguments.out).expanduser() if arguments.out else paths.folder / "compare"
     if arguments.tables:
         return _write_tables(out)
+    plan = make_plan(arguments, spec)
     from search.context import Tools
 
-    plan = make_plan(arguments, spec)
     stop = StopSignal()
     with stop.installed():
         try:

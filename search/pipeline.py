@@ -310,9 +310,9 @@ class SearchRun:
         parts = [(choosing, 1), (reporting, num_fresh)] if choosing else [(reporting, num_fresh + int(is_sampled))]
         case_sets: list[tuple[PromptCase, ...]] = []
         dropped: list[str] = []
+        which = Continuing(self._subject.space.num_layers, self._spec.seed)
         for prompts, count in parts:
             told = self._progress("confirm", "held-out texts decoded plainly")
-            which = Continuing(self._subject.space.num_layers, self._spec.seed)
             made, too_short = make_case_sets(self._subject.decoder, prompts, which, count, told)
             case_sets += made
             dropped += too_short

@@ -181,8 +181,8 @@ def make_case_sets(
     def all_sets(number: int) -> Tell:
         return lambda done, each: tell(number * each + done, count * each)
 
-    each = [replace(which, number=which.number + number) for number in range(count)]
-    made = [make_cases(decoder, prompts, one, all_sets(number)) for number, one in enumerate(each)]
+    sets = [replace(which, number=which.number + number) for number in range(count)]
+    made = [make_cases(decoder, prompts, one, all_sets(number)) for number, one in enumerate(sets)]
     dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
     return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
 

@@ -162,8 +162,9 @@ def replay(
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core.
     Raises: ValueError if the shapes do not fit.
     """
-    if reading.accepted.shape[1:] != rows.target_probs.shape:
-        raise ValueError(f"reading: must have shape (depths, *{rows.target_probs.shape}), got {reading.accepted.shape}")
+    shapes = reading.accepted.shape, reading.confidence.shape
+    if shapes[0][1:] != rows.target_probs.shape or shapes[1] != shapes[0]:
+        raise ValueError(f"reading: must have shape (depths, *{rows.target_probs.shape}), got {shapes[0]}, {shapes[1]}")
     given = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
     table = np.broadcast_to(given, (2, given.shape[-1]))
     if table.shape[1] <= settings.gamma_max:

@@ -10,13 +10,7 @@ from pathlib import Path
 import optuna
 from optuna.storages import BaseStorage
 
-from search.storages.address import (
-    GRPC,
-    JOURNAL,
-    SQLITE,
-    redact,
-    storage_file,
-)
+from search.storages.address import GRPC, JOURNAL, SQLITE, redact, storage_file
 from search.storages.database import connect_once, open_server, open_sqlite
 from search.storages.errors import StorageError, StorageFull, one_line
 from search.storages.journal import open_journal

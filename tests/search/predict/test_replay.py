@@ -126,6 +126,11 @@ def test_check_counts_forwards() -> None:
             "reading: must have shape",
         ),
         (
+            lambda: replay(DraftReadings(np.ones((1, 1, 5)), np.ones((2, 1, 5)), np.ones((1, 1, 5))),
+                           TextRows(np.array([5]), np.ones((1, 5)), 5), Settings.grid([1], [0.0], [0.0])),
+            "reading: must have shape",
+        ),
+        (
             lambda: replay(DraftReadings(*np.ones((3, 1, 1, 5))), TextRows(np.array([5]), np.ones((1, 5)), 5),
                            Settings.grid([4], [0.0], [0.0]), [0.0, 1.0]),
             "verify_s: must reach gamma 4, has 2",
