@@ -13,7 +13,7 @@ from layerskip.command_line.command_model import add_device_map_argument, device
 from layerskip.config.decode_config import ENGINE_NAMES, DecodeConfig
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.config.skip_mask import SkipMask
-from layerskip.config.usual_lookups import lookup_alone, lookup_else_mask
+from layerskip.config.usual_lookups import lookup_alone, lookup_else
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -166,7 +166,7 @@ def _check_lookups(model: LayerSkipModel, prompt_ids: list[int], reference: list
     store.add([*prompt_ids, *earlier])
     lookup = SuffixLookup(min_match=1, factor=4.0)
     half = DecodeConfig(skip_mask=SkipMask.early_exit(model.num_layers, max(1, model.num_layers // 2)), gamma=4)
-    hybrid = lookup_else_mask(half, lookup, 2).model_copy(update={"continue_lookup": True})
+    hybrid = lookup_else(half, lookup, 2).model_copy(update={"continue_lookup": True})
     return [
         _check_identity(model, "lookup in the text, then half the layers", prompt_ids, reference, config=hybrid),
         _check_identity(

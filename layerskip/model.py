@@ -13,13 +13,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
+from layerskip.drafters.eagle import LeanEagle
+from layerskip.drafters.eagle_head import load_eagle
 from layerskip.engines import Engine, make_engine
+from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
@@ -210,7 +213,8 @@ class LayerSkipModel:
         self._config = config
 
     def check_config(self, config: DecodeConfig) -> None:
-        """Raises ValueError if a mask does not fit this model or the config was made for other weights."""
+        """Raises ValueError if a mask does not fit this model or the config was made for other weights; or draft
+        weights do not, which are loaded here where they are not yet."""
         self._adapter.check_mask(config.skip_mask)
         for name, setting in (config.groups or {}).items():
             try:
@@ -228,6 +232,20 @@ class LayerSkipModel:
                 f"provenance.weights_fingerprint: the config was made for {made_for.model} "
                 f"({made_for.weights_fingerprint}), this model is {self.weights_fingerprint()}"
             )
+        for one in (config, *(config.groups or {}).values(), *(config.regimes or ())):
+            if one.draft_weights is not None:
+                self._load_draft_weights(one.draft_weights)
+
+    def _load_draft_weights(self, weights: DraftWeights) -> None:
+        """Once for a folder, as long as its fingerprint is the one asked for."""
+        engine = self._engine
+        if not isinstance(engine, StatesEngine):
+            raise ValueError(f"draft_weights: need the engine eager or fused, got {engine.name}")
+        self.placement.check_whole("draft_weights")
+        known = engine.draft_heads.get(weights.path)
+        if known is None or known.fingerprint != weights.fingerprint:
+            head = load_eagle(weights, self.model, self.weights_fingerprint())
+            engine.draft_heads[weights.path] = LeanEagle(head, weights.fingerprint)
 
     def check_text_store(self, store: TextStore | None) -> None:
         """Raises ValueError if it holds token ids that this model does not have, which no forward could take."""

@@ -9,8 +9,7 @@ from typing import cast
 import torch
 
 from layerskip.analysis.timed_steps import DeviceEngine, DeviceSteps, HostSteps, Step, StepMaker, TextEnd
-from layerskip.config.decode_config import DecodeConfig
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.decode_config import DecodeConfig, DraftedBy
 from layerskip.decoding.step_clock import StepClock
 from layerskip.model import LayerSkipModel
 from layerskip.rounds.device_round import OffersRounds
@@ -56,16 +55,16 @@ class StepTimer:
         return self._time(text_ids, [self._steps.verification(n) for n in counts], _NUM_WARM)
 
     def draft_s(
-        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+        self, text_ids: Sequence[int], drafted_by: Sequence[DraftedBy], *, gamma: int, threshold: bool
     ) -> list[float]:
-        """Seconds of one draft token under each mask, averaged over a round of `gamma` of them.
+        """Seconds of one draft token of each, a mask or trained weights, averaged over a round of `gamma` of them.
 
         threshold: with the look at the confidence that a `draft_threshold` costs.
         """
         after = [self._steps.verification(gamma + 1)] if self._steps.draft_verifies else []
         steps: list[Step] = []
-        for mask in masks:
-            steps += [self._steps.draft(mask, gamma, threshold=threshold), *after]
+        for one in drafted_by:
+            steps += [self._steps.draft(one, gamma, threshold=threshold), *after]
         seconds = self._time(text_ids, steps, math.ceil(_NUM_WARM / gamma))
         if not after:
             return [one / gamma for one in seconds]

@@ -7,16 +7,19 @@ from typing import Protocol
 
 import torch
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
-from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings
+from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings, make_drafter
+from layerskip.drafters.eagle import EagleDrafter
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
-from layerskip.rounds.preparation import ForwardPlan
+from layerskip.rounds.preparation import ForwardPlan, Starts
 from layerskip.rounds.round_work import RoundHost, RoundPlan
 from layerskip.rounds.sampling import Sampler
 from layerskip.rounds.verifier import verify
 
+_TAKEN_A_ROUND = 2
+"""Positions that a round of trained weights goes over again, as the target has computed them since the last."""
 _NEVER = 1e-30
 """A draft_threshold that is looked at after every token and never reached."""
 
@@ -66,8 +69,8 @@ class StepMaker(Protocol):
         """A target forward over so many tokens and its verdict."""
         ...
 
-    def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
-        """gamma tokens under a mask. threshold: with the looks at their confidence."""
+    def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
+        """gamma tokens under a mask or of trained weights. threshold: with the looks at their confidence."""
         ...
 
 
@@ -88,8 +91,10 @@ class HostSteps:
     def verification(self, num_tokens: int) -> Step:
         return _HostStep(self._engine, self._sampler, None, num_tokens - 1, verifies=True)
 
-    def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
-        settings = LayerSkipSettings(mask, gamma, _NEVER if threshold else 0.0)
+    def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
+        if isinstance(drafted_by, DraftWeights):
+            return _WeightsStep(self._engine, self._sampler, drafted_by, gamma, _NEVER if threshold else 0.0)
+        settings = LayerSkipSettings(drafted_by, gamma, _NEVER if threshold else 0.0)
         return _HostStep(self._engine, self._sampler, settings, gamma, verifies=False)
 
 
@@ -133,6 +138,37 @@ class _HostStep:
             engine.cache.rollback_to(len(end.text_ids))
 
 
+class _WeightsStep:
+    """A draft of trained weights, in a round that begins with what an ordinary one goes over again."""
+
+    num_verified = 0
+
+    def __init__(
+        self, engine: Engine, sampler: Sampler, weights: DraftWeights, num_drafts: int, threshold: float
+    ) -> None:
+        none = SkipMask.none(1)
+        config = DecodeConfig(
+            drafter="eagle", skip_mask=none, gamma=num_drafts, draft_threshold=threshold, draft_weights=weights
+        )
+        drafter = make_drafter(config, engine, sampler)
+        assert isinstance(drafter, EagleDrafter)
+        self._engine, self._drafter, self._session, self._num_drafts = engine, drafter, drafter.begin(), num_drafts
+
+    @property
+    def room(self) -> int:
+        return self._num_drafts + 1
+
+    def prepare(self, length: int) -> None:
+        self._drafter.prepare(Starts(range(length, length + 1), range(0)), profile=False)
+
+    def place(self, end: TextEnd) -> None:
+        self._engine.cache.rollback_to(len(end.text_ids))
+        self._session.forget_from(max(0, len(end.text_ids) - _TAKEN_A_ROUND))
+
+    def run(self, end: TextEnd) -> None:
+        self._session.propose([*end.text_ids, end.next_id], self._num_drafts, None)
+
+
 class DeviceSteps:
     """Recorded rounds. A draft is timed with its verification, because no wait for the device parts the two."""
 
@@ -145,8 +181,10 @@ class DeviceSteps:
         no_skip = SkipMask.none(self._engine.num_layers)
         return self._step(RoundPlan(no_skip, num_tokens - 1), num_tokens - 1, verifies_only=True)
 
-    def draft(self, mask: SkipMask, gamma: int, *, threshold: bool) -> Step:
-        plan = RoundPlan(mask, gamma, _NEVER if threshold else 0.0)
+    def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
+        if not isinstance(drafted_by, SkipMask):
+            raise ValueError("draft_weights: need the engine eager or fused, got one that runs rounds on the device")
+        plan = RoundPlan(drafted_by, gamma, _NEVER if threshold else 0.0)
         # In pieces, or `prepare` might have it cut instead of look.
         return self._step(plan, gamma, in_pieces=threshold)
 

@@ -19,7 +19,7 @@ from layerskip.benchmark.names import (
     SUFFIX,
 )
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.config.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else_mask, mask_alone
+from layerskip.config.usual_lookups import NGRAMS, SUFFIXES, computed_alone, lookup_alone, lookup_else
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
@@ -166,9 +166,9 @@ def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, Deco
     if config is not None and config.speculates:
         settings[SPECULATIVE] = config
     if config is not None and config.drafts_by_mask:
-        settings[HYBRID] = lookup_else_mask(config, NGRAMS)
+        settings[HYBRID] = lookup_else(config, NGRAMS)
         if config.drafter == "hybrid":
-            settings[LAYER_SKIP] = mask_alone(config)
+            settings[LAYER_SKIP] = computed_alone(config)
     return settings
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from layerskip.config.decode_config import DRAFTERS, DecodeConfig
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
-from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES, lookup_alone, lookup_else_mask
+from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES, lookup_alone, lookup_else
 
 _BY_MASK = ("layer_skip", "hybrid")
+_COMPUTED = (*_BY_MASK, "eagle")
 _BY_NGRAMS = ("prompt_lookup", "hybrid")
 
 
@@ -20,9 +22,14 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drafter", choices=DRAFTERS, help="who proposes tokens; default: layer_skip, with --mask")
     group.add_argument("--mask", metavar="MASK", help="skip mask such as 12:3,5-11,m1, of layer_skip and hybrid")
     group.add_argument(
-        "--gamma", type=int, help=f"most draft tokens per round; with a mask those drafted by it, else {NUM_TOKENS}"
+        "--draft-weights", type=Path, metavar="DIR", help="trained weights, of eagle, and of a hybrid without a mask"
     )
-    group.add_argument("--draft-threshold", type=float, help="drafting by mask stops below this confidence; 0 = off")
+    group.add_argument(
+        "--gamma",
+        type=int,
+        help=f"most draft tokens per round; of a hybrid the computed ones; of a lookup {NUM_TOKENS}",
+    )
+    group.add_argument("--draft-threshold", type=float, help="a computed draft stops below this confidence; 0 = off")
     group.add_argument("--min-match", type=int, help=f"fewest tokens that a lookup goes by; else {NGRAMS.min_match}")
     group.add_argument(
         "--max-match", type=int, help=f"most tokens that n-grams are told apart by; else {NGRAMS.max_match}"
@@ -41,14 +48,29 @@ def setting_by_hand(arguments: argparse.Namespace) -> Callable[[int], DecodeConf
 
     def setting(num_layers: int) -> DecodeConfig:
         gamma = NUM_TOKENS if arguments.gamma is None else arguments.gamma
-        if drafter not in _BY_MASK:
+        if drafter not in _COMPUTED:
             return lookup_alone(num_layers, _lookup(arguments, drafter), gamma)
-        mask = SkipMask.parse(arguments.mask)
-        by_mask = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=arguments.draft_threshold or 0.0)
-        return by_mask if drafter == "layer_skip" else lookup_else_mask(by_mask, _lookup(arguments, drafter))
+        computed = _computed(arguments, num_layers, gamma)
+        return lookup_else(computed, _lookup(arguments, drafter)) if drafter == "hybrid" else computed
 
     setting(1)  # what is wrong with the flags is told before a model is loaded
     return setting
+
+
+def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> DecodeConfig:
+    """The part that computes its drafts."""
+    threshold = arguments.draft_threshold or 0.0
+    if arguments.draft_weights is None:
+        return DecodeConfig(skip_mask=SkipMask.parse(arguments.mask), gamma=gamma, draft_threshold=threshold)
+    from layerskip.drafters.eagle_head import describe_weights
+
+    return DecodeConfig(
+        drafter="eagle",
+        skip_mask=SkipMask.none(num_layers),
+        gamma=gamma,
+        draft_threshold=threshold,
+        draft_weights=describe_weights(arguments.draft_weights.absolute())[0],
+    )
 
 
 def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
@@ -56,12 +78,15 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
     if drafter is not None and arguments.config is not None:
         flag = "--mask" if arguments.drafter is None else "--drafter"
         raise ValueError(f"{flag}: give it with --model alone, a config has its own")
-    if drafter in _BY_MASK:
-        for name in ("mask", "gamma"):
+    if drafter == "hybrid" and arguments.mask is not None and arguments.draft_weights is not None:
+        raise ValueError("--mask: give it or --draft-weights, a hybrid computes its drafts in one way")
+    if drafter in _COMPUTED:
+        by_weights = drafter == "eagle" or arguments.draft_weights is not None
+        for name in ("draft_weights" if by_weights else "mask", "gamma"):
             if getattr(arguments, name) is None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
-                raise ValueError(f"{flag}: needs --{name}")
-    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _BY_MASK}
+                raise ValueError(f"{flag}: needs --{name.replace('_', '-')}")
+    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": ("eagle", "hybrid")}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

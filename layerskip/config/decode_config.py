@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeGuard, Unpack, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack, get_args
 
 from pydantic import (
     AfterValidator,
@@ -60,10 +60,10 @@ def _check_group_name(name: str) -> str:
     return name
 
 
-def check_drafters(names: Sequence[str]) -> None:
-    """Raises: ValueError unless these are one or more drafters, each once."""
-    if not names or len(set(names)) < len(names) or not set(names) <= set(DRAFTERS):
-        raise ValueError(f"drafters: must be one or more of {', '.join(DRAFTERS)}, each once; got {list(names)}")
+def check_ways(names: Sequence[str]) -> None:
+    """Raises: ValueError unless these are one or more ways to draft, each once."""
+    if not names or len(set(names)) < len(names) or not set(names) <= set(WAYS):
+        raise ValueError(f"drafters: must be one or more of {', '.join(WAYS)}, each once; got {list(names)}")
 
 
 def _read_mask(value: object) -> SkipMask:
@@ -76,8 +76,26 @@ def _read_mask(value: object) -> SkipMask:
 
 MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str, return_type=str)]
 GroupName = Annotated[str, AfterValidator(_check_group_name)]
-DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid"]
+DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid", "eagle"]
 DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
+UNTRAINED: tuple[DrafterName, ...] = ("layer_skip", "prompt_lookup", "suffix", "hybrid")
+"""Those that need nothing but the model."""
+
+
+class DraftWeights(Frozen):
+    """Trained weights that propose tokens, as `python -m layerskip.train` writes them."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Their folder; in a config file, one starting with `./` is relative to the file's own folder."""
+    fingerprint: str
+    """Of the weights; others in this folder are refused."""
+
+
+DraftedBy = SkipMask | DraftWeights
+"""What computes a draft token."""
+WAYS: tuple[str, ...] = (*DRAFTERS, "hybrid_eagle")
+"""Drafters as a search tells them apart; see `DecodeConfig.way`."""
+BY_WEIGHTS = ("eagle", "hybrid_eagle")
 
 
 class Provenance(Frozen):
@@ -167,6 +185,8 @@ class _Setting(Frozen):
     """How tokens are looked up, for every drafter but `layer_skip`."""
     continue_lookup: bool = False
     """Of a hybrid: a lookup shorter than gamma is drafted on by layer skipping."""
+    draft_weights: DraftWeights | None = None
+    """Of `eagle`, and of a hybrid that drafts by trained weights in place of a mask."""
     sampling: Sampling | None = None
     """How tokens were chosen where this was tuned and confirmed; None = not known, and it is used for every request."""
     reason: str | None = None
@@ -175,19 +195,37 @@ class _Setting(Frozen):
 
     @model_validator(mode="after")
     def _check_drafter(self) -> Self:
-        looks_up = self.drafter != "layer_skip"
+        looks_up = self.drafter not in ("layer_skip", "eagle")
         if looks_up != (self.lookup is not None):
             rule = "is required" if looks_up else "must be left out"
             raise ValueError(f"lookup: {rule} where the drafter is {self.drafter}")
         if self.lookup is not None and self.drafter not in ("hybrid", self.lookup.method):
             raise ValueError(f"lookup.method: must be the drafter, {self.drafter}, got {self.lookup.method}")
-        if looks_up and self.gamma == 0:
+        if self.drafter != "layer_skip" and self.gamma == 0:
             raise ValueError(f"gamma: must be at least 1 where the drafter is {self.drafter}, got 0")
+        self._check_draft_weights()
         if looks_up and self.drafter != "hybrid":
             self._check_lookup_alone()
         if self.continue_lookup and self.drafter != "hybrid":
             raise ValueError(f"continue_lookup: needs the drafter hybrid, got {self.drafter}")
         return self
+
+    def _check_draft_weights(self) -> None:
+        """They draft in place of a mask."""
+        if self.draft_weights is None:
+            if self.drafter == "eagle":
+                raise ValueError("draft_weights: is required where the drafter is eagle")
+            return
+        if self.drafter not in ("eagle", "hybrid"):
+            raise ValueError(f"draft_weights: must be left out where the drafter is {self.drafter}")
+        given = {
+            "skip_mask": self.skip_mask.num_skipped > 0,
+            "share_prefix": self.share_prefix,
+            "continue_lookup": self.continue_lookup,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(f"{name}: must be left out where draft_weights are given, they draft in its place")
 
     def _check_lookup_alone(self) -> None:
         """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
@@ -224,7 +262,22 @@ class _Setting(Frozen):
     @property
     def drafts_by_mask(self) -> bool:
         """Whether any token is drafted under the skip mask."""
-        return self.gamma > 0 and self.drafter in ("layer_skip", "hybrid")
+        return self.gamma > 0 and self.drafter in ("layer_skip", "hybrid") and self.draft_weights is None
+
+    @property
+    def drafted_by(self) -> DraftedBy:
+        """What computes the drafts that are computed; without a skip where none are."""
+        return self.skip_mask if self.draft_weights is None else self.draft_weights
+
+    @property
+    def way(self) -> str:
+        """The drafter, and of a hybrid what it computes by: `hybrid` is by a mask, `hybrid_eagle` by weights."""
+        return "hybrid_eagle" if self.drafter == "hybrid" and self.draft_weights is not None else self.drafter
+
+    @property
+    def computes_drafts(self) -> bool:
+        """Whether any token is drafted by a forward, under the skip mask or of trained weights, and not looked up."""
+        return self.drafts_by_mask or self.draft_weights is not None
 
 
 class GroupSetting(_Setting):
@@ -379,8 +432,10 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
         return cls(**data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write atomically: the file is the old one or the new one, never half of either."""
-        write_atomically(Path(path), self.to_json())
+        """Write atomically: the file is the old one or the new one, never half of either. Draft weights below the
+        file's folder are named from there, others by their whole path."""
+        folder = Path(path).absolute().parent
+        write_atomically(Path(path), self._with_weights_at(lambda at: _named_from(at, folder)).to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DecodeConfig:
@@ -389,7 +444,7 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
         if path.is_file() and path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"{path}: a decode config is at most {_MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(path.read_text(encoding="utf-8"))._with_weights_at(lambda at: _placed(at, path.parent))
         except UnicodeDecodeError:
             raise ValueError(f"{path}: not UTF-8 text") from None
         except ValueError as error:
@@ -440,11 +495,38 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
             self._next_to_its_model().to_json(), repo_id, check_file_name(config_file_name), **push_arguments
         )
 
+    def _with_weights_at(self, moved: Callable[[str], str]) -> DecodeConfig:
+        """The same with every path of draft weights given anew."""
+
+        def of(setting: _Setting) -> dict[str, Any]:
+            weights = setting.draft_weights
+            return (
+                {} if weights is None else {"draft_weights": weights.model_copy(update={"path": moved(weights.path)})}
+            )
+
+        changes = of(self)
+        if self.groups is not None:
+            changes["groups"] = {name: one.model_copy(update=of(one)) for name, one in self.groups.items()}
+        if self.regimes is not None:
+            changes["regimes"] = tuple(one.model_copy(update=of(one)) for one in self.regimes)
+        return self.model_copy(update=changes)
+
     def _next_to_its_model(self) -> DecodeConfig:
         made_for = self.provenance
         if made_for is None or not (made_for.model.startswith(".") or Path(made_for.model).is_absolute()):
             return self
         return self.model_copy(update={"provenance": made_for.model_copy(update={"model": "./"})})
+
+
+def _placed(weights: str, folder: Path) -> str:
+    """Where weights lie that a config file in this folder names."""
+    return str((folder / weights).resolve()) if weights.startswith("./") else weights
+
+
+def _named_from(weights: str, folder: Path) -> str:
+    """The inverse of `_placed`."""
+    at = Path(weights).absolute()
+    return f"./{at.relative_to(folder).as_posix()}" if at.is_relative_to(folder) else str(at)
 
 
 def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:

@@ -26,18 +26,17 @@ def lookup_alone(
     )
 
 
-def mask_alone(config: DecodeConfig) -> DecodeConfig:
-    """The part of a config that drafts by its mask. Raises: ValueError if it has none."""
-    if not config.drafts_by_mask:
-        raise ValueError(f"drafter: must draft by a mask, got {config.drafter} with gamma {config.gamma}")
-    names = ("skip_mask", "gamma", "draft_threshold", "target_threshold", "share_prefix")
-    return DecodeConfig(**{name: getattr(config, name) for name in names})
+def computed_alone(config: DecodeConfig) -> DecodeConfig:
+    """The part of a config that computes its drafts, by mask or trained weights. Raises: ValueError if it has none."""
+    if not config.computes_drafts:
+        raise ValueError(f"drafter: must draft by a mask or weights, got {config.drafter} with gamma {config.gamma}")
+    names = ("skip_mask", "gamma", "draft_threshold", "target_threshold", "share_prefix", "draft_weights")
+    drafter = "layer_skip" if config.draft_weights is None else "eagle"
+    return DecodeConfig(**{name: getattr(config, name) for name in names} | {"drafter": drafter})
 
 
-def lookup_else_mask(
-    config: DecodeConfig, lookup: PromptLookup | SuffixLookup, gamma: int = NUM_TOKENS
-) -> DecodeConfig:
-    """A hybrid: the lookup wherever it finds something, else the config's mask as `mask_alone` has it."""
+def lookup_else(config: DecodeConfig, lookup: PromptLookup | SuffixLookup, gamma: int = NUM_TOKENS) -> DecodeConfig:
+    """A hybrid: the lookup wherever it finds something, else the config's draft as `computed_alone` has it."""
     # A proposal of a lookup costs nothing but its verification, so it does not wait for a target that is sure.
     own = lookup.model_copy(update={"gamma": gamma, "target_threshold": 0.0})
-    return DecodeConfig(**dict(mask_alone(config)) | {"drafter": "hybrid", "lookup": own})
+    return DecodeConfig(**dict(computed_alone(config)) | {"drafter": "hybrid", "lookup": own})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.drafters.base import Drafter
+from layerskip.drafters.eagle import EagleDrafter, EagleSettings
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
 from layerskip.drafters.lookup import LookupDrafter
 from layerskip.drafters.text_store import TextStore
 from layerskip.engines import Engine
+from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
 
 
@@ -18,6 +20,7 @@ def make_drafter(
     """None for plain decoding.
 
     store: earlier texts that a suffix drafter may look into.
+    Raises: ValueError for draft weights on an engine that cannot serve them, or that were not loaded.
     """
     if not config.speculates:
         return None
@@ -26,6 +29,9 @@ def make_drafter(
         lookup = LookupDrafter(config.lookup, config.lookup_gamma, config.lookup_target_threshold, store)
     if lookup is not None and config.drafter != "hybrid":
         return lookup
+    if config.draft_weights is not None:
+        eagle = _make_eagle(config, engine, sampler)
+        return eagle if lookup is None else HybridDrafter(lookup, eagle)
     settings = LayerSkipSettings(
         config.skip_mask,
         config.gamma,
@@ -35,4 +41,18 @@ def make_drafter(
     )
     asks = lookup is not None and lookup.needs_target_prob
     layer_skip = LayerSkipDrafter(engine, sampler, settings, with_prob=True if asks else None)
-    return layer_skip if lookup is None else HybridDrafter(lookup, layer_skip, continues=config.continue_lookup)
+    return (
+        layer_skip
+        if lookup is None
+        else HybridDrafter(lookup, layer_skip, continues=layer_skip if config.continue_lookup else None)
+    )
+
+
+def _make_eagle(config: DecodeConfig, engine: Engine, sampler: Sampler) -> EagleDrafter:
+    weights = config.draft_weights
+    if weights is None or not isinstance(engine, StatesEngine):
+        raise ValueError(f"draft_weights: need the engine eager or fused, got {engine.name}")
+    if weights.path not in engine.draft_heads:
+        raise ValueError(f"draft_weights: {weights.path} is not loaded; `LayerSkipModel.check_config` loads it")
+    settings = EagleSettings(config.gamma, config.draft_threshold, config.target_threshold)
+    return EagleDrafter(engine.draft_heads[weights.path], engine, sampler, settings)

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.base import SessionEngine
 from layerskip.engines.prefix import PrefixStates
+from layerskip.engines.states import StatesEngine
 
 
-class EagerEngine(SessionEngine):
+class EagerEngine(StatesEngine):
     """See `Engine`."""
 
     name = "eager"
@@ -24,11 +24,17 @@ class EagerEngine(SessionEngine):
             try:
                 yield
             finally:
-                self._cache = None
+                self._end_session()
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
+        if mask is not None or not self._keeps_states:
+            return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
+        start = self.cache.length
+        with self._adapter.last_states() as states:
+            logits = self._adapter.forward(input_ids, self.cache, num_logits=num_logits)
+        self._keep(start, states[0][0])
+        return logits
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:

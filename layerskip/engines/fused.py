@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.base import SessionEngine
 from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.prefix import PrefixStates
+from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.growing_keys import over_growing_keys
@@ -30,7 +30,7 @@ from layerskip.huggingface.kv_cache import SharedLengthCache
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-class FusedEngine(SessionEngine):
+class FusedEngine(StatesEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
     Cost: a second copy of the linear layers' weights, or of most (a single matrix stored by outputs is the model's
@@ -75,14 +75,19 @@ class FusedEngine(SessionEngine):
                 self._allocate()
             yield
         finally:
-            self._cache = None
+            self._end_session()
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         step = self._step(self.cache.length, input_ids.shape[0])
         x = self._run(F.embedding(input_ids, self.embedding), step, mask or self._no_skip, range(len(self.layers)))
+        if mask is None and self._keeps_states:
+            self._keep(step.start, x)
         self.cache.advance(step.num_tokens)
         return self.head(self.norm(x[-num_logits:]))
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:

@@ -227,6 +227,20 @@ class ModelAdapter:
         finally:
             gate.entrance = None
 
+    @contextmanager
+    def last_states(self) -> Iterator[list[torch.Tensor]]:
+        """Inside, the hidden states (B, T, hidden) that the last layer gives are put into the list."""
+        found: list[torch.Tensor] = []
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            found.append(output[0] if isinstance(output, tuple) else output)
+
+        hook = self.layers[-1].register_forward_hook(note)
+        try:
+            yield found
+        finally:
+            hook.remove()
+
     def _set_mask(self, mask: SkipMask) -> None:
         if mask is self._mask or mask == self._mask:
             return

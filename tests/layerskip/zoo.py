@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ import transformers
 from torch import nn
 
 from layerskip import LayerSkipModel, SkipMask
+from layerskip.config.decode_config import DraftWeights
+from layerskip.training.data import Sequences
+from layerskip.training.eagle import TrainOptions, train_eagle
 
 VOCAB = 61
 NUM_LAYERS = 4
@@ -201,6 +206,23 @@ def layerskip_of(name: str) -> LayerSkipModel:
 
         return graph_model(architecture(name))
     return LayerSkipModel(model_of(name), engine="fused" if name.endswith(_SUFFIX) else "eager")
+
+
+@functools.cache
+def eagle_of(run: str) -> DraftWeights:
+    """Draft weights trained for a moment on the model's own texts, so that their drafts are sometimes right."""
+    with torch.inference_mode(mode=False):
+        model = LayerSkipModel(model_of(run), engine="eager")
+        texts = [prompt_of(6, seed=i) for i in range(24)]
+        out = torch.cat(
+            [model_of(run).generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts]
+        )
+        own = [tuple(one) for one in out.tolist()]
+        options = TrainOptions(steps=30, depth=3, learning_rate=0.02)
+        folder = Path(tempfile.mkdtemp(prefix="eagle-"))
+        return train_eagle(
+            model, Sequences(tuple(own[2:]), tuple(own[:2])), folder, options, tell=lambda _: None
+        ).weights
 
 
 @functools.cache

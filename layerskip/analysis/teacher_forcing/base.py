@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
+from layerskip.config.decode_config import DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, seeded_sampler
 
@@ -75,6 +77,8 @@ class TeacherForcing(ABC):
     """
 
     keys: str
+    by_weights: WeightsForcing | None = None
+    """The same for trained weights, where the engine hands out what they need."""
 
     def __init__(self, texts: Sequence[ForcedText], device: torch.device, sampling: SamplingParams | None) -> None:
         """sampling: how the continuations were chosen, and so would drafts be; greedily without it."""
@@ -126,15 +130,23 @@ class TeacherForcing(ABC):
         """Per text the target's logits (T_p + 1, V), row 0 after the prompt, row k + 1 after continuation token k."""
 
     @torch.inference_mode()
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+    def read(
+        self, drafted_by: SkipMask | DraftWeights, depth: int = 0, texts: Sequence[int] | None = None
+    ) -> DraftReadings:
         """Does the draft propose the target's token, and how sure is it?
 
         `texts`: places of the texts to read, ascending; the arrays hold these alone. All without it.
-        Cost: at most depth + 1 draft forwards over all continuation tokens of these texts.
+        Cost: at most depth + 1 draft forwards over all continuation tokens of these texts; of trained weights, which
+        are always read some drafts deep, as many layers over the whole texts.
         """
         readings = []
         places = range(len(self.texts)) if texts is None else texts
-        for i, logits in zip(places, self.draft_logits(mask, depth, texts), strict=True):
+        if isinstance(drafted_by, SkipMask):
+            found = self.draft_logits(drafted_by, depth, texts)
+        else:
+            weights = self._weights_forcing()
+            found = (weights.logits(drafted_by, i, depth) for i in places)
+        for i, logits in zip(places, found, strict=True):
             text, ids = self.texts[i], self._continuations[i]
             context, rest = [*text.prompt_ids, text.continuation_ids[0]], ids[1:]
             shaped = torch.stack([self._samplers[i].shape(level, context, rest) for level in logits])
@@ -165,13 +177,16 @@ class TeacherForcing(ABC):
         return DraftReadings(out[0].astype(np.float32), out[1].astype(np.float32), out[2].astype(np.int64))
 
     @torch.inference_mode()
-    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+    def overrun(self, drafted_by: SkipMask | DraftWeights, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """How many tokens drafting adds after each wrong one before its confidence falls below `threshold`.
 
         Each goes on from its round, of which it sees the draft's own keys and values, one token at a time, all of them
         side by side. Cost: as many draft forwards over these rounds' tokens as the longest of them has after the wrong
         one. With `keys="own"` all the room is taken to be used.
         """
+        if not isinstance(drafted_by, SkipMask):
+            return [self._go_on(drafted_by, one, threshold) for one in wrong]
+        mask = drafted_by
         if self.keys != "target":
             return [one.room for one in wrong]
         rounds = [self.texts[one.text].continuation_ids[one.row - one.drafted : one.row + 1] for one in wrong]
@@ -195,6 +210,24 @@ class TeacherForcing(ABC):
                 added[chain] += 1
             going = [c for c in going if found[c][1] >= threshold and added[c] < wrong[c].room]
         return added
+
+    def _weights_forcing(self) -> WeightsForcing:
+        if self.by_weights is None:
+            raise ValueError("draft_weights: need the engine eager or fused")
+        return self.by_weights
+
+    def _go_on(self, weights: DraftWeights, wrong: WrongDraft, threshold: float) -> int:
+        """`overrun` of one, by trained weights."""
+        i, text, start = wrong.text, self.texts[wrong.text], wrong.row - wrong.drafted
+        sampler = self._samplers[i]
+
+        def choose_next(logits: torch.Tensor, drafted: Sequence[int]) -> tuple[int, float]:
+            seen = [*text.prompt_ids, *text.continuation_ids[: start + 1], *drafted]
+            chosen, top = self._choose(i, sampler.shape(logits, seen), torch.tensor([start + 1 + len(drafted)]))
+            return int(chosen), float(top)
+
+        begun = [*text.continuation_ids[start + 1 : wrong.row + 1], wrong.token]
+        return self._weights_forcing().go_on(weights, i, begun, start, wrong.room, choose_next, threshold)
 
     def _shape_chains(
         self, i: int, logits: torch.Tensor, chains: Sequence[tuple[WrongDraft, Sequence[int]]]

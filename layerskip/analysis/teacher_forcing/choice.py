@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from layerskip.analysis.teacher_forcing.base import TeacherForcing
+from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
 from layerskip.analysis.teacher_forcing.layerwise import LayerwiseForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
@@ -15,6 +16,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
 from layerskip.rounds.sampling import SamplingParams
@@ -25,12 +27,20 @@ LOG = logging.getLogger(__name__)
 def make_teacher_forcing(
     model: LayerSkipModel, texts: Sequence[ForcedText], sampling: SamplingParams | None = None
 ) -> TeacherForcing:
-    """The best way that this model allows, found by comparing readings with live draft steps.
+    """The best way that this model allows, found by comparing readings with live draft steps; and drafts by trained
+    weights, where the engine has what they need.
 
     `.keys` says which: `target` where earlier positions are the target's, as when drafting; `own` where that cannot be
     had and the readings are an approximation. sampling: how the continuations were chosen, greedily without it.
     Cost: one target forward a text, and a few to check.
     """
+    forcing = _by_masks(model, texts, sampling)
+    if isinstance(model.engine, StatesEngine):
+        forcing.by_weights = WeightsForcing(model.engine, forcing.texts)
+    return forcing
+
+
+def _by_masks(model: LayerSkipModel, texts: Sequence[ForcedText], sampling: SamplingParams | None) -> TeacherForcing:
     engine = model.engine
     lean = engine.lean if isinstance(engine, CudaGraphEngine) else engine
     if isinstance(lean, FusedEngine):

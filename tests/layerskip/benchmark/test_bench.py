@@ -41,7 +41,7 @@ from layerskip.benchmark.ways import (
     own_ways,
 )
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
-from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else
 from layerskip.decoding.stats import DecodeStats
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
@@ -645,7 +645,7 @@ def test_steps_are_timed_at_the_lengths_that_the_prompt_draws_on() -> None:
         assert allowed_s(stats, found) > 0
 
 
-HYBRID = lookup_else_mask(EARLY_EXIT, PromptLookup(min_match=1, max_match=2), gamma=6)
+HYBRID = lookup_else(EARLY_EXIT, PromptLookup(min_match=1, max_match=2), gamma=6)
 SUFFIX = lookup_alone(zoo.NUM_LAYERS, SuffixLookup(min_match=1), gamma=5)
 
 

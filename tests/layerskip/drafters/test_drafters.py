@@ -44,8 +44,21 @@ OFTEN = PromptLookup(min_match=1, max_match=2, continuation="frequent")
 SUFFIX = SuffixLookup(min_match=1, factor=2.0, min_probability=0.3)
 
 
+def by_weights(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
+    """A config of every drafter that needs trained weights."""
+    own: dict[str, Any] = {
+        "skip_mask": SkipMask.none(zoo.NUM_LAYERS),
+        "gamma": gamma,
+        "draft_weights": zoo.eagle_of(run),
+    }
+    return {
+        "eagle": DecodeConfig(drafter="eagle", **own, draft_threshold=0.2, target_threshold=0.1),
+        "hybrid eagle": DecodeConfig(drafter="hybrid", **own, lookup=NGRAM.model_copy(update={"gamma": gamma + 2})),
+    }
+
+
 def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
-    """A config of every drafter."""
+    """A config of every drafter that needs nothing but the model."""
     none = SkipMask.none(mask.num_layers)
     hybrid: dict[str, Any] = {"drafter": "hybrid", "skip_mask": mask, "gamma": gamma}
     return {
@@ -69,6 +82,13 @@ def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
 
 
 DRAFTERS = tuple(drafters(SkipMask.none(2)))
+TRAINED = ("eagle", "hybrid eagle")
+
+
+def config_of(name: str, run: str, mask: SkipMask) -> DecodeConfig:
+    return by_weights(zoo.architecture(run))[name] if name in TRAINED else drafters(mask)[name]
+
+
 PROMPT = (3, 5, 8, 3, 5, 9, 3, 5)
 """Ends as it was before, so that there is something to look up at once."""
 
@@ -90,7 +110,7 @@ def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
     mixed = stats.num_rounds - sum(stats.rounds_by_drafted) - sum(stats.lookup_rounds_by_drafted)
     assert mixed == 0 or config.continue_lookup
     assert sum(stats.lookup_rounds_by_drafted) + mixed == stats.num_lookup_rounds
-    if not config.drafts_by_mask:
+    if not config.computes_drafts:
         assert stats.num_looked_up == stats.num_drafted
     if stats.num_cut == 0:
         counts = [out.origins.count(origin) for origin in (ACCEPTED, LOOKED_UP, RECOVERED, BONUS, TARGET_ONLY)]
@@ -114,10 +134,25 @@ def test_greedy_equals_generate(name: str) -> None:
     assert total["alone"]
 
 
+@zoo.each(zoo.RUNS)
+def test_greedy_equals_generate_with_trained_weights(name: str) -> None:
+    model, total = zoo.layerskip_of(name), Counter[str]()
+    for config in by_weights(zoo.architecture(name)).values():
+        for prompt, budget in ((PROMPT, zoo.LONGEST), (again(name), 16), (zoo.prompt_of(1), 5)):
+            out = model.generate(prompt, max_new_tokens=budget, config=config)
+            assert out.ids == list(zoo.greedy_reference(name, prompt)[:budget]), config
+            check_counters(out, config)
+            total.update(drafted=out.stats.num_drafted - out.stats.num_looked_up)
+            total.update(kept=out.stats.num_accepted - out.stats.num_looked_up_accepted)
+    assert 0 < total["kept"] < total["drafted"]
+
+
 @zoo.each(("llama", "llama fused", "gemma3", "falcon-alibi", "llama graph"))
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", DRAFTERS + TRAINED)
 def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str, drafter: str) -> None:
-    model, config = zoo.layerskip_of(name), drafters(SkipMask.from_layers(4, [0, 2]))[drafter]
+    if drafter in TRAINED and name not in zoo.RUNS:
+        pytest.skip("trained weights draft on eager and fused")
+    model, config = zoo.layerskip_of(name), config_of(drafter, name, SkipMask.from_layers(4, [0, 2]))
     total = len(PROMPT)
     for piece in model.stream(PROMPT, max_new_tokens=20, config=config):
         total += len(piece.ids)
@@ -125,9 +160,9 @@ def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str, draft
     assert total == len(PROMPT) + 20
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", DRAFTERS + TRAINED)
 def test_end_of_text_at_every_offset_of_a_round(drafter: str) -> None:
-    model, config = zoo.layerskip_of("llama fused"), drafters(SkipMask.from_sublayers(4, mlp=[3]))[drafter]
+    model, config = zoo.layerskip_of("llama fused"), config_of(drafter, "llama", SkipMask.from_sublayers(4, mlp=[3]))
     prompt = again("llama fused")
     reference = zoo.greedy_reference("llama fused", prompt)
     cuts = set()
@@ -319,7 +354,7 @@ LOOKUP = {"method": "prompt_lookup", "min_match": 2, "max_match": 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"drafter": "ngrams"},
-        "drafter: input should be 'layer_skip', 'prompt_lookup', 'suffix' or 'hybrid', got 'ngrams'",
+        "drafter: input should be 'layer_skip', 'prompt_lookup', 'suffix', 'hybrid' or 'eagle', got 'ngrams'",
     ),
     ({"drafter": "suffix"}, "lookup: is required where the drafter is suffix"),
     ({"lookup": LOOKUP}, "lookup: must be left out where the drafter is layer_skip"),

@@ -28,7 +28,7 @@ from layerskip import (
     SkipMask,
     SuffixLookup,
 )
-from layerskip.config.usual_lookups import lookup_else_mask
+from layerskip.config.usual_lookups import lookup_else
 from layerskip.serve import KEY_VARIABLE, describe, main
 from layerskip.server.settings import ServerSettings
 from tests.layerskip import zoo
@@ -154,7 +154,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, capsys, monkeypatch) -
 def test_it_says_how_it_drafts_and_what_it_keeps(store_tokens: int, said: list[str]) -> None:
     model = zoo.layerskip_of("llama")
     by_mask = DecodeConfig(skip_mask=SkipMask.from_layers(zoo.NUM_LAYERS, [1]), gamma=3, draft_threshold=0.5)
-    config = lookup_else_mask(by_mask, SuffixLookup(min_match=2))
+    config = lookup_else(by_mask, SuffixLookup(min_match=2))
     settings = ServerSettings("m", 96, store_tokens=store_tokens)
     lines = describe(LayerSkipModel(model.model, config=config, engine="eager"), settings, None, "http://x")
     lookup = "suffix, min_match 2, gamma 10, target_threshold 0.0"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel, PromptLookup, SkipMask, SuffixLookup
-from layerskip.config.usual_lookups import lookup_alone, lookup_else_mask
+from layerskip.config.usual_lookups import lookup_alone, lookup_else
 from layerskip.server.app import text_store
 from layerskip.server.settings import ServerSettings
 from tests.layerskip import zoo
@@ -16,7 +16,7 @@ from tests.layerskip.serving import MODEL_ID, Gate, Serving, completion_request,
 
 SUFFIX = lookup_alone(zoo.NUM_LAYERS, SuffixLookup(min_match=2, factor=4.0))
 MASK = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)
-HYBRID = lookup_else_mask(MASK, SuffixLookup(min_match=2, factor=4.0))
+HYBRID = lookup_else(MASK, SuffixLookup(min_match=2, factor=4.0))
 ASKED: dict[str, Any] = {"max_tokens": 24, "return_token_ids": True}
 
 

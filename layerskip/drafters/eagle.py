@@ -1,0 +1,164 @@
+"""EagleDrafter: trained weights go on from the target's own hidden states, one decoder layer a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerskip.drafters.base import Draft
+from layerskip.drafters.eagle_head import EagleHead
+from layerskip.engines.lean_layers import Linear, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.states import StatesEngine
+from layerskip.engines.weight_layout import WeightLayouts
+from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.rounds.preparation import Starts
+from layerskip.rounds.sampling import Sampler, top_probability
+
+
+class LeanEagle:
+    """An `EagleHead` for drafting: lean operations on one text's rows, keys and values in buffers of the text's own.
+
+    Cost: a second copy of its matrices, or of most of them, and the measurement of how they should lie.
+    """
+
+    def __init__(self, head: EagleHead, fingerprint: str) -> None:
+        """fingerprint: of the weights, see `DraftWeights`."""
+        self.module, self.fingerprint = head, fingerprint
+        weight = head.project.weight
+        arrange = WeightLayouts(weight.device).arrange
+        with torch.inference_mode(mode=False), torch.no_grad():
+            layer: Any = head.layer
+            self.attention, self.mlp = attention_of(layer, None, arrange), mlp_of(layer, arrange)
+            self._project = Linear.fuse(arrange, head.project)
+            self._embed_norm, self._state_norm = Norm(head.embed_norm), Norm(head.state_norm)
+            self.norm = Norm(head.norm)
+        self._rotary = head.rotary
+        self._like = weight[:1]
+        self._cos = self._sin = torch.empty(0)
+
+    def new_text(self, capacity: int) -> LeanEagleText:
+        """A text of up to `capacity` tokens."""
+        if len(self._cos) < capacity:
+            self._cos, self._sin = rotary_table(self._rotary, self._like, capacity)
+        shape = (1, self.attention.num_keys, capacity, self.attention.head_dim)
+        return LeanEagleText(self, self._like.new_empty(shape), self._like.new_empty(shape), self._cos, self._sin)
+
+    def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `EagleHead.enter`; (T, hidden)."""
+        return self._project(torch.cat([self._embed_norm(embedded), self._state_norm(states)], dim=-1))
+
+
+@dataclass
+class LeanEagleText:
+    """Keys and values (1, heads, capacity, head_dim) of one text."""
+
+    head: LeanEagle
+    keys: torch.Tensor
+    values: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def run(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """The layer over rows (T, hidden) at positions from `start` on, whose keys and values are then those of x."""
+        attention, num_rows = self.head.attention, len(x)
+        stop = start + num_rows
+        queries, keys, values = attention.project(x, self.cos[start:stop], self.sin[start:stop])
+        self.keys[0, :, start:stop] = keys.transpose(0, 1)
+        self.values[0, :, start:stop] = values.transpose(0, 1)
+        mask = None
+        if num_rows > 1 and start:
+            places = torch.arange(stop, device=x.device)
+            mask = places <= places[start:].unsqueeze(1)
+        with over_growing_keys((x.device,)):
+            out = attention.attend(
+                queries.transpose(0, 1).unsqueeze(0),
+                self.keys[:, :, :stop],
+                self.values[:, :, :stop],
+                mask,
+                is_causal=num_rows > 1 and not start,
+            )
+        x = attention.out.add_to(x, out[0].transpose(0, 1).reshape(num_rows, -1))
+        return self.head.mlp.add_to(x)
+
+
+@dataclass(frozen=True)
+class EagleSettings:
+    """What an eagle draft follows; fields as in `DecodeConfig`."""
+
+    gamma: int
+    draft_threshold: float = 0.0
+    target_threshold: float = 0.0
+
+
+class EagleDrafter:
+    """A chain of up to gamma tokens; thresholds as of `LayerSkipDrafter`.
+
+    Cost: of a round, one layer over what the target has emitted since the last one and one layer a further token, and
+    the target's output embedding a token; the first round's layer goes over the prompt. Syncs as `LayerSkipDrafter`.
+    """
+
+    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: EagleSettings) -> None:
+        self._head, self._engine, self._sampler, self._settings = head, engine, sampler, settings
+
+    @property
+    def gamma(self) -> int:
+        return self._settings.gamma
+
+    @property
+    def needs_target_prob(self) -> bool:
+        return self._settings.target_threshold > 0.0
+
+    def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (nothing is recorded)
+        self._engine.keep_states()
+
+    def begin(self) -> EagleSession:
+        return EagleSession(self._head, self._engine, self._sampler, self._settings)
+
+
+class EagleSession:
+    """See `DraftSession`."""
+
+    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: EagleSettings) -> None:
+        self._head, self._engine, self._sampler, self._settings = head, engine, sampler, settings
+        self._text: LeanEagleText | None = None
+        self._num_done = 0
+        """Positions whose keys and values come from the target's states."""
+
+    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Draft | None:
+        """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
+        settings, sampler, engine = self._settings, self._sampler, self._engine
+        if limit < 1 or (target_prob is not None and target_prob < settings.target_threshold):
+            return None
+        state = self._follow(context)
+        seen, tokens = list(context), list[torch.Tensor]()
+        needs_ids = sampler.params.repetition_penalty != 1.0
+        for i in range(min(limit, settings.gamma)):
+            if i:
+                state = self._run(engine.embed(tokens[-1]), state, engine.cache.length + i - 1)
+            logits = sampler.shape(engine.unembed(self._head.norm(state)), seen)
+            tokens.append(sampler.choose(logits, len(context) + i))
+            if needs_ids:
+                seen.append(int(tokens[-1]))
+            if settings.draft_threshold > 0.0 and float(top_probability(logits)) < settings.draft_threshold:
+                break
+        return Draft(torch.cat(tokens))
+
+    def forget_from(self, position: int) -> None:
+        """The next round goes over the target's states from here on again."""
+        self._num_done = min(self._num_done, position)
+
+    def _follow(self, context: Sequence[int]) -> torch.Tensor:
+        """Go over what the target has computed since the last round; (1, hidden) of its last position."""
+        engine, first, stop = self._engine, self._num_done, self._engine.cache.length
+        ids = torch.tensor(context[first + 1 : stop + 1], device=engine.device)
+        last = self._run(engine.embed(ids), engine.states[first:stop], first)[-1:]
+        self._num_done = stop
+        return last
+
+    def _run(self, embedded: torch.Tensor, states: torch.Tensor, start: int) -> torch.Tensor:
+        if self._text is None:
+            self._text = self._head.new_text(self._engine.cache.capacity)
+        return self._text.run(self._head.enter(embedded, states), start)

@@ -1,0 +1,238 @@
+"""EagleHead: one decoder layer that goes on from the target's last hidden state, with the target's own ends, frozen.
+
+Ref: EAGLE (2401.15077), with the inputs normed as in DeepSeek-V3's multi-token prediction (2412.19437), and trained on
+its own hidden states some tokens deep, as EAGLE-3 (2503.01840) is. What it reads is the last layer's state alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from layerskip.config.decode_config import DraftWeights, write_atomically
+from layerskip.config.strict_json import parse_json
+
+WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """Sizes, most of them the target's."""
+
+    hidden_size: int
+    embedding_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """Rows of the target's output embedding."""
+    rope_theta: float = 10_000.0
+
+    @classmethod
+    def of(cls, model: Any) -> EagleShape:
+        """A layer as wide as this model's own."""
+        text = model.config.get_text_config(decoder=True)
+        hidden, num_heads = text.hidden_size, text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or hidden // num_heads
+        return cls(
+            hidden_size=hidden,
+            embedding_size=model.get_input_embeddings().weight.shape[1],
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
+            num_attention_heads=num_heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+            head_dim=head_dim,
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+        )
+
+    def layer_config(self) -> LlamaConfig:
+        """Of the layer and its positions."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=_EPS,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            num_hidden_layers=1,
+            attn_implementation="eager",
+        )
+
+
+class EagleHead(nn.Module):
+    """Hidden state of a position and the token after it -> hidden state whose logits are of the token after that.
+
+    On a position that the target has computed it takes the target's state, on a drafted one its own.
+    """
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.shape = shape
+        config = shape.layer_config()
+        self.embed_norm = LlamaRMSNorm(shape.embedding_size, eps=_EPS)
+        self.state_norm = LlamaRMSNorm(shape.hidden_size, eps=_EPS)
+        self.project = nn.Linear(shape.embedding_size + shape.hidden_size, shape.hidden_size, bias=False)
+        self.layer = LlamaDecoderLayer(config, 0)
+        self.norm = LlamaRMSNorm(shape.hidden_size, eps=_EPS)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    @torch.no_grad()
+    def initialize(self, final_norm: torch.Tensor | None) -> None:
+        """Begin as the identity on the state: the layer adds nothing yet. final_norm: weights of the target's last
+        norm, where they are known."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.ones_(parameter)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
+        self.project.weight[:, self.shape.embedding_size :] += torch.eye(self.shape.hidden_size)
+        if final_norm is not None:
+            self.norm.weight.copy_(final_norm)
+
+    def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """(..., T, hidden): what the layer goes on from, of next tokens' embeddings and hidden states."""
+        joined = torch.cat([self.embed_norm(embedded), self.state_norm(states)], dim=-1)
+        out: torch.Tensor = self.project(joined)
+        return out
+
+    def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int) -> list[torch.Tensor]:
+        """What every position of known texts gives as draft step 0, 1, ... `depth` of a round: (B, T, hidden) each,
+        not normed yet.
+
+        Row t of step d is drafted behind the target's states up to position t - d and the head's own after it; rows
+        t < d are of no use. Shapes: states (B, T, hidden), of positions 0..T-1; embedded (B, T, embedding), of the
+        tokens at 1..T. Cost: depth + 1 layers over all rows, attention quadratic in T.
+        """
+        attention: Any = self.layer.self_attn
+        count = states.shape[1]
+        positions = torch.arange(count, device=states.device)
+        cos, sin = (one.unsqueeze(1) for one in self.rotary(states, positions.unsqueeze(0)))
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
+        before = states
+        for _ in range(depth + 1):
+            x = self.enter(embedded, before)
+            normed = self.layer.input_layernorm(x)
+            query, key, value = (
+                part(normed).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+                for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            groups = query.shape[1] // key.shape[1]
+            keys.append(_rotated(key, cos, sin).repeat_interleave(groups, dim=1))
+            values.append(value.repeat_interleave(groups, dim=1))
+            seen = _attend(_rotated(query, cos, sin) * attention.scaling, keys, values)
+            x = x + attention.o_proj(seen.transpose(1, 2).flatten(-2))
+            x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+            found.append(x)
+            before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return sum(one.nbytes for one in self.parameters())
+
+    def save(self, folder: Path, target: str, facts: dict[str, Any]) -> DraftWeights:
+        """Write weights and config. target: the model's `weights_fingerprint`; facts: how they were trained."""
+        folder.mkdir(parents=True, exist_ok=True)
+        payload = save({name: one.detach().cpu().contiguous() for name, one in self.state_dict().items()})
+        fingerprint = hashlib.sha256(payload).hexdigest()[:16]
+        config = {
+            "drafter": "eagle",
+            "target_fingerprint": target,
+            "fingerprint": fingerprint,
+            "shape": asdict(self.shape),
+            "training": facts,
+        }
+        write_atomically(folder / WEIGHTS_NAME, payload)
+        write_atomically(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
+        return DraftWeights(path=str(folder), fingerprint=fingerprint)
+
+
+def _attend(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+    """(B, heads, T, head_dim): of queries of step d = len(keys) - 1, over step 0's keys up to d positions before and
+    one key of each step since."""
+    steps, count = len(keys) - 1, query.shape[2]
+    places = torch.arange(count, device=query.device)
+    hidden = places.unsqueeze(0) > places.unsqueeze(1) - steps
+    scores = (query @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    own_keys, own_values = ([_moved(one[i], steps - i) for i in range(1, steps + 1)] for one in (keys, values))
+    own = [(query * key).sum(-1, keepdim=True) for key in own_keys]
+    weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)
+    out = weights[..., :count] @ values[0]
+    for i, value in enumerate(own_values):
+        out = out + weights[..., count + i, None] * value
+    return out
+
+
+def _moved(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Row t is what row t - count was."""
+    return rows if count == 0 else F.pad(rows, (0, 0, count, 0))[:, :, :-count]
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def describe_weights(folder: Path) -> tuple[DraftWeights, dict[str, Any]]:
+    """What lies in a folder, from its config alone. Raises: ValueError or OSError naming the file."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ValueError(f"draft_weights: {folder} has no {CONFIG_NAME}; `python -m layerskip.train` writes one")
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or config.get("drafter") != "eagle":
+            raise ValueError("must be an object with the drafter eagle")
+        EagleShape(**config["shape"])
+        return DraftWeights(path=str(folder), fingerprint=config["fingerprint"]), config
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not draft weights: {error}") from None
+
+
+def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
+    """The head of a folder, for this model, in its number format and on its device.
+
+    target: the model's `weights_fingerprint`. Raises: ValueError naming the rule for weights of another model, changed
+    ones, and files that are missing or broken.
+    """
+    folder = Path(weights.path)
+    found, config = describe_weights(folder)
+    if found.fingerprint != weights.fingerprint:
+        raise ValueError(
+            f"draft_weights.fingerprint: must be that of {folder}, {found.fingerprint}, got {weights.fingerprint}"
+        )
+    if config.get("target_fingerprint") != target:
+        raise ValueError(
+            f"draft_weights: {folder} was trained for the model {config.get('target_fingerprint')}, this is {target}"
+        )
+    shape, expected = EagleShape(**config["shape"]), EagleShape.of(model)
+    for name in ("hidden_size", "embedding_size", "vocab_size"):
+        if getattr(shape, name) != getattr(expected, name):
+            raise ValueError(
+                f"draft_weights: {name} must be the model's {getattr(expected, name)}, got {getattr(shape, name)}"
+            )
+    file = folder / WEIGHTS_NAME
+    if not file.is_file():
+        raise ValueError(f"draft_weights: {folder} has no {WEIGHTS_NAME}")
+    if hashlib.sha256(file.read_bytes()).hexdigest()[:16] != weights.fingerprint:
+        raise ValueError(f"{file}: is not the file that {CONFIG_NAME} was written with, its fingerprint differs")
+    head = EagleHead(shape)
+    head.load_state_dict(load_file(file))
+    like = model.get_input_embeddings().weight
+    return head.to(device=like.device, dtype=like.dtype).eval().requires_grad_(requires_grad=False)

@@ -1,0 +1,60 @@
+"""StatesEngine: an engine that hands out the target's hidden states, for drafters that go on from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from layerskip.engines.base import SessionEngine
+from layerskip.huggingface.adapter import ModelAdapter
+
+
+class StatesEngine(SessionEngine):
+    """What drafting from hidden states needs of an engine: the target's last states, and the ends of the model."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        super().__init__(adapter)
+        self.draft_heads: dict[str, Any] = {}
+        """Trained weights by their folder, as `DecodeConfig.draft_weights` names it; loaded once and kept."""
+        self._states: torch.Tensor | None = None
+
+    @property
+    def states(self) -> torch.Tensor:
+        """(capacity, hidden): of the running session what the target's last layer gave, before the final norm, at
+        every position that counts in the cache."""
+        if self._states is None:
+            raise RuntimeError("no hidden states: call `keep_states` at the beginning of the session")
+        return self._states
+
+    def keep_states(self) -> None:
+        """Keep them from now on, in a session that has not begun its text. Memory: a row for each position."""
+        like: torch.Tensor = self._ends[0].weight
+        hidden = self._adapter.text_config.hidden_size
+        self._states = torch.empty((self.cache.capacity, hidden), dtype=like.dtype, device=self.device)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(T, embedding): rows of the input embedding, unscaled."""
+        return F.embedding(ids, self._ends[0].weight)
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(T, V): logits of hidden states (T, hidden) that have been normed."""
+        head = self._ends[1]
+        return F.linear(hidden, head.weight, head.bias)
+
+    @property
+    def _ends(self) -> tuple[Any, Any]:
+        model: Any = self._adapter.model
+        return model.get_input_embeddings(), model.get_output_embeddings()
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self._states is not None
+
+    def _keep(self, start: int, states: torch.Tensor) -> None:
+        """Rows (T, hidden) from position `start` on."""
+        self.states[start : start + len(states)] = states
+
+    def _end_session(self) -> None:
+        self._cache = self._states = None

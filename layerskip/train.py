@@ -1,0 +1,129 @@
+"""python -m layerskip.train: train weights that draft for a model, which itself stays as it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+
+PROG = "layerskip.train"
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog=f"python -m {PROG}",
+        description="Train one decoder layer that drafts from the model's own hidden states (EAGLE). The model stays "
+        "as it is, and so does its output. Stop it at any moment; the same command goes on from the last checkpoint.",
+    )
+    add = parser.add_argument
+    add("--drafter", choices=["eagle"], default="eagle", help="what is trained")
+    add("--model", required=True, help="Hugging Face id or folder")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="what to train on: of .jsonl files the prompts with the model's own continuations, of others the text",
+    )
+    add("--out", type=Path, required=True, help="folder for the weights")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--minutes", type=float, help="of training [10]")
+    budget.add_argument("--steps", type=int, help="training steps instead")
+    add("--batch", type=int, default=8, help="sequences a step")
+    add("--depth", type=int, default=5, help="draft tokens of a round that are trained")
+    add("--learning-rate", type=float, help="the highest [0.02 / sqrt(hidden size)]")
+    add("--window", type=int, default=256, help="tokens of a sequence")
+    add("--new-tokens", type=int, default=128, help="by which the model continues a prompt of --data")
+    add(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0.0, 1.0],
+        help="at each of which a prompt is continued once; 0 is greedy",
+    )
+    add("--seed", type=int, default=0, help="of weights, batches and sampled continuations")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", default="auto", help="of the model: auto, float32, bfloat16 or float16; weights train in float32")
+    add("--threads", type=int, help="CPU threads")
+    add("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_least(arguments, steps=1, batch=1, depth=1, window=8, new_tokens=1, threads=1)
+    for name in ("minutes", "learning_rate"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')}: must be above 0, got {value}")
+    if any(not 0 <= one < float("inf") for one in arguments.temperatures):
+        raise ValueError(f"--temperatures: must be at least 0, got {arguments.temperatures}")
+    for file in arguments.data:
+        if not file.is_file():
+            raise FileNotFoundError(f"--data: no such file: {file}")
+    quiet_libraries()
+    import torch
+
+    from layerskip.model import LayerSkipModel
+    from layerskip.training.data import DataOptions, make_sequences
+    from layerskip.training.eagle import TrainOptions, train_eagle
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    model = LayerSkipModel.from_pretrained(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        engine="eager",
+        trust_remote_code=arguments.trust_remote_code,
+        looks_for_config=False,
+    )
+    data = DataOptions(
+        window=arguments.window,
+        new_tokens=arguments.new_tokens,
+        temperatures=tuple(arguments.temperatures),
+        batch=2 * arguments.batch,
+        seed=arguments.seed,
+    )
+    sequences = make_sequences(model, arguments.data, data, _tell)
+    _tell(
+        f"{sequences.num_tokens} tokens in {len(sequences.training)} sequences to train on, "
+        f"{len(sequences.held_out)} sequences held out"
+    )
+    options = TrainOptions(
+        minutes=None if arguments.steps else arguments.minutes or 10.0,
+        steps=arguments.steps,
+        batch=arguments.batch,
+        depth=arguments.depth,
+        learning_rate=arguments.learning_rate,
+        seed=arguments.seed,
+    )
+    trained = train_eagle(model, sequences, arguments.out, options, tell=_tell)
+    agreement = ", ".join(f"{one:.1%}" for one in trained.facts["held_out_agreement"])
+    _tell(f"held out, the target says what is drafted first, second, ...: {agreement}")
+    _tell(
+        f"written {arguments.out} ({trained.facts['parameters']} parameters, {trained.facts['steps']} steps in "
+        f"{trained.facts['seconds']:.0f} s)"
+    )
+    _tell(
+        f"try it: python -m layerskip.generate --model {arguments.model} --drafter eagle --gamma 4 "
+        f'--draft-weights {arguments.out} --prompt "..." --compare'
+    )
+    return 0
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

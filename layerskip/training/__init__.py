@@ -1,0 +1,1 @@
+"""Training what drafts for a frozen model; see `python -m layerskip.train`."""

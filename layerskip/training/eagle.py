@@ -1,0 +1,258 @@
+"""Training an `EagleHead`: its drafts, some tokens deep, against what the frozen target says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from layerskip.config.decode_config import DraftWeights
+from layerskip.drafters.eagle_head import EagleHead, EagleShape
+from layerskip.model import LayerSkipModel
+from layerskip.training.data import Sequences
+
+CHECKPOINT_NAME = "checkpoint.pt"
+_DEPTH_WEIGHT = 0.8
+"""Of each further draft token in the loss, as in EAGLE-3: a round gets there only if those before it were right."""
+_WARM_UP = 0.05
+_CHECKPOINT_S = 60.0
+_TELL_S = 10.0
+_MOST_LOGITS_BYTES = 1 << 28
+"""Of one draft token's logits; larger ones are computed again on the way back, and held for one depth at a time."""
+_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long and how fast."""
+
+    minutes: float | None = 10.0
+    """Of training, given without `steps`; pauses between two runs do not count."""
+    steps: int | None = None
+    batch: int = 8
+    depth: int = 5
+    """Draft tokens of a round that are trained."""
+    learning_rate: float | None = None
+    """The highest, after warming up; then it falls to zero by a cosine. None: 0.02 / sqrt(hidden size)."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it."""
+
+    weights: DraftWeights
+    facts: dict[str, Any]
+    """As they stand in the folder's config, under `training`."""
+
+
+def train_eagle(
+    model: LayerSkipModel,
+    sequences: Sequences,
+    out: Path,
+    options: TrainOptions,
+    *,
+    tell: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Trained:
+    """Train into the folder `out`, from its checkpoint where there is one, and write the weights.
+
+    Cost a step: a target forward over the batch, and `depth` layers and output embeddings there and back. Memory: the
+    head's weights four times in float32 and one step's activations. A checkpoint is written every minute.
+    Raises: ValueError if the checkpoint is of another training.
+    """
+    run = _Run(model, sequences, out, options, clock)
+    run.resume(tell)
+    run.train(tell)
+    return run.finish()
+
+
+class _Run:
+    def __init__(
+        self,
+        model: LayerSkipModel,
+        sequences: Sequences,
+        out: Path,
+        options: TrainOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model, self._sequences, self._out, self._options, self._clock = model, sequences, out, options, clock
+        self._target: Any = model.model
+        shape = EagleShape.of(self._target)
+        torch.manual_seed(options.seed)
+        self._head = EagleHead(shape)
+        self._head.initialize(_final_norm(model))
+        self._head.to(model.device).train()
+        self._rate = options.learning_rate or 0.02 / math.sqrt(shape.hidden_size)
+        self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._step, self._spent_s = 0, 0.0
+        self._identity = {
+            "sequences": sequences.fingerprint,
+            "target": model.weights_fingerprint(),
+            **{name: value for name, value in asdict(options).items() if name not in ("minutes", "steps")},
+        }
+
+    def resume(self, tell: Callable[[str], None]) -> None:
+        """Go on from the folder's checkpoint, if there is one."""
+        file = self._out / CHECKPOINT_NAME
+        if not file.is_file():
+            return
+        try:
+            state = torch.load(file, map_location=self._model.device, weights_only=True)
+        except Exception as error:  # noqa: BLE001 (a broken file fails in many ways)
+            raise ValueError(f"{file}: cannot be read ({type(error).__name__}); remove it to begin anew") from None
+        different = [name for name, value in self._identity.items() if state["identity"].get(name) != value]
+        if different:
+            raise ValueError(
+                f"{file}: is of a training with other {', '.join(different)}; remove it or use another --out"
+            )
+        self._head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._step, self._spent_s = state["step"], state["spent_s"]
+        tell(f"going on from step {self._step}, {self._spent_s / 60:.1f} minutes trained")
+
+    def train(self, tell: Callable[[str], None]) -> None:
+        """Until the budget is spent."""
+        began = told = saved = self._clock()
+        before = self._spent_s
+        while (share := self._share()) < 1.0:
+            loss, right = self._learn(share)
+            self._step += 1
+            now = self._clock()
+            self._spent_s = before + now - began
+            if now - told >= _TELL_S:
+                told = now
+                left = self._spent_s * (1.0 / max(self._share(), 1e-9) - 1.0)
+                tell(
+                    f"step {self._step}: loss {loss:.3f}, first draft right {right:.1%}, "
+                    f"about {int(left) // 60}:{int(left) % 60:02} left"
+                )
+            if now - saved >= _CHECKPOINT_S:
+                saved = now
+                self._save()
+
+    def _share(self) -> float:
+        """Of the budget that is spent."""
+        if self._options.steps is not None:
+            return self._step / self._options.steps
+        return self._spent_s / (60.0 * (self._options.minutes or 10.0))
+
+    def _learn(self, share: float) -> tuple[float, float]:
+        """One step; (loss, share of first drafts that the target would say)."""
+        rate = self._rate * min(1.0, share / _WARM_UP + 0.01, 0.5 * (1.0 + math.cos(math.pi * share)))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        generator = torch.Generator().manual_seed((self._options.seed << 32) + self._step)
+        count = len(self._sequences.training)
+        places = torch.randint(count, (self._options.batch,), generator=generator).tolist()
+        total, right = self._loss([self._sequences.training[i] for i in places])
+        self._optimizer.zero_grad(set_to_none=True)
+        total.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
+        self._optimizer.step()
+        return float(total.detach()), float(right[0])
+
+    def _loss(self, some: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean soft cross-entropy over draft tokens, weighted by depth; (depth,) share that the target would say)."""
+        states, embedded, target, is_text = self._forward_target(some)
+        total = torch.zeros((), device=self._model.device)
+        right = []
+        weights = [_DEPTH_WEIGHT**d for d in range(self._options.depth)]
+        for d, hidden in enumerate(self._head.rollouts(states, embedded, self._options.depth - 1)):
+            rows = is_text.clone()
+            rows[:, :d] = False
+            if 4 * target.numel() > _MOST_LOGITS_BYTES:
+                loss, agreed = checkpoint(self._compare, hidden[rows], target[rows], use_reentrant=False)
+            else:
+                loss, agreed = self._compare(hidden[rows], target[rows])
+            total = total + loss * weights[d] / sum(weights)
+            right.append(agreed.detach())
+        return total, torch.stack(right)
+
+    def _compare(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        head = self._target.get_output_embeddings()
+        weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        logits = F.linear(self._head.norm(hidden).to(weight.dtype), weight, bias).float()
+        loss = F.cross_entropy(logits, target.float().softmax(dim=-1))
+        return loss, (logits.argmax(dim=-1) == target.argmax(dim=-1)).float().mean()
+
+    @torch.no_grad()
+    def _forward_target(
+        self, some: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States (B, T, hidden) of all positions but the last, embeddings (B, T, E) of the tokens after them, the
+        target's logits (B, T, V) there, and which rows (B, T) are text."""
+        longest = max(map(len, some))
+        device = self._model.device
+        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in some], device=device)
+        lengths = torch.tensor([len(one) for one in some], device=device)
+        with self._model.adapter.last_states() as found:
+            logits = self._target(input_ids=ids, use_cache=False).logits
+        embedded = F.embedding(ids[:, 1:], self._target.get_input_embeddings().weight)
+        is_text = torch.arange(1, longest, device=device) < lengths.unsqueeze(1)
+        return found[0][:, :-1].float(), embedded.float(), logits[:, 1:], is_text
+
+    def _save(self) -> None:
+        self._out.mkdir(parents=True, exist_ok=True)
+        file = self._out / CHECKPOINT_NAME
+        temporary = file.with_suffix(".tmp")
+        state = {
+            "identity": self._identity,
+            "head": self._head.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self._step,
+            "spent_s": self._spent_s,
+        }
+        torch.save(state, temporary)
+        temporary.replace(file)
+
+    @torch.no_grad()
+    def _held_out(self) -> list[float]:
+        """(depth,): share of held-out places where the draft token is the target's, by its place in the round, if those
+        before it were the text's."""
+        self._head.eval()
+        held_out, batch = self._sequences.held_out, self._options.batch
+        parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
+        shares = torch.stack([self._loss(part)[1] for part in parts])
+        weights = torch.tensor([float(sum(map(len, part))) for part in parts], device=shares.device)
+        found: list[float] = ((shares * weights.unsqueeze(1)).sum(0) / weights.sum()).tolist()
+        return found
+
+    def finish(self) -> Trained:
+        """Write the weights, and drop the checkpoint."""
+        acceptance = self._held_out()
+        facts = {
+            "steps": self._step,
+            "seconds": round(self._spent_s, 1),
+            "tokens": self._sequences.num_tokens,
+            "sequences_fingerprint": self._sequences.fingerprint,
+            "batch": self._options.batch,
+            "depth": self._options.depth,
+            "learning_rate": self._rate,
+            "seed": self._options.seed,
+            "held_out_agreement": [round(one, 4) for one in acceptance],
+            "model": str(self._target.config.name_or_path),
+            "parameters": sum(one.numel() for one in self._head.parameters()),
+        }
+        weights = self._head.save(self._out, self._model.weights_fingerprint(), facts)
+        (self._out / CHECKPOINT_NAME).unlink(missing_ok=True)
+        return Trained(weights, facts)
+
+
+def _final_norm(model: LayerSkipModel) -> torch.Tensor | None:
+    """The weights of the target's last norm, where it is one over the root mean square with plain weights."""
+    path = model.adapter.stack_path.rpartition(".")[0]
+    parent = model.model.get_submodule(path) if path else model.model
+    for name in _NORM_NAMES:
+        norm = getattr(parent, name, None)
+        if norm is not None and "RMSNorm" in type(norm).__name__ and hasattr(norm, "variance_epsilon"):
+            weight: torch.Tensor = norm.weight
+            return weight
+    return None

@@ -1,0 +1,160 @@
+"""Drafting by trained weights: what it drafts is what it was trained to, whatever happens, and only for its model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
+from layerskip.config.decode_config import DraftWeights
+from layerskip.drafters import make_drafter
+from layerskip.drafters.eagle import EagleSession, LeanEagleText
+from layerskip.drafters.eagle_head import load_eagle
+from layerskip.rounds.sampling import Sampler, SamplingParams
+from tests.layerskip import zoo
+from tests.layerskip.drafters.test_drafters import PROMPT, by_weights
+from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
+from tests.layerskip.rounds.test_broken_rounds import failing
+
+NONE = SkipMask.none(zoo.NUM_LAYERS)
+
+
+def eagle(weights: DraftWeights, gamma: int = 4, **fields: Any) -> DecodeConfig:
+    return DecodeConfig(drafter="eagle", skip_mask=NONE, gamma=gamma, draft_weights=weights, **fields)
+
+
+@zoo.each(("llama", "llama fused", "gemma3", "opt"))
+@torch.inference_mode()
+def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
+    """They see the target's states up to the round and none after it, whatever was drafted and thrown away before."""
+    model, weights = zoo.layerskip_of(name), zoo.eagle_of(zoo.architecture(name))
+    config = eagle(weights, gamma=5)
+    model.check_config(config)
+    engine: Any = model.engine
+    head = load_eagle(weights, model.model, model.weights_fingerprint())
+    text = [*PROMPT, *zoo.greedy_reference(name, PROMPT)]
+    with engine.session(64):
+        drafter = make_drafter(config, engine, Sampler(SamplingParams()))
+        assert drafter is not None
+        engine.keep_states()
+        session = drafter.begin()
+        for length in (9, 12, 13, 17):
+            engine.forward(torch.tensor(text[engine.cache.length : length]))
+            live: Any = session.propose(text[: length + 1], 5, None)
+            drafted = live.ids.tolist()
+            states = engine.states[:length].clone()
+            later = torch.full((4, states.shape[1]), 7.0)  # of no use to a round that begins before them
+            embedded = engine.embed(torch.tensor([*text[1 : length + 1], *drafted[:4]]))
+            steps = head.rollouts(torch.cat([states, later])[None], embedded[None], 4)
+            rows = torch.stack([step[0, length - 1 + d] for d, step in enumerate(steps)])
+            assert engine.unembed(head.norm(rows)).argmax(-1).tolist() == drafted
+
+
+@pytest.mark.parametrize("name", ["llama", "llama fused"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampled_text_is_the_targets_from_the_same_seed(name: str, temperature: float) -> None:
+    model = zoo.layerskip_of(name)
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "repetition_penalty": 1.1, "max_new_tokens": 24}
+    accepted = 0
+    for config in by_weights("llama").values():
+        for seed in range(4):
+            plain = model.generate(PROMPT, seed=seed, config=DecodeConfig.plain(zoo.NUM_LAYERS), **drawn)
+            out = model.generate(PROMPT, seed=seed, config=config, **drawn)
+            assert out.ids == plain.ids
+            accepted += out.stats.num_accepted - out.stats.num_looked_up_accepted
+    assert accepted
+
+
+def test_an_exception_anywhere_leaves_the_model_whole(monkeypatch: Any) -> None:
+    model, config = zoo.layerskip_of("llama"), eagle(zoo.eagle_of("llama"))
+    expected = model.generate(PROMPT, max_new_tokens=12, config=config)
+    for owner, attribute in ((EagleSession, "propose"), (LeanEagleText, "run"), (Sampler, "shape")):
+        for call in range(3):
+            with failing(monkeypatch, owner, attribute, call, after=True), pytest.raises(PlantedError):
+                model.generate(PROMPT, max_new_tokens=12, config=config)
+            assert gates_on(model.model) == []
+            out = model.generate(PROMPT, max_new_tokens=12, config=config)
+            assert (out.ids, out.stats.counters()) == (expected.ids, expected.stats.counters())
+    with pytest.raises(RuntimeError, match="no hidden states"):
+        _ = model.engine.states  # type: ignore[attr-defined]
+
+
+def test_hugging_faces_generate_takes_it() -> None:
+    prompt = torch.tensor([PROMPT])
+    out = zoo.model_of("llama").generate(
+        prompt, max_new_tokens=12, custom_generate=custom_generate(eagle(zoo.eagle_of("llama")), engine="fused")
+    )
+    assert out[0, len(PROMPT) :].tolist() == list(zoo.greedy_reference("llama", PROMPT)[:12])
+
+
+def test_a_config_names_weights_from_its_own_folder(tmp_path: Path) -> None:
+    at = tmp_path / "one" / "weights"
+    shutil.copytree(zoo.eagle_of("llama").path, at)
+    config = eagle(zoo.eagle_of("llama").model_copy(update={"path": str(at)}))
+    config.save(tmp_path / "one" / "best.json")
+    assert json.loads((tmp_path / "one" / "best.json").read_text())["draft_weights"]["path"] == "./weights"
+    assert DecodeConfig.load(tmp_path / "one" / "best.json") == config
+    (tmp_path / "one").rename(tmp_path / "two")
+    moved = DecodeConfig.load(tmp_path / "two" / "best.json")
+    out = zoo.layerskip_of("llama").generate(PROMPT, max_new_tokens=12, config=moved)
+    assert out.stats.num_drafted
+    config.save(tmp_path / "elsewhere.json")
+    assert json.loads((tmp_path / "elsewhere.json").read_text())["draft_weights"]["path"] == "./one/weights"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"draft_weights": None}, "draft_weights: is required where the drafter is eagle"),
+    ({"drafter": "layer_skip"}, "draft_weights: must be left out where the drafter is layer_skip"),
+    ({"skip_mask": SkipMask.from_layers(4, [1])}, "skip_mask: must be left out where draft_weights are given"),
+    ({"share_prefix": True}, "share_prefix: must be left out where draft_weights are given"),
+    ({"gamma": 0}, "gamma: must be at least 1 where the drafter is eagle, got 0"),
+    (
+        {"draft_weights": {"path": "", "fingerprint": "0"}},
+        "draft_weights.path: string should have at least 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_bad_configs_name_field_and_rule(fields: dict[str, Any], message: str) -> None:
+    weights = DraftWeights(path="weights", fingerprint="0")
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        DecodeConfig(**{"drafter": "eagle", "skip_mask": NONE, "gamma": 3, "draft_weights": weights} | fields)
+    assert message in str(caught.value)
+
+
+def refused(model: LayerSkipModel, weights: DraftWeights) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        model.generate(PROMPT, max_new_tokens=4, config=eagle(weights))
+    assert model.generate(PROMPT, max_new_tokens=4).ids == list(zoo.greedy_reference("llama", PROMPT)[:4])
+    return str(caught.value)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    good = zoo.eagle_of("llama")
+    model = LayerSkipModel(zoo.model_of("llama"), engine="eager")
+    assert "was trained for the model" in refused(model, zoo.eagle_of("qwen2"))
+    assert "has no config.json" in refused(model, DraftWeights(path=str(tmp_path), fingerprint="0"))
+    assert "draft_weights.fingerprint: must be that of" in refused(model, good.model_copy(update={"fingerprint": "0"}))
+    folder = tmp_path / "weights"
+    shutil.copytree(good.path, folder)
+    here = good.model_copy(update={"path": str(folder)})
+    payload = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(payload[:-1] + b"x")
+    assert "its fingerprint differs" in refused(model, here)
+    (folder / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refused(model, here)
+    for text in ("{", "[]", '{"drafter": "medusa"}', '{"drafter": "eagle", "shape": {"hidden_size": 1}}'):
+        (folder / "config.json").write_text(text)
+        assert f"{folder / 'config.json'}: not draft weights" in refused(model, here)
+
+
+def test_the_recording_engine_refuses_it() -> None:
+    model = zoo.layerskip_of("llama graph")
+    with pytest.raises(ValueError, match="draft_weights: need the engine eager or fused, got cuda_graph"):
+        model.generate(PROMPT, max_new_tokens=4, config=eagle(zoo.eagle_of("llama")))

@@ -1,0 +1,153 @@
+"""`python -m layerskip.train`: learns, goes on where it was stopped, and says what is wrong with its input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import LayerSkipModel, train
+from layerskip.training.data import DataOptions, Sequences, make_sequences
+from layerskip.training.eagle import CHECKPOINT_NAME, TrainOptions, train_eagle
+from tests.layerskip import zoo
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+def sequences() -> Sequences:
+    own = [(*zoo.prompt_of(6, seed=i), *zoo.greedy_reference("llama", zoo.prompt_of(6, seed=i))) for i in range(6)]
+    return Sequences(tuple(own[1:]), (own[0], own[1][:11]))
+
+
+def model() -> LayerSkipModel:
+    return LayerSkipModel(zoo.model_of("llama"), engine="eager")
+
+
+def test_it_learns_and_leaves_the_model_alone(tmp_path: Path) -> None:
+    one = model()
+    before = one.weights_fingerprint()
+    untrained = train_eagle(one, sequences(), tmp_path / "0", TrainOptions(steps=1, depth=3), tell=quiet)
+    trained = train_eagle(
+        one, sequences(), tmp_path / "1", TrainOptions(steps=60, depth=3, learning_rate=0.02), tell=quiet
+    )
+    agreement = [one.facts["held_out_agreement"] for one in (untrained, trained)]
+    assert len(agreement[1]) == 3
+    assert agreement[1][0] > agreement[0][0] + 0.1
+    assert LayerSkipModel(zoo.model_of("llama"), engine="eager").weights_fingerprint() == before
+    assert not any(parameter.grad is not None for parameter in zoo.model_of("llama").parameters())
+    assert not (tmp_path / "1" / CHECKPOINT_NAME).exists()
+
+
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    options = TrainOptions(steps=12, batch=3, depth=2)
+    whole = train_eagle(model(), sequences(), tmp_path / "whole", options, tell=quiet)
+
+    now = 0.0
+
+    def hourly() -> float:  # so that every step writes a checkpoint
+        nonlocal now
+        now += 3600.0
+        return now
+
+    def stop_at_step_7(line: str) -> None:
+        if line.startswith("step 7:"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_eagle(model(), sequences(), tmp_path / "cut", options, tell=stop_at_step_7, clock=hourly)
+    told: list[str] = []
+    cut = train_eagle(model(), sequences(), tmp_path / "cut", options, tell=told.append)
+    assert told[0].startswith("going on from step 6")
+    assert cut.weights.fingerprint == whole.weights.fingerprint
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    def stop_at_step_2(line: str) -> None:
+        if line.startswith("step 2:"):
+            raise KeyboardInterrupt
+
+    hourly = iter(range(0, 10**9, 3600)).__next__
+    options = TrainOptions(steps=9, depth=2)
+    with pytest.raises(KeyboardInterrupt):
+        train_eagle(model(), sequences(), tmp_path, options, tell=stop_at_step_2, clock=hourly)
+    with pytest.raises(ValueError, match=r"checkpoint.pt: is of a training with other depth, seed; remove it or"):
+        train_eagle(model(), sequences(), tmp_path, TrainOptions(steps=9, depth=3, seed=1), tell=quiet)
+    (tmp_path / CHECKPOINT_NAME).write_bytes(b"half a file")
+    with pytest.raises(ValueError, match=r"checkpoint.pt: cannot be read"):
+        train_eagle(model(), sequences(), tmp_path, TrainOptions(steps=9, depth=2), tell=quiet)
+
+
+def test_prompts_are_continued_by_the_model_itself(text_model: LayerSkipModel, tmp_path: Path) -> None:
+    prompts = ["def read(path):", "import os, sys", "class A:"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
+    options = DataOptions(window=40, new_tokens=20, temperatures=(0.0,), batch=2)
+    found = make_sequences(text_model, [file], options, quiet)
+    every = {*found.training, *found.held_out}
+    for prompt in prompts:
+        ids = text_model.encode(prompt)
+        own = text_model.generate(prompt, max_new_tokens=20, do_sample=False).ids
+        assert (*ids, *own) in every
+
+
+@pytest.fixture
+def folder(text_model: LayerSkipModel, tmp_path: Path) -> Path:
+    text_model.model.save_pretrained(tmp_path / "model")
+    text_model.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("def read(self):\n    return self.text\n" * 40)
+    return tmp_path
+
+
+def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: Any) -> None:
+    from layerskip import generate
+
+    out = folder / "weights"
+    common = ["--model", str(folder / "model"), "--device", "cpu"]
+    given = ["--data", str(folder / "text.txt"), "--out", str(out), "--steps", "3", "--window", "32"]
+    assert train.main([*common, *given]) == 0
+    said = capsys.readouterr().out
+    assert "held out, the target says what is drafted" in said
+    assert torch.is_inference_mode_enabled() is False
+    drafting = ["--drafter", "eagle", "--draft-weights", str(out), "--gamma", "3", "--engine", "fused"]
+    assert generate.main([*common, *drafting, "--prompt", "def read(", "--max-new-tokens", "8", "--compare"]) == 0
+    assert "tokens identical: yes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--data", "nowhere.txt"], "--data: no such file: nowhere.txt"),
+        (["--minutes", "0"], "--minutes: must be above 0, got 0"),
+        (["--steps", "0"], "--steps: must be at least 1, got 0"),
+        (["--temperatures", "-1"], "--temperatures: must be at least 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(changed: list[str], message: str, folder: Path, capsys: Any) -> None:
+    given = [
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder / "out"),
+        *changed,
+    ]
+    assert train.main(given) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (folder / "out").exists()
+
+
+def test_data_without_text_is_refused(folder: Path, capsys: Any) -> None:
+    for content, message in ((b" \n", "must hold at least 2 texts"), (b"\xff\xfe\x00", "is not UTF-8 text")):
+        (folder / "empty.txt").write_bytes(content)
+        given = ["--model", str(folder / "model"), "--data", str(folder / "empty.txt"), "--out", str(folder / "out")]
+        assert train.main(given) == 2
+        assert message in capsys.readouterr().err
+        assert not (folder / "out").exists()
