@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
+from layerskip.config.decode_config import BY_WEIGHTS, DEFAULT_GROUP, DecodeConfig, DraftWeights
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
+from layerskip.config.skip_mask import SkipMask
+from layerskip.drafters.eagle_head import describe_weights
 from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine.host import package_version
 from search.budget.pace import Pace, measure_pace
@@ -91,9 +94,22 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
         granularity=spec.granularity,
         share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
-        drafters=spec.drafters,
+        drafters=spec.ways,
+        draft_weights=_draft_weights(model, spec),
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
+
+
+def _draft_weights(model: Any, spec: StudySpec) -> DraftWeights | None:
+    """Loaded into the model. Raises: ValueError if there are none for it, or none are given and needed."""
+    if spec.draft_weights is None:
+        if needed := sorted(set(BY_WEIGHTS) & set(spec.ways)):
+            raise ValueError(f"draft_weights: are required to search {', '.join(needed)}; layerskip.train makes them")
+        return None
+    weights = describe_weights(Path(spec.draft_weights))[0]
+    none = SkipMask.none(model.num_layers)
+    model.check_config(DecodeConfig(drafter="eagle", skip_mask=none, gamma=1, draft_weights=weights))
+    return weights
 
 
 def first_regime(spec: StudySpec, model: Any) -> Sampling:

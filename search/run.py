@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
-from layerskip.config.decode_config import DRAFTERS
+from layerskip.config.decode_config import WAYS
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
 from search.command_line import add_output_flags, demo_folder
@@ -45,6 +45,7 @@ _ABOUT_FLAGS = {
     "held_out": "JSONL file of held-out prompts; without it, split off from --prompts",
     "storage": f"Optuna storage: an RDB URL or journal:PATH; or set {STORAGE_VARIABLE}",
     "study_name": "name inside the storage",
+    "draft_weights": "folder of weights made by layerskip.train: eagle and hybrid_eagle are searched too",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "device_map": ABOUT_DEVICE_MAP,
     "revision": "branch, tag or commit of a hub model",
@@ -108,7 +109,8 @@ def build_parser() -> OneLineParser:
         "--drafters",
         type=split_list,
         metavar="LIST",
-        help=f"ways to draft that are searched, of {','.join(DRAFTERS)} (default: all)",
+        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: all but the "
+        "last two, and with --draft-weights these too)",
     )
     parser.add_argument(
         "--regimes",

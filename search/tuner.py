@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from layerskip.config.decode_config import DecodeConfig, DrafterName, write_atomically
+from layerskip.config.decode_config import DecodeConfig, write_atomically
 from search.stop import StopSignal
 from search.study.spec import EngineName, Granularity, ObjectiveName, SamplerName, StudyPaths, StudySpec, to_toml
 
@@ -39,7 +39,8 @@ class TuneOptions(TypedDict, total=False):
     gamma_max: int
     granularity: Granularity
     share_prefix: bool
-    drafters: Sequence[DrafterName]
+    drafters: Sequence[str]
+    draft_weights: str
     regimes: Sequence[str]
     objective: ObjectiveName
     sampler: SamplerName

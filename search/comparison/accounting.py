@@ -11,7 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.decode_config import DraftedBy
 from search.measure.decoder import Decoder, TextForcing, Timer
 from search.stop import StopSignal
 from search.trials.proposals import Proposal, Proposer
@@ -145,14 +145,14 @@ class SharedForcing:
         """To be used and let go."""
         return self._account.ask(("forcing", self._texts), lambda: self._decoder.teacher_forcing(self._texts))
 
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+    def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """See `TeacherForcing.read`."""
-        question = ("read", self._texts, mask, depth, None if texts is None else tuple(texts))
-        return self._account.ask(question, lambda: cast(DraftReadings, self.forcing.read(mask, depth, texts)))
+        question = ("read", self._texts, drafted_by, depth, None if texts is None else tuple(texts))
+        return self._account.ask(question, lambda: cast(DraftReadings, self.forcing.read(drafted_by, depth, texts)))
 
-    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+    def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """See `TeacherForcing.overrun`; each run's own."""
-        added: list[int] = self.forcing.overrun(mask, wrong, threshold)
+        added: list[int] = self.forcing.overrun(drafted_by, wrong, threshold)
         return added
 
 

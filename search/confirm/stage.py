@@ -94,7 +94,7 @@ class Confirmation:
         """The fastest candidate of each drafter on the choosing pass, fastest first."""
         found: dict[str, Candidate] = {}
         for one in _fastest_first(self.candidates):
-            found.setdefault(one.entry.config.drafter, one)
+            found.setdefault(one.entry.config.way, one)
         return found
 
     @property
@@ -120,9 +120,9 @@ def shortlist(standings: Standings, num: int) -> tuple[Entry, ...]:
     firsts: dict[str, int] = {}
     for place, entry in enumerate(entries):
         config = entry.config
-        firsts.setdefault(config.drafter, place)
-        masks[config.drafter, config.skip_mask] += 1
-        (within if masks[config.drafter, config.skip_mask] <= share else beyond).append(place)
+        firsts.setdefault(config.way, place)
+        masks[config.way, config.skip_mask] += 1
+        (within if masks[config.way, config.skip_mask] <= share else beyond).append(place)
     chosen = tuple(entries[place] for place in sorted({*(within + beyond)[:num], *firsts.values()}))
     return chosen + standings.stopped if chosen else ()
 

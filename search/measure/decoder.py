@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.identity import IdentityReport, check_identity
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftedBy
 from layerskip.config.sampling_regime import Sampling
-from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import trim_heap
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
@@ -41,19 +40,19 @@ class Timer(Protocol):
     def verify_s(self, text_ids: Sequence[int], counts: Sequence[int]) -> list[float]: ...
 
     def draft_s(
-        self, text_ids: Sequence[int], masks: Sequence[SkipMask], *, gamma: int, threshold: bool
+        self, text_ids: Sequence[int], drafted_by: Sequence[DraftedBy], *, gamma: int, threshold: bool
     ) -> list[float]: ...
 
 
 class Forcing(Protocol):
-    """Readings of any mask on fixed texts; see `layerskip.analysis.teacher_forcing.TeacherForcing`."""
+    """Readings of any draft on fixed texts; see `layerskip.analysis.teacher_forcing.TeacherForcing`."""
 
     keys: str
     texts: tuple[ForcedText, ...]
 
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
+    def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
 
-    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
+    def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
 
 
 class TextForcing(Forcing, Protocol):

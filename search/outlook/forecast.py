@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DrafterName
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.prefix import PrefixStates
 from search.outlook.warm_starts import warm_starts
 from search.predict.predictor import Predicted, Predictor
 from search.predict.sensitivity import Sensitivity
+from search.study.lookup_choice import LookupChoice
 from search.study.space import GAMMA, SearchSpace
 from search.study.trials import Key, key_of
 
@@ -24,6 +25,10 @@ _NUM_ORDERED = 12
 _NUM_EXITS = 12
 _LEAST_READINGS = 3
 """However little time there is."""
+_NUM_BY_WEIGHTS = 6
+"""Settings of trained weights, alone and after each lookup."""
+_WEIGHTS = "weights"
+"""Stands for a mask in what is written down."""
 _NUM_LOOKUPS = 4
 """Of each method, to be measured if they lead: predictions leave out what a lookup itself takes."""
 
@@ -84,6 +89,19 @@ class Candidates:
         found = self.predictor.best_lookups(methods, self._space.lookup_gamma_max, count=_NUM_LOOKUPS)
         return [self._candidate(one, full_fidelity=True) for one in found if one.config.drafter in self._space.drafters]
 
+    def by_weights(self, lookups: Sequence[LookupChoice | None]) -> list[Candidate]:
+        """The best settings of the space's trained weights, alone and after one of these lookups, as far as it has
+        both. Cost: a reading on all texts and a replay of the grid."""
+        weights = self._space.draft_weights
+        if weights is None:
+            return []
+        found: list[Predicted] = []
+        if "eagle" in self._space.drafters:
+            found += self.predictor.best_by_weights(weights, [None], count=_NUM_BY_WEIGHTS)
+        if "hybrid_eagle" in self._space.drafters and lookups:
+            found += self.predictor.best_by_weights(weights, lookups, count=_NUM_BY_WEIGHTS)
+        return [self._candidate(one, full_fidelity=True) for one in found]
+
     def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
         """The best of each drafter of the space that can be told from the pool, best first.
 
@@ -92,7 +110,7 @@ class Candidates:
         found: dict[str, Candidate] = {}
         for one in sorted(pool.candidates, key=lambda one: -one.log_speedup):
             if one.full_fidelity:
-                found.setdefault(self._space.to_config(one.params).drafter, one)
+                found.setdefault(self._space.to_config(one.params).way, one)
         for drafter in {"layer_skip", "hybrid"} & set(self._space.drafters) - found.keys():
             mask = self._space.to_mask(pool.best_mask.params)
             if best := self.predictor.best_settings(mask, 1, full_fidelity=True, hybrid=drafter == "hybrid"):
@@ -113,7 +131,8 @@ class Candidates:
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
-            row = [str(config.skip_mask), config.gamma, config.draft_threshold, config.target_threshold]
+            by = str(config.skip_mask) if config.draft_weights is None else _WEIGHTS
+            row = [by, config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
             lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
@@ -126,9 +145,12 @@ class Candidates:
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
             share = bool(more and more.pop(0)) if self._space.share_prefix else False
+            by_weights = mask == _WEIGHTS
+            alone: DrafterName = "eagle" if by_weights else "layer_skip"
             config = DecodeConfig(
-                drafter="layer_skip" if lookup is None else "hybrid" if "gamma" in lookup else lookup["method"],
-                skip_mask=SkipMask.parse(mask),
+                drafter=alone if lookup is None else "hybrid" if "gamma" in lookup else lookup["method"],
+                skip_mask=SkipMask.none(self._space.num_layers) if by_weights else SkipMask.parse(mask),
+                draft_weights=self._space.draft_weights if by_weights else None,
                 gamma=gamma,
                 draft_threshold=draft_threshold,
                 target_threshold=target_threshold,

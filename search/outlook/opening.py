@@ -196,7 +196,9 @@ class _Opening:
         if pool.candidates and (predictor.has_more or is_hybrid):
             seconds = REFINE_SHARE * self.budget
             pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
-        pool = pool.with_others(self._lookups_alone(predictor))
+        lookups = self._lookups_alone(predictor)
+        after = [LookupChoice.of(self.space.to_config(one.params)) for one in lookups]
+        pool = pool.with_others([*lookups, *candidates.by_weights(after)])
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
         # As stored, rounded: what a resume will read must be what this run works with.

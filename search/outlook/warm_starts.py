@@ -8,7 +8,7 @@ from typing import Any
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.config.skip_mask import SkipMask
-from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else_mask
+from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else
 from search.study.space import SearchSpace
 from search.study.trials import key_of
 
@@ -68,6 +68,6 @@ def _lookup_starts(space: SearchSpace) -> list[tuple[str, DecodeConfig]]:
     starts = {
         "prompt_lookup": lookup_alone(count, NGRAMS),
         "suffix": lookup_alone(count, suffix, gamma=16),
-        "hybrid": lookup_else_mask(middle, NGRAMS.model_copy(update={"min_match": 3})),
+        "hybrid": lookup_else(middle, NGRAMS.model_copy(update={"min_match": 3})),
     }
     return [(name, config) for name, config in starts.items() if name in space.drafters]

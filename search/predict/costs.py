@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
+from layerskip.config.decode_config import DraftedBy
 from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Timer
 from search.study.fingerprint import Fingerprint
@@ -41,9 +42,14 @@ class CostModel:
     """Text length at which it was measured."""
     measured_on: Mapping[str, object]
     """Device, engine and weights."""
+    weights_s: float = 0.0
+    """A draft token of the study's trained weights, where it has some."""
 
-    def draft_s(self, mask: SkipMask, *, threshold: bool) -> float:
-        """One draft token under a mask, by the sum of terms."""
+    def draft_s(self, drafted_by: DraftedBy, *, threshold: bool) -> float:
+        """One draft token, under a mask by the sum of terms."""
+        if not isinstance(drafted_by, SkipMask):
+            return self.weights_s + (self.threshold_s if threshold else 0.0)
+        mask = drafted_by
         kept = sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
         kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
         return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
@@ -84,6 +90,8 @@ class CostModel:
         try:
             data = json.loads(text)
             names = {field.name for field in fields(cls)}
+            if isinstance(data, dict):
+                data.setdefault("weights_s", 0.0)  # studies from before there were any
             if not isinstance(data, dict) or data.keys() != names:
                 raise ValueError(f"must be an object with the fields {sorted(names)}")
             for name in ("verify_s", "attention_s", "mlp_s"):
@@ -119,12 +127,15 @@ def measure_costs(
         raise ValueError("texts: at least one is needed to time steps, got none")
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
-    verify, plain_draft, watched = [], [], []
+    verify, plain_draft, watched, weights = [], [], [], []
+    trained = [] if space.draft_weights is None else [space.draft_weights]
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
         plain_draft.append(timer.draft_s(text, masks, gamma=_DRAFT_LENGTH, threshold=False))
         watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
+        if trained:
+            weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
     fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s)
     return CostModel(
@@ -136,6 +147,7 @@ def measure_costs(
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
+        weights_s=float(_median(weights[1:])[0]) if trained else 0.0,
     )
 
 
@@ -171,6 +183,7 @@ def pool_costs(history: Sequence[CostModel]) -> CostModel:
         fit_error=median_of("fit_error"),
         context_tokens=newest.context_tokens,
         measured_on=newest.measured_on,
+        weights_s=median_of("weights_s"),
     )
 
 

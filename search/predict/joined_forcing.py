@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.decode_config import DraftedBy
 from search.measure.decoder import Forcing
 from search.predict.replay import TextRows
 
@@ -28,17 +28,17 @@ class JoinedForcing:
         counts = [len(rows.lengths) for _, rows in parts]
         self._starts = np.cumsum([0, *counts]).tolist()
 
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
+    def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """As the parts read; their widths and depths are made the same. `texts` ascending, as ever."""
         readings = []
         for i, part in enumerate(self._parts):
             start, stop = self._starts[i], self._starts[i + 1]
             chosen = None if texts is None else [text - start for text in texts if start <= text < stop]
             if chosen is None or chosen:
-                readings.append(part.read(mask, depth, chosen))
+                readings.append(part.read(drafted_by, depth, chosen))
         return join_readings(readings, self.rows.target_probs.shape[1])
 
-    def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+    def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """As the parts say, each of its own texts."""
         added = [0] * len(wrong)
         for i, part in enumerate(self._parts):
@@ -47,24 +47,24 @@ class JoinedForcing:
             if not places:
                 continue
             own = [replace(wrong[place], text=wrong[place].text - start) for place in places]
-            for place, count in zip(places, part.overrun(mask, own, threshold), strict=True):
+            for place, count in zip(places, part.overrun(drafted_by, own, threshold), strict=True):
                 added[place] = count
         return added
 
 
 class KeptReadings:
-    """Readings by mask, so many bytes of them at most; the one longest unused is forgotten first, the latest never."""
+    """Readings by what drafts, so many bytes at most; the one longest unused is forgotten first, the latest never."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._used_bytes = most_bytes, 0
-        self._readings: OrderedDict[SkipMask, DraftReadings] = OrderedDict()
+        self._readings: OrderedDict[DraftedBy, DraftReadings] = OrderedDict()
 
-    def of(self, mask: SkipMask, read: Callable[[], DraftReadings]) -> DraftReadings:
+    def of(self, drafted_by: DraftedBy, read: Callable[[], DraftReadings]) -> DraftReadings:
         """The reading that is kept, or a new one."""
-        if mask in self._readings:
-            self._readings.move_to_end(mask)
-            return self._readings[mask]
-        reading = self._readings[mask] = read()
+        if drafted_by in self._readings:
+            self._readings.move_to_end(drafted_by)
+            return self._readings[drafted_by]
+        reading = self._readings[drafted_by] = read()
         self._used_bytes += reading.nbytes
         while self._used_bytes > self._most_bytes and len(self._readings) > 1:
             self._used_bytes -= self._readings.popitem(last=False)[1].nbytes

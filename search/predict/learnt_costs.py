@@ -17,12 +17,22 @@ import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.config.decode_config import BY_WEIGHTS
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
 from search.measure.pairs import add_up
 from search.predict.costs import CostModel, pool_costs
-from search.study.attributes import COUNTS, DRAFT_S, LOOKUP_COUNTS, LOOKUP_ROUNDS, PLAIN_STEP, ROUNDS, SKIP_MASK
+from search.study.attributes import (
+    COUNTS,
+    DRAFT_S,
+    LOOKUP_COUNTS,
+    LOOKUP_ROUNDS,
+    PLAIN_STEP,
+    ROUNDS,
+    SKIP_MASK,
+    TRIAL_DRAFTER,
+)
 from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
 
 Floats = NDArray[np.float64]
@@ -47,6 +57,8 @@ _THRESHOLD = 0.02
 class _Steps:
     """One trial's steps, in plain steps of the same moments."""
 
+    by_weights: bool
+    """Drafted by trained weights, and not under a mask."""
     kept: tuple[float, float, float, float]
     """1, attention and MLP sublayers that the draft keeps, and whether it looks at its confidence."""
     draft: float | None
@@ -88,7 +100,7 @@ class CostLearner:
         if not found:
             return measured
         informative, weights = [steps for _, steps in found], _age_weights([number for number, _ in found])
-        drafts = _learn_drafts(measured, informative, weights)
+        drafts = _learn_weights(_learn_drafts(measured, informative, weights), informative, weights)
         return _learn_verifications(drafts, informative, weights)
 
     def _steps(self, trial: FrozenTrial) -> _Steps | None:
@@ -130,6 +142,7 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
     draft = attrs[DRAFT_S] / num_drafted / plain_s if attrs.get(DRAFT_S) and num_drafted else None
     return _Steps(
+        by_weights=attrs.get(TRIAL_DRAFTER) in BY_WEIGHTS,
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
         num_drafted=num_drafted,
@@ -147,7 +160,11 @@ def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> 
 def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
     """Terms of a draft step: least squares over trials, the measured terms counted in as what they are."""
     alone = cost.verify_s[0]
-    timed = [(one, one.draft, weight) for one, weight in zip(trials, weights, strict=True) if one.draft is not None]
+    timed = [
+        (one, one.draft, weight)
+        for one, weight in zip(trials, weights, strict=True)
+        if one.draft is not None and not one.by_weights
+    ]
     if not timed:
         return cost
     terms = np.array([cost.fixed_s, np.mean(cost.attention_s), np.mean(cost.mlp_s), cost.threshold_s]) / alone
@@ -167,6 +184,18 @@ def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) ->
     )
 
 
+def _learn_weights(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+    """A draft token of trained weights: the trials' mean, the measured one counted in as what it is. What a round goes
+    over again, and the prompt, are in the trials' alone."""
+    alone = cost.verify_s[0]
+    shares, certainties = [cost.weights_s / alone], [1 / _TERM**2]
+    for one, weight in zip(trials, weights, strict=True):
+        if one.by_weights and one.draft is not None:
+            shares.append(one.draft)
+            certainties.append(weight / (_MOMENT**2 + _SINGLE**2 / one.num_drafted))
+    return dataclasses.replace(cost, weights_s=alone * float(np.average(shares, weights=certainties)))
+
+
 def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
     """Verifications by number of drafts: what the trials' rounds cost besides their drafts, and between them and
     the measured ones the most likely, where an error is partly that of all numbers and partly one's own."""
@@ -174,7 +203,8 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
     certainties, sums = np.zeros((2, size))
     terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
     for one, weight in zip(trials, weights, strict=True):
-        draft = one.draft if one.draft is not None else float(terms @ one.kept)
+        by_terms = cost.weights_s / alone if one.by_weights else float(terms @ one.kept)
+        draft = one.draft if one.draft is not None else by_terms
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
         shared = one.prefix * (terms[1] + terms[2])
         by_mask = [

@@ -12,7 +12,7 @@ import torch
 from optuna.trial import FrozenTrial
 
 from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Forcing
@@ -214,14 +214,25 @@ class Predictor:
             choices = lookup_grid(method, gamma_max)
             if config is None:
                 grid = Settings.of_lookups(choices)
-                mask = SkipMask.none(len(self.cost.attention_s))
+                drafted_by: DraftedBy = SkipMask.none(len(self.cost.attention_s))
             else:
                 grid = Settings.grid([config.gamma], [config.draft_threshold], [config.target_threshold], choices)
-                mask = config.skip_mask
-            logs = self._log_speedups(mask, grid, full_fidelity=True)
+                drafted_by = config.drafted_by
+            logs = self._log_speedups(drafted_by, grid, full_fidelity=True)
             order = np.argsort(-logs, kind="stable")[:count]
-            found += [Predicted(self._config(mask, grid, int(i)), float(np.exp(logs[i]))) for i in order]
+            found += [Predicted(self._config(drafted_by, grid, int(i)), float(np.exp(logs[i]))) for i in order]
         return sorted(found, key=lambda one: -one.speedup)
+
+    def best_by_weights(
+        self, weights: DraftWeights, lookups: Sequence[LookupChoice | None], *, count: int
+    ) -> list[Predicted]:
+        """The `count` best settings of trained weights on all texts, after one of these lookups or, for None, alone;
+        best first. Cost: a reading, and a replay of the coarse grid."""
+        gammas = coarse_gammas(self._gamma_max)
+        grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, lookups)
+        logs = self._log_speedups(weights, grid, full_fidelity=True)
+        order = np.argsort(-logs, kind="stable")[:count]
+        return [Predicted(self._config(weights, grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
     def log_speedups_by_text(self, lookups: Settings) -> Floats:
         """(S, P): of lookups alone, on every text."""
@@ -309,10 +320,10 @@ class Predictor:
         ]
 
     def _draft_s(self, config: DecodeConfig) -> float:
-        """One draft token; 0 where none is drafted under a mask."""
-        if not config.drafts_by_mask:
+        """One computed draft token; 0 where none is."""
+        if not config.computes_drafts:
             return 0.0
-        return self.cost.draft_s(config.skip_mask, threshold=config.draft_threshold > 0)
+        return self.cost.draft_s(config.drafted_by, threshold=config.draft_threshold > 0)
 
     def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
         """Counts (1, P) of one config on the texts at these places, ascending; on all without.
@@ -323,28 +334,30 @@ class Predictor:
         if sharp:
             return self._sharp_counts(config, places)
         settings = Settings.of(config)
-        reading = self._reading_for(config.skip_mask, settings, full_fidelity=True).select(places)
+        reading = self._reading_for(config.drafted_by, settings, full_fidelity=True).select(places)
         return replay(
             reading,
             self._rows.select(places),
             settings,
-            _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix),
+            _verifications_s(self.cost, config.drafted_by, share_prefix=config.share_prefix),
             lambda one: self._lookup(one).select(places),
         )
 
     def _sharp_counts(self, config: DecodeConfig, places: list[int]) -> Counts:
         rows = self._rows.select(places)
         depth = sharp_depth(config.gamma, int(rows.lengths.max()))
-        reading = self._forcing.read(config.skip_mask, depth, places) if config.drafts_by_mask else no_reading(rows)
+        reading = self._forcing.read(config.drafted_by, depth, places) if config.computes_drafts else no_reading(rows)
         rounds = walk(reading, rows, config, lambda one: self._lookup(one).select(places))
         open_ended = [one for one in rounds if one.wrong_and_sure]
         wrong = [self._wrong_draft(reading, one, places) for one in open_ended]
         added = dict(
             zip(
-                map(id, open_ended), self._forcing.overrun(config.skip_mask, wrong, config.draft_threshold), strict=True
+                map(id, open_ended),
+                self._forcing.overrun(config.drafted_by, wrong, config.draft_threshold),
+                strict=True,
             )
         )
-        by_mask_s, looked_up_s = _verifications_s(self.cost, config.skip_mask, share_prefix=config.share_prefix)
+        by_mask_s, looked_up_s = _verifications_s(self.cost, config.drafted_by, share_prefix=config.share_prefix)
         drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
         for one in rounds:
             by_mask = one.drafted + added.get(id(one), 0)
@@ -368,36 +381,40 @@ class Predictor:
         best = int(np.argmax(logs))
         return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
 
-    def _config(self, mask: SkipMask, grid: Settings, i: int) -> DecodeConfig:
+    def _config(self, drafted_by: DraftedBy, grid: Settings, i: int) -> DecodeConfig:
         choice = grid.lookups[int(grid.lookup[i])]
         if choice is not None and grid.gamma[i] == 0:
-            return choice.alone(mask.num_layers)
-        fields: dict[str, Any] = {} if choice is None else {"drafter": "hybrid", "lookup": choice.in_hybrid()}
+            return choice.alone(len(self.cost.attention_s))
+        fields: dict[str, Any] = {"skip_mask": drafted_by}
+        if isinstance(drafted_by, DraftWeights):
+            none = SkipMask.none(len(self.cost.attention_s))
+            fields = {"drafter": "eagle", "skip_mask": none, "draft_weights": drafted_by}
+        if choice is not None:
+            fields |= {"drafter": "hybrid", "lookup": choice.in_hybrid()}
         return DecodeConfig(
-            skip_mask=mask,
             gamma=int(grid.gamma[i]),
             draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
             target_threshold=snap_threshold(float(grid.target_threshold[i])),
             **fields,
         )
 
-    def _log_speedups(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> Floats:
+    def _log_speedups(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Floats:
         """(S,): mean log speedup over texts, cost drift taken out."""
-        means: Floats = self._text_logs(mask, grid, full_fidelity=full_fidelity).mean(axis=1) - self._drift
+        means: Floats = self._text_logs(drafted_by, grid, full_fidelity=full_fidelity).mean(axis=1) - self._drift
         return means
 
     def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool, at: CostModel | None = None) -> Floats:
         """(P,): log speedup on each text."""
         settings, share_prefix = Settings.of(config), config.share_prefix
         logs = self._text_logs(
-            config.skip_mask, settings, full_fidelity=full_fidelity, share_prefix=share_prefix, at=at
+            config.drafted_by, settings, full_fidelity=full_fidelity, share_prefix=share_prefix, at=at
         )
         one: Floats = logs[0]
         return one
 
     def _text_logs(
         self,
-        mask: SkipMask,
+        drafted_by: DraftedBy,
         grid: Settings,
         *,
         full_fidelity: bool,
@@ -406,11 +423,11 @@ class Predictor:
     ) -> Floats:
         """(S, P): log speedup on each text, at today's costs or these."""
         readings, rows, cost = (
-            self._reading_for(mask, grid, full_fidelity=full_fidelity),
+            self._reading_for(drafted_by, grid, full_fidelity=full_fidelity),
             self._rows_of(full_fidelity=full_fidelity),
             at or self.cost,
         )
-        table = _verifications_s(cost, mask, share_prefix=share_prefix)
+        table = _verifications_s(cost, drafted_by, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
         counts = replay(
@@ -420,7 +437,7 @@ class Predictor:
             table,
             lambda one: self._lookup(one).select(texts).narrowed(width),
         )
-        plain, watched = (cost.draft_s(mask, threshold=threshold) for threshold in (False, True))
+        plain, watched = (cost.draft_s(drafted_by, threshold=threshold) for threshold in (False, True))
         return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
 
     def _lookup(self, settings: LookupSettings) -> LookupReadings:
@@ -430,10 +447,10 @@ class Predictor:
             self._lookups[settings] = read_lookups(self._forcing.texts, settings, LOOKUP_GAMMA_MAX, width)
         return self._lookups[settings]
 
-    def _reading_for(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> DraftReadings:
-        """The mask's; of lookups alone none is needed."""
+    def _reading_for(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> DraftReadings:
+        """The draft's; of lookups alone none is needed."""
         return (
-            self._reading(mask, full_fidelity=full_fidelity)
+            self._reading(drafted_by, full_fidelity=full_fidelity)
             if grid.gamma.any()
             else no_reading(self._rows_of(full_fidelity=full_fidelity))
         )
@@ -441,15 +458,15 @@ class Predictor:
     def _rows_of(self, *, full_fidelity: bool) -> TextRows:
         return self._rows if full_fidelity else self._first_rows
 
-    def _reading(self, mask: SkipMask, *, full_fidelity: bool) -> DraftReadings:
+    def _reading(self, drafted_by: DraftedBy, *, full_fidelity: bool) -> DraftReadings:
         more = self._more
         if not full_fidelity or more is None:
-            return self._readings.of(mask, lambda: self._first.read(mask))
-        return self._full_readings.of(mask, lambda: self._join(mask, more))
+            return self._readings.of(drafted_by, lambda: self._first.read(drafted_by))
+        return self._full_readings.of(drafted_by, lambda: self._join(drafted_by, more))
 
-    def _join(self, mask: SkipMask, more: Forcing) -> DraftReadings:
+    def _join(self, drafted_by: DraftedBy, more: Forcing) -> DraftReadings:
         """The reading of the first texts, and a new one of the others."""
-        readings = [self._reading(mask, full_fidelity=False), more.read(mask)]
+        readings = [self._reading(drafted_by, full_fidelity=False), more.read(drafted_by)]
         return join_readings(readings, self._rows.target_probs.shape[1])
 
 
@@ -493,9 +510,12 @@ def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
     return [LookupChoice(one, gamma, at) for one in settings for gamma in gammas for at in _LOOKUP_THRESHOLDS]
 
 
-def _verifications_s(cost: CostModel, mask: SkipMask, *, share_prefix: bool) -> Floats:
-    """(2, G + 1): of rounds drafted under the mask, and of those looked up, which leave no prefix."""
-    return np.array([cost.verifications_s(mask, share_prefix=share_prefix), cost.verify_s])
+def _verifications_s(cost: CostModel, drafted_by: DraftedBy, *, share_prefix: bool) -> Floats:
+    """(2, G + 1): of rounds that compute their drafts, and of those looked up, which leave no prefix."""
+    computed = cost.verify_s
+    if isinstance(drafted_by, SkipMask):
+        computed = cost.verifications_s(drafted_by, share_prefix=share_prefix)
+    return np.array([computed, cost.verify_s])
 
 
 def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:

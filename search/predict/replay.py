@@ -101,7 +101,7 @@ class Settings:
     def of(cls, config: DecodeConfig) -> Settings:
         """One config's. Raises: ValueError if it does not speculate."""
         choice = LookupChoice.of(config)
-        if choice is not None and not config.drafts_by_mask:
+        if choice is not None and not config.computes_drafts:
             return cls.of_lookups([choice])
         return cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
 
@@ -199,7 +199,7 @@ def walk(
     """
     depth = len(reading.accepted) - 1
     lookups = _Lookups(rows, [LookupChoice.of(config)], read_lookup)
-    gamma = config.gamma if config.drafts_by_mask else 0
+    gamma = config.gamma if config.computes_drafts else 0
     found = []
     for text, length in enumerate(rows.lengths.tolist()):
         emitted = 1

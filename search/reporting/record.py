@@ -13,11 +13,11 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
-from search.study.attributes import CONFIG, CONFIRMED, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
+from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
 from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_GAMMA_MAX, SHARE_PREFIX, SearchSpace
 from search.study.trials import is_full
@@ -127,7 +127,14 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         share_prefix=SHARE_PREFIX in seen,
         drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
+        draft_weights=_weights_of(trials),
     )
+
+
+def _weights_of(trials: Sequence[FrozenTrial]) -> DraftWeights:
+    """Those that any of the trials drafted by, else a name for none."""
+    found = next((one for trial in trials if (one := trial.user_attrs.get(DRAFT_WEIGHTS))), None)
+    return DraftWeights(path="unknown", fingerprint="unknown") if found is None else DraftWeights(**found)
 
 
 def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:

@@ -75,7 +75,7 @@ CONSIDERED = "considered"
 EXPECTED_GAIN = "expected_gain"
 """What the best config not measured then was expected to gain on the best measured one."""
 PROPOSING_S = "proposing_s"
-TRIAL_DRAFTER, SKIP_MASK, LOOKUP = "drafter", "skip_mask", "lookup"
+TRIAL_DRAFTER, SKIP_MASK, LOOKUP, DRAFT_WEIGHTS = "drafter", "skip_mask", "lookup", "draft_weights"
 NUM_SKIPPED_ATTENTION, NUM_SKIPPED_MLP = "num_skipped_attention", "num_skipped_mlp"
 
 # Of a trial: what it was expected to show, see `Outlook.describe_trial`.

@@ -10,8 +10,8 @@ def describe(config: DecodeConfig) -> str:
     """A config in a few words."""
     if not config.speculates:
         return "plain decoding"
-    if config.drafter == "layer_skip":
-        return _describe_mask(config)
+    if config.drafter in ("layer_skip", "eagle"):
+        return _describe_computed(config)
     if config.lookup is None:
         raise ValueError(f"lookup: is required where the drafter is {config.drafter}")
     lookup = f"{config.lookup.method} of {config.lookup.min_match} or more tokens, gamma {config.lookup_gamma}"
@@ -22,11 +22,12 @@ def describe(config: DecodeConfig) -> str:
     if config.drafter != "hybrid":
         return lookup
     then = "continued by" if config.continue_lookup else "else"
-    return f"{lookup}; {then} {_describe_mask(config)}"
+    return f"{lookup}; {then} {_describe_computed(config)}"
 
 
-def _describe_mask(config: DecodeConfig) -> str:
-    text = f"mask {config.skip_mask}, gamma {config.gamma}"
+def _describe_computed(config: DecodeConfig) -> str:
+    by = f"mask {config.skip_mask}" if config.draft_weights is None else "eagle"
+    text = f"{by}, gamma {config.gamma}"
     if config.draft_threshold:
         text += f", draft_threshold {config.draft_threshold:g}"
     if config.target_threshold:

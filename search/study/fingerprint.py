@@ -42,6 +42,8 @@ class Fingerprint:
     drafters: tuple[str, ...] = ("layer_skip",)
     sampling: str = "greedy"
     """How tokens are chosen; see `Sampling.name`."""
+    draft_weights: str | None = None
+    """Fingerprint of the trained weights."""
     device_map: str | None = None
     """Which layers are on which device; None for a model that is whole on one."""
 
@@ -95,7 +97,8 @@ def take_fingerprint(
         granularity=spec.granularity,
         share_prefix=space.share_prefix,
         objective=spec.objective,
-        drafters=spec.drafters,
+        drafters=space.drafters,
+        draft_weights=None if space.draft_weights is None else space.draft_weights.fingerprint,
         device_map=model.placement.describe(),
     )
 
@@ -106,7 +109,12 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     Of a study that maximises the speedup, `DEVICE_FIELDS` may differ.
     """
     # Studies from before there was the choice:
-    before: dict[str, Any] = {"share_prefix": False, "objective": "tokens_per_s", "device_map": None}
+    before: dict[str, Any] = {
+        "share_prefix": False,
+        "objective": "tokens_per_s",
+        "device_map": None,
+        "draft_weights": None,
+    }
     before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
     stored = before | dict(stored)
     stored["drafters"] = tuple(stored["drafters"])  # JSON made a list of it

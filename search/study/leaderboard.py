@@ -135,7 +135,7 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     entries.sort(key=lambda entry: (-entry.lower, entry.trials))
     best_first = [int(i) for i in np.argsort(-bounds, kind="stable")]
     stopped = _first_by_drafter(keys, [i for i in best_first if not may_lead[i]])
-    leading = {one.config.drafter for one in entries}
+    leading = {one.config.way for one in entries}
     others = [entry_of(i) for drafter, i in stopped.items() if drafter not in leading]
     return Standings(
         tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.interaction_weight, tuple(others)

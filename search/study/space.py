@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from layerskip.config.decode_config import DecodeConfig, DrafterName, check_drafters
+from layerskip.config.decode_config import BY_WEIGHTS, DecodeConfig, DraftWeights, check_ways
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from search.study.lookup_choice import LookupChoice
@@ -22,6 +22,10 @@ SHARE_PREFIX = "share_prefix"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
 MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
 FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
+EAGLE_GAMMA, EAGLE_DRAFT_THRESHOLD = "eagle.gamma", "eagle.draft_threshold"
+EAGLE_TARGET_THRESHOLD = "eagle.target_threshold"
+_EAGLE_NAMES = (EAGLE_GAMMA, EAGLE_DRAFT_THRESHOLD, EAGLE_TARGET_THRESHOLD)
+_HYBRIDS = ("hybrid", "hybrid_eagle")
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
 MIN_MATCH_MAX = 6
@@ -55,12 +59,16 @@ class SearchSpace:
     """Layers that are skipped whole or not at all."""
     share_prefix: bool = False
     """Whether to verify behind the layers that the draft keeps is searched too."""
-    drafters: tuple[DrafterName, ...] = ("layer_skip",)
-    """With `layer_skip` alone there is no parameter for it."""
+    drafters: tuple[str, ...] = ("layer_skip",)
+    """Ways to draft, see `DecodeConfig.way`; with `layer_skip` alone there is no parameter for it."""
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
+    draft_weights: DraftWeights | None = None
+    """What `eagle` and `hybrid_eagle` draft by."""
 
     def __post_init__(self) -> None:
-        check_drafters(self.drafters)
+        check_ways(self.drafters)
+        if self.draft_weights is None and (missing := set(BY_WEIGHTS) & set(self.drafters)):
+            raise ValueError(f"draft_weights: are required to search {', '.join(sorted(missing))}")
 
     @classmethod
     def for_model(
@@ -70,8 +78,9 @@ class SearchSpace:
         gamma_max: int,
         granularity: str,
         share_prefix: bool = False,
-        drafters: Sequence[DrafterName] = ("layer_skip",),
+        drafters: Sequence[str] = ("layer_skip",),
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
+        draft_weights: DraftWeights | None = None,
     ) -> SearchSpace:
         """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
         whole: tuple[bool, ...] = model.whole_layers_only
@@ -87,6 +96,7 @@ class SearchSpace:
             share_prefix=share_prefix,
             drafters=tuple(drafters),
             lookup_gamma_max=lookup_gamma_max,
+            draft_weights=draft_weights,
         )
 
     @property
@@ -97,9 +107,18 @@ class SearchSpace:
     @property
     def lookup_methods(self) -> tuple[str, ...]:
         """Ways to look tokens up, alone or in a hybrid."""
-        if "hybrid" in self.drafters:
+        if self._has_hybrids:
             return _METHODS
         return tuple(one for one in _METHODS if one in self.drafters)
+
+    @property
+    def _has_hybrids(self) -> bool:
+        return any(one in self.drafters for one in _HYBRIDS)
+
+    @property
+    def uses_weights(self) -> bool:
+        """Whether any way drafts by trained weights."""
+        return any(one in self.drafters for one in BY_WEIGHTS)
 
     @property
     def gamma_limit(self) -> int:
@@ -130,6 +149,12 @@ class SearchSpace:
             }
             if self.share_prefix:
                 found[SHARE_PREFIX] = CategoricalDistribution([False, True])
+        if self.uses_weights:
+            found |= {
+                EAGLE_GAMMA: IntDistribution(1, self.gamma_max),
+                EAGLE_DRAFT_THRESHOLD: threshold,
+                EAGLE_TARGET_THRESHOLD: threshold,
+            }
         if self.lookup_methods:
             found |= {
                 MIN_MATCH: IntDistribution(1, MIN_MATCH_MAX),
@@ -138,7 +163,7 @@ class SearchSpace:
             }
         if "suffix" in self.lookup_methods:
             found |= {FACTOR: CategoricalDistribution(FACTORS), MIN_PROBABILITY: threshold}
-        if "hybrid" in self.drafters:
+        if self._has_hybrids:
             found[LOOKUP_METHOD] = CategoricalDistribution(_METHODS)
         if self.drafters != ("layer_skip",):
             found[DRAFTER] = CategoricalDistribution(self.drafters)
@@ -150,11 +175,13 @@ class SearchSpace:
         if drafter in ("layer_skip", "hybrid"):
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
             names += [SHARE_PREFIX] if self.share_prefix else []
-        if drafter == "hybrid":
+        if drafter in BY_WEIGHTS:
+            names += _EAGLE_NAMES
+        if drafter in _HYBRIDS:
             names.append(LOOKUP_METHOD)
-        if drafter != "layer_skip":
+        if drafter not in ("layer_skip", "eagle"):
             names += [MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD]
-        if (method if drafter == "hybrid" else drafter) == "suffix":
+        if (method if drafter in _HYBRIDS else drafter) == "suffix":
             names += [FACTOR, MIN_PROBABILITY]
         return names
 
@@ -182,7 +209,7 @@ class SearchSpace:
             return params[name]
 
         drafter = ask(DRAFTER) if DRAFTER in self.distributions else "layer_skip"
-        method = ask(LOOKUP_METHOD) if drafter == "hybrid" else None
+        method = ask(LOOKUP_METHOD) if drafter in _HYBRIDS else None
         for name in self.names_for(drafter, method):
             ask(name)
         return self.to_config(params)
@@ -196,9 +223,12 @@ class SearchSpace:
             raise ValueError(f"params: must be the space's parameters, differ in {different}")
         if drafter == "layer_skip":
             return DecodeConfig(**self._mask_fields(params))
+        if drafter == "eagle":
+            return DecodeConfig(drafter="eagle", **self._weights_fields(params))
         choice = _choice_of(params, params.get(LOOKUP_METHOD, drafter))
-        if drafter == "hybrid":
-            return DecodeConfig(drafter=drafter, **self._mask_fields(params), lookup=choice.in_hybrid())
+        if drafter in _HYBRIDS:
+            fields = self._mask_fields(params) if drafter == "hybrid" else self._weights_fields(params)
+            return DecodeConfig(drafter="hybrid", **fields, lookup=choice.in_hybrid())
         return choice.alone(self.num_layers)
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +238,15 @@ class SearchSpace:
             "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
             "share_prefix": bool(params.get(SHARE_PREFIX, False)),
+        }
+
+    def _weights_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "skip_mask": SkipMask.none(self.num_layers),
+            "gamma": int(params[EAGLE_GAMMA]),
+            "draft_threshold": snap_threshold(params[EAGLE_DRAFT_THRESHOLD]),
+            "target_threshold": snap_threshold(params[EAGLE_TARGET_THRESHOLD]),
+            "draft_weights": self.draft_weights,
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
@@ -233,7 +272,13 @@ class SearchSpace:
         `to_config`.
         """
         params: dict[str, Any] = {}
-        if config.drafter in ("layer_skip", "hybrid"):
+        if config.way in BY_WEIGHTS:
+            params = {
+                EAGLE_GAMMA: min(max(config.gamma, 1), self.gamma_max),
+                EAGLE_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
+                EAGLE_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
+            }
+        if config.way in ("layer_skip", "hybrid"):
             params = self.to_bits(config.skip_mask) | {
                 GAMMA: min(max(config.gamma, 1), self.gamma_max),
                 DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
@@ -241,7 +286,7 @@ class SearchSpace:
             }
             params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
         if DRAFTER in self.distributions:
-            params[DRAFTER] = config.drafter
+            params[DRAFTER] = config.way
         if (choice := LookupChoice.of(config)) is None:
             return params
         lookup = choice.settings

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from layerskip.config.decode_config import (
-    DRAFTERS,
+    BY_WEIGHTS,
     MAX_NEW_TOKENS,
     MAX_REGIMES,
     MAX_THREADS,
-    DrafterName,
-    check_drafters,
+    UNTRAINED,
+    check_ways,
 )
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.validated import MAX_GAMMA, OneLineErrors
@@ -91,8 +91,11 @@ class StudySpec(OneLineErrors):
     """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. None = what an existing
     study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see
     layerskip/README.md)."""
-    drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(_as_tuple)] = DRAFTERS
-    """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask. Lookups cost nothing to predict."""
+    drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
+    """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle` and `hybrid_eagle` by
+    `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""
+    draft_weights: NonEmpty | None = None
+    """Folder of weights that `python -m layerskip.train` has made for this model."""
     regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """How tokens are chosen: `greedy`, `t0.7`, `t0.7_p0.9_k40` and so on, see `layerskip.Sampling.name`. Each is
     searched apart, with an equal share of the trials, and all are exported in one config. None = the one that the
@@ -135,9 +138,17 @@ class StudySpec(OneLineErrors):
 
     @field_validator("drafters")
     @classmethod
-    def _check_drafters(cls, drafters: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
-        check_drafters(drafters)
+    def _check_drafters(cls, drafters: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if drafters is not None:
+            check_ways(drafters)
         return drafters
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """`drafters`, or what stands for None."""
+        if self.drafters is not None:
+            return self.drafters
+        return UNTRAINED if self.draft_weights is None else (*UNTRAINED, *BY_WEIGHTS)
 
     @field_validator("regimes")
     @classmethod
@@ -266,7 +277,7 @@ class StudySpecFile:
 def resolve_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """The same fields with relative file paths made absolute from `base`."""
     resolved = dict(data)
-    for field in ("prompts", "held_out"):
+    for field in ("prompts", "held_out", "draft_weights"):
         if isinstance(resolved.get(field), str) and resolved[field]:
             resolved[field] = os.path.normpath(base.absolute() / _path(resolved[field], field))
     if isinstance(resolved.get("model"), str):
@@ -283,7 +294,7 @@ def to_toml(spec: StudySpec, folder: Path) -> str:
         value = getattr(spec, name)
         if value is None or (value == field.default and not field.is_required()):
             continue
-        if name in ("prompts", "held_out") or (name == "model" and Path(value).is_absolute()):
+        if name in ("prompts", "held_out", "draft_weights") or (name == "model" and Path(value).is_absolute()):
             value = _near(Path(value), folder)
         if name == "storage":
             value = _near_storage(value, folder)

@@ -112,13 +112,15 @@ class Objective:
             names.PROCESS: process_token(),
             names.ORIGIN: proposal.origin,
             names.PROPOSING_S: round(self.sampler.proposing_s, 4),
-            names.TRIAL_DRAFTER: config.drafter,
+            names.TRIAL_DRAFTER: config.way,
             names.SKIP_MASK: str(mask),
             names.NUM_SKIPPED_ATTENTION: mask.num_skipped_attention,
             names.NUM_SKIPPED_MLP: mask.num_skipped_mlp,
         }
         if config.lookup is not None:
             attributes[names.LOOKUP] = config.lookup.model_dump(exclude_none=True)
+        if config.draft_weights is not None:
+            attributes[names.DRAFT_WEIGHTS] = config.draft_weights.model_dump()
         if proposal.repeat_of is not None:
             attributes[names.REPEAT_OF] = proposal.repeat_of
         if proposal.considered:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
-from layerskip.config.usual_lookups import NGRAMS, lookup_else_mask
+from layerskip.config.usual_lookups import NGRAMS, lookup_else
 from layerskip.decoding.stats import DecodeStats
 from search.predict.lookup_readings import LookupReadings
 from search.predict.replay import Settings, TextRows, check_replay, live_counts, replay, walk
@@ -91,7 +91,7 @@ def test_rounds_that_are_looked_up_have_seconds_of_their_own() -> None:
     reading = forcing.read(SkipMask.none(12))
     proposed = np.zeros((1, 12), dtype=np.int64)
     proposed[0, 0] = 3
-    hybrid = lookup_else_mask(DecodeConfig(skip_mask=MASK, gamma=4), NGRAMS)
+    hybrid = lookup_else(DecodeConfig(skip_mask=MASK, gamma=4), NGRAMS)
     table = np.array([[0.0, 1.0, 10.0, 100.0, 1000.0] + [9e9] * 20, [0.0, 0.1, 0.2, 0.3, 0.4] + [9e9] * 20])
     counts = replay(
         reading,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.config.decode_config import DRAFTERS
+from layerskip.config.decode_config import UNTRAINED
 from search.outlook.warm_starts import warm_starts
 from search.study.space import SearchSpace, snap_threshold
 from search.trials.local_proposer import local_move, unmeasured_flips
@@ -29,7 +29,7 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
         gamma_max=draw(st.integers(1, 12)),
         granularity=granularity,
         share_prefix=draw(st.booleans()),
-        drafters=draw(st.lists(st.sampled_from(DRAFTERS), min_size=1, unique=True)),
+        drafters=draw(st.lists(st.sampled_from(UNTRAINED), min_size=1, unique=True)),
     )
 
 

@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.config.decode_config import DRAFTERS
+from layerskip.config.decode_config import UNTRAINED
 from search import run
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
@@ -561,7 +561,7 @@ def test_the_command_tells_in_json(tiny_study: list[str], capsys: pytest.Capture
     assert preflight["event"] == "preflight"
     assert (preflight["num_layers"], preflight["device"], preflight["dtype"]) == (4, "cpu", "float32")
     assert (preflight["num_tuning_prompts"], preflight["num_held_out_prompts"], preflight["gamma_max"]) == (6, 5, 4)
-    assert (preflight["drafters"], preflight["regimes"]) == ([*DRAFTERS], ["greedy"])
+    assert (preflight["drafters"], preflight["regimes"]) == ([*UNTRAINED], ["greedy"])
     assert plan["event"] == "plan"
     assert sum(plan["expected_s"].values()) > 0
     assert (note["event"], note["phase"]) == ("note", "dry run")
