@@ -20,6 +20,7 @@ from layerskip.benchmark.steps import StepTurn, forward_share
 from layerskip.benchmark.summary import row_records
 from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
 from layerskip.config.decode_config import DecodeConfig
+from layerskip.engines.states import StatesEngine
 from layerskip.machine.host import device_name, git_commit, package_version
 from layerskip.machine.watch import MachineWatch
 from layerskip.model import LayerSkipModel
@@ -84,7 +85,7 @@ def run_benchmark(
     records: dict[str, Any] | None = None
     shares: dict[str, Any] | None = None
     if steps is not None and config_of_steps is not None:
-        machine = Machine(step_bytes(model), read_bandwidth(model.device))
+        machine = Machine(step_bytes(model), read_bandwidth(model.device), _weights_bytes(model, config))
         own = {name: found[name] for name in stepped if name in found}
         records = step_records(steps, config_of_steps, cases, machine, own)
         shares = {
@@ -95,6 +96,14 @@ def run_benchmark(
     order = [name for name in ROW_NAMES if name in plan.names]
     facts, rows_found = _facts(model, plan, cases), row_records(found, refused, order)
     return Benchmark(rows_found, records, shares, facts, watch.record(), cases)
+
+
+def _weights_bytes(model: LayerSkipModel, config: DecodeConfig | None) -> int:
+    if config is None or config.draft_weights is None or not isinstance(model.engine, StatesEngine):
+        return 0
+    model.check_config(config)
+    num_bytes: int = model.engine.draft_heads[config.draft_weights.path].module.nbytes
+    return num_bytes
 
 
 def _rows(

@@ -89,10 +89,10 @@ class StepTurn:
         config = self._config
         # On the device the drafts of a round are made whether they are wanted or not.
         told = lengths[-1:] if self._timer.rounds_on_device else lengths
-        masks = [config.skip_mask] * _SHOTS
+        drafted_by = [config.drafted_by] * _SHOTS
         found = {}
         for length in told:
-            per_token = self._timer.draft_s(text, masks, gamma=length, threshold=config.draft_threshold > 0.0)
+            per_token = self._timer.draft_s(text, drafted_by, gamma=length, threshold=config.draft_threshold > 0.0)
             found[length] = length * sum(per_token) / _SHOTS
         return found
 
@@ -109,7 +109,7 @@ class StepTurn:
             run = decode(self._model.engine, self._model, self._config, case, self._max_new_tokens)
             self._stats[case.prompt_id] = run
         computed, looked_up = rounds_by_length(self._stats[case.prompt_id])
-        own = {*computed, self._config.gamma} if self._config.drafts_by_mask else set()
+        own = {*computed, self._config.gamma} if self._config.computes_drafts else set()
         return sorted(own), sorted(looked_up)
 
 

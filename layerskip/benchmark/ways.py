@@ -9,6 +9,7 @@ from typing import Protocol
 
 from layerskip.analysis.free_running import READ_EVERY, FreeRunning
 from layerskip.benchmark.names import (
+    EAGLE,
     FREE_RUNNING,
     HYBRID,
     LAYER_SKIP,
@@ -165,10 +166,10 @@ def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, Deco
     }
     if config is not None and config.speculates:
         settings[SPECULATIVE] = config
-    if config is not None and config.drafts_by_mask:
+    if config is not None and config.computes_drafts:
         settings[HYBRID] = lookup_else(config, NGRAMS)
         if config.drafter == "hybrid":
-            settings[LAYER_SKIP] = computed_alone(config)
+            settings[LAYER_SKIP if config.drafts_by_mask else EAGLE] = computed_alone(config)
     return settings
 
 
@@ -184,14 +185,16 @@ def own_ways(
         elif name in settings:
             ways.append(OwnWay(name, model, settings[name]))
         else:
-            refused.append(Refused(name, _why_not(settings, has_config=has_config)))
+            refused.append(Refused(name, _why_not(name, settings, has_config=has_config)))
     return ways, refused
 
 
-def _why_not(settings: Mapping[str, DecodeConfig], *, has_config: bool) -> str:
-    """The reason of every row of ours that is not among these."""
+def _why_not(name: str, settings: Mapping[str, DecodeConfig], *, has_config: bool) -> str:
+    """The reason of a row of ours that is not among these."""
     if not has_config:
         return "needs --config, or --drafter or --mask"
     if SPECULATIVE not in settings:
         return "the config says gamma 0"
-    return f"the config is that, see {SPECULATIVE}" if HYBRID in settings else "the config has no mask"
+    if settings[SPECULATIVE].drafter == name:
+        return f"the config is that, see {SPECULATIVE}"
+    return "the config has no draft weights" if name == EAGLE else "the config has no mask"

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default=str(DEMO / "model"), help="the demo model or its stock twin")
     parser.add_argument("--out", type=Path, default=HERE / "weights", help="folder for the weights")
-    parser.add_argument("--minutes", type=float, default=15.0, help="of training")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args(argv)
     return run_command(PROG, lambda: _run(arguments))

@@ -289,7 +289,7 @@ def test_the_rows_of_single_drafters_are_what_the_config_has_of_each() -> None:
     lookup = SuffixLookup(min_match=3, gamma=2)
     hybrid = DecodeConfig(drafter="hybrid", skip_mask=mask, gamma=3, lookup=lookup, draft_threshold=0.1)
     found = own_settings(num_layers, hybrid)
-    assert found.keys() == set(OWN_ROWS) - {FREE_RUNNING}
+    assert found.keys() == set(OWN_ROWS) - {FREE_RUNNING, "eagle"}
     assert found["speculative"] == hybrid
     assert found["layer_skip"] == EARLY_EXIT
     assert (found["hybrid"].skip_mask, found["hybrid"].gamma, found["hybrid"].lookup_gamma) == (mask, 3, 10)
@@ -304,13 +304,20 @@ def test_the_rows_of_single_drafters_are_what_the_config_has_of_each() -> None:
     }
 
 
+COMPUTED = ("speculative", "layer_skip", "eagle", "hybrid")
+
+
 @pytest.mark.parametrize(
     ("config", "missing"),
     [
-        (None, dict.fromkeys(("speculative", "layer_skip", "hybrid"), "needs --config, or --drafter or --mask")),
-        (DecodeConfig.plain(4), dict.fromkeys(("speculative", "layer_skip", "hybrid"), "the config says gamma 0")),
-        (EARLY_EXIT, {"layer_skip": "the config is that, see speculative"}),
-        (lookup_alone(4, NGRAMS), dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask")),
+        (None, dict.fromkeys(COMPUTED, "needs --config, or --drafter or --mask")),
+        (DecodeConfig.plain(4), dict.fromkeys(COMPUTED, "the config says gamma 0")),
+        (EARLY_EXIT, {"layer_skip": "the config is that, see speculative", "eagle": "the config has no draft weights"}),
+        (
+            lookup_alone(4, NGRAMS),
+            dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask")
+            | {"eagle": "the config has no draft weights"},
+        ),
     ],
 )
 def test_rows_that_a_config_has_no_setting_for_say_why(config: DecodeConfig | None, missing: dict[str, str]) -> None:
