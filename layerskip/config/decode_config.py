@@ -86,7 +86,7 @@ class DraftWeights(Frozen):
     """Trained weights that propose tokens, as `python -m layerskip.train` writes them."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Their folder; in a config file, one starting with `./` is relative to the file's own folder."""
+    """Their folder; in a config file, one starting with `./` or `../` is relative to the file's own folder."""
     fingerprint: str
     """Of the weights; others in this folder are refused."""
 
@@ -432,8 +432,8 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
         return cls(**data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write atomically: the file is the old one or the new one, never half of either. Draft weights below the
-        file's folder are named from there, others by their whole path."""
+        """Write atomically: the file is the old one or the new one, never half of either. Draft weights near
+        the file's folder are named from there, others by their whole path."""
         folder = Path(path).absolute().parent
         write_atomically(Path(path), self._with_weights_at(lambda at: _named_from(at, folder)).to_json())
 
@@ -490,7 +490,13 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
         config_file_name: str | os.PathLike[str] | None = None,
         **push_arguments: Unpack[PushArguments],
     ) -> CommitInfo:
-        """Commit the config to a model repository on the hub, as `save_pretrained` writes it. See `upload_config`."""
+        """Commit the config to a model repository on the hub, as `save_pretrained` writes it. See `upload_config`.
+
+        Raises: ValueError for a config with draft weights, whose path would mean nothing there.
+        """
+        settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values(), *(self.regimes or ()))
+        if found := next((one.draft_weights.path for one in settings if one.draft_weights is not None), None):
+            raise ValueError(f"draft_weights: a config on the hub cannot name a folder of this machine, got {found}")
         return upload_config(
             self._next_to_its_model().to_json(), repo_id, check_file_name(config_file_name), **push_arguments
         )
@@ -520,13 +526,16 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
 
 def _placed(weights: str, folder: Path) -> str:
     """Where weights lie that a config file in this folder names."""
-    return str((folder / weights).resolve()) if weights.startswith("./") else weights
+    return os.path.normpath(folder.absolute() / weights) if weights.startswith(("./", "../")) else weights
 
 
 def _named_from(weights: str, folder: Path) -> str:
-    """The inverse of `_placed`."""
+    """The inverse of `_placed`; what does not lie near is named by its whole path."""
     at = Path(weights).absolute()
-    return f"./{at.relative_to(folder).as_posix()}" if at.is_relative_to(folder) else str(at)
+    near = os.path.relpath(at, folder).replace(os.sep, "/")
+    if near.startswith("../../"):
+        return str(at)
+    return near if near.startswith("../") else f"./{near}"
 
 
 def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:

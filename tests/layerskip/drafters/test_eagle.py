@@ -103,8 +103,16 @@ def test_a_config_names_weights_from_its_own_folder(tmp_path: Path) -> None:
     moved = DecodeConfig.load(tmp_path / "two" / "best.json")
     out = zoo.layerskip_of("llama").generate(PROMPT, max_new_tokens=12, config=moved)
     assert out.stats.num_drafted
-    config.save(tmp_path / "elsewhere.json")
-    assert json.loads((tmp_path / "elsewhere.json").read_text())["draft_weights"]["path"] == "./one/weights"
+    (tmp_path / "beside").mkdir()
+    for folder, path in (("", "./one/weights"), ("beside", "../one/weights")):
+        config.save(tmp_path / folder / "elsewhere.json")
+        assert json.loads((tmp_path / folder / "elsewhere.json").read_text())["draft_weights"]["path"] == path
+        assert DecodeConfig.load(tmp_path / folder / "elsewhere.json") == config
+
+
+def test_a_path_of_this_machine_is_not_pushed_to_the_hub() -> None:
+    with pytest.raises(ValueError, match="draft_weights: a config on the hub cannot name a folder of this machine"):
+        eagle(zoo.eagle_of("llama")).push_to_hub("me/model")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
