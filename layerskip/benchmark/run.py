@@ -71,6 +71,8 @@ def run_benchmark(
     prompts: (name, token ids). config: None has no speculative row.
     Raises: CannotRun if Hugging Face's own `generate` fails, as there is nothing to compare with then.
     """
+    if config is not None:
+        model.check_config(config)  # which loads draft weights
     watch = MachineWatch(model)
     cases = make_cases(HuggingFaceWay(HF_GENERATE, model), prompts, plan.max_new_tokens)
     settings = own_settings(model.num_layers, config)
@@ -101,7 +103,6 @@ def run_benchmark(
 def _weights_bytes(model: LayerSkipModel, config: DecodeConfig | None) -> int:
     if config is None or config.draft_weights is None or not isinstance(model.engine, StatesEngine):
         return 0
-    model.check_config(config)
     num_bytes: int = model.engine.draft_heads[config.draft_weights.path].module.nbytes
     return num_bytes
 

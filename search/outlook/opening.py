@@ -197,8 +197,7 @@ class _Opening:
             seconds = REFINE_SHARE * self.budget
             pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
         lookups = self._lookups_alone(predictor)
-        after = [LookupChoice.of(self.space.to_config(one.params)) for one in lookups]
-        pool = pool.with_others([*lookups, *candidates.by_weights(after)])
+        pool = pool.with_others([*lookups, *candidates.by_weights(self._lookups_before_weights(predictor, lookups))])
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
         # As stored, rounded: what a resume will read must be what this run works with.
@@ -226,6 +225,16 @@ class _Opening:
         if not methods:
             return []
         return Candidates(self._on_whole_reference(predictor), self.space).lookups_alone(methods)
+
+    def _lookups_before_weights(self, predictor: Predictor, alone: Sequence[Candidate]) -> list[LookupChoice | None]:
+        """What trained weights are combined with: the best lookups alone, whether the space has them alone or not."""
+        if "hybrid_eagle" not in self.space.drafters:
+            return []
+        configs = [self.space.to_config(one.params) for one in alone]
+        if not configs:
+            found = predictor.best_lookups(self.space.lookup_methods, self.space.lookup_gamma_max)
+            configs = [one.config for one in found]
+        return [LookupChoice.of(one) for one in configs]
 
     def _on_whole_reference(self, predictor: Predictor) -> Predictor:
         """This one, or one on the reference's texts where it has not all of them and they fit into memory."""

@@ -169,6 +169,12 @@ class StudySpec(OneLineErrors):
         return self
 
     @model_validator(mode="after")
+    def _check_draft_weights(self) -> StudySpec:
+        if self.draft_weights is not None and not set(BY_WEIGHTS) & set(self.ways):
+            raise ValueError(f"draft_weights: must be left out where drafters has none of {', '.join(BY_WEIGHTS)}")
+        return self
+
+    @model_validator(mode="after")
     def _check_groups(self) -> StudySpec:
         if self.per_group and self.has_several_regimes:
             raise ValueError(f"regimes: must be one in a per-group search, got {len(self.regimes or ())}")

@@ -64,6 +64,13 @@ def test_they_are_searched_confirmed_exported_and_shown(
     assert "eagle" in (tmp_path / "study" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("drafters", ["hybrid_eagle", "eagle,suffix"])
+def test_few_ways_are_searched_alone(weights: Path, tiny_study: list[str], tmp_path: Path, drafters: str) -> None:
+    given = ["--drafters", drafters, "--draft-weights", str(weights), "--force", "--trials", "3"]
+    assert run.main([*tiny_study, *given]) in (0, 1)
+    assert {trial.user_attrs["drafter"] for trial in trials_of(tmp_path / "study")} <= set(drafters.split(","))
+
+
 def test_a_study_goes_on_with_its_own_weights_alone(
     weights: Path, tiny_study: list[str], tmp_path: Path, capsys: Any
 ) -> None:
@@ -85,6 +92,8 @@ def test_a_study_goes_on_with_its_own_weights_alone(
 def test_what_is_missing_is_said_before_anything_is_written(tiny_study: list[str], tmp_path: Path, capsys: Any) -> None:
     assert run.main([*tiny_study, "--drafters", "eagle"]) == 2
     assert "draft_weights: are required to search eagle" in capsys.readouterr().err
+    assert run.main([*tiny_study, "--drafters", "suffix", "--draft-weights", str(tmp_path)]) == 2
+    assert "draft_weights: must be left out where drafters has none of eagle, hybrid_eagle" in capsys.readouterr().err
     assert run.main([*tiny_study, "--draft-weights", str(tmp_path)]) == 2
     assert "has no config.json" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()

@@ -93,6 +93,7 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert tuple(rows) == ROW_NAMES
     assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
     assert rows.pop("layer_skip")["reason"] == "the config is that, see speculative"
+    assert rows.pop("eagle")["reason"] == "the config has no draft weights"
     for name, row in rows.items():
         assert (row["identical"], row["ties"], row["num_outputs"], row["differing"]) == (6, 0, 6, []), name
         assert row["ci_low"] <= row["tokens_per_s"] <= row["ci_high"]
@@ -302,6 +303,24 @@ def test_the_rows_of_single_drafters_are_what_the_config_has_of_each() -> None:
         "max_match": 4,
         "continuation": "recent",
     }
+
+
+def test_draft_weights_have_rows_and_steps_like_a_mask() -> None:
+    model, weights = zoo.layerskip_of("llama fused"), zoo.eagle_of("llama")
+    none, lookup = SkipMask.none(zoo.NUM_LAYERS), SuffixLookup(min_match=3, gamma=2)
+    eagle = DecodeConfig(drafter="eagle", skip_mask=none, gamma=3, draft_weights=weights)
+    hybrid = DecodeConfig(drafter="hybrid", skip_mask=none, gamma=3, draft_weights=weights, lookup=lookup)
+    found = own_settings(zoo.NUM_LAYERS, hybrid)
+    assert found["eagle"] == eagle
+    assert found["hybrid"].way == "hybrid_eagle"
+    assert "layer_skip" not in found
+    result = run_benchmark(model, hybrid, PROMPTS[:2], Plan(8, 1, ROW_NAMES))
+    rows = {row["name"]: row for row in result.rows}
+    assert all(rows[name]["identical"] == 2 for name in ("speculative", "eagle", "hybrid"))
+    assert result.steps is not None
+    draft: Any = result.steps["draft"]
+    assert all(step["seconds"] > 0 for step in draft)
+    assert draft[0]["bytes"] > sum(one.nbytes for one in model.engine.draft_heads[weights.path].module.parameters())
 
 
 COMPUTED = ("speculative", "layer_skip", "eagle", "hybrid")
