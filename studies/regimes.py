@@ -16,7 +16,7 @@ import numpy as np
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config.decode_config import DRAFTERS, DecodeConfig, write_atomically
+from layerskip.config.decode_config import WAYS, DecodeConfig, write_atomically
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from layerskip.machine.host import cpu_name, git_commit
@@ -73,8 +73,8 @@ def ways_in(
     summary = summaries[config.regime_for(params) or next(iter(summaries))]
     finalists = sorted((one for one in summary["candidates"] if one["speedup"]), key=lambda one: one["speedup"])
     configs = [DecodeConfig(**one["config"]).bare() for one in finalists]
-    fastest = {found.drafter: found for found in configs}
-    ways |= {f"best {name}": fastest[name] for name in DRAFTERS if name in fastest}
+    fastest = {found.way: found for found in configs}
+    ways |= {f"best {name}": fastest[name] for name in WAYS if name in fastest}
     if "hybrid" in fastest:
         ways[CONTINUED] = fastest["hybrid"].model_copy(update={"continue_lookup": True})
     return ways
