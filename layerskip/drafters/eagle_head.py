@@ -109,13 +109,13 @@ class EagleHead(nn.Module):
         out: torch.Tensor = self.project(joined)
         return out
 
-    def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int) -> list[torch.Tensor]:
-        """What every position of known texts gives as draft step 0, 1, ... `depth` of a round: (B, T, hidden) each,
-        not normed yet.
+    def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int, first: int = 0) -> list[torch.Tensor]:
+        """What the positions of known texts from `first` on give as draft step 0, 1, ... `depth` of a round:
+        (B, T - first, hidden) each, not normed yet.
 
-        Row t of step d is drafted behind the target's states up to position t - d and the head's own after it; rows
-        t < d are of no use. Shapes: states (B, T, hidden), of positions 0..T-1; embedded (B, T, embedding), of the
-        tokens at 1..T. Cost: depth + 1 layers over all rows, attention quadratic in T.
+        Position t of step d is drafted behind the target's states up to t - d and the head's own after it; of no use
+        are those below first + d. Shapes: states (B, T, hidden), of positions 0..T-1; embedded (B, T, embedding), of
+        the tokens at 1..T. Cost: depth + 1 layers over these rows, attention (T - first) x T.
         """
         attention: Any = self.layer.self_attn
         count = states.shape[1]
@@ -124,22 +124,25 @@ class EagleHead(nn.Module):
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         found: list[torch.Tensor] = []
-        before = states
-        for _ in range(depth + 1):
-            x = self.enter(embedded, before)
+        x = self.enter(embedded, states)
+        embedded, groups = embedded[:, first:], self.shape.num_attention_heads // self.shape.num_key_value_heads
+        for d in range(depth + 1):
+            if d:
+                x = self.enter(embedded, F.pad(x, (0, 0, 1, 0))[:, :-1])
             normed = self.layer.input_layernorm(x)
             query, key, value = (
                 part(normed).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
                 for part in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            groups = query.shape[1] // key.shape[1]
-            keys.append(_rotated(key, cos, sin).repeat_interleave(groups, dim=1))
+            own = slice(count - x.shape[1], count)
+            keys.append(_rotated(key, cos[:, :, own], sin[:, :, own]).repeat_interleave(groups, dim=1))
             values.append(value.repeat_interleave(groups, dim=1))
-            seen = _attend(_rotated(query, cos, sin) * attention.scaling, keys, values)
+            if not d:  # the target's states give keys and values everywhere, and drafts from `first` on alone
+                query, x, own = query[:, :, first:], x[:, first:], slice(first, count)
+            seen = _attend(_rotated(query, cos[:, :, own], sin[:, :, own]) * attention.scaling, keys, values)
             x = x + attention.o_proj(seen.transpose(1, 2).flatten(-2))
             x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
             found.append(x)
-            before = F.pad(x, (0, 0, 1, 0))[:, :-1]
         return found
 
     @property
@@ -165,11 +168,11 @@ class EagleHead(nn.Module):
 
 
 def _attend(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """(B, heads, T, head_dim): of queries of step d = len(keys) - 1, over step 0's keys up to d positions before and
-    one key of each step since."""
-    steps, count = len(keys) - 1, query.shape[2]
+    """(B, heads, R, head_dim): of queries of step d = len(keys) - 1 at the last R positions, over step 0's keys up to d
+    positions before and one key of each step since."""
+    steps, count = len(keys) - 1, keys[0].shape[2]
     places = torch.arange(count, device=query.device)
-    hidden = places.unsqueeze(0) > places.unsqueeze(1) - steps
+    hidden = places.unsqueeze(0) > places[count - query.shape[2] :].unsqueeze(1) - steps
     scores = (query @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
     own_keys, own_values = ([_moved(one[i], steps - i) for i in range(1, steps + 1)] for one in (keys, values))
     own = [(query * key).sum(-1, keepdim=True) for key in own_keys]

@@ -47,8 +47,10 @@ class WeightsForcing:
         round."""
         head, text, one = self._head(weights), self._text(weights, i), self._texts[i]
         start, count = len(one.prompt_ids), len(one.continuation_ids)
-        steps = head.module.rollouts(text.states[:-1][None], text.embedded[None], max(depth, _DEPTH))
-        hidden = torch.stack([step[0, start - 1 : start - 1 + count] for step in steps])
+        depth = max(depth, _DEPTH)
+        first = max(0, start - 1 - depth)
+        steps = head.module.rollouts(text.states[:-1][None], text.embedded[None], depth, first)
+        hidden = torch.stack([step[0, start - 1 - first :][:count] for step in steps])
         logits: torch.Tensor = self._engine.unembed(head.norm(hidden.flatten(0, 1)))
         return logits.view(len(steps), count, -1)
 
