@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config.decode_config import DecodeConfig, DraftWeights
+from layerskip.config.decode_config import BY_WEIGHTS, DecodeConfig, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
@@ -118,6 +118,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
             _, kind, layer = name.split(".")
             bits[kind].add(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
+    drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
     return SearchSpace(
         SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
         int(getattr(seen.get(GAMMA), "high", 1)),
@@ -125,9 +126,9 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         mlp,
         layers,
         share_prefix=SHARE_PREFIX in seen,
-        drafters=tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",))),
+        drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
-        draft_weights=_weights_of(trials),
+        draft_weights=_weights_of(trials) if set(BY_WEIGHTS) & set(drafters) else None,
     )
 
 

@@ -57,9 +57,12 @@ def known_optima(
 
 
 def fingerprint_of(table: Table) -> str:
-    """Of all that the optima follow from: readings, which texts report, and prices."""
-    digest = hashlib.sha256(json.dumps([asdict(one) for one in COSTS.values()], sort_keys=True).encode())
-    digest.update(repr((table.space, table.num_tuning, table.reporting)).encode())
+    """Of all that the optima follow from: readings, which texts report, and prices. Trained draft weights, which no
+    table has, are left out of space and prices."""
+    prices = [{name: value for name, value in asdict(one).items() if name != "weights_s"} for one in COSTS.values()]
+    digest = hashlib.sha256(json.dumps(prices, sort_keys=True).encode())
+    space = repr(table.space).replace(", draft_weights=None", "")
+    digest.update(f"({space}, {table.num_tuning!r}, {table.reporting!r})".encode())
     digest.update(table.codes.tobytes() + table.target_levels.tobytes())
     return digest.hexdigest()[:16]
 
