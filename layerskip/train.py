@@ -72,6 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     import torch
 
+    _check_out(arguments.out)
     from layerskip.model import LayerSkipModel
     from layerskip.training.data import DataOptions, make_sequences
     from layerskip.training.eagle import TrainOptions, train_eagle
@@ -118,6 +119,21 @@ def _run(arguments: argparse.Namespace) -> int:
         f'--draft-weights {arguments.out} --prompt "..." --compare'
     )
     return 0
+
+
+def _check_out(folder: Path) -> None:
+    """Raises: ValueError unless weights may be written there: into a folder that holds none, or older ones."""
+    from layerskip.drafters.eagle_head import CONFIG_NAME, WEIGHTS_NAME, describe_weights
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out: must be a folder, got the file {folder}")
+    if any((folder / name).exists() for name in (CONFIG_NAME, WEIGHTS_NAME)):
+        try:
+            describe_weights(folder)
+        except ValueError:
+            raise ValueError(
+                f"--out: {folder} holds other files of these names, a model's perhaps; use another"
+            ) from None
 
 
 def _tell(line: str) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
-from layerskip.config.decode_config import DraftWeights
+from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, seeded_sampler
 
@@ -130,14 +130,12 @@ class TeacherForcing(ABC):
         """Per text the target's logits (T_p + 1, V), row 0 after the prompt, row k + 1 after continuation token k."""
 
     @torch.inference_mode()
-    def read(
-        self, drafted_by: SkipMask | DraftWeights, depth: int = 0, texts: Sequence[int] | None = None
-    ) -> DraftReadings:
+    def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """Does the draft propose the target's token, and how sure is it?
 
         `texts`: places of the texts to read, ascending; the arrays hold these alone. All without it.
         Cost: at most depth + 1 draft forwards over all continuation tokens of these texts; of trained weights, which
-        are always read some drafts deep, as many layers over the whole texts.
+        are always read some drafts deep, as many layers over these tokens.
         """
         readings = []
         places = range(len(self.texts)) if texts is None else texts
@@ -177,7 +175,7 @@ class TeacherForcing(ABC):
         return DraftReadings(out[0].astype(np.float32), out[1].astype(np.float32), out[2].astype(np.int64))
 
     @torch.inference_mode()
-    def overrun(self, drafted_by: SkipMask | DraftWeights, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+    def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """How many tokens drafting adds after each wrong one before its confidence falls below `threshold`.
 
         Each goes on from its round, of which it sees the draft's own keys and values, one token at a time, all of them
