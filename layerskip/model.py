@@ -19,6 +19,8 @@ from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.draft_weights import check_same_tokens, describe_weights
 from layerskip.drafters.eagle import LeanEagle
 from layerskip.drafters.eagle_head import load_eagle
 from layerskip.engines import Engine, make_engine
@@ -238,14 +240,43 @@ class LayerSkipModel:
 
     def _load_draft_weights(self, weights: DraftWeights) -> None:
         """Once for a folder, as long as its fingerprint is the one asked for."""
-        engine = self._engine
-        if not isinstance(engine, StatesEngine):
-            raise ValueError(f"draft_weights: need the engine eager or fused, got {engine.name}")
-        self.placement.check_whole("draft_weights")
-        known = engine.draft_heads.get(weights.path)
+        known = self._engine.draft_weights.get(weights.path)
         if known is None or known.fingerprint != weights.fingerprint:
-            head = load_eagle(weights, self.model, self.weights_fingerprint())
-            engine.draft_heads[weights.path] = LeanEagle(head, weights.fingerprint)
+            load = self._load_draft_model if weights.drafter == "draft_model" else self._load_eagle
+            self._engine.draft_weights[weights.path] = load(weights)
+
+    def _load_eagle(self, weights: DraftWeights) -> LeanEagle:
+        if not isinstance(self._engine, StatesEngine):
+            raise ValueError(f"draft_weights: eagle needs the engine eager or fused, got {self._engine.name}")
+        self.placement.check_whole("draft_weights")
+        return LeanEagle(load_eagle(weights, self.model, self.weights_fingerprint()), weights.fingerprint)
+
+    def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
+        """Raises: ValueError if it is another one now, or has another tokenizer."""
+        found = describe_weights(Path(weights.path))
+        if found != weights:
+            raise ValueError(
+                f"draft_weights.fingerprint: must be that of {weights.path}, {found.drafter} {found.fingerprint}, got "
+                f"{weights.drafter} {weights.fingerprint}"
+            )
+        dtype = str(self.dtype).removeprefix("torch.")
+        model, tokenizer = load_pretrained(weights.path, device=str(self.device), dtype=dtype)
+        check_same_tokens(self.tokenizer, tokenizer, weights.path)
+        adapter = ModelAdapter(model)
+        known = int(model.get_input_embeddings().weight.shape[0])
+        if None in (self.tokenizer, tokenizer) and known != self._vocabulary_size:
+            raise ValueError(
+                f"draft_weights: without tokenizers to compare, {weights.path} must know as many tokens as the model, "
+                f"{self._vocabulary_size}, got {known}"
+            )
+        return DraftModel(
+            make_engine("auto", adapter).engine,
+            weights.fingerprint,
+            num_tokens=known,
+            vocabulary=int(self.model.get_output_embeddings().weight.shape[0]),
+            max_positions=adapter.max_positions,
+            nbytes=sum(one.nbytes for one in model.parameters()),
+        )
 
     def check_text_store(self, store: TextStore | None) -> None:
         """Raises ValueError if it holds token ids that this model does not have, which no forward could take."""

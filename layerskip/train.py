@@ -123,13 +123,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_out(folder: Path) -> None:
     """Raises: ValueError unless weights may be written there: into a folder that holds none, or older ones."""
-    from layerskip.drafters.eagle_head import CONFIG_NAME, WEIGHTS_NAME, describe_weights
+    from layerskip.drafters.eagle_head import CONFIG_NAME, WEIGHTS_NAME, describe_eagle
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out: must be a folder, got the file {folder}")
     if any((folder / name).exists() for name in (CONFIG_NAME, WEIGHTS_NAME)):
         try:
-            describe_weights(folder)
+            describe_eagle(folder)
         except ValueError:
             raise ValueError(
                 f"--out: {folder} holds other files of these names, a model's perhaps; use another"

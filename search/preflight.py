@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from layerskip.config.decode_config import BY_WEIGHTS, DEFAULT_GROUP, DecodeConfig, DraftWeights
+from layerskip.config.decode_config import BY_WEIGHTS, DEFAULT_GROUP, UNTRAINED, DecodeConfig, DraftWeights, ways_by
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
-from layerskip.drafters.eagle_head import describe_weights
+from layerskip.drafters.draft_weights import describe_weights
 from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine.host import package_version
 from search.budget.pace import Pace, measure_pace
@@ -89,13 +89,14 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
     can_share = isinstance(model.engine, PrefixEngine)
     if spec.share_prefix and not can_share:
         raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
+    weights = _draft_weights(model, spec)
     return SearchSpace.for_model(
         model,
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
         granularity=spec.granularity,
         share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
-        drafters=spec.ways,
-        draft_weights=_draft_weights(model, spec),
+        drafters=_ways(spec, weights),
+        draft_weights=weights,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
 
@@ -106,10 +107,24 @@ def _draft_weights(model: Any, spec: StudySpec) -> DraftWeights | None:
         if needed := sorted(set(BY_WEIGHTS) & set(spec.ways)):
             raise ValueError(f"draft_weights: are required to search {', '.join(needed)}; layerskip.train makes them")
         return None
-    weights = describe_weights(Path(spec.draft_weights))[0]
+    weights = describe_weights(Path(spec.draft_weights))
     none = SkipMask.none(model.num_layers)
-    model.check_config(DecodeConfig(drafter="eagle", skip_mask=none, gamma=1, draft_weights=weights))
+    model.check_config(DecodeConfig(drafter=weights.drafter, skip_mask=none, gamma=1, draft_weights=weights))
     return weights
+
+
+def _ways(spec: StudySpec, weights: DraftWeights | None) -> tuple[str, ...]:
+    """Raises: ValueError for ways that these weights do not allow."""
+    if weights is None:
+        return spec.ways
+    allowed = ways_by(weights)
+    if spec.drafters is None:
+        return (*UNTRAINED, *allowed)
+    if others := [one for one in spec.drafters if one in BY_WEIGHTS and one not in allowed]:
+        raise ValueError(
+            f"drafters: {', '.join(others)} cannot draft by {spec.draft_weights}, which is for {' and '.join(allowed)}"
+        )
+    return spec.drafters
 
 
 def first_regime(spec: StudySpec, model: Any) -> Sampling:

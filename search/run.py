@@ -45,7 +45,7 @@ _ABOUT_FLAGS = {
     "held_out": "JSONL file of held-out prompts; without it, split off from --prompts",
     "storage": f"Optuna storage: an RDB URL or journal:PATH; or set {STORAGE_VARIABLE}",
     "study_name": "name inside the storage",
-    "draft_weights": "folder of weights made by layerskip.train: eagle and hybrid_eagle are searched too",
+    "draft_weights": "folder made by layerskip.train, or of a smaller model with the same tokenizer: it drafts too",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "device_map": ABOUT_DEVICE_MAP,
     "revision": "branch, tag or commit of a hub model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import cast
 
 import torch
@@ -92,7 +93,10 @@ class StepTimer:
         engine, text = self._engine, list(text_ids)
         room = max(self._gamma_max + 1, *(step.room for step in steps))
         seconds = []
-        with engine.session(len(text) + room):
+        with ExitStack() as sessions:
+            sessions.enter_context(engine.session(len(text) + room))
+            for step in dict.fromkeys(steps):
+                sessions.enter_context(step.session(len(text) + room))
             for step in steps:
                 step.prepare(len(text))
             logits = engine.forward(torch.tensor(text, device=engine.device))

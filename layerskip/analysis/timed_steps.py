@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings, make_drafter
+from layerskip.drafters.draft_model import DraftModelDrafter
 from layerskip.drafters.eagle import EagleDrafter
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
@@ -43,6 +45,10 @@ class Step(Protocol):
 
     def prepare(self, length: int) -> None:
         """Before a text of this length has gone through the model; see `Engine.prepare`. Not timed."""
+        ...
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:
+        """See `Drafter.session`."""
         ...
 
     @property
@@ -93,8 +99,8 @@ class HostSteps:
 
     def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
         if isinstance(drafted_by, DraftWeights):
-            return _WeightsStep(self._engine, self._sampler, drafted_by, gamma, _NEVER if threshold else 0.0)
-        settings = LayerSkipSettings(drafted_by, gamma, _NEVER if threshold else 0.0)
+            return _WeightsStep(self._engine, self._sampler, drafted_by, gamma, threshold=threshold)
+        settings = LayerSkipSettings(gamma, _NEVER if threshold else 0.0, skip_mask=drafted_by)
         return _HostStep(self._engine, self._sampler, settings, gamma, verifies=False)
 
 
@@ -106,6 +112,9 @@ class _HostStep:
     """None: the drafts are copies of the last token, and not timed."""
     num_drafts: int
     verifies: bool
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the engine's own is enough)
+        return nullcontext()
 
     def prepare(self, length: int) -> None:
         starts = range(length, length + 1)
@@ -139,34 +148,57 @@ class _HostStep:
 
 
 class _WeightsStep:
-    """A draft of trained weights, in a round that begins with what an ordinary one goes over again."""
-
-    num_verified = 0
+    """A draft of trained weights, in a round that begins with what an ordinary one goes over again; and then, if asked
+    for, a verification of as many tokens."""
 
     def __init__(
-        self, engine: Engine, sampler: Sampler, weights: DraftWeights, num_drafts: int, threshold: float
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        weights: DraftWeights,
+        num_drafts: int,
+        verification: Step | None = None,
+        *,
+        threshold: bool,
     ) -> None:
-        none = SkipMask.none(1)
         config = DecodeConfig(
-            drafter="eagle", skip_mask=none, gamma=num_drafts, draft_threshold=threshold, draft_weights=weights
+            drafter=weights.drafter,
+            skip_mask=SkipMask.none(1),
+            gamma=num_drafts,
+            draft_threshold=_NEVER if threshold else 0.0,
+            draft_weights=weights,
         )
         drafter = make_drafter(config, engine, sampler)
-        assert isinstance(drafter, EagleDrafter)
+        assert isinstance(drafter, EagleDrafter | DraftModelDrafter)
         self._engine, self._drafter, self._session, self._num_drafts = engine, drafter, drafter.begin(), num_drafts
+        self._verification = verification
+
+    @property
+    def num_verified(self) -> int:
+        return 0 if self._verification is None else self._verification.num_verified
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:
+        return self._drafter.session(capacity)
 
     @property
     def room(self) -> int:
         return self._num_drafts + 1
 
     def prepare(self, length: int) -> None:
-        self._drafter.prepare(Starts(range(length, length + 1), range(0)), profile=False)
+        self._drafter.prepare(Starts(range(length, length + self._num_drafts), range(0)), profile=False)
+        if self._verification is not None:
+            self._verification.prepare(length)
 
     def place(self, end: TextEnd) -> None:
+        if self._verification is not None:
+            self._verification.place(end)
         self._engine.cache.rollback_to(len(end.text_ids))
         self._session.forget_from(max(0, len(end.text_ids) - _TAKEN_A_ROUND))
 
     def run(self, end: TextEnd) -> None:
         self._session.propose([*end.text_ids, end.next_id], self._num_drafts, None)
+        if self._verification is not None:
+            self._verification.run(end)
 
 
 class DeviceSteps:
@@ -183,7 +215,9 @@ class DeviceSteps:
 
     def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
         if not isinstance(drafted_by, SkipMask):
-            raise ValueError("draft_weights: need the engine eager or fused, got one that runs rounds on the device")
+            verification = self.verification(gamma + 1)
+            engine = cast(Engine, self._engine)
+            return _WeightsStep(engine, self._sampler, drafted_by, gamma, verification, threshold=threshold)
         plan = RoundPlan(drafted_by, gamma, _NEVER if threshold else 0.0)
         # In pieces, or `prepare` might have it cut instead of look.
         return self._step(plan, gamma, in_pieces=threshold)
@@ -212,6 +246,9 @@ class _DeviceStep:
     @property
     def gamma(self) -> int:
         return self.round.gamma
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the engine's own is enough)
+        return nullcontext()
 
     def prepare(self, length: int) -> None:
         if self.verifies_only and self.gamma:

@@ -52,7 +52,9 @@ def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, to
     engine, sampler = model.engine, Sampler(SamplingParams(), None)
     text = middle_of(case)
     gamma = config.max_gamma
-    settings = LayerSkipSettings(config.skip_mask, gamma, config.draft_threshold, share_prefix=config.share_prefix)
+    settings = LayerSkipSettings(
+        gamma, config.draft_threshold, skip_mask=config.skip_mask, share_prefix=config.share_prefix
+    )
     drafter = LayerSkipDrafter(engine, sampler, settings)
     ids = torch.tensor(text[:1] * (gamma + 1), device=engine.device)
 

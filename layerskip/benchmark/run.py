@@ -20,7 +20,7 @@ from layerskip.benchmark.steps import StepTurn, forward_share
 from layerskip.benchmark.summary import row_records
 from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.engines.states import StatesEngine
+from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.machine.host import device_name, git_commit, package_version
 from layerskip.machine.watch import MachineWatch
 from layerskip.model import LayerSkipModel
@@ -101,10 +101,9 @@ def run_benchmark(
 
 
 def _weights_bytes(model: LayerSkipModel, config: DecodeConfig | None) -> int:
-    if config is None or config.draft_weights is None or not isinstance(model.engine, StatesEngine):
+    if config is None or config.draft_weights is None:
         return 0
-    num_bytes: int = model.engine.draft_heads[config.draft_weights.path].module.nbytes
-    return num_bytes
+    return loaded_weights(model.engine, config.draft_weights).nbytes
 
 
 def _rows(

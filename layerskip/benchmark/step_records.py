@@ -43,8 +43,10 @@ def step_records(
         record: dict[str, object] = {"num_tokens": n, **seconds.to_dict("seconds"), "ratio": ratios[n].to_dict("ratio")}
         target.append(record | _traffic(machine, machine.step_bytes.of(None, n, context), seconds))
     draft_bytes = machine.step_bytes.of(config.skip_mask, 1, context)
-    if config.draft_weights is not None:  # and the model's own output embedding; cached keys and values are left out
-        draft_bytes = machine.step_bytes.head + machine.weights_bytes
+    if config.draft_weights is not None:  # cached keys and values are left out
+        # Eagle ends with the model's own output embedding, a draft model with its own.
+        ends = machine.step_bytes.head if config.draft_weights.drafter == "eagle" else 0
+        draft_bytes = ends + machine.weights_bytes
     draft = [
         {"draft_length": k, **seconds.to_dict("seconds"), **_traffic(machine, draft_bytes, seconds)}
         for k, seconds in draft_estimates(steps).items()

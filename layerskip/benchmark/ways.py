@@ -9,10 +9,10 @@ from typing import Protocol
 
 from layerskip.analysis.free_running import READ_EVERY, FreeRunning
 from layerskip.benchmark.names import (
+    DRAFT_MODEL,
     EAGLE,
     FREE_RUNNING,
     HYBRID,
-    LAYER_SKIP,
     OWN_ROWS,
     PLAIN,
     PROMPT_LOOKUP,
@@ -117,7 +117,7 @@ class OwnWay:
         engine, stats, ids = self._model.engine, DecodeStats(), list[int]()
         loop = DecodeLoop(engine, self._config, Sampler(SamplingParams()))
         run = loop.begin(DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids), stats)
-        with engine.session(run.capacity):
+        with loop.session(run):
             loop.prepare(run)  # recordings outlive the session
         watch = Stopwatch(engine, self._clock)
         for emitted in loop.complete(run):
@@ -169,7 +169,8 @@ def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, Deco
     if config is not None and config.computes_drafts:
         settings[HYBRID] = lookup_else(config, NGRAMS)
         if config.drafter == "hybrid":
-            settings[LAYER_SKIP if config.drafts_by_mask else EAGLE] = computed_alone(config)
+            alone = computed_alone(config)
+            settings[alone.drafter] = alone
     return settings
 
 
@@ -197,4 +198,4 @@ def _why_not(name: str, settings: Mapping[str, DecodeConfig], *, has_config: boo
         return "the config says gamma 0"
     if settings[SPECULATIVE].drafter == name:
         return f"the config is that, see {SPECULATIVE}"
-    return "the config has no draft weights" if name == EAGLE else "the config has no mask"
+    return f"the config has no draft weights of {name}" if name in (EAGLE, DRAFT_MODEL) else "the config has no mask"

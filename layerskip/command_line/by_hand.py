@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from layerskip.config.decode_config import DRAFTERS, DecodeConfig
+from layerskip.config.decode_config import DRAFTERS, TRAINED, DecodeConfig
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES, lookup_alone, lookup_else
 
 _BY_MASK = ("layer_skip", "hybrid")
-_COMPUTED = (*_BY_MASK, "eagle")
+_COMPUTED = (*_BY_MASK, *TRAINED)
 _BY_NGRAMS = ("prompt_lookup", "hybrid")
 
 
@@ -22,7 +22,10 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drafter", choices=DRAFTERS, help="who proposes tokens; default: layer_skip, with --mask")
     group.add_argument("--mask", metavar="MASK", help="skip mask such as 12:3,5-11,m1, of layer_skip and hybrid")
     group.add_argument(
-        "--draft-weights", type=Path, metavar="DIR", help="trained weights, of eagle, and of a hybrid without a mask"
+        "--draft-weights",
+        type=Path,
+        metavar="DIR",
+        help="trained weights or a smaller model: of eagle, draft_model, and of a hybrid without a mask",
     )
     group.add_argument(
         "--gamma",
@@ -62,14 +65,15 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
     threshold = arguments.draft_threshold or 0.0
     if arguments.draft_weights is None:
         return DecodeConfig(skip_mask=SkipMask.parse(arguments.mask), gamma=gamma, draft_threshold=threshold)
-    from layerskip.drafters.eagle_head import describe_weights
+    from layerskip.drafters.draft_weights import describe_weights
 
+    weights = describe_weights(arguments.draft_weights.absolute())
     return DecodeConfig(
-        drafter="eagle",
+        drafter=weights.drafter,
         skip_mask=SkipMask.none(num_layers),
         gamma=gamma,
         draft_threshold=threshold,
-        draft_weights=describe_weights(arguments.draft_weights.absolute())[0],
+        draft_weights=weights,
     )
 
 
@@ -81,12 +85,12 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
     if drafter == "hybrid" and arguments.mask is not None and arguments.draft_weights is not None:
         raise ValueError("--mask: give it or --draft-weights, a hybrid computes its drafts in one way")
     if drafter in _COMPUTED:
-        by_weights = drafter == "eagle" or arguments.draft_weights is not None
+        by_weights = drafter in TRAINED or arguments.draft_weights is not None
         for name in ("draft_weights" if by_weights else "mask", "gamma"):
             if getattr(arguments, name) is None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
                 raise ValueError(f"{flag}: needs --{name.replace('_', '-')}")
-    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": ("eagle", "hybrid")}
+    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": (*TRAINED, "hybrid")}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

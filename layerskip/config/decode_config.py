@@ -76,15 +76,17 @@ def _read_mask(value: object) -> SkipMask:
 
 MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str, return_type=str)]
 GroupName = Annotated[str, AfterValidator(_check_group_name)]
-DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid", "eagle"]
+DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid", "eagle", "draft_model"]
+TrainedDrafter = Literal["eagle", "draft_model"]
 DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 UNTRAINED: tuple[DrafterName, ...] = ("layer_skip", "prompt_lookup", "suffix", "hybrid")
 """Those that need nothing but the model."""
 
 
 class DraftWeights(Frozen):
-    """Trained weights that propose tokens, as `python -m layerskip.train` writes them."""
+    """Trained weights that propose tokens: those that `python -m layerskip.train` writes, or a smaller model."""
 
+    drafter: TrainedDrafter = "eagle"
     path: Annotated[str, Field(min_length=1)]
     """Their folder; in a config file, one starting with `./` or `../` is relative to the file's own folder."""
     fingerprint: str
@@ -93,9 +95,18 @@ class DraftWeights(Frozen):
 
 DraftedBy = SkipMask | DraftWeights
 """What computes a draft token."""
-WAYS: tuple[str, ...] = (*DRAFTERS, "hybrid_eagle")
+TRAINED: tuple[TrainedDrafter, ...] = get_args(TrainedDrafter)
+HYBRIDS = ("hybrid", *(f"hybrid_{one}" for one in TRAINED))
+WAYS: tuple[str, ...] = (*UNTRAINED, *TRAINED, *HYBRIDS[1:])
 """Drafters as a search tells them apart; see `DecodeConfig.way`."""
-BY_WEIGHTS = ("eagle", "hybrid_eagle")
+
+
+def ways_by(weights: DraftWeights) -> tuple[str, str]:
+    """The ways to draft that trained weights allow: alone, and where a lookup finds nothing."""
+    return weights.drafter, f"hybrid_{weights.drafter}"
+
+
+BY_WEIGHTS = tuple(one for one in WAYS if one not in UNTRAINED)
 
 
 class Provenance(Frozen):
@@ -186,7 +197,7 @@ class _Setting(Frozen):
     continue_lookup: bool = False
     """Of a hybrid: a lookup shorter than gamma is drafted on by layer skipping."""
     draft_weights: DraftWeights | None = None
-    """Of `eagle`, and of a hybrid that drafts by trained weights in place of a mask."""
+    """Of `eagle` and `draft_model`, and of a hybrid that drafts by trained weights in place of a mask."""
     sampling: Sampling | None = None
     """How tokens were chosen where this was tuned and confirmed; None = not known, and it is used for every request."""
     reason: str | None = None
@@ -195,7 +206,7 @@ class _Setting(Frozen):
 
     @model_validator(mode="after")
     def _check_drafter(self) -> Self:
-        looks_up = self.drafter not in ("layer_skip", "eagle")
+        looks_up = self.drafter not in ("layer_skip", *TRAINED)
         if looks_up != (self.lookup is not None):
             rule = "is required" if looks_up else "must be left out"
             raise ValueError(f"lookup: {rule} where the drafter is {self.drafter}")
@@ -213,11 +224,15 @@ class _Setting(Frozen):
     def _check_draft_weights(self) -> None:
         """They draft in place of a mask."""
         if self.draft_weights is None:
-            if self.drafter == "eagle":
-                raise ValueError("draft_weights: is required where the drafter is eagle")
+            if self.drafter in TRAINED:
+                raise ValueError(f"draft_weights: is required where the drafter is {self.drafter}")
             return
-        if self.drafter not in ("eagle", "hybrid"):
+        if self.drafter in UNTRAINED and self.drafter != "hybrid":
             raise ValueError(f"draft_weights: must be left out where the drafter is {self.drafter}")
+        if self.drafter not in ways_by(self.draft_weights) and self.drafter != "hybrid":
+            raise ValueError(
+                f"draft_weights.drafter: must be the drafter, {self.drafter}, got {self.draft_weights.drafter}"
+            )
         given = {
             "skip_mask": self.skip_mask.num_skipped > 0,
             "share_prefix": self.share_prefix,
@@ -272,7 +287,9 @@ class _Setting(Frozen):
     @property
     def way(self) -> str:
         """The drafter, and of a hybrid what it computes by: `hybrid` is by a mask, `hybrid_eagle` by weights."""
-        return "hybrid_eagle" if self.drafter == "hybrid" and self.draft_weights is not None else self.drafter
+        if self.drafter != "hybrid" or self.draft_weights is None:
+            return self.drafter
+        return ways_by(self.draft_weights)[1]
 
     @property
     def computes_drafts(self) -> bool:

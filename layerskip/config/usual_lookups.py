@@ -31,7 +31,7 @@ def computed_alone(config: DecodeConfig) -> DecodeConfig:
     if not config.computes_drafts:
         raise ValueError(f"drafter: must draft by a mask or weights, got {config.drafter} with gamma {config.gamma}")
     names = ("skip_mask", "gamma", "draft_threshold", "target_threshold", "share_prefix", "draft_weights")
-    drafter = "layer_skip" if config.draft_weights is None else "eagle"
+    drafter = "layer_skip" if config.draft_weights is None else config.draft_weights.drafter
     return DecodeConfig(**{name: getattr(config, name) for name in names} | {"drafter": drafter})
 
 

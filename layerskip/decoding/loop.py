@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -74,7 +75,9 @@ class DecodeLoop:
         self._gamma = 0 if self._drafter is None else self._drafter.gamma
         self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
         self._device_target = self._on_device(0)
-        self._device_verify = self._on_device(config.lookup_gamma) if config.lookup_gamma else None
+        # A mask drafts on the device where that verifies; what else drafts does on the host.
+        host_gamma = config.lookup_gamma if config.draft_weights is None else config.max_gamma
+        self._device_verify = self._on_device(host_gamma) if host_gamma else None
 
     def _on_device(self, gamma: int) -> DeviceRound | None:
         """Verification of up to gamma drafts of the host's as one piece of device work, if the engine offers that."""
@@ -96,13 +99,20 @@ class DecodeLoop:
 
         Raises: whatever a forward raises; the model is whole again afterwards.
         """
-        with self._engine.session(run.capacity):
+        with self.session(run):
             self.prepare(run)
             try:
                 while not run.finished:
                     yield self.step(run)
             finally:
                 self._sampler.end(len(run.context))
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Caches for a run, freed on exit: the engine's, and what the drafter needs besides."""
+        own = nullcontext() if self._drafter is None else self._drafter.session(run.capacity)
+        with self._engine.session(run.capacity), own:
+            yield
 
     def begin(self, request: DecodeRequest, stats: DecodeStats) -> Run:
         """The request before its first step. Computes nothing."""
@@ -194,7 +204,7 @@ class DecodeLoop:
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
         """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
         engine = self._engine
-        if self._device_verify is not None and draft.num_looked_up == len(draft.ids):
+        if self._device_verify is not None and not self._config.continue_lookup:
             return self._device_verify.verify(context[-1], draft.ids)
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)

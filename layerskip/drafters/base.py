@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +71,11 @@ class Drafter(Protocol):
 
         profile: drafting and verification are timed apart.
         """
+        ...
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:
+        """What a text of up to `capacity` tokens, drafts included, needs besides the engine's own session; around all
+        of its rounds."""
         ...
 
     def begin(self) -> DraftSession:

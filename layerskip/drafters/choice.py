@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.drafters.base import Drafter
-from layerskip.drafters.eagle import EagleDrafter, EagleSettings, LeanEagle
+from layerskip.drafters.chain import ChainSettings
+from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
+from layerskip.drafters.draft_weights import loaded_weights
+from layerskip.drafters.eagle import EagleDrafter
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
 from layerskip.drafters.lookup import LookupDrafter
@@ -32,14 +35,14 @@ def make_drafter(
     if lookup is not None and config.drafter != "hybrid":
         return lookup
     if config.draft_weights is not None:
-        eagle = _make_eagle(config, engine, sampler)
-        return eagle if lookup is None else HybridDrafter(lookup, eagle)
+        by_weights = _by_weights(config.draft_weights, config, engine, sampler)
+        return by_weights if lookup is None else HybridDrafter(lookup, by_weights)
     settings = LayerSkipSettings(
-        config.skip_mask,
         config.gamma,
         config.draft_threshold,
         config.target_threshold,
-        config.share_prefix,
+        skip_mask=config.skip_mask,
+        share_prefix=config.share_prefix,
     )
     asks = lookup is not None and lookup.needs_target_prob
     layer_skip = LayerSkipDrafter(engine, sampler, settings, with_prob=True if asks else None)
@@ -50,13 +53,12 @@ def make_drafter(
     )
 
 
-def _make_eagle(config: DecodeConfig, engine: Engine, sampler: Sampler) -> EagleDrafter:
-    weights = config.draft_weights
-    # Not by its class: a benchmark wraps engines to time their forwards.
-    heads: dict[str, LeanEagle] | None = getattr(engine, "draft_heads", None)
-    if weights is None or heads is None:
-        raise ValueError(f"draft_weights: need the engine eager or fused, got {engine.name}")
-    if weights.path not in heads:
-        raise ValueError(f"draft_weights: {weights.path} is not loaded; `LayerSkipModel.check_config` loads it")
-    settings = EagleSettings(config.gamma, config.draft_threshold, config.target_threshold)
-    return EagleDrafter(heads[weights.path], cast(StatesEngine, engine), sampler, settings)
+def _by_weights(
+    weights: DraftWeights, config: DecodeConfig, engine: Engine, sampler: Sampler
+) -> EagleDrafter | DraftModelDrafter:
+    settings = ChainSettings(config.gamma, config.draft_threshold, config.target_threshold)
+    found = loaded_weights(engine, weights)
+    if isinstance(found, DraftModel):
+        return DraftModelDrafter(found, sampler, settings)
+    # Not checked by its class: a benchmark wraps engines to time their forwards.
+    return EagleDrafter(found, cast(StatesEngine, engine), sampler, settings)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from layerskip.drafters.base import Draft
+from layerskip.drafters.chain import ChainDrafter, ChainSettings
 from layerskip.drafters.eagle_head import EagleHead
 from layerskip.engines.lean_layers import Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.rounds.preparation import Starts
-from layerskip.rounds.sampling import Sampler, top_probability
+from layerskip.rounds.sampling import Sampler
 
 
 class LeanEagle:
@@ -38,6 +39,11 @@ class LeanEagle:
         self._rotary = head.rotary
         self._like = weight[:1]
         self._cos = self._sin = torch.empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, once."""
+        return self.module.nbytes
 
     def new_text(self, capacity: int) -> LeanEagleText:
         """A text of up to `capacity` tokens."""
@@ -84,70 +90,51 @@ class LeanEagleText:
         return self.head.mlp.add_to(x)
 
 
-@dataclass(frozen=True)
-class EagleSettings:
-    """What an eagle draft follows; fields as in `DecodeConfig`."""
-
-    gamma: int
-    draft_threshold: float = 0.0
-    target_threshold: float = 0.0
-
-
-class EagleDrafter:
-    """A chain of up to gamma tokens; thresholds as of `LayerSkipDrafter`.
+class EagleDrafter(ChainDrafter[ChainSettings]):
+    """A chain of up to gamma tokens.
 
     Cost: of a round, one layer over what the target has emitted since the last one and one layer a further token, and
-    the target's output embedding a token; the first round's layer goes over the prompt. Syncs as `LayerSkipDrafter`.
+    the target's output embedding a token; the first round's layer goes over the prompt. Syncs as `ChainDrafter.chain`.
     """
 
-    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: EagleSettings) -> None:
-        self._head, self._engine, self._sampler, self._settings = head, engine, sampler, settings
-
-    @property
-    def gamma(self) -> int:
-        return self._settings.gamma
-
-    @property
-    def needs_target_prob(self) -> bool:
-        return self._settings.target_threshold > 0.0
+    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: ChainSettings) -> None:
+        super().__init__(sampler, settings)
+        self._head, self._engine = head, engine
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (nothing is recorded)
         self._engine.keep_states()
 
     def begin(self) -> EagleSession:
-        return EagleSession(self._head, self._engine, self._sampler, self._settings)
+        return EagleSession(self, self._head, self._engine)
 
 
 class EagleSession:
     """See `DraftSession`."""
 
-    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: EagleSettings) -> None:
-        self._head, self._engine, self._sampler, self._settings = head, engine, sampler, settings
+    def __init__(self, drafter: EagleDrafter, head: LeanEagle, engine: StatesEngine) -> None:
+        self._drafter, self._head, self._engine = drafter, head, engine
         self._text: LeanEagleText | None = None
         self._num_done = 0
         """Positions whose keys and values come from the target's states."""
 
     def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Draft | None:
         """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
-        settings, sampler, engine = self._settings, self._sampler, self._engine
-        if limit < 1 or (target_prob is not None and target_prob < settings.target_threshold):
+        if limit < 1 or not self._drafter.is_sure(target_prob):
             return None
+        engine, place = self._engine, self._engine.cache.length
         state = self._follow(context)
-        seen, tokens = list(context), list[torch.Tensor]()
-        needs_ids = sampler.params.repetition_penalty != 1.0
-        for i in range(min(limit, settings.gamma)):
-            if i:
-                state = self._run(engine.embed(tokens[-1]), state, engine.cache.length + i - 1)
-            logits = sampler.shape(engine.unembed(self._head.norm(state)), seen)
-            tokens.append(sampler.choose(logits, len(context) + i))
-            if needs_ids:
-                seen.append(int(tokens[-1]))
-            if settings.draft_threshold > 0.0 and float(top_probability(logits)) < settings.draft_threshold:
-                break
-        return Draft(torch.cat(tokens))
+
+        def next_logits(last: torch.Tensor | None) -> torch.Tensor:
+            nonlocal state, place
+            if last is not None:
+                state = self._run(engine.embed(last), state, place)
+                place += 1
+            return engine.unembed(self._head.norm(state))
+
+        return Draft(torch.cat(self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)))
 
     def forget_from(self, position: int) -> None:
-        """The next round goes over the target's states from here on again."""
+        """The next round goes over the tokens behind this position, and the states before them, again."""
         self._num_done = min(self._num_done, position)
 
     def _follow(self, context: Sequence[int]) -> torch.Tensor:

@@ -193,19 +193,33 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
-def describe_weights(folder: Path) -> tuple[DraftWeights, dict[str, Any]]:
-    """What lies in a folder, from its config alone. Raises: ValueError or OSError naming the file."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder of draft weights, or of a model that drafts. Raises: ValueError or OSError naming it."""
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise ValueError(f"draft_weights: {folder} has no {CONFIG_NAME}; `python -m layerskip.train` writes one")
+        raise ValueError(
+            f"draft_weights: {folder} has no {CONFIG_NAME}; it must be what `python -m layerskip.train` wrote, or the "
+            "folder of a smaller model with the same tokenizer (of the hub: `hf download NAME --local-dir FOLDER`)"
+        )
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or config.get("drafter") != "eagle":
-            raise ValueError("must be an object with the drafter eagle")
+    except ValueError as error:
+        raise ValueError(f"{path}: not draft weights: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: not draft weights: must be an object, got {type(config).__name__}")
+    return config
+
+
+def describe_eagle(folder: Path) -> tuple[DraftWeights, dict[str, Any]]:
+    """Trained weights in a folder, and their config. Raises: ValueError or OSError naming the file."""
+    config = read_config(folder)
+    try:
+        if config.get("drafter") != "eagle":
+            raise ValueError("must have the drafter eagle")
         EagleShape(**config["shape"])
         return DraftWeights(path=str(folder), fingerprint=config["fingerprint"]), config
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not draft weights: {error}") from None
+        raise ValueError(f"{folder / CONFIG_NAME}: not draft weights: {error}") from None
 
 
 def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
@@ -215,7 +229,7 @@ def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
     ones, and files that are missing or broken.
     """
     folder = Path(weights.path)
-    found, config = describe_weights(folder)
+    found, config = describe_eagle(folder)
     if found.fingerprint != weights.fingerprint:
         raise ValueError(
             f"draft_weights.fingerprint: must be that of {folder}, {found.fingerprint}, got {weights.fingerprint}"

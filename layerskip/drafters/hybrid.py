@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from layerskip.drafters.base import Drafter, DraftSession, Proposal
 from layerskip.drafters.layer_skip import LayerSkipDrafter
@@ -31,6 +32,9 @@ class HybridDrafter:
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:
         self._computed.prepare(starts, profile=profile)
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:
+        return self._computed.session(capacity)
 
     def begin(self) -> _HybridSession:
         return _HybridSession(self._lookup.begin(), self._computed.begin(), self._continues)

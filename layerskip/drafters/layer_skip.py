@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
+from layerskip.drafters.chain import ChainDrafter, ChainSettings
 from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts
 from layerskip.rounds.round_work import RoundPlan
-from layerskip.rounds.sampling import Sampler, top_probability
+from layerskip.rounds.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class LayerSkipSettings:
+class LayerSkipSettings(ChainSettings):
     """What a layer-skip draft follows; fields as in `DecodeConfig`."""
 
-    skip_mask: SkipMask
-    gamma: int
-    draft_threshold: float = 0.0
-    target_threshold: float = 0.0
+    skip_mask: SkipMask = field(kw_only=True)
     share_prefix: bool = False
 
 
-class LayerSkipDrafter:
+class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
     """Autoregressive drafting under `skip_mask`. Has no state of its own, so it is its own session.
 
-    `draft_threshold`: drafting stops *after* the first token whose distribution has a top probability below it. The
-    low-confidence token stays in the draft: its forward is paid for already.
-
-    Cost: one masked forward a token; one device sync a token with a threshold or a penalty, else none. On an engine
-    that offers rounds, a part of the round's one piece of device work.
+    Cost: one masked forward a token; syncs as `ChainDrafter.chain`. On an engine that offers rounds, a part of the
+    round's one piece of device work.
     """
 
     def __init__(
         self, engine: Engine, sampler: Sampler, settings: LayerSkipSettings, *, with_prob: bool | None = None
     ) -> None:
         """with_prob: whether rounds on the device tell the target's probability; by default where it is looked at."""
+        super().__init__(sampler, settings)
         self._engine = engine
-        self._sampler = sampler
-        self._settings = settings
         self._device_round = self._on_device(self.needs_target_prob if with_prob is None else with_prob)
 
     def _on_device(self, with_prob: bool) -> DeviceRound | None:
@@ -54,14 +48,6 @@ class LayerSkipDrafter:
         one = self._settings
         plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
         return self._engine.make_round(plan, self._sampler)
-
-    @property
-    def gamma(self) -> int:
-        return self._settings.gamma
-
-    @property
-    def needs_target_prob(self) -> bool:
-        return self._settings.target_threshold > 0.0
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:
         if self._device_round is not None:
@@ -79,30 +65,19 @@ class LayerSkipDrafter:
             return DraftOnDevice(self._device_round, num_tokens)
         return self.draft(context, num_tokens)
 
-    def is_sure(self, target_prob: float | None) -> bool:
-        """Whether the target is sure enough of its last token to draft on it."""
-        return target_prob is None or target_prob >= self._settings.target_threshold
-
     def draft(self, context: Sequence[int], limit: int, looked_up: Sequence[int] = ()) -> Draft:
         """Draft on the host: up to `limit` tokens in all, the first of which are `looked_up` already."""
-        engine, sampler = self._engine, self._sampler
-        start = engine.cache.length
+        cache = self._engine.cache
+        start = cache.length
         prefix = self._new_prefix() if not looked_up else None
-        token = torch.tensor([context[-1], *looked_up], device=engine.device)
-        tokens = [token[1:]] if looked_up else []
-        seen = [*context, *looked_up]
-        needs_ids = sampler.params.repetition_penalty != 1.0
-        for place in range(len(seen), len(context) + limit):
-            logits = sampler.shape(self._forward(token, prefix), seen)
-            token = sampler.choose(logits, place)
-            tokens.append(token)
-            if needs_ids:
-                seen.append(int(token))
-            threshold = self._settings.draft_threshold
-            if threshold > 0.0 and float(top_probability(logits)) < threshold:
-                break
-        engine.cache.rollback_to(start)
-        return Draft(torch.cat(tokens), len(looked_up), prefix)
+        first = torch.tensor([context[-1], *looked_up], device=self._engine.device)
+
+        def next_logits(last: torch.Tensor | None) -> torch.Tensor:
+            return self._forward(first if last is None else last, prefix)
+
+        tokens = self.chain([*context, *looked_up], limit - len(looked_up), next_logits)
+        cache.rollback_to(start)
+        return Draft(torch.cat([first[1:], *tokens]), len(looked_up), prefix)
 
     def _new_prefix(self) -> PrefixStates | None:
         """None where the config does not share, and where the engine cannot: the output is the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -41,6 +42,10 @@ class LookupDrafter:
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:
         """Nothing: lookups use no device."""
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:  # noqa: ARG002 (lookups keep tokens alone)
+        """See `Drafter`."""
+        return nullcontext()
 
     def begin(self) -> LookupSession:
         return LookupSession(self._settings, self._gamma, self._target_threshold, self._store)

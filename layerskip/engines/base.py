@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,8 @@ class Engine(Protocol):
     """One model and, inside `session`, one cache."""
 
     name: str
+    draft_weights: dict[str, Any]
+    """What drafts for this model, by its folder, as `DecodeConfig.draft_weights` names it; loaded once and kept."""
 
     @property
     def device(self) -> torch.device: ...
@@ -74,6 +76,7 @@ class SessionEngine:
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._cache: SharedLengthCache | None = None
+        self.draft_weights: dict[str, Any] = {}
 
     @property
     def device(self) -> torch.device:

@@ -16,8 +16,6 @@ class StatesEngine(SessionEngine):
 
     def __init__(self, adapter: ModelAdapter) -> None:
         super().__init__(adapter)
-        self.draft_heads: dict[str, Any] = {}
-        """Trained weights by their folder, as `DecodeConfig.draft_weights` names it; loaded once and kept."""
         self._states: torch.Tensor | None = None
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.config.decode_config import DecodeConfig, DrafterName
+from layerskip.config.decode_config import DecodeConfig, DrafterName, ways_by
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.prefix import PrefixStates
 from search.outlook.warm_starts import warm_starts
@@ -96,9 +96,10 @@ class Candidates:
         if weights is None:
             return []
         found: list[Predicted] = []
-        if "eagle" in self._space.drafters:
+        alone, hybrid = ways_by(weights)
+        if alone in self._space.drafters:
             found += self.predictor.best_by_weights(weights, [None], count=_NUM_BY_WEIGHTS)
-        if "hybrid_eagle" in self._space.drafters and lookups:
+        if hybrid in self._space.drafters and lookups:
             found += self.predictor.best_by_weights(weights, lookups, count=_NUM_BY_WEIGHTS)
         return [self._candidate(one, full_fidelity=True) for one in found]
 
@@ -145,12 +146,12 @@ class Candidates:
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
             share = bool(more and more.pop(0)) if self._space.share_prefix else False
-            by_weights = mask == _WEIGHTS
-            alone: DrafterName = "eagle" if by_weights else "layer_skip"
+            weights = self._space.draft_weights if mask == _WEIGHTS else None
+            alone: DrafterName = "layer_skip" if weights is None else weights.drafter
             config = DecodeConfig(
                 drafter=alone if lookup is None else "hybrid" if "gamma" in lookup else lookup["method"],
-                skip_mask=SkipMask.none(self._space.num_layers) if by_weights else SkipMask.parse(mask),
-                draft_weights=self._space.draft_weights if by_weights else None,
+                skip_mask=SkipMask.none(self._space.num_layers) if weights else SkipMask.parse(mask),
+                draft_weights=weights,
                 gamma=gamma,
                 draft_threshold=draft_threshold,
                 target_threshold=target_threshold,

@@ -11,6 +11,7 @@ import numpy as np
 import optuna
 
 from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.decode_config import BY_WEIGHTS, HYBRIDS
 from layerskip.config.skip_mask import SkipMask
 from search.budget.work import (
     MIN_OPENING_S,
@@ -228,7 +229,7 @@ class _Opening:
 
     def _lookups_before_weights(self, predictor: Predictor, alone: Sequence[Candidate]) -> list[LookupChoice | None]:
         """What trained weights are combined with: the best lookups alone, whether the space has them alone or not."""
-        if "hybrid_eagle" not in self.space.drafters:
+        if not any(one in BY_WEIGHTS and one in HYBRIDS for one in self.space.drafters):
             return []
         configs = [self.space.to_config(one.params) for one in alone]
         if not configs:

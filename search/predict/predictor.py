@@ -388,7 +388,7 @@ class Predictor:
         fields: dict[str, Any] = {"skip_mask": drafted_by}
         if isinstance(drafted_by, DraftWeights):
             none = SkipMask.none(len(self.cost.attention_s))
-            fields = {"drafter": "eagle", "skip_mask": none, "draft_weights": drafted_by}
+            fields = {"drafter": drafted_by.drafter, "skip_mask": none, "draft_weights": drafted_by}
         if choice is not None:
             fields |= {"drafter": "hybrid", "lookup": choice.in_hybrid()}
         return DecodeConfig(

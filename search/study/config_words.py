@@ -10,10 +10,8 @@ def describe(config: DecodeConfig) -> str:
     """A config in a few words."""
     if not config.speculates:
         return "plain decoding"
-    if config.drafter in ("layer_skip", "eagle"):
-        return _describe_computed(config)
     if config.lookup is None:
-        raise ValueError(f"lookup: is required where the drafter is {config.drafter}")
+        return _describe_computed(config)
     lookup = f"{config.lookup.method} of {config.lookup.min_match} or more tokens, gamma {config.lookup_gamma}"
     if isinstance(config.lookup, SuffixLookup):
         lookup += f", factor {config.lookup.factor:g}, min_probability {config.lookup.min_probability:g}"
@@ -26,7 +24,7 @@ def describe(config: DecodeConfig) -> str:
 
 
 def _describe_computed(config: DecodeConfig) -> str:
-    by = f"mask {config.skip_mask}" if config.draft_weights is None else "eagle"
+    by = f"mask {config.skip_mask}" if config.draft_weights is None else config.draft_weights.drafter
     text = f"{by}, gamma {config.gamma}"
     if config.draft_threshold:
         text += f", draft_threshold {config.draft_threshold:g}"

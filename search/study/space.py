@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from layerskip.config.decode_config import BY_WEIGHTS, DecodeConfig, DraftWeights, check_ways
+from layerskip.config.decode_config import BY_WEIGHTS, HYBRIDS, TRAINED, DecodeConfig, DraftWeights, check_ways
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from search.study.lookup_choice import LookupChoice
@@ -22,10 +22,9 @@ SHARE_PREFIX = "share_prefix"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
 MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
 FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
-EAGLE_GAMMA, EAGLE_DRAFT_THRESHOLD = "eagle.gamma", "eagle.draft_threshold"
-EAGLE_TARGET_THRESHOLD = "eagle.target_threshold"
-_EAGLE_NAMES = (EAGLE_GAMMA, EAGLE_DRAFT_THRESHOLD, EAGLE_TARGET_THRESHOLD)
-_HYBRIDS = ("hybrid", "hybrid_eagle")
+WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD = "weights.gamma", "weights.draft_threshold"
+WEIGHTS_TARGET_THRESHOLD = "weights.target_threshold"
+_WEIGHTS_NAMES = (WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD, WEIGHTS_TARGET_THRESHOLD)
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
 MIN_MATCH_MAX = 6
@@ -63,7 +62,7 @@ class SearchSpace:
     """Ways to draft, see `DecodeConfig.way`; with `layer_skip` alone there is no parameter for it."""
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
     draft_weights: DraftWeights | None = None
-    """What `eagle` and `hybrid_eagle` draft by."""
+    """What ways to draft by trained weights draft by."""
 
     def __post_init__(self) -> None:
         check_ways(self.drafters)
@@ -113,7 +112,7 @@ class SearchSpace:
 
     @property
     def _has_hybrids(self) -> bool:
-        return any(one in self.drafters for one in _HYBRIDS)
+        return any(one in self.drafters for one in HYBRIDS)
 
     @property
     def uses_weights(self) -> bool:
@@ -151,9 +150,9 @@ class SearchSpace:
                 found[SHARE_PREFIX] = CategoricalDistribution([False, True])
         if self.uses_weights:
             found |= {
-                EAGLE_GAMMA: IntDistribution(1, self.gamma_max),
-                EAGLE_DRAFT_THRESHOLD: threshold,
-                EAGLE_TARGET_THRESHOLD: threshold,
+                WEIGHTS_GAMMA: IntDistribution(1, self.gamma_max),
+                WEIGHTS_DRAFT_THRESHOLD: threshold,
+                WEIGHTS_TARGET_THRESHOLD: threshold,
             }
         if self.lookup_methods:
             found |= {
@@ -176,12 +175,12 @@ class SearchSpace:
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
             names += [SHARE_PREFIX] if self.share_prefix else []
         if drafter in BY_WEIGHTS:
-            names += _EAGLE_NAMES
-        if drafter in _HYBRIDS:
+            names += _WEIGHTS_NAMES
+        if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
-        if drafter not in ("layer_skip", "eagle"):
+        if drafter not in ("layer_skip", *TRAINED):
             names += [MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD]
-        if (method if drafter in _HYBRIDS else drafter) == "suffix":
+        if (method if drafter in HYBRIDS else drafter) == "suffix":
             names += [FACTOR, MIN_PROBABILITY]
         return names
 
@@ -209,7 +208,7 @@ class SearchSpace:
             return params[name]
 
         drafter = ask(DRAFTER) if DRAFTER in self.distributions else "layer_skip"
-        method = ask(LOOKUP_METHOD) if drafter in _HYBRIDS else None
+        method = ask(LOOKUP_METHOD) if drafter in HYBRIDS else None
         for name in self.names_for(drafter, method):
             ask(name)
         return self.to_config(params)
@@ -223,10 +222,10 @@ class SearchSpace:
             raise ValueError(f"params: must be the space's parameters, differ in {different}")
         if drafter == "layer_skip":
             return DecodeConfig(**self._mask_fields(params))
-        if drafter == "eagle":
-            return DecodeConfig(drafter="eagle", **self._weights_fields(params))
+        if drafter in TRAINED:
+            return DecodeConfig(drafter=drafter, **self._weights_fields(params))
         choice = _choice_of(params, params.get(LOOKUP_METHOD, drafter))
-        if drafter in _HYBRIDS:
+        if drafter in HYBRIDS:
             fields = self._mask_fields(params) if drafter == "hybrid" else self._weights_fields(params)
             return DecodeConfig(drafter="hybrid", **fields, lookup=choice.in_hybrid())
         return choice.alone(self.num_layers)
@@ -243,9 +242,9 @@ class SearchSpace:
     def _weights_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "skip_mask": SkipMask.none(self.num_layers),
-            "gamma": int(params[EAGLE_GAMMA]),
-            "draft_threshold": snap_threshold(params[EAGLE_DRAFT_THRESHOLD]),
-            "target_threshold": snap_threshold(params[EAGLE_TARGET_THRESHOLD]),
+            "gamma": int(params[WEIGHTS_GAMMA]),
+            "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
+            "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
             "draft_weights": self.draft_weights,
         }
 
@@ -274,9 +273,9 @@ class SearchSpace:
         params: dict[str, Any] = {}
         if config.way in BY_WEIGHTS:
             params = {
-                EAGLE_GAMMA: min(max(config.gamma, 1), self.gamma_max),
-                EAGLE_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
-                EAGLE_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
+                WEIGHTS_GAMMA: min(max(config.gamma, 1), self.gamma_max),
+                WEIGHTS_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
+                WEIGHTS_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
             }
         if config.way in ("layer_skip", "hybrid"):
             params = self.to_bits(config.skip_mask) | {

@@ -92,10 +92,11 @@ class StudySpec(OneLineErrors):
     study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see
     layerskip/README.md)."""
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
-    """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle` and `hybrid_eagle` by
-    `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""
+    """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
+    by `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""
     draft_weights: NonEmpty | None = None
-    """Folder of weights that `python -m layerskip.train` has made for this model."""
+    """Folder of weights that `python -m layerskip.train` has made for this model, or of a smaller model with the same
+    tokenizer."""
     regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """How tokens are chosen: `greedy`, `t0.7`, `t0.7_p0.9_k40` and so on, see `layerskip.Sampling.name`. Each is
     searched apart, with an equal share of the trials, and all are exported in one config. None = the one that the

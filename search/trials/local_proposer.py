@@ -12,9 +12,6 @@ from search.outlook.warm_starts import warm_starts
 from search.study.leaderboard import make_standings
 from search.study.space import (
     DRAFT_THRESHOLD,
-    EAGLE_DRAFT_THRESHOLD,
-    EAGLE_GAMMA,
-    EAGLE_TARGET_THRESHOLD,
     GAMMA,
     LOOKUP_GAMMA,
     LOOKUP_THRESHOLD,
@@ -24,6 +21,9 @@ from search.study.space import (
     SHARE_PREFIX,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
+    WEIGHTS_DRAFT_THRESHOLD,
+    WEIGHTS_GAMMA,
+    WEIGHTS_TARGET_THRESHOLD,
     SearchSpace,
     snap_threshold,
 )
@@ -36,8 +36,8 @@ _LOCAL_SHARE = 0.7
 _FLIP_SHARE = 0.7
 """Of those, while the leader has neighbours left that nobody has measured."""
 _THRESHOLD_CHANCES = {
-    EAGLE_DRAFT_THRESHOLD: 0.3,
-    EAGLE_TARGET_THRESHOLD: 0.1,
+    WEIGHTS_DRAFT_THRESHOLD: 0.3,
+    WEIGHTS_TARGET_THRESHOLD: 0.1,
     DRAFT_THRESHOLD: 0.3,
     TARGET_THRESHOLD: 0.1,
     LOOKUP_THRESHOLD: 0.1,
@@ -109,7 +109,7 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
             chosen = [str(name) for name in rng.choice(bits, size=count, replace=False)]
         for name in chosen:
             moved[name] = not moved[name]
-    gammas = ((GAMMA, space.gamma_max), (EAGLE_GAMMA, space.gamma_max))
+    gammas = ((GAMMA, space.gamma_max), (WEIGHTS_GAMMA, space.gamma_max))
     for name, most in (*gammas, (MIN_MATCH, MIN_MATCH_MAX), (LOOKUP_GAMMA, space.lookup_gamma_max)):
         if name in moved and rng.random() < 0.3:
             moved[name] = int(np.clip(moved[name] + rng.choice([-2, -1, 1, 2]), 1, most))
@@ -119,7 +119,7 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     if SHARE_PREFIX in moved and rng.random() < 0.2:
         moved[SHARE_PREFIX] = not moved[SHARE_PREFIX]
     if moved == dict(params):
-        thresholds = (DRAFT_THRESHOLD, EAGLE_DRAFT_THRESHOLD, LOOKUP_THRESHOLD)
+        thresholds = (DRAFT_THRESHOLD, WEIGHTS_DRAFT_THRESHOLD, LOOKUP_THRESHOLD)
         name = str(rng.choice(bits)) if bits else next(one for one in thresholds if one in moved)
         moved[name] = not moved[name] if bits else snap_threshold(0.5 if moved[name] != 0.5 else 0.0)
     return moved

@@ -17,6 +17,7 @@ from torch import nn
 
 from layerskip import LayerSkipModel, SkipMask
 from layerskip.config.decode_config import DraftWeights
+from layerskip.drafters.draft_weights import describe_weights
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
 
@@ -223,6 +224,19 @@ def eagle_of(run: str) -> DraftWeights:
         return train_eagle(
             model, Sequences(tuple(own[2:]), tuple(own[:2])), folder, options, tell=lambda _: None
         ).weights
+
+
+@functools.cache
+def draft_model_of(run: str) -> DraftWeights:
+    """A model that is often right: the target with noise in its weights, as a folder."""
+    folder = Path(tempfile.mkdtemp(prefix="draft-model-"))
+    with torch.inference_mode(mode=False), torch.no_grad():
+        model = copy.deepcopy(model_of(run))
+        noise = torch.Generator().manual_seed(3)
+        for one in model.parameters():
+            one += 0.1 * one.std() * torch.randn(one.shape, generator=noise) if one.numel() > 1 else 0.0
+        model.save_pretrained(folder)
+    return describe_weights(folder)
 
 
 @functools.cache

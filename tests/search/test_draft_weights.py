@@ -93,7 +93,7 @@ def test_what_is_missing_is_said_before_anything_is_written(tiny_study: list[str
     assert run.main([*tiny_study, "--drafters", "eagle"]) == 2
     assert "draft_weights: are required to search eagle" in capsys.readouterr().err
     assert run.main([*tiny_study, "--drafters", "suffix", "--draft-weights", str(tmp_path)]) == 2
-    assert "draft_weights: must be left out where drafters has none of eagle, hybrid_eagle" in capsys.readouterr().err
+    assert "draft_weights: must be left out where drafters has none of eagle, draft_model" in capsys.readouterr().err
     assert run.main([*tiny_study, "--draft-weights", str(tmp_path)]) == 2
     assert "has no config.json" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
+from layerskip.analysis.teacher_forcing.by_weights import Chains, WeightsForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
@@ -78,7 +78,7 @@ class TeacherForcing(ABC):
 
     keys: str
     by_weights: WeightsForcing | None = None
-    """The same for trained weights, where the engine hands out what they need."""
+    """The same for trained weights."""
 
     def __init__(self, texts: Sequence[ForcedText], device: torch.device, sampling: SamplingParams | None) -> None:
         """sampling: how the continuations were chosen, and so would drafts be; greedily without it."""
@@ -142,8 +142,7 @@ class TeacherForcing(ABC):
         if isinstance(drafted_by, SkipMask):
             found = self.draft_logits(drafted_by, depth, texts)
         else:
-            weights = self._weights_forcing()
-            found = (weights.logits(drafted_by, i, depth) for i in places)
+            found = (self._by_weights.logits(drafted_by, i, depth) for i in places)
         for i, logits in zip(places, found, strict=True):
             text, ids = self.texts[i], self._continuations[i]
             context, rest = [*text.prompt_ids, text.continuation_ids[0]], ids[1:]
@@ -183,7 +182,7 @@ class TeacherForcing(ABC):
         one. With `keys="own"` all the room is taken to be used.
         """
         if not isinstance(drafted_by, SkipMask):
-            return [self._go_on(drafted_by, one, threshold) for one in wrong]
+            return self._overrun_by_weights(drafted_by, wrong, threshold)
         mask = drafted_by
         if self.keys != "target":
             return [one.room for one in wrong]
@@ -209,12 +208,23 @@ class TeacherForcing(ABC):
             going = [c for c in going if found[c][1] >= threshold and added[c] < wrong[c].room]
         return added
 
-    def _weights_forcing(self) -> WeightsForcing:
+    @property
+    def _by_weights(self) -> WeightsForcing:
         if self.by_weights is None:
-            raise ValueError("draft_weights: need the engine eager or fused")
+            raise ValueError("draft_weights: this forcing was made without an engine to read them on")
         return self.by_weights
 
-    def _go_on(self, weights: DraftWeights, wrong: WrongDraft, threshold: float) -> int:
+    def _overrun_by_weights(self, weights: DraftWeights, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
+        added = [0] * len(wrong)
+        for i in sorted({one.text for one in wrong}):
+            own = [place for place, one in enumerate(wrong) if one.text == i]
+            room = max(wrong[place].drafted + 1 + wrong[place].room for place in own)
+            with self._by_weights.chains(weights, i, room) as chains:
+                for place in sorted(own, key=lambda one: wrong[one].drafted - wrong[one].row):
+                    added[place] = self._go_on(chains, wrong[place], threshold)
+        return added
+
+    def _go_on(self, chains: Chains, wrong: WrongDraft, threshold: float) -> int:
         """`overrun` of one, by trained weights."""
         i, text, start = wrong.text, self.texts[wrong.text], wrong.row - wrong.drafted
         sampler = self._samplers[i]
@@ -225,7 +235,7 @@ class TeacherForcing(ABC):
             return int(chosen), float(top)
 
         begun = [*text.continuation_ids[start + 1 : wrong.row + 1], wrong.token]
-        return self._weights_forcing().go_on(weights, i, begun, start, wrong.room, choose_next, threshold)
+        return chains.go_on(begun, start, wrong.room, choose_next, threshold)
 
     def _shape_chains(
         self, i: int, logits: torch.Tensor, chains: Sequence[tuple[WrongDraft, Sequence[int]]]

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from layerskip.analysis.teacher_forcing.rows import ForcedText
+from layerskip.analysis.teacher_forcing.by_draft_model import draft_model_chains, draft_model_logits
+from layerskip.analysis.teacher_forcing.rows import ChooseNext, ForcedText
 from layerskip.config.decode_config import DraftWeights
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import LeanEagle, LeanEagleText
 
 _DEPTH = 7
 """Drafts into a round that are read at least. Each costs a layer over the text, and their acceptance falls from one to
 the next, because all but the first go on from states of the draft's own."""
-ChooseNext = Callable[[torch.Tensor, Sequence[int]], tuple[int, float]]
-"""The token chosen from logits (1, V) after continuation tokens, and the top probability."""
+
+
+class Chains(Protocol):
+    """Rounds of one text that have gone wrong."""
+
+    def go_on(self, begun: Sequence[int], row: int, most: int, choose: ChooseNext, threshold: float) -> int:
+        """How many tokens a draft adds to a round, up to `most` or the first unsure one.
+
+        begun: what the round that starts after continuation token `row` has drafted; no later one than the call before.
+        """
+        ...
 
 
 @dataclass
@@ -30,22 +43,25 @@ class _Text:
 
 
 class WeightsForcing:
-    """What trained weights draft along the texts of a teacher forcing. See `EagleHead.rollouts`.
+    """What trained weights draft along the texts of a teacher forcing. Of eagle, see `EagleHead.rollouts`.
 
-    Cost: a target forward over a text when it is first asked for. Memory: the target's last states, and the head's keys
-    and values, of every text.
+    Cost, of eagle: a target forward over a text when it is first asked for. Memory: the target's last states, and the
+    head's keys and values, of every text.
     """
 
     def __init__(self, engine: Any, texts: Sequence[ForcedText]) -> None:
-        """engine: a `StatesEngine`."""
+        """engine: for eagle a `StatesEngine`."""
         self._engine, self._texts = engine, texts
-        self._known: dict[tuple[str, int], _Text] = {}
+        self._known: dict[tuple[DraftWeights, int], _Text] = {}
 
     @torch.inference_mode()
     def logits(self, weights: DraftWeights, i: int, depth: int) -> torch.Tensor:
         """(D + 1, T, V) of one text, D at least `depth`, row (d, k) after continuation token k, d tokens into a
-        round."""
-        head, text, one = self._head(weights), self._text(weights, i), self._texts[i]
+        round; of what does not depend on that, for d = 0 alone."""
+        head, one = loaded_weights(self._engine, weights), self._texts[i]
+        if isinstance(head, DraftModel):
+            return draft_model_logits(head, one)
+        text = self._text(weights, head, i)
         start, count = len(one.prompt_ids), len(one.continuation_ids)
         depth = max(depth, _DEPTH)
         first = max(0, start - 1 - depth)
@@ -54,23 +70,44 @@ class WeightsForcing:
         logits: torch.Tensor = self._engine.unembed(head.norm(hidden.flatten(0, 1)))
         return logits.view(len(steps), count, -1)
 
-    @torch.inference_mode()
-    def go_on(
-        self,
-        weights: DraftWeights,
-        i: int,
-        begun: Sequence[int],
-        row: int,
-        most: int,
-        choose: ChooseNext,
-        threshold: float,
-    ) -> int:
-        """How many tokens a draft adds to a round, up to `most` or the first unsure one.
+    @contextmanager
+    def chains(self, weights: DraftWeights, i: int, room: int) -> Iterator[Chains]:
+        """Rounds of one text, of up to `room` tokens."""
+        head = loaded_weights(self._engine, weights)
+        if isinstance(head, DraftModel):
+            with draft_model_chains(head, self._texts[i], room) as chains:
+                yield chains
+        else:
+            yield _EagleChains(self._engine, head, self._text(weights, head, i), self._texts[i])
 
-        begun: what the round that starts after continuation token `row` has drafted. Cost: a layer a token.
-        """
-        head, text, one = self._head(weights), self._text(weights, i), self._texts[i]
-        engine, drafting = self._engine, text.drafting
+    def _text(self, weights: DraftWeights, head: LeanEagle, i: int) -> _Text:
+        key = (weights, i)
+        if key not in self._known:
+            engine = self._engine
+            ids = torch.tensor(self._texts[i].ids, device=engine.device)
+            with engine.session(len(ids)):
+                engine.keep_states()
+                engine.forward(ids)
+                states = engine.states.clone()
+            embedded = engine.embed(ids[1:])
+            drafting = head.new_text(len(ids) + 64)
+            drafting.run(head.enter(embedded, states[:-1]), 0)
+            self._known[key] = _Text(states, embedded, drafting)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _EagleChains:
+    """See `Chains`. Cost: a layer a token."""
+
+    engine: Any
+    head: LeanEagle
+    text: _Text
+    one: ForcedText
+
+    def go_on(self, begun: Sequence[int], row: int, most: int, choose: ChooseNext, threshold: float) -> int:
+        head, text, one = self.head, self.text, self.one
+        engine, drafting = self.engine, text.drafting
         first = len(one.prompt_ids) + row - 1
         """Position of the last state that the target has computed."""
         stop = min(first + len(begun) + most + 1, drafting.keys.shape[2])
@@ -93,24 +130,3 @@ class WeightsForcing:
             for buffer, before in zip((drafting.keys, drafting.values), kept, strict=True):
                 buffer[:, :, first:stop] = before
         return added
-
-    def _head(self, weights: DraftWeights) -> LeanEagle:
-        if weights.path not in self._engine.draft_heads:
-            raise ValueError(f"draft_weights: {weights.path} is not loaded; `LayerSkipModel.check_config` loads it")
-        head: LeanEagle = self._engine.draft_heads[weights.path]
-        return head
-
-    def _text(self, weights: DraftWeights, i: int) -> _Text:
-        key = (weights.path, i)
-        if key not in self._known:
-            engine, head = self._engine, self._head(weights)
-            ids = torch.tensor(self._texts[i].ids, device=engine.device)
-            with engine.session(len(ids)):
-                engine.keep_states()
-                engine.forward(ids)
-                states = engine.states.clone()
-            embedded = engine.embed(ids[1:])
-            drafting = head.new_text(len(ids) + 64)
-            drafting.run(head.enter(embedded, states[:-1]), 0)
-            self._known[key] = _Text(states, embedded, drafting)
-        return self._known[key]

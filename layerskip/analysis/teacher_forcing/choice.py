@@ -16,7 +16,6 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
 from layerskip.rounds.sampling import SamplingParams
@@ -28,15 +27,14 @@ def make_teacher_forcing(
     model: LayerSkipModel, texts: Sequence[ForcedText], sampling: SamplingParams | None = None
 ) -> TeacherForcing:
     """The best way that this model allows, found by comparing readings with live draft steps; and drafts by trained
-    weights, where the engine has what they need.
+    weights.
 
     `.keys` says which: `target` where earlier positions are the target's, as when drafting; `own` where that cannot be
     had and the readings are an approximation. sampling: how the continuations were chosen, greedily without it.
     Cost: one target forward a text, and a few to check.
     """
     forcing = _by_masks(model, texts, sampling)
-    if isinstance(model.engine, StatesEngine):
-        forcing.by_weights = WeightsForcing(model.engine, forcing.texts)
+    forcing.by_weights = WeightsForcing(model.engine, forcing.texts)
     return forcing
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+ChooseNext = Callable[[torch.Tensor, Sequence[int]], tuple[int, float]]
+"""The token chosen from logits (1, V) after continuation tokens, and the top probability."""
 
 
 @dataclass(frozen=True)

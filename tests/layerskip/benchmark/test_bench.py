@@ -93,7 +93,7 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert tuple(rows) == ROW_NAMES
     assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
     assert rows.pop("layer_skip")["reason"] == "the config is that, see speculative"
-    assert rows.pop("eagle")["reason"] == "the config has no draft weights"
+    assert rows.pop("eagle")["reason"] == "the config has no draft weights of eagle"
     for name, row in rows.items():
         assert (row["identical"], row["ties"], row["num_outputs"], row["differing"]) == (6, 0, 6, []), name
         assert row["ci_low"] <= row["tokens_per_s"] <= row["ci_high"]
@@ -290,7 +290,7 @@ def test_the_rows_of_single_drafters_are_what_the_config_has_of_each() -> None:
     lookup = SuffixLookup(min_match=3, gamma=2)
     hybrid = DecodeConfig(drafter="hybrid", skip_mask=mask, gamma=3, lookup=lookup, draft_threshold=0.1)
     found = own_settings(num_layers, hybrid)
-    assert found.keys() == set(OWN_ROWS) - {FREE_RUNNING, "eagle"}
+    assert found.keys() == set(OWN_ROWS) - {FREE_RUNNING, "eagle", "draft_model"}
     assert found["speculative"] == hybrid
     assert found["layer_skip"] == EARLY_EXIT
     assert (found["hybrid"].skip_mask, found["hybrid"].gamma, found["hybrid"].lookup_gamma) == (mask, 3, 10)
@@ -320,9 +320,10 @@ def test_draft_weights_have_rows_and_steps_like_a_mask() -> None:
     assert result.steps is not None
     draft: Any = result.steps["draft"]
     assert all(step["seconds"] > 0 for step in draft)
-    assert draft[0]["bytes"] > sum(one.nbytes for one in model.engine.draft_heads[weights.path].module.parameters())
+    assert draft[0]["bytes"] > sum(one.nbytes for one in model.engine.draft_weights[weights.path].module.parameters())
 
 
+NO_WEIGHTS = {one: f"the config has no draft weights of {one}" for one in ("eagle", "draft_model")}
 COMPUTED = ("speculative", "layer_skip", "eagle", "hybrid")
 
 
@@ -331,11 +332,10 @@ COMPUTED = ("speculative", "layer_skip", "eagle", "hybrid")
     [
         (None, dict.fromkeys(COMPUTED, "needs --config, or --drafter or --mask")),
         (DecodeConfig.plain(4), dict.fromkeys(COMPUTED, "the config says gamma 0")),
-        (EARLY_EXIT, {"layer_skip": "the config is that, see speculative", "eagle": "the config has no draft weights"}),
+        (EARLY_EXIT, {"layer_skip": "the config is that, see speculative", **NO_WEIGHTS}),
         (
             lookup_alone(4, NGRAMS),
-            dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask")
-            | {"eagle": "the config has no draft weights"},
+            dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask") | {**NO_WEIGHTS},
         ),
     ],
 )

@@ -46,15 +46,14 @@ SUFFIX = SuffixLookup(min_match=1, factor=2.0, min_probability=0.3)
 
 def by_weights(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
     """A config of every drafter that needs trained weights."""
-    own: dict[str, Any] = {
-        "skip_mask": SkipMask.none(zoo.NUM_LAYERS),
-        "gamma": gamma,
-        "draft_weights": zoo.eagle_of(run),
-    }
-    return {
-        "eagle": DecodeConfig(drafter="eagle", **own, draft_threshold=0.2, target_threshold=0.1),
-        "hybrid eagle": DecodeConfig(drafter="hybrid", **own, lookup=NGRAM.model_copy(update={"gamma": gamma + 2})),
-    }
+    common: dict[str, Any] = {"skip_mask": SkipMask.none(zoo.NUM_LAYERS), "gamma": gamma}
+    lookup = NGRAM.model_copy(update={"gamma": gamma + 2})
+    found = {}
+    for weights in (zoo.eagle_of(run), zoo.draft_model_of(run)):
+        own = common | {"draft_weights": weights}
+        found[weights.drafter] = DecodeConfig(drafter=weights.drafter, **own, draft_threshold=0.2, target_threshold=0.1)
+        found[f"hybrid {weights.drafter}"] = DecodeConfig(drafter="hybrid", **own, lookup=lookup)
+    return found
 
 
 def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
@@ -82,7 +81,7 @@ def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
 
 
 DRAFTERS = tuple(drafters(SkipMask.none(2)))
-TRAINED = ("eagle", "hybrid eagle")
+TRAINED = ("eagle", "hybrid eagle", "draft_model", "hybrid draft_model")
 
 
 def config_of(name: str, run: str, mask: SkipMask) -> DecodeConfig:
@@ -150,7 +149,7 @@ def test_greedy_equals_generate_with_trained_weights(name: str) -> None:
 @zoo.each(("llama", "llama fused", "gemma3", "falcon-alibi", "llama graph"))
 @pytest.mark.parametrize("drafter", DRAFTERS + TRAINED)
 def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str, drafter: str) -> None:
-    if drafter in TRAINED and name not in zoo.RUNS:
+    if "eagle" in drafter and name not in zoo.RUNS:
         pytest.skip("trained weights draft on eager and fused")
     model, config = zoo.layerskip_of(name), config_of(drafter, name, SkipMask.from_layers(4, [0, 2]))
     total = len(PROMPT)
@@ -354,7 +353,8 @@ LOOKUP = {"method": "prompt_lookup", "min_match": 2, "max_match": 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"drafter": "ngrams"},
-        "drafter: input should be 'layer_skip', 'prompt_lookup', 'suffix', 'hybrid' or 'eagle', got 'ngrams'",
+        "drafter: input should be 'layer_skip', 'prompt_lookup', 'suffix', 'hybrid', 'eagle' or 'draft_model', got "
+        "'ngrams'",
     ),
     ({"drafter": "suffix"}, "lookup: is required where the drafter is suffix"),
     ({"lookup": LOOKUP}, "lookup: must be left out where the drafter is layer_skip"),

@@ -164,5 +164,5 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_the_recording_engine_refuses_it() -> None:
     model = zoo.layerskip_of("llama graph")
-    with pytest.raises(ValueError, match="draft_weights: need the engine eager or fused, got cuda_graph"):
+    with pytest.raises(ValueError, match="draft_weights: eagle needs the engine eager or fused, got cuda_graph"):
         model.generate(PROMPT, max_new_tokens=4, config=eagle(zoo.eagle_of("llama")))

@@ -10,6 +10,7 @@ import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText, make_teacher_forcing
+from layerskip.config.decode_config import TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
@@ -24,46 +25,52 @@ NEW_TOKENS = 24
 GREEDY, WARM = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8, top_k=0)
 
 
-def space(run: str) -> SearchSpace:
+def weights_of(run: str, drafter: str) -> DraftWeights:
+    make = zoo.eagle_of if drafter == "eagle" else zoo.draft_model_of
+    return make(zoo.architecture(run))
+
+
+def space(run: str, drafter: str = "eagle") -> SearchSpace:
     return SearchSpace(
         zoo.NUM_LAYERS,
         8,
         (),
         (),
         (),
-        drafters=("eagle", "hybrid_eagle"),
+        drafters=(drafter, f"hybrid_{drafter}"),
         lookup_gamma_max=8,
-        draft_weights=zoo.eagle_of(zoo.architecture(run)),
+        draft_weights=weights_of(run, drafter),
     )
 
 
-def configs(run: str) -> list[DecodeConfig]:
+def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
     own: dict[str, Any] = {
         "skip_mask": SkipMask.none(zoo.NUM_LAYERS),
-        "draft_weights": zoo.eagle_of(zoo.architecture(run)),
+        "draft_weights": weights_of(run, drafter),
     }
     lookup = SuffixLookup(min_match=1, gamma=3, target_threshold=0.2)
     return [
-        DecodeConfig(drafter="eagle", gamma=1, **own),
-        DecodeConfig(drafter="eagle", gamma=8, **own),
-        DecodeConfig(drafter="eagle", gamma=6, draft_threshold=0.4, target_threshold=0.2, **own),
+        DecodeConfig(drafter=drafter, gamma=1, **own),
+        DecodeConfig(drafter=drafter, gamma=8, **own),
+        DecodeConfig(drafter=drafter, gamma=6, draft_threshold=0.4, target_threshold=0.2, **own),
         DecodeConfig(drafter="hybrid", gamma=5, draft_threshold=0.3, lookup=lookup, **own),
     ]
 
 
+@pytest.mark.parametrize("drafter", TRAINED)
 @pytest.mark.parametrize("run", ["llama fused", "gemma3"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams) -> None:
+def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams, drafter: str) -> None:
     model = zoo.layerskip_of(run)
     decoder = ModelDecoder(model, NEW_TOKENS, params)
     plain = DecodeConfig.plain(zoo.NUM_LAYERS)
     prompts = [zoo.prompt_of(5, seed=i) for i in range(4)]
     texts = [ForcedText(one, decoder.decode(one, plain, seed).ids, seed) for seed, one in enumerate(prompts)]
-    every = configs(run)
+    every = configs(run, drafter)
     model.check_config(every[0])
     forcing = make_teacher_forcing(model, texts, params)
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), NEW_TOKENS)
-    cost = replace(free_costs(space(run), 24), verify_s=(1.0,) * 25, weights_s=0.1)
+    cost = replace(free_costs(space(run, drafter), 24), verify_s=(1.0,) * 25, weights_s=0.1)
     predictor = Predictor(forcing, rows, cost, 8)
     accepted = 0
     for config in every:
@@ -75,29 +82,31 @@ def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams)
             assert replayed == live_counts([out.stats]).tolist(), config
             accepted += out.stats.num_accepted - out.stats.num_looked_up_accepted
     assert accepted
-    weights = space(run).draft_weights
-    assert weights is not None
+    weights = weights_of(run, drafter)
     best = predictor.best_by_weights(weights, [None], count=3)
-    assert [one.config.way for one in best] == ["eagle"] * 3
+    assert [one.config.way for one in best] == [drafter] * 3
     assert best[0].speedup >= best[-1].speedup > 1.0
 
 
-def test_a_draft_of_weights_is_timed() -> None:
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_a_draft_of_weights_is_timed(drafter: str) -> None:
     model = zoo.layerskip_of("llama fused")
-    model.check_config(configs("llama")[0])
+    model.check_config(configs("llama", drafter)[0])
     fingerprint = Fingerprint(*["x"] * 12, 16, 4, "layer")  # type: ignore[arg-type]
     text = (*zoo.prompt_of(20), *zoo.greedy_reference("llama", zoo.prompt_of(20)))
     timer = ModelDecoder(model, NEW_TOKENS).timer(8)
-    cost = measure_costs(timer, [text], space("llama"), fingerprint, CostOptions(2, repeats=3))
-    weights = space("llama").draft_weights
-    assert weights is not None
+    cost = measure_costs(timer, [text], space("llama", drafter), fingerprint, CostOptions(2, repeats=3))
+    weights = weights_of("llama", drafter)
     assert cost.draft_s(weights, threshold=False) == cost.weights_s
-    assert 0 < cost.weights_s < cost.verify_s[0]  # one layer of four
+    assert cost.weights_s > 0
+    if drafter == "eagle":
+        assert cost.weights_s < cost.verify_s[0]  # one layer of four; the draft model is as large as the target
 
 
-def test_configs_and_parameters_are_each_others_inverse() -> None:
-    where = space("llama")
-    for config in configs("llama"):
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_configs_and_parameters_are_each_others_inverse(drafter: str) -> None:
+    where = space("llama", drafter)
+    for config in configs("llama", drafter):
         params = where.to_params(config)
         assert where.holds(params)
         assert where.to_config(params).way == config.way

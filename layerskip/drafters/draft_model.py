@@ -1,0 +1,110 @@
+"""DraftModelDrafter: another, smaller model over the same token ids, with an engine and a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from layerskip.drafters.base import Draft
+from layerskip.drafters.chain import ChainDrafter, ChainSettings
+from layerskip.engines.base import Engine
+from layerskip.rounds.preparation import ForwardPlan, Starts
+from layerskip.rounds.sampling import Sampler
+
+_USUAL_CATCH_UP = (1, 2)
+"""Tokens that it has not seen when a round begins: the target's own, and before it a draft's last where all were
+right."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A model that drafts for another one."""
+
+    engine: Engine
+    fingerprint: str
+    """See `DraftWeights`."""
+    num_tokens: int
+    """Ids that it knows; one that only the target has is read as the last of these."""
+    vocabulary: int
+    """Ids that the target knows; drafts are among them."""
+    max_positions: int | None
+    """Longest text that it is made for; beyond it nothing is drafted."""
+    nbytes: int
+    """Of the weights."""
+
+    def room_after(self, length: int, wanted: int) -> int:
+        """How many of the wanted tokens it may draft after a text of this length."""
+        return wanted if self.max_positions is None else min(wanted, self.max_positions - length + 1)
+
+    def forward(self, ids: Sequence[int] | torch.Tensor, num_logits: int = 1) -> torch.Tensor:
+        """(num_logits, V) of the last positions, as wide as the target's; the cache advances. In a session."""
+        known = torch.as_tensor(ids, device=self.engine.device).clamp(max=self.num_tokens - 1)
+        logits = self.engine.forward(known, num_logits=num_logits)[:, : self.vocabulary]
+        missing = self.vocabulary - logits.shape[1]
+        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+
+class DraftModelDrafter(ChainDrafter[ChainSettings]):
+    """A chain of up to gamma tokens.
+
+    Cost: of a round, one forward of the draft model a token, the first over what the target has emitted since the last
+    round too; the first round's goes over the prompt. Memory: its cache. Syncs as `ChainDrafter.chain`.
+    """
+
+    def __init__(self, model: DraftModel, sampler: Sampler, settings: ChainSettings) -> None:
+        super().__init__(sampler, settings)
+        self._model = model
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:
+        return self._model.engine.session(capacity)
+
+    def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (drafting is timed apart as it is)
+        if starts.rounds:
+            self._model.engine.prepare([ForwardPlan(None, count, starts.rounds) for count in _USUAL_CATCH_UP])
+
+    def begin(self) -> DraftModelSession:
+        return DraftModelSession(self, self._model)
+
+
+class DraftModelSession:
+    """See `DraftSession`."""
+
+    def __init__(self, drafter: DraftModelDrafter, model: DraftModel) -> None:
+        self._drafter, self._model = drafter, model
+        self._num_seen = 0
+        """Tokens of the text that its cache holds."""
+        self._drafted = torch.empty(0, dtype=torch.long)
+        """Tokens that it holds after them, right or wrong."""
+
+    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Draft | None:
+        """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
+        limit = self._model.room_after(len(context), min(limit, self._drafter.gamma))
+        if limit < 1 or not self._drafter.is_sure(target_prob):
+            return None
+        self._catch_up(context)
+        tokens = self._drafter.chain(context, limit, lambda last: self._go_on(context, last))
+        drafts = torch.cat(tokens)
+        self._num_seen, self._drafted = len(context), drafts[:-1]
+        return Draft(drafts)
+
+    def forget_from(self, position: int) -> None:
+        """The next round goes over the tokens behind this position again."""
+        self._num_seen, self._drafted = min(position + 1, self._num_seen), self._drafted[:0]
+
+    def _catch_up(self, context: Sequence[int]) -> None:
+        """Keep what it has seen of this text, the last round's drafts as far as they were right; all but the last
+        token of it at most."""
+        same = self._num_seen
+        for token in self._drafted.tolist():
+            if same + 1 >= len(context) or context[same] != token:
+                break
+            same += 1
+        self._num_seen = same
+        self._model.engine.cache.rollback_to(same)
+
+    def _go_on(self, context: Sequence[int], last: torch.Tensor | None) -> torch.Tensor:
+        return self._model.forward(context[self._num_seen :] if last is None else last)
