@@ -93,7 +93,8 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert tuple(rows) == ROW_NAMES
     assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
     assert rows.pop("layer_skip")["reason"] == "the config is that, see speculative"
-    assert rows.pop("eagle")["reason"] == "the config has no draft weights of eagle"
+    for name in ("eagle", "draft_model"):
+        assert rows.pop(name)["reason"] == f"the config has no draft weights of {name}"
     for name, row in rows.items():
         assert (row["identical"], row["ties"], row["num_outputs"], row["differing"]) == (6, 0, 6, []), name
         assert row["ci_low"] <= row["tokens_per_s"] <= row["ci_high"]
@@ -324,7 +325,7 @@ def test_draft_weights_have_rows_and_steps_like_a_mask() -> None:
 
 
 NO_WEIGHTS = {one: f"the config has no draft weights of {one}" for one in ("eagle", "draft_model")}
-COMPUTED = ("speculative", "layer_skip", "eagle", "hybrid")
+COMPUTED = ("speculative", "layer_skip", "eagle", "draft_model", "hybrid")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +336,7 @@ COMPUTED = ("speculative", "layer_skip", "eagle", "hybrid")
         (EARLY_EXIT, {"layer_skip": "the config is that, see speculative", **NO_WEIGHTS}),
         (
             lookup_alone(4, NGRAMS),
-            dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask") | {**NO_WEIGHTS},
+            dict.fromkeys(("layer_skip", "hybrid"), "the config has no mask") | NO_WEIGHTS,
         ),
     ],
 )
