@@ -229,7 +229,7 @@ class _Setting(Frozen):
             return
         if self.drafter in UNTRAINED and self.drafter != "hybrid":
             raise ValueError(f"draft_weights: must be left out where the drafter is {self.drafter}")
-        if self.drafter not in ways_by(self.draft_weights) and self.drafter != "hybrid":
+        if self.drafter not in (self.draft_weights.drafter, "hybrid"):
             raise ValueError(
                 f"draft_weights.drafter: must be the drafter, {self.drafter}, got {self.draft_weights.drafter}"
             )

@@ -204,7 +204,8 @@ class DecodeLoop:
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
         """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
         engine = self._engine
-        if self._device_verify is not None and not self._config.continue_lookup:
+        on_host = draft.num_looked_up == len(draft.ids) or self._config.draft_weights is not None
+        if self._device_verify is not None and on_host:
             return self._device_verify.verify(context[-1], draft.ids)
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)

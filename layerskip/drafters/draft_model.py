@@ -42,7 +42,9 @@ class DraftModel:
 
     def forward(self, ids: Sequence[int] | torch.Tensor, num_logits: int = 1) -> torch.Tensor:
         """(num_logits, V) of the last positions, as wide as the target's; the cache advances. In a session."""
-        known = torch.as_tensor(ids, device=self.engine.device).clamp(max=self.num_tokens - 1)
+        known = torch.as_tensor(ids, device=self.engine.device)
+        if self.num_tokens < self.vocabulary:
+            known = known.clamp(max=self.num_tokens - 1)
         logits = self.engine.forward(known, num_logits=num_logits)[:, : self.vocabulary]
         missing = self.vocabulary - logits.shape[1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits

@@ -22,9 +22,9 @@ def describe_weights(folder: Path) -> DraftWeights:
     """
     if "architectures" not in read_config(folder):
         return describe_eagle(folder)[0]
-    files = sorted(one for one in folder.iterdir() if one.suffix in (".safetensors", ".bin"))
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"draft_weights: {folder} has a model's {CONFIG_NAME}, and no weights (.safetensors or .bin)")
+        raise ValueError(f"draft_weights: {folder} has a model's {CONFIG_NAME}, and no weights (*.safetensors)")
     return DraftWeights(
         drafter="draft_model", path=str(folder), fingerprint=_fingerprint([folder / CONFIG_NAME, *files])
     )
