@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
-from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
+from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments, locate_weights
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
@@ -253,14 +253,14 @@ class LayerSkipModel:
 
     def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
         """Raises: ValueError if it is another one now, or has another tokenizer."""
-        found = describe_weights(Path(weights.path))
-        if found != weights:
+        found = describe_weights(weights.path)
+        if (found.drafter, found.fingerprint) != (weights.drafter, weights.fingerprint):
             raise ValueError(
                 f"draft_weights.fingerprint: must be that of {weights.path}, {found.drafter} {found.fingerprint}, got "
                 f"{weights.drafter} {weights.fingerprint}"
             )
         dtype = str(self.dtype).removeprefix("torch.")
-        model, tokenizer = load_pretrained(weights.path, device=str(self.device), dtype=dtype)
+        model, tokenizer = load_pretrained(locate_weights(weights.path), device=str(self.device), dtype=dtype)
         check_same_tokens(self.tokenizer, tokenizer, weights.path)
         adapter = ModelAdapter(model)
         known = int(model.get_input_embeddings().weight.shape[0])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from layerskip.config.decode_config import BY_WEIGHTS, DEFAULT_GROUP, UNTRAINED, DecodeConfig, DraftWeights, ways_by
+from layerskip.config.decode_config import (
+    BY_WEIGHTS,
+    DEFAULT_GROUP,
+    UNTRAINED,
+    DecodeConfig,
+    DraftWeights,
+    ways_by,
+)
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
@@ -101,29 +107,35 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
     )
 
 
-def _draft_weights(model: Any, spec: StudySpec) -> DraftWeights | None:
+def _draft_weights(model: Any, spec: StudySpec) -> list[DraftWeights]:
     """Loaded into the model. Raises: ValueError if there are none for it, or none are given and needed."""
-    if spec.draft_weights is None:
-        if needed := sorted(set(BY_WEIGHTS) & set(spec.ways)):
-            raise ValueError(f"draft_weights: are required to search {', '.join(needed)}; layerskip.train makes them")
-        return None
-    weights = describe_weights(Path(spec.draft_weights))
-    none = SkipMask.none(model.num_layers)
-    model.check_config(DecodeConfig(drafter=weights.drafter, skip_mask=none, gamma=1, draft_weights=weights))
-    return weights
+    if not spec.draft_weights and (needed := [one for one in spec.ways if one in BY_WEIGHTS]):
+        raise ValueError(f"draft_weights: are required to search {', '.join(needed)}; layerskip.train makes them")
+    found = [describe_weights(one) for one in spec.draft_weights]
+    for one in found:
+        if same := [other.path for other in found if other.fingerprint == one.fingerprint and other is not one]:
+            raise ValueError(f"draft_weights: must be different ones, got the same in {one.path} and {same[0]}")
+        none = SkipMask.none(model.num_layers)
+        model.check_config(DecodeConfig(drafter=one.drafter, skip_mask=none, gamma=1, draft_weights=one))
+    return found
 
 
-def _ways(spec: StudySpec, weights: DraftWeights | None) -> tuple[str, ...]:
-    """Raises: ValueError for ways that these weights do not allow."""
-    if weights is None:
-        return spec.ways
-    allowed = ways_by(weights)
+def _ways(spec: StudySpec, weights: Sequence[DraftWeights]) -> tuple[str, ...]:
+    """Raises: ValueError for ways without weights, and for weights that none of the ways drafts by."""
+    allowed = {way for one in weights for way in ways_by(one)}
     if spec.drafters is None:
-        return (*UNTRAINED, *allowed)
+        return (*UNTRAINED, *(one for one in BY_WEIGHTS if one in allowed))
+    names = ", ".join(one.path for one in weights)
     if others := [one for one in spec.drafters if one in BY_WEIGHTS and one not in allowed]:
         raise ValueError(
-            f"drafters: {', '.join(others)} cannot draft by {spec.draft_weights}, which is for {' and '.join(allowed)}"
+            f"drafters: {', '.join(others)} cannot draft by {names}; there are weights for {', '.join(sorted(allowed))}"
         )
+    for one in weights:
+        if not set(ways_by(one)) & set(spec.drafters):
+            raise ValueError(
+                f"draft_weights: {one.path} is for {' and '.join(ways_by(one))}, drafters must have one of them; got "
+                f"{', '.join(spec.drafters)}"
+            )
     return spec.drafters
 
 

@@ -45,7 +45,6 @@ _ABOUT_FLAGS = {
     "held_out": "JSONL file of held-out prompts; without it, split off from --prompts",
     "storage": f"Optuna storage: an RDB URL or journal:PATH; or set {STORAGE_VARIABLE}",
     "study_name": "name inside the storage",
-    "draft_weights": "folder made by layerskip.train, or of a smaller model with the same tokenizer: it drafts too",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "device_map": ABOUT_DEVICE_MAP,
     "revision": "branch, tag or commit of a hub model",
@@ -109,8 +108,15 @@ def build_parser() -> OneLineParser:
         "--drafters",
         type=split_list,
         metavar="LIST",
-        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: all but the "
-        "last two, and with --draft-weights these too)",
+        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: those that need no "
+        "--draft-weights, and those that are given some)",
+    )
+    parser.add_argument(
+        "--draft-weights",
+        type=split_list,
+        metavar="LIST",
+        help="folders made by layerskip.train, and folders or hub ids of smaller models with the same tokenizer: they "
+        "draft too, and the search says which of them should",
     )
     parser.add_argument(
         "--regimes",

@@ -40,7 +40,7 @@ class TuneOptions(TypedDict, total=False):
     granularity: Granularity
     share_prefix: bool
     drafters: Sequence[str]
-    draft_weights: str
+    draft_weights: str | Sequence[str]
     regimes: Sequence[str]
     objective: ObjectiveName
     sampler: SamplerName

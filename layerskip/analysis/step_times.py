@@ -95,8 +95,9 @@ class StepTimer:
         seconds = []
         with ExitStack() as sessions:
             sessions.enter_context(engine.session(len(text) + room))
-            for step in dict.fromkeys(steps):
-                sessions.enter_context(step.session(len(text) + room))
+            for other in dict.fromkeys(step.drafts_on for step in steps):
+                if other is not None:
+                    sessions.enter_context(other.session(len(text) + room))
             for step in steps:
                 step.prepare(len(text))
             logits = engine.forward(torch.tensor(text, device=engine.device))

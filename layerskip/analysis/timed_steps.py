@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -11,7 +10,8 @@ import torch
 from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings, make_drafter
-from layerskip.drafters.draft_model import DraftModelDrafter
+from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
+from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleDrafter
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
@@ -47,8 +47,9 @@ class Step(Protocol):
         """Before a text of this length has gone through the model; see `Engine.prepare`. Not timed."""
         ...
 
-    def session(self, capacity: int) -> AbstractContextManager[None]:
-        """See `Drafter.session`."""
+    @property
+    def drafts_on(self) -> Engine | None:
+        """The engine of a draft model, which is to be in a session too."""
         ...
 
     @property
@@ -113,8 +114,9 @@ class _HostStep:
     num_drafts: int
     verifies: bool
 
-    def session(self, capacity: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the engine's own is enough)
-        return nullcontext()
+    @property
+    def drafts_on(self) -> Engine | None:
+        return None
 
     def prepare(self, length: int) -> None:
         starts = range(length, length + 1)
@@ -172,13 +174,16 @@ class _WeightsStep:
         assert isinstance(drafter, EagleDrafter | DraftModelDrafter)
         self._engine, self._drafter, self._session, self._num_drafts = engine, drafter, drafter.begin(), num_drafts
         self._verification = verification
+        self._model = loaded_weights(engine, weights)
+        self._has_begun = False
 
     @property
     def num_verified(self) -> int:
         return 0 if self._verification is None else self._verification.num_verified
 
-    def session(self, capacity: int) -> AbstractContextManager[None]:
-        return self._drafter.session(capacity)
+    @property
+    def drafts_on(self) -> Engine | None:
+        return self._model.engine if isinstance(self._model, DraftModel) else None
 
     @property
     def room(self) -> int:
@@ -193,6 +198,9 @@ class _WeightsStep:
         if self._verification is not None:
             self._verification.place(end)
         self._engine.cache.rollback_to(len(end.text_ids))
+        if not self._has_begun:  # the text up to here is not to be timed
+            self._session.propose([*end.text_ids, end.next_id], 1, None)
+            self._has_begun = True
         self._session.forget_from(max(0, len(end.text_ids) - _TAKEN_A_ROUND))
 
     def run(self, end: TextEnd) -> None:
@@ -247,8 +255,9 @@ class _DeviceStep:
     def gamma(self) -> int:
         return self.round.gamma
 
-    def session(self, capacity: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the engine's own is enough)
-        return nullcontext()
+    @property
+    def drafts_on(self) -> Engine | None:
+        return None
 
     def prepare(self, length: int) -> None:
         if self.verifies_only and self.gamma:

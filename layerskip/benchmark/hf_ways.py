@@ -11,9 +11,11 @@ import torch
 from transformers import CompileConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip.benchmark.names import HF_COMPILED, HF_EARLY_EXIT, HF_GENERATE, HF_PROMPT_LOOKUP
+from layerskip.benchmark.names import HF_ASSISTANT, HF_COMPILED, HF_EARLY_EXIT, HF_GENERATE, HF_PROMPT_LOOKUP
 from layerskip.benchmark.ways import CannotRun, Refused, Sample, Stopwatch
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftWeights
+from layerskip.config.hub import locate_weights
+from layerskip.huggingface.loading import load_pretrained
 from layerskip.model import LayerSkipModel
 
 LOOKUP_TOKENS = 10
@@ -141,6 +143,12 @@ def huggingface_ways(
             refused.append(Refused(HF_EARLY_EXIT, "needs a config whose mask skips a layer whole, not the first"))
         else:
             ways.append(_early_exit(model, config, exit_layer))
+    if HF_ASSISTANT in names:
+        weights = None if config is None else config.draft_weights
+        if config is None or weights is None or weights.drafter != "draft_model":
+            refused.append(Refused(HF_ASSISTANT, "needs a config that drafts by a draft model"))
+        else:
+            ways.append(_assistant(model, config, weights))
     if HF_PROMPT_LOOKUP in names:
         ways.append(HuggingFaceWay(HF_PROMPT_LOOKUP, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}))
     return ways, refused
@@ -161,6 +169,22 @@ def _early_exit(model: LayerSkipModel, config: DecodeConfig, exit_layer: int) ->
         "assistant_confidence_threshold": config.draft_threshold,
     }
     return HuggingFaceWay(HF_EARLY_EXIT, model, {"assistant_early_exit": exit_layer}, settings)
+
+
+def _assistant(model: LayerSkipModel, config: DecodeConfig, weights: DraftWeights) -> HuggingFaceWay:
+    """The same draft model; `generate` reads what it follows from that model's generation config."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    assistant: Any = load_pretrained(locate_weights(weights.path), device=str(model.device), dtype=dtype)[0]
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = config.gamma, "constant"
+    settings.assistant_confidence_threshold = config.draft_threshold
+    way = HuggingFaceWay(HF_ASSISTANT, model, {"assistant_model": assistant})
+    way.settings = {
+        "assistant_model": weights.path,
+        "num_assistant_tokens": config.gamma,
+        "assistant_confidence_threshold": config.draft_threshold,
+    }
+    return way
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from layerskip.config.decode_config import DRAFTERS, TRAINED, DecodeConfig
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
@@ -23,9 +22,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mask", metavar="MASK", help="skip mask such as 12:3,5-11,m1, of layer_skip and hybrid")
     group.add_argument(
         "--draft-weights",
-        type=Path,
-        metavar="DIR",
-        help="trained weights or a smaller model: of eagle, draft_model, and of a hybrid without a mask",
+        metavar="NAME",
+        help="trained weights or a smaller model, a folder or hub id: of eagle, draft_model, and of a hybrid without a "
+        "mask",
     )
     group.add_argument(
         "--gamma",
@@ -67,7 +66,7 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
         return DecodeConfig(skip_mask=SkipMask.parse(arguments.mask), gamma=gamma, draft_threshold=threshold)
     from layerskip.drafters.draft_weights import describe_weights
 
-    weights = describe_weights(arguments.draft_weights.absolute())
+    weights = describe_weights(arguments.draft_weights)
     return DecodeConfig(
         drafter=weights.drafter,
         skip_mask=SkipMask.none(num_layers),

@@ -17,7 +17,14 @@ from pydantic import (
     model_validator,
 )
 
-from layerskip.config.hub import HubArguments, PushArguments, check_file_name, locate_config, upload_config
+from layerskip.config.hub import (
+    HubArguments,
+    PushArguments,
+    check_file_name,
+    is_hub_id,
+    locate_config,
+    upload_config,
+)
 from layerskip.config.lookup_settings import LookupSettings, SuffixLookup
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling, nearest
@@ -88,7 +95,8 @@ class DraftWeights(Frozen):
 
     drafter: TrainedDrafter = "eagle"
     path: Annotated[str, Field(min_length=1)]
-    """Their folder; in a config file, one starting with `./` or `../` is relative to the file's own folder."""
+    """Their folder, or their repository on the hub; in a config file, a folder starting with `./` or `../` is relative
+    to the file's own."""
     fingerprint: str
     """Of the weights; others in this folder are refused."""
 
@@ -107,6 +115,12 @@ def ways_by(weights: DraftWeights) -> tuple[str, str]:
 
 
 BY_WEIGHTS = tuple(one for one in WAYS if one not in UNTRAINED)
+
+
+def trained_by(way: str) -> str | None:
+    """The drafter of weights by which a way computes its drafts; None of a way that needs none."""
+    name = way.removeprefix("hybrid_")
+    return name if name in TRAINED else None
 
 
 class Provenance(Frozen):
@@ -509,11 +523,12 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     ) -> CommitInfo:
         """Commit the config to a model repository on the hub, as `save_pretrained` writes it. See `upload_config`.
 
-        Raises: ValueError for a config with draft weights, whose path would mean nothing there.
+        Raises: ValueError for a config with draft weights in a folder of this machine, which would mean nothing there.
         """
         settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values(), *(self.regimes or ()))
-        if found := next((one.draft_weights.path for one in settings if one.draft_weights is not None), None):
-            raise ValueError(f"draft_weights: a config on the hub cannot name a folder of this machine, got {found}")
+        for path in (one.draft_weights.path for one in settings if one.draft_weights is not None):
+            if not is_hub_id(path):
+                raise ValueError(f"draft_weights: a config on the hub cannot name a folder of this machine, got {path}")
         return upload_config(
             self._next_to_its_model().to_json(), repo_id, check_file_name(config_file_name), **push_arguments
         )
@@ -548,6 +563,8 @@ def _placed(weights: str, folder: Path) -> str:
 
 def _named_from(weights: str, folder: Path) -> str:
     """The inverse of `_placed`; what does not lie near is named by its whole path."""
+    if is_hub_id(weights):
+        return weights
     at = Path(weights).absolute()
     near = os.path.relpath(at, folder).replace(os.sep, "/")
     if near.startswith("../../"):

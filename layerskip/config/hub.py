@@ -1,4 +1,4 @@
-"""A decode config next to its model: in the model's folder, or in its repository on the Hugging Face hub."""
+"""What lies in a folder or in a repository of the Hugging Face hub: decode configs, and weights that draft."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
 DECODE_CONFIG_NAME = "decode_config.json"
+WEIGHTS_FILES = ("model*.safetensors",)
+"""As Transformers names them; other copies that a repository may have are left there."""
 
 
 class HubArguments(TypedDict, total=False):
@@ -55,6 +57,31 @@ def locate_config(
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
         raise FileNotFoundError(f"no such folder: {text}")
     return _download(text, file_name, hub_arguments)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this is a repository's name, and no folder's: `Qwen/Qwen3-0.6B`, as long as there is no such folder."""
+    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and not Path(name).is_dir()
+
+
+def locate_weights(name: str) -> Path:
+    """The folder, or the cache of the hub with the repository's weights, config and tokenizer downloaded into it.
+
+    Raises: OSError in one line if the hub refuses or cannot be reached and the cache has nothing.
+    """
+    if not is_hub_id(name):
+        return Path(name).expanduser()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*WEIGHTS_FILES, "*.json", "*.txt", "*.model"]))
+    except LocalEntryNotFoundError:
+        raise OSError(
+            f"{name}: no such folder; as a hub id it is not in the cache, and the hub cannot be asked"
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise OSError(f"{name}: no such folder, nor on the hub: {' '.join(str(error).split())[:300]}") from None
 
 
 def check_file_name(name: str | os.PathLike[str] | None) -> str:

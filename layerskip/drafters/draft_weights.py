@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 from layerskip.config.decode_config import DraftWeights
+from layerskip.config.hub import WEIGHTS_FILES, is_hub_id, locate_weights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import LeanEagle
 from layerskip.drafters.eagle_head import CONFIG_NAME, describe_eagle, read_config
@@ -15,19 +17,25 @@ _SAMPLED = 2**20
 """Bytes at the beginning of a file of weights, where its tensors are listed, and at its end."""
 
 
-def describe_weights(folder: Path) -> DraftWeights:
-    """What lies in a folder: trained draft weights, or a whole model that drafts. Nothing is loaded.
+def describe_weights(name: str | os.PathLike[str]) -> DraftWeights:
+    """What lies in a folder or in a repository of the hub: trained draft weights, or a whole model that drafts. Nothing
+    is loaded; from the hub it is downloaded, where the cache does not have it.
 
     Cost: of a model, two megabytes read of each of its files. Raises: ValueError or OSError naming the file.
     """
+    text = os.fspath(name)
+    folder = locate_weights(text)
     if "architectures" not in read_config(folder):
-        return describe_eagle(folder)[0]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"draft_weights: {folder} has a model's {CONFIG_NAME}, and no weights (*.safetensors)")
-    return DraftWeights(
-        drafter="draft_model", path=str(folder), fingerprint=_fingerprint([folder / CONFIG_NAME, *files])
-    )
+        weights = describe_eagle(folder)[0]
+    else:
+        files = sorted(file for pattern in WEIGHTS_FILES for file in folder.glob(pattern))
+        if not files:
+            raise ValueError(
+                f"draft_weights: {folder} has a model's {CONFIG_NAME}, and no weights ({', '.join(WEIGHTS_FILES)})"
+            )
+        fingerprint = _fingerprint([folder / CONFIG_NAME, *files])
+        weights = DraftWeights(drafter="draft_model", path=str(folder), fingerprint=fingerprint)
+    return weights.model_copy(update={"path": text if is_hub_id(text) else str(folder.absolute())})
 
 
 def _fingerprint(files: list[Path]) -> str:

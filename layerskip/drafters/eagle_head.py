@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip.config.decode_config import DraftWeights, write_atomically
+from layerskip.config.hub import locate_weights
 from layerskip.config.strict_json import parse_json
 
 WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
@@ -198,8 +199,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(
-            f"draft_weights: {folder} has no {CONFIG_NAME}; it must be what `python -m layerskip.train` wrote, or the "
-            "folder of a smaller model with the same tokenizer (of the hub: `hf download NAME --local-dir FOLDER`)"
+            f"draft_weights: {folder} has no {CONFIG_NAME}; it must be what `python -m layerskip.train` wrote, or a "
+            "smaller model with the same tokenizer"
         )
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
@@ -228,7 +229,7 @@ def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
     target: the model's `weights_fingerprint`. Raises: ValueError naming the rule for weights of another model, changed
     ones, and files that are missing or broken.
     """
-    folder = Path(weights.path)
+    folder = locate_weights(weights.path)
     found, config = describe_eagle(folder)
     if found.fingerprint != weights.fingerprint:
         raise ValueError(

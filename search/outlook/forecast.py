@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.config.decode_config import DecodeConfig, DrafterName, ways_by
+from layerskip.config.decode_config import DecodeConfig, DrafterName, DraftWeights, ways_by
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.prefix import PrefixStates
 from search.outlook.warm_starts import warm_starts
@@ -28,7 +28,7 @@ _LEAST_READINGS = 3
 _NUM_BY_WEIGHTS = 6
 """Settings of trained weights, alone and after each lookup."""
 _WEIGHTS = "weights"
-"""Stands for a mask in what is written down."""
+"""Stands for a mask in what is written down, with their fingerprint."""
 _NUM_LOOKUPS = 4
 """Of each method, to be measured if they lead: predictions leave out what a lookup itself takes."""
 
@@ -90,17 +90,15 @@ class Candidates:
         return [self._candidate(one, full_fidelity=True) for one in found if one.config.drafter in self._space.drafters]
 
     def by_weights(self, lookups: Sequence[LookupChoice | None]) -> list[Candidate]:
-        """The best settings of the space's trained weights, alone and after one of these lookups, as far as it has
-        both. Cost: a reading on all texts and a replay of the grid."""
-        weights = self._space.draft_weights
-        if weights is None:
-            return []
+        """The best settings of each of the space's trained weights, alone and after one of these lookups, as far as it
+        has both. Cost: of each a reading on all texts and a replay of the grid."""
         found: list[Predicted] = []
-        alone, hybrid = ways_by(weights)
-        if alone in self._space.drafters:
-            found += self.predictor.best_by_weights(weights, [None], count=_NUM_BY_WEIGHTS)
-        if hybrid in self._space.drafters and lookups:
-            found += self.predictor.best_by_weights(weights, lookups, count=_NUM_BY_WEIGHTS)
+        for weights in self._space.draft_weights:
+            alone, hybrid = ways_by(weights)
+            if alone in self._space.drafters:
+                found += self.predictor.best_by_weights(weights, [None], count=_NUM_BY_WEIGHTS)
+            if hybrid in self._space.drafters and lookups:
+                found += self.predictor.best_by_weights(weights, lookups, count=_NUM_BY_WEIGHTS)
         return [self._candidate(one, full_fidelity=True) for one in found]
 
     def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
@@ -132,7 +130,8 @@ class Candidates:
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
-            by = str(config.skip_mask) if config.draft_weights is None else _WEIGHTS
+            weights = config.draft_weights
+            by = str(config.skip_mask) if weights is None else f"{_WEIGHTS}:{weights.fingerprint}"
             row = [by, config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
@@ -146,7 +145,7 @@ class Candidates:
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
             share = bool(more and more.pop(0)) if self._space.share_prefix else False
-            weights = self._space.draft_weights if mask == _WEIGHTS else None
+            weights = self._weights_called(mask)
             alone: DrafterName = "layer_skip" if weights is None else weights.drafter
             config = DecodeConfig(
                 drafter=alone if lookup is None else "hybrid" if "gamma" in lookup else lookup["method"],
@@ -163,6 +162,13 @@ class Candidates:
             key = key_of(self._space.to_params(config))
             found.append(Candidate(key, float(log_speedup), full_fidelity=full_fidelity, first_log_speedup=first))
         return found
+
+    def _weights_called(self, text: str) -> DraftWeights | None:
+        word, _, fingerprint = text.partition(":")
+        if word != _WEIGHTS:
+            return None
+        # Studies from before there could be several have the word alone.
+        return next(one for one in self._space.draft_weights if fingerprint in ("", one.fingerprint))
 
 
 @dataclass(frozen=True)

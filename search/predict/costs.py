@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
@@ -21,6 +21,8 @@ _FURTHER = (13, 17)
 """Tokens of verifications that only lookups need."""
 _NUM_KEPT = 5
 """Of the measurements made during a study, the latest so many are pooled."""
+_ANY = ""
+"""Stands for the fingerprint in studies from before there could be several weights."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
 
 
@@ -42,17 +44,21 @@ class CostModel:
     """Text length at which it was measured."""
     measured_on: Mapping[str, object]
     """Device, engine and weights."""
-    weights_s: float = 0.0
-    """A draft token of the study's trained weights, where it has some."""
+    weights_s: Mapping[str, float] = field(default_factory=dict)
+    """A draft token of trained weights, by their fingerprint."""
 
     def draft_s(self, drafted_by: DraftedBy, *, threshold: bool) -> float:
         """One draft token, under a mask by the sum of terms."""
         if not isinstance(drafted_by, SkipMask):
-            return self.weights_s + (self.threshold_s if threshold else 0.0)
+            return self.by_weights_s(drafted_by.fingerprint) + (self.threshold_s if threshold else 0.0)
         mask = drafted_by
         kept = sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
         kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
         return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
+
+    def by_weights_s(self, fingerprint: str) -> float:
+        """One draft token of trained weights, without a look at its confidence."""
+        return self.weights_s[_ANY if _ANY in self.weights_s else fingerprint]
 
     def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
         """`verify_s`; with `share_prefix`, less what the layers kept from layer 0 on cost for all rows but one.
@@ -89,9 +95,11 @@ class CostModel:
         """The inverse of `to_json`, wherever it was measured. Raises: ValueError if it cannot be read."""
         try:
             data = json.loads(text)
-            names = {field.name for field in fields(cls)}
+            names = {one.name for one in fields(cls)}
             if isinstance(data, dict):
-                data.setdefault("weights_s", 0.0)  # studies from before there were any
+                # Studies from before there were any, or more than one:
+                before = data.setdefault("weights_s", {})
+                data["weights_s"] = before if isinstance(before, dict) else {_ANY: float(before)}
             if not isinstance(data, dict) or data.keys() != names:
                 raise ValueError(f"must be an object with the fields {sorted(names)}")
             for name in ("verify_s", "attention_s", "mlp_s"):
@@ -128,15 +136,15 @@ def measure_costs(
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
     verify, plain_draft, watched, weights = [], [], [], []
-    trained = [] if space.draft_weights is None else [space.draft_weights]
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
         plain_draft.append(timer.draft_s(text, masks, gamma=_DRAFT_LENGTH, threshold=False))
         watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
-        if trained:
-            weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
+        if space.draft_weights:
+            weights.append(timer.draft_s(text, space.draft_weights, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
+    weights_s = _median(weights[1:]).tolist() if weights else []
     fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s)
     return CostModel(
         verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
@@ -147,7 +155,7 @@ def measure_costs(
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
-        weights_s=float(_median(weights[1:])[0]) if trained else 0.0,
+        weights_s={one.fingerprint: s for one, s in zip(space.draft_weights, weights_s, strict=True)},
     )
 
 
@@ -183,7 +191,7 @@ def pool_costs(history: Sequence[CostModel]) -> CostModel:
         fit_error=median_of("fit_error"),
         context_tokens=newest.context_tokens,
         measured_on=newest.measured_on,
-        weights_s=median_of("weights_s"),
+        weights_s={name: float(np.median([one.by_weights_s(name) for one in latest])) for name in newest.weights_s},
     )
 
 

@@ -17,7 +17,6 @@ import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config.decode_config import BY_WEIGHTS
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
@@ -26,12 +25,12 @@ from search.predict.costs import CostModel, pool_costs
 from search.study.attributes import (
     COUNTS,
     DRAFT_S,
+    DRAFT_WEIGHTS,
     LOOKUP_COUNTS,
     LOOKUP_ROUNDS,
     PLAIN_STEP,
     ROUNDS,
     SKIP_MASK,
-    TRIAL_DRAFTER,
 )
 from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
 
@@ -57,8 +56,8 @@ _THRESHOLD = 0.02
 class _Steps:
     """One trial's steps, in plain steps of the same moments."""
 
-    by_weights: bool
-    """Drafted by trained weights, and not under a mask."""
+    weights: str | None
+    """Fingerprint of the trained weights that drafted; None of a draft under a mask."""
     kept: tuple[float, float, float, float]
     """1, attention and MLP sublayers that the draft keeps, and whether it looks at its confidence."""
     draft: float | None
@@ -142,7 +141,7 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
     draft = attrs[DRAFT_S] / num_drafted / plain_s if attrs.get(DRAFT_S) and num_drafted else None
     return _Steps(
-        by_weights=attrs.get(TRIAL_DRAFTER) in BY_WEIGHTS,
+        weights=attrs.get(DRAFT_WEIGHTS, {}).get("fingerprint"),
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
         num_drafted=num_drafted,
@@ -163,7 +162,7 @@ def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) ->
     timed = [
         (one, one.draft, weight)
         for one, weight in zip(trials, weights, strict=True)
-        if one.draft is not None and not one.by_weights
+        if one.draft is not None and one.weights is None
     ]
     if not timed:
         return cost
@@ -188,12 +187,15 @@ def _learn_weights(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -
     """A draft token of trained weights: the trials' mean, the measured one counted in as what it is. What a round goes
     over again, and the prompt, are in the trials' alone."""
     alone = cost.verify_s[0]
-    shares, certainties = [cost.weights_s / alone], [1 / _TERM**2]
-    for one, weight in zip(trials, weights, strict=True):
-        if one.by_weights and one.draft is not None:
-            shares.append(one.draft)
-            certainties.append(weight / (_MOMENT**2 + _SINGLE**2 / one.num_drafted))
-    return dataclasses.replace(cost, weights_s=alone * float(np.average(shares, weights=certainties)))
+    learnt = dict(cost.weights_s)
+    for fingerprint in {one.weights for one in trials if one.weights is not None}:
+        shares, certainties = [cost.by_weights_s(fingerprint) / alone], [1 / _TERM**2]
+        for one, weight in zip(trials, weights, strict=True):
+            if one.weights == fingerprint and one.draft is not None:
+                shares.append(one.draft)
+                certainties.append(weight / (_MOMENT**2 + _SINGLE**2 / one.num_drafted))
+        learnt[fingerprint] = alone * float(np.average(shares, weights=certainties))
+    return dataclasses.replace(cost, weights_s=learnt)
 
 
 def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
@@ -203,7 +205,7 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
     certainties, sums = np.zeros((2, size))
     terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
     for one, weight in zip(trials, weights, strict=True):
-        by_terms = cost.weights_s / alone if one.by_weights else float(terms @ one.kept)
+        by_terms = float(terms @ one.kept) if one.weights is None else cost.by_weights_s(one.weights) / alone
         draft = one.draft if one.draft is not None else by_terms
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
         shared = one.prefix * (terms[1] + terms[2])

@@ -13,13 +13,13 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config.decode_config import BY_WEIGHTS, DecodeConfig, DraftWeights
+from layerskip.config.decode_config import TRAINED, DecodeConfig, DraftWeights, trained_by
 from layerskip.config.skip_mask import SkipMask
 from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
 from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
-from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_GAMMA_MAX, SHARE_PREFIX, SearchSpace
+from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_GAMMA_MAX, SHARE_PREFIX, SearchSpace, weights_of
 from search.study.trials import is_full
 from search.trials.objective import standings_of
 
@@ -119,6 +119,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
             bits[kind].add(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
     drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
+    drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
     return SearchSpace(
         SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
         int(getattr(seen.get(GAMMA), "high", 1)),
@@ -128,14 +129,24 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         share_prefix=SHARE_PREFIX in seen,
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
-        draft_weights=_weights_of(trials) if set(BY_WEIGHTS) & set(drafters) else None,
+        draft_weights=_weights_of(trials, drafters),
     )
 
 
-def _weights_of(trials: Sequence[FrozenTrial]) -> DraftWeights:
-    """Those that any of the trials drafted by, else a name for none."""
-    found = next((one for trial in trials if (one := trial.user_attrs.get(DRAFT_WEIGHTS))), None)
-    return DraftWeights(path="unknown", fingerprint="unknown") if found is None else DraftWeights(**found)
+def _weights_of(trials: Sequence[FrozenTrial], drafters: Sequence[str]) -> tuple[DraftWeights, ...]:
+    """Of each way to draft by trained weights those that the trials drafted by, and names for those that none did."""
+    used = {one["path"]: one for trial in trials if (one := trial.user_attrs.get(DRAFT_WEIGHTS))}
+    seen = {name: one for trial in trials for name, one in trial.distributions.items()}
+    found: list[DraftWeights] = []
+    for drafter in TRAINED:
+        if not any(trained_by(one) == drafter for one in drafters):
+            continue
+        known = [DraftWeights(**one) for one in used.values() if one.get("drafter", "eagle") == drafter]
+        names = getattr(seen.get(weights_of(drafter)), "choices", ())
+        of_name = {name: one for one in known for name in (one.path, Path(one.path).name)}
+        missing = [DraftWeights(drafter=drafter, path=name, fingerprint=name) for name in names or ("unknown",)]
+        found += [of_name.get(one.path, one) for one in missing] if names else known[:1] or missing
+    return tuple(found)
 
 
 def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.lookup_settings import SuffixLookup
 
@@ -24,7 +26,8 @@ def describe(config: DecodeConfig) -> str:
 
 
 def _describe_computed(config: DecodeConfig) -> str:
-    by = f"mask {config.skip_mask}" if config.draft_weights is None else config.draft_weights.drafter
+    weights = config.draft_weights
+    by = f"mask {config.skip_mask}" if weights is None else f"{weights.drafter} {Path(weights.path).name}"
     text = f"{by}, gamma {config.gamma}"
     if config.draft_threshold:
         text += f", draft_threshold {config.draft_threshold:g}"

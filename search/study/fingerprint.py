@@ -43,7 +43,7 @@ class Fingerprint:
     sampling: str = "greedy"
     """How tokens are chosen; see `Sampling.name`."""
     draft_weights: str | None = None
-    """Fingerprint of the trained weights."""
+    """Fingerprints of the trained weights, in the order given."""
     device_map: str | None = None
     """Which layers are on which device; None for a model that is whole on one."""
 
@@ -98,7 +98,7 @@ def take_fingerprint(
         share_prefix=space.share_prefix,
         objective=spec.objective,
         drafters=space.drafters,
-        draft_weights=None if space.draft_weights is None else space.draft_weights.fingerprint,
+        draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
         device_map=model.placement.describe(),
     )
 

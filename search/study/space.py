@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from layerskip.config.decode_config import BY_WEIGHTS, HYBRIDS, TRAINED, DecodeConfig, DraftWeights, check_ways
+from layerskip.config.decode_config import (
+    BY_WEIGHTS,
+    HYBRIDS,
+    TRAINED,
+    DecodeConfig,
+    DraftWeights,
+    check_ways,
+    trained_by,
+)
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from search.study.lookup_choice import LookupChoice
@@ -61,13 +70,14 @@ class SearchSpace:
     drafters: tuple[str, ...] = ("layer_skip",)
     """Ways to draft, see `DecodeConfig.way`; with `layer_skip` alone there is no parameter for it."""
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
-    draft_weights: DraftWeights | None = None
-    """What ways to draft by trained weights draft by."""
+    draft_weights: tuple[DraftWeights, ...] = ()
+    """What ways to draft by trained weights draft by. Of several for one drafter, a parameter says which."""
 
     def __post_init__(self) -> None:
         check_ways(self.drafters)
-        if self.draft_weights is None and (missing := set(BY_WEIGHTS) & set(self.drafters)):
-            raise ValueError(f"draft_weights: are required to search {', '.join(sorted(missing))}")
+        given = {one.drafter for one in self.draft_weights}
+        if missing := [one for one in self.drafters if one in BY_WEIGHTS and trained_by(one) not in given]:
+            raise ValueError(f"draft_weights: are required to search {', '.join(missing)}")
 
     @classmethod
     def for_model(
@@ -79,7 +89,7 @@ class SearchSpace:
         share_prefix: bool = False,
         drafters: Sequence[str] = ("layer_skip",),
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
-        draft_weights: DraftWeights | None = None,
+        draft_weights: Sequence[DraftWeights] = (),
     ) -> SearchSpace:
         """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
         whole: tuple[bool, ...] = model.whole_layers_only
@@ -95,7 +105,7 @@ class SearchSpace:
             share_prefix=share_prefix,
             drafters=tuple(drafters),
             lookup_gamma_max=lookup_gamma_max,
-            draft_weights=draft_weights,
+            draft_weights=tuple(draft_weights),
         )
 
     @property
@@ -118,6 +128,21 @@ class SearchSpace:
     def uses_weights(self) -> bool:
         """Whether any way drafts by trained weights."""
         return any(one in self.drafters for one in BY_WEIGHTS)
+
+    @cached_property
+    def weights_by_name(self) -> dict[str, DraftWeights]:
+        """The draft weights by their folders' names, by whole paths where these are not unique."""
+        names = [Path(one.path).name for one in self.draft_weights]
+        return {
+            name if names.count(name) == 1 else one.path: one
+            for name, one in zip(names, self.draft_weights, strict=True)
+        }
+
+    def _names_of(self, drafter: str | None) -> list[str]:
+        return [name for name, one in self.weights_by_name.items() if one.drafter == drafter]
+
+    def _has_choice(self, drafter: str | None) -> bool:
+        return len(self._names_of(drafter)) > 1
 
     @property
     def gamma_limit(self) -> int:
@@ -154,6 +179,11 @@ class SearchSpace:
                 WEIGHTS_DRAFT_THRESHOLD: threshold,
                 WEIGHTS_TARGET_THRESHOLD: threshold,
             }
+            found |= {
+                weights_of(one): CategoricalDistribution(self._names_of(one))
+                for one in TRAINED
+                if self._has_choice(one)
+            }
         if self.lookup_methods:
             found |= {
                 MIN_MATCH: IntDistribution(1, MIN_MATCH_MAX),
@@ -176,6 +206,7 @@ class SearchSpace:
             names += [SHARE_PREFIX] if self.share_prefix else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
+            names += [weights_of(kind)] if self._has_choice(kind := trained_by(drafter)) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
         if drafter not in ("layer_skip", *TRAINED):
@@ -223,10 +254,10 @@ class SearchSpace:
         if drafter == "layer_skip":
             return DecodeConfig(**self._mask_fields(params))
         if drafter in TRAINED:
-            return DecodeConfig(drafter=drafter, **self._weights_fields(params))
+            return DecodeConfig(drafter=drafter, **self._weights_fields(drafter, params))
         choice = _choice_of(params, params.get(LOOKUP_METHOD, drafter))
         if drafter in HYBRIDS:
-            fields = self._mask_fields(params) if drafter == "hybrid" else self._weights_fields(params)
+            fields = self._mask_fields(params) if drafter == "hybrid" else self._weights_fields(drafter, params)
             return DecodeConfig(drafter="hybrid", **fields, lookup=choice.in_hybrid())
         return choice.alone(self.num_layers)
 
@@ -239,13 +270,15 @@ class SearchSpace:
             "share_prefix": bool(params.get(SHARE_PREFIX, False)),
         }
 
-    def _weights_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        drafter = trained_by(way)
+        name = params[weights_of(drafter)] if self._has_choice(drafter) else self._names_of(drafter)[0]
         return {
             "skip_mask": SkipMask.none(self.num_layers),
             "gamma": int(params[WEIGHTS_GAMMA]),
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
-            "draft_weights": self.draft_weights,
+            "draft_weights": self.weights_by_name[name],
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
@@ -271,12 +304,18 @@ class SearchSpace:
         `to_config`.
         """
         params: dict[str, Any] = {}
-        if config.way in BY_WEIGHTS:
+        if config.draft_weights is not None:
+            drafter = config.draft_weights.drafter
             params = {
                 WEIGHTS_GAMMA: min(max(config.gamma, 1), self.gamma_max),
                 WEIGHTS_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
                 WEIGHTS_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
             }
+            if self._has_choice(drafter):
+                fingerprint = config.draft_weights.fingerprint
+                params[weights_of(drafter)] = next(
+                    name for name, one in self.weights_by_name.items() if one.fingerprint == fingerprint
+                )
         if config.way in ("layer_skip", "hybrid"):
             params = self.to_bits(config.skip_mask) | {
                 GAMMA: min(max(config.gamma, 1), self.gamma_max),
@@ -299,6 +338,11 @@ class SearchSpace:
             LOOKUP_GAMMA: min(choice.gamma, self.lookup_gamma_max),
             LOOKUP_THRESHOLD: snap_threshold(choice.target_threshold),
         }
+
+
+def weights_of(drafter: str | None) -> str:
+    """The parameter that says by which weights a drafter drafts, where there are several."""
+    return f"{drafter}.weights"
 
 
 def lookup_settings(method: str, min_match: int, factor: float, min_probability: float) -> PromptLookup | SuffixLookup:

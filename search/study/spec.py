@@ -38,8 +38,8 @@ Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def _as_tuple(value: object) -> object:
-    """TOML and JSON have lists only."""
-    return tuple(value) if isinstance(value, list) else value
+    """TOML and JSON have lists only; one name may stand by itself."""
+    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
 
 
 class StudySpec(OneLineErrors):
@@ -94,9 +94,9 @@ class StudySpec(OneLineErrors):
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
     by `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""
-    draft_weights: NonEmpty | None = None
-    """Folder of weights that `python -m layerskip.train` has made for this model, or of a smaller model with the same
-    tokenizer."""
+    draft_weights: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] = ()
+    """Folders, or hub ids, of weights that `python -m layerskip.train` has made for this model and of smaller models
+    with the same tokenizer; which of them drafts is searched."""
     regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """How tokens are chosen: `greedy`, `t0.7`, `t0.7_p0.9_k40` and so on, see `layerskip.Sampling.name`. Each is
     searched apart, with an equal share of the trials, and all are exported in one config. None = the one that the
@@ -149,7 +149,7 @@ class StudySpec(OneLineErrors):
         """`drafters`, or what stands for None."""
         if self.drafters is not None:
             return self.drafters
-        return UNTRAINED if self.draft_weights is None else (*UNTRAINED, *BY_WEIGHTS)
+        return (*UNTRAINED, *BY_WEIGHTS) if self.draft_weights else UNTRAINED
 
     @field_validator("regimes")
     @classmethod
@@ -171,7 +171,9 @@ class StudySpec(OneLineErrors):
 
     @model_validator(mode="after")
     def _check_draft_weights(self) -> StudySpec:
-        if self.draft_weights is not None and not set(BY_WEIGHTS) & set(self.ways):
+        if twice := [one for one in self.draft_weights if self.draft_weights.count(one) > 1]:
+            raise ValueError(f"draft_weights: must name each once, got {twice[0]} {len(twice)} times")
+        if self.draft_weights and not set(BY_WEIGHTS) & set(self.ways):
             raise ValueError(f"draft_weights: must be left out where drafters has none of {', '.join(BY_WEIGHTS)}")
         return self
 
@@ -284,11 +286,16 @@ class StudySpecFile:
 def resolve_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """The same fields with relative file paths made absolute from `base`."""
     resolved = dict(data)
-    for field in ("prompts", "held_out", "draft_weights"):
+    for field in ("prompts", "held_out"):
         if isinstance(resolved.get(field), str) and resolved[field]:
             resolved[field] = os.path.normpath(base.absolute() / _path(resolved[field], field))
     if isinstance(resolved.get("model"), str):
         resolved["model"] = _resolve_model(resolved["model"], base.absolute())
+    names = _as_tuple(resolved.get("draft_weights"))
+    if isinstance(names, tuple):
+        resolved["draft_weights"] = tuple(
+            _resolve_model(one, base.absolute(), "draft_weights") if isinstance(one, str) else one for one in names
+        )
     if isinstance(resolved.get("storage"), str):
         resolved["storage"] = _resolve_storage(resolved["storage"], base.absolute())
     return resolved
@@ -301,8 +308,10 @@ def to_toml(spec: StudySpec, folder: Path) -> str:
         value = getattr(spec, name)
         if value is None or (value == field.default and not field.is_required()):
             continue
-        if name in ("prompts", "held_out", "draft_weights") or (name == "model" and Path(value).is_absolute()):
+        if name in ("prompts", "held_out") or (name == "model" and Path(value).is_absolute()):
             value = _near(Path(value), folder)
+        if name == "draft_weights":
+            value = [_near(Path(one), folder) if Path(one).is_absolute() else one for one in value]
         if name == "storage":
             value = _near_storage(value, folder)
         lines.append(f"{name} = {_toml_value(value)}")
@@ -342,8 +351,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ValueError(f"not valid TOML: {error}") from None
 
 
-def _resolve_model(model: str, base: Path) -> str:
-    path = _path(model, "model")
+def _resolve_model(model: str, base: Path, field: str = "model") -> str:
+    path = _path(model, field)
     looks_local = path.is_absolute() or model.startswith(("./", "../", "~"))
     if looks_local or (model and _is_folder(base / path)):
         return os.path.normpath(base / path)

@@ -51,6 +51,8 @@ SIZES = {
         # All that "1b" has, on a CPU in seconds: padded vocabulary, borrowed tokenizer, a step in two parts.
         Size("tiny", 4, 32, 2, 64, 4352, 32, 4, 512, 0.02, 0.003, (1, 2), 0.2, 2, own_tokenizer=False),
         Size("demo", 12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (3, 6), 70.0),
+        # Drafts for "demo", whose tokenizer it has: a sixth of its layers.
+        Size("draft", 2, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (1, 1), 10.0, own_tokenizer=False),
         # ../gpu/README.md says why these numbers.
         Size("1b", 24, 2048, 16, 5632, 32_768, 512, 32, 1024, 0.02, 0.0006, (4, 8), 4.0, 2, own_tokenizer=False),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import FrozenTrial
+from safetensors.torch import load_file, save_file
 
 from layerskip import DecodeConfig, LayerSkipModel, train
+from layerskip.drafters.draft_weights import describe_weights
 from search import report, run
 from search.storages.opening import open_storage
 
@@ -49,7 +52,7 @@ def test_they_are_searched_confirmed_exported_and_shown(
     assert any(drafts > 0 for trial in by_weights for drafts, _, _ in trial.user_attrs["replayed_forwards"])
     summary = json.loads((tmp_path / "study" / "summary.json").read_text())
     assert summary["pool"]["num_predicted"] > 12
-    assert summary["costs"]["first"]["weights_s"] > 0
+    assert all(seconds > 0 for seconds in summary["costs"]["first"]["weights_s"].values())
     eagles = [one for one in summary["candidates"] if one["config"]["drafter"] == "eagle"]
     assert eagles
     # What the study kept is what the decoder loads, wherever the folder lies.
@@ -87,6 +90,73 @@ def test_a_study_goes_on_with_its_own_weights_alone(
     assert run.main(["--study", str(tmp_path / "study"), "--trials", "3"]) in (0, 1)  # study.toml names the weights
     assert {trial.user_attrs["drafter"] for trial in trials_of(tmp_path / "study")} == {"eagle"}
     assert len(trials_of(tmp_path / "study")) == 3
+
+
+@pytest.fixture(scope="module")
+def draft_models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One that is the model itself, and one whose last layers do nothing."""
+    same, other = (tmp_path_factory.mktemp("draft_models") / name for name in ("same", "other"))
+    shutil.copytree(tiny_model, same)
+    shutil.copytree(tiny_model, other)
+    weights = load_file(other / "model.safetensors")
+    for name, value in weights.items():
+        if name.startswith(("model.layers.2", "model.layers.3")) and name.endswith(
+            ("o_proj.weight", "down_proj.weight")
+        ):
+            value.zero_()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    return same, other
+
+
+def test_several_weights_compete_in_one_study(
+    weights: Path, draft_models: tuple[Path, Path], tiny_study: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    folders = [weights, *draft_models]
+    common = [*tiny_study, "--drafters", "eagle,draft_model,hybrid_draft_model", "--force"]
+    common += ["--draft-weights", ",".join(map(str, folders))]
+    assert run.main([*common, "--trials", "8"]) in (0, 1)
+    assert run.main(["--study", str(tmp_path / "study"), "--trials", "14"]) in (0, 1)
+    trials = trials_of(tmp_path / "study")
+    assert len(trials) == 14
+    assert {trial.user_attrs["draft_weights"]["path"] for trial in trials} <= set(map(str, folders))
+    for trial in trials:
+        drafter = trial.user_attrs["drafter"].removeprefix("hybrid_")
+        assert trial.user_attrs["draft_weights"]["drafter"] == drafter
+        expected = Path(trial.user_attrs["draft_weights"]["path"]).name if drafter == "draft_model" else None
+        assert trial.params.get("draft_model.weights") == expected
+        # The model itself is never wrong.
+        if expected == "same" and trial.user_attrs["drafter"] == "draft_model":
+            assert trial.user_attrs.get("acceptance_rate", 1.0) == 1.0
+    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
+    fingerprints = {describe_weights(one).fingerprint for one in folders}
+    assert summary["costs"]["first"]["weights_s"].keys() == fingerprints
+    storage = open_storage(f"sqlite:///{tmp_path / 'study' / 'study.db'}")
+    pool = json.loads(optuna.load_study(study_name="study", storage=storage).user_attrs["pool"])
+    assert {row[0] for row in pool} == {f"weights:{one}" for one in fingerprints}  # which is measured, the clock says
+    capsys.readouterr()
+    assert report.main([str(tmp_path / "study")]) == 0
+    page = (tmp_path / "study" / "report.html").read_text()
+    assert "draft_model same" in page or "draft_model other" in page
+    # Others in the same order, or another number of them, are another study.
+    fewer = [*tiny_study, "--drafters", "draft_model", "--force", "--draft-weights", str(draft_models[0])]
+    assert run.main([*fewer, "--trials", "15"]) == 2
+    assert "draft_weights was" in capsys.readouterr().err
+
+
+def test_weights_that_nothing_drafts_by_or_that_are_the_same_are_refused(
+    weights: Path, draft_models: tuple[Path, Path], tiny_study: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    same = draft_models[0]
+    shutil.copytree(same, tmp_path / "copy")
+    for given, said in (
+        (["--drafters", "eagle", "--draft-weights", f"{weights},{same}"], "is for draft_model and hybrid_draft_model"),
+        (["--drafters", "eagle", "--draft-weights", str(same)], "eagle cannot draft by"),
+        (["--draft-weights", f"{same},{tmp_path / 'copy'}"], "must be different ones, got the same in"),
+        (["--draft-weights", f"{same},{same}"], "must name each once"),
+    ):
+        assert run.main([*tiny_study, *given]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
 
 
 def test_what_is_missing_is_said_before_anything_is_written(tiny_study: list[str], tmp_path: Path, capsys: Any) -> None:

@@ -93,6 +93,7 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert tuple(rows) == ROW_NAMES
     assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
     assert rows.pop("layer_skip")["reason"] == "the config is that, see speculative"
+    assert rows.pop("hf_assistant")["reason"] == "needs a config that drafts by a draft model"
     for name in ("eagle", "draft_model"):
         assert rows.pop(name)["reason"] == f"the config has no draft weights of {name}"
     for name, row in rows.items():
@@ -322,6 +323,25 @@ def test_draft_weights_have_rows_and_steps_like_a_mask() -> None:
     draft: Any = result.steps["draft"]
     assert all(step["seconds"] > 0 for step in draft)
     assert draft[0]["bytes"] > sum(one.nbytes for one in model.engine.draft_weights[weights.path].module.parameters())
+
+
+def test_a_draft_model_is_compared_with_transformers_assisted_generation() -> None:
+    model, weights = zoo.layerskip_of("llama"), zoo.draft_model_of("llama")
+    config = DecodeConfig(
+        drafter="draft_model",
+        skip_mask=SkipMask.none(zoo.NUM_LAYERS),
+        gamma=3,
+        draft_threshold=0.2,
+        draft_weights=weights,
+    )
+    result = run_benchmark(model, config, PROMPTS[:2], Plan(8, 1, ("hf_assistant", "speculative", "draft_model")))
+    rows = {row["name"]: row for row in result.rows}
+    assert rows["hf_assistant"]["settings"] == {
+        "assistant_model": weights.path,
+        "num_assistant_tokens": 3,
+        "assistant_confidence_threshold": 0.2,
+    }
+    assert rows["hf_assistant"]["identical"] == rows["speculative"]["identical"] == 2
 
 
 NO_WEIGHTS = {one: f"the config has no draft weights of {one}" for one in ("eagle", "draft_model")}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
@@ -125,6 +126,33 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "larger" / "config.json", empty)
     with pytest.raises(ValueError, match=r"has a model's config.json, and no weights"):
         describe_weights(empty)
+
+
+def test_one_of_the_hub_is_loaded_from_the_cache_and_named_by_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = small(tmp_path / "cached")
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        if name != "org/draft":
+            raise LocalEntryNotFoundError("offline")
+        return str(tmp_path / "cached")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    weights = describe_weights("org/draft")
+    assert (weights.path, weights.fingerprint) == ("org/draft", local.fingerprint)
+    config = config_of(weights)
+    config.save(tmp_path / "config.json")
+    assert DecodeConfig.load(tmp_path / "config.json") == config
+    model = LayerSkipModel(zoo.model_of("llama"), engine="fused")
+    prompt = zoo.prompt_of(5)
+    plain = model.generate(prompt, max_new_tokens=8, config=DecodeConfig.plain(zoo.NUM_LAYERS))
+    assert model.generate(prompt, max_new_tokens=8, config=config).ids == plain.ids
+    assert set(asked) == {"org/draft"}
+    with pytest.raises(OSError, match="org/nothing: no such folder; as a hub id it is not in the cache"):
+        describe_weights("org/nothing")
 
 
 def test_the_fingerprint_is_that_of_the_weights(tmp_path: Path) -> None:
