@@ -236,6 +236,7 @@ class LayerSkipModel:
             )
         for one in (config, *(config.groups or {}).values(), *(config.regimes or ())):
             if one.draft_weights is not None:
+                self._adapter.check_vocab("draft_weights", one.draft_weights.draft_vocab)
                 self._load_draft_weights(one.draft_weights)
 
     def _load_draft_weights(self, weights: DraftWeights) -> None:
@@ -272,8 +273,9 @@ class LayerSkipModel:
         return DraftModel(
             make_engine("auto", adapter).engine,
             weights.fingerprint,
+            num_layers=adapter.num_layers,
             num_tokens=known,
-            vocabulary=int(self.model.get_output_embeddings().weight.shape[0]),
+            vocabulary=self.vocab_size,
             max_positions=adapter.max_positions,
             nbytes=sum(one.nbytes for one in model.parameters()),
         )
@@ -289,6 +291,16 @@ class LayerSkipModel:
     @property
     def num_layers(self) -> int:
         return self._adapter.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding."""
+        return self._adapter.vocab_size
+
+    @property
+    def can_narrow(self) -> bool:
+        """Whether a mask may have a `draft_vocab`."""
+        return self._adapter.can_narrow
 
     @property
     def device(self) -> torch.device:

@@ -32,7 +32,7 @@ from search.measure.subject import Subject
 from search.measure.threads import choose_threads
 from search.study.fingerprint import Origin, take_fingerprint
 from search.study.prompts import PromptSet, encode_prompts
-from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace
+from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace, vocabs_of
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.progress_events import LONG_S, Planned
 from search.terminal.text import duration
@@ -95,12 +95,18 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
     can_share = isinstance(model.engine, PrefixEngine)
     if spec.share_prefix and not can_share:
         raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
+    if spec.draft_vocab and not (model.can_narrow and vocabs_of(model.vocab_size)):
+        raise ValueError(
+            "draft_vocab: needs a plain output embedding of a thousand token ids or more, this model has "
+            f"{model.vocab_size}"
+        )
     weights = _draft_weights(model, spec)
     return SearchSpace.for_model(
         model,
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
         granularity=spec.granularity,
         share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
+        draft_vocab=model.can_narrow if spec.draft_vocab is None else spec.draft_vocab,
         drafters=_ways(spec, weights),
         draft_weights=weights,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),

@@ -144,6 +144,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
     """
     from search.study.space import (
         DRAFT_THRESHOLD,
+        DRAFT_VOCAB,
         DRAFTER,
         FACTOR,
         FACTORS,
@@ -175,6 +176,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         params[name] = snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0
     if space.share_prefix:
         params[SHARE_PREFIX] = bool(rng.integers(2))
+    if space.draft_vocabs:
+        params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
     if not space.lookup_methods:
         return params
     params |= {

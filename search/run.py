@@ -149,6 +149,11 @@ def build_parser() -> OneLineParser:
         help="search over verification behind the kept layers too (default: where the engine can)",
     )
     parser.add_argument(
+        "--draft-vocab",
+        action=argparse.BooleanOptionalAction,
+        help="search too over how many of the first token ids a draft chooses from (default: where the model can)",
+    )
+    parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
     )
     parser.add_argument(

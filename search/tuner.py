@@ -39,6 +39,7 @@ class TuneOptions(TypedDict, total=False):
     gamma_max: int
     granularity: Granularity
     share_prefix: bool
+    draft_vocab: bool
     drafters: Sequence[str]
     draft_weights: str | Sequence[str]
     regimes: Sequence[str]

@@ -28,7 +28,7 @@ from layerskip.config.hub import (
 from layerskip.config.lookup_settings import LookupSettings, SuffixLookup
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling, nearest
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import MAX_VOCABULARY, SkipMask
 from layerskip.config.strict_json import parse_json
 from layerskip.config.validated import MAX_GAMMA, Count, Frozen, OneLineErrors, Probability, Rate
 
@@ -99,6 +99,12 @@ class DraftWeights(Frozen):
     to the file's own."""
     fingerprint: str
     """Of the weights; others in this folder are refused."""
+    draft_vocab: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)] | None = None
+    """They choose among so many of the first token ids; see `SkipMask.draft_vocab`."""
+
+    def narrowed(self, draft_vocab: int | None) -> DraftWeights:
+        """The same weights, with this `draft_vocab`."""
+        return self.model_copy(update={"draft_vocab": draft_vocab})
 
 
 DraftedBy = SkipMask | DraftWeights

@@ -1,13 +1,16 @@
-"""SkipMask: which attention and MLP sublayers the draft leaves out, layer by layer."""
+"""SkipMask: what the draft leaves out: attention and MLP sublayers, and rows of the output embedding."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_LAYERS = 1024  # far above any published model; bounds what a config file can make us allocate
+MAX_VOCABULARY = 1 << 24
 _ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>[0-9]{1,4})(?:-(?P<last>[0-9]{1,4}))?")
+
+_VOCABULARY = re.compile(r"v(?P<size>[0-9]{1,8})")
 
 
 @dataclass(frozen=True)
@@ -15,12 +18,15 @@ class SkipMask:
     """One flag per layer and sublayer; True = skipped while drafting. The target never skips.
 
     The text form is `LAYERS:ITEMS`, items separated by commas: `3` or `4-7` are whole layers, `a2` or `a2-5` attention
-    alone, `m9` MLP alone, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7, attention 2 and MLP 9 of twelve layers.
-    Layers count from 0.
+    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7,
+    attention 2 and MLP 9 of twelve layers. Layers count from 0.
     """
 
     attention: tuple[bool, ...]
     mlp: tuple[bool, ...]
+    draft_vocab: int | None = None
+    """The draft chooses among so many token ids, the first ones; None = all. Tokenizers number their pieces roughly by
+    how frequent they are, and a small model with a large vocabulary spends much of a step on its output embedding."""
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):
@@ -29,6 +35,8 @@ class SkipMask:
                 f"{len(self.mlp)}"
             )
         _check_num_layers(len(self.attention))
+        if self.draft_vocab is not None and not 1 <= self.draft_vocab <= MAX_VOCABULARY:
+            raise ValueError(f"skip_mask: draft_vocab must be in 1..{MAX_VOCABULARY}, got {self.draft_vocab}")
 
     @classmethod
     def none(cls, num_layers: int) -> SkipMask:
@@ -76,10 +84,16 @@ class SkipMask:
         _check_num_layers(num_layers)
         attention: set[int] = set()
         mlp: set[int] = set()
+        draft_vocab: int | None = None
         for item in [] if tail == "none" else [one.strip(" ") for one in tail.split(",")]:
+            if draft_vocab is None and (size := _VOCABULARY.fullmatch(item)):
+                draft_vocab = int(size["size"])
+                continue
             match = _ITEM.fullmatch(item)
             if match is None:
-                raise ValueError(f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', got {item[:40]!r}")
+                raise ValueError(
+                    f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192'; got {item[:40]!r}"
+                )
             first = int(match["first"])
             last = int(match["last"] or first)
             if not first <= last < num_layers:
@@ -89,13 +103,18 @@ class SkipMask:
                 attention.update(layers)
             if match["kind"] != "a":
                 mlp.update(layers)
-        return cls.from_sublayers(num_layers, attention=attention, mlp=mlp)
+        return cls.from_sublayers(num_layers, attention=attention, mlp=mlp).narrowed(draft_vocab)
+
+    def narrowed(self, draft_vocab: int | None) -> SkipMask:
+        """The same sublayers, with this `draft_vocab`."""
+        return replace(self, draft_vocab=draft_vocab)
 
     def __str__(self) -> str:
         both = [a and m for a, m in zip(self.attention, self.mlp, strict=True)]
         items = _ranges("", both)
         items += _ranges("a", [a and not b for a, b in zip(self.attention, both, strict=True)])
         items += _ranges("m", [m and not b for m, b in zip(self.mlp, both, strict=True)])
+        items += [] if self.draft_vocab is None else [f"v{self.draft_vocab}"]
         return f"{self.num_layers}:{','.join(items) or 'none'}"
 
     @property
@@ -124,7 +143,8 @@ class SkipMask:
     def exit_layer(self) -> int | None:
         """First layer not run, if the mask is an early exit (a skipped tail and nothing else); else None."""
         first = self.num_layers - len(self.skipped_layers)
-        return first if self == SkipMask.early_exit(self.num_layers, first) and self.num_skipped else None
+        exits = SkipMask.early_exit(self.num_layers, first).narrowed(self.draft_vocab)
+        return first if self == exits and self.num_skipped else None
 
     @property
     def num_kept_first(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -19,6 +19,14 @@ class ChainSettings:
     gamma: int
     draft_threshold: float = 0.0
     target_threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class WeightsSettings(ChainSettings):
+    """What a draft by trained weights follows besides."""
+
+    draft_vocab: int | None = field(default=None, kw_only=True)
+    """See `DraftWeights`."""
 
 
 SettingsT = TypeVar("SettingsT", bound=ChainSettings)
@@ -38,6 +46,10 @@ class ChainDrafter(Generic[SettingsT]):
     @property
     def gamma(self) -> int:
         return self._settings.gamma
+
+    @property
+    def settings(self) -> SettingsT:
+        return self._settings
 
     @property
     def needs_target_prob(self) -> bool:

@@ -6,7 +6,7 @@ from typing import cast
 
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.drafters.base import Drafter
-from layerskip.drafters.chain import ChainSettings
+from layerskip.drafters.chain import WeightsSettings
 from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleDrafter
@@ -56,7 +56,9 @@ def make_drafter(
 def _by_weights(
     weights: DraftWeights, config: DecodeConfig, engine: Engine, sampler: Sampler
 ) -> EagleDrafter | DraftModelDrafter:
-    settings = ChainSettings(config.gamma, config.draft_threshold, config.target_threshold)
+    settings = WeightsSettings(
+        config.gamma, config.draft_threshold, config.target_threshold, draft_vocab=weights.draft_vocab
+    )
     found = loaded_weights(engine, weights)
     if isinstance(found, DraftModel):
         return DraftModelDrafter(found, sampler, settings)

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft
-from layerskip.drafters.chain import ChainDrafter, ChainSettings
+from layerskip.drafters.chain import ChainDrafter, WeightsSettings
 from layerskip.engines.base import Engine
+from layerskip.huggingface.adapter import widened
 from layerskip.rounds.preparation import ForwardPlan, Starts
 from layerskip.rounds.sampling import Sampler
 
@@ -27,6 +28,7 @@ class DraftModel:
     engine: Engine
     fingerprint: str
     """See `DraftWeights`."""
+    num_layers: int
     num_tokens: int
     """Ids that it knows; one that only the target has is read as the last of these."""
     vocabulary: int
@@ -40,24 +42,34 @@ class DraftModel:
         """How many of the wanted tokens it may draft after a text of this length."""
         return wanted if self.max_positions is None else min(wanted, self.max_positions - length + 1)
 
-    def forward(self, ids: Sequence[int] | torch.Tensor, num_logits: int = 1) -> torch.Tensor:
-        """(num_logits, V) of the last positions, as wide as the target's; the cache advances. In a session."""
+    def mask(self, draft_vocab: int | None) -> SkipMask | None:
+        """That its own engine is told; None for all that it knows."""
+        if draft_vocab is None or draft_vocab >= self.num_tokens:
+            return None
+        return SkipMask.none(self.num_layers).narrowed(draft_vocab)
+
+    def forward(
+        self, ids: Sequence[int] | torch.Tensor, num_logits: int = 1, draft_vocab: int | None = None
+    ) -> torch.Tensor:
+        """(num_logits, V) of the last positions, as wide as the target's; the cache advances. In a session.
+
+        draft_vocab: -inf but for the first so many token ids.
+        """
         known = torch.as_tensor(ids, device=self.engine.device)
         if self.num_tokens < self.vocabulary:
             known = known.clamp(max=self.num_tokens - 1)
-        logits = self.engine.forward(known, num_logits=num_logits)[:, : self.vocabulary]
-        missing = self.vocabulary - logits.shape[1]
-        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+        logits = self.engine.forward(known, self.mask(draft_vocab), num_logits=num_logits)[:, : self.vocabulary]
+        return widened(logits, self.vocabulary) if logits.shape[1] < self.vocabulary else logits
 
 
-class DraftModelDrafter(ChainDrafter[ChainSettings]):
+class DraftModelDrafter(ChainDrafter[WeightsSettings]):
     """A chain of up to gamma tokens.
 
     Cost: of a round, one forward of the draft model a token, the first over what the target has emitted since the last
     round too; the first round's goes over the prompt. Memory: its cache. Syncs as `ChainDrafter.chain`.
     """
 
-    def __init__(self, model: DraftModel, sampler: Sampler, settings: ChainSettings) -> None:
+    def __init__(self, model: DraftModel, sampler: Sampler, settings: WeightsSettings) -> None:
         super().__init__(sampler, settings)
         self._model = model
 
@@ -66,7 +78,8 @@ class DraftModelDrafter(ChainDrafter[ChainSettings]):
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (drafting is timed apart as it is)
         if starts.rounds:
-            self._model.engine.prepare([ForwardPlan(None, count, starts.rounds) for count in _USUAL_CATCH_UP])
+            mask = self._model.mask(self.settings.draft_vocab)
+            self._model.engine.prepare([ForwardPlan(mask, count, starts.rounds) for count in _USUAL_CATCH_UP])
 
     def begin(self) -> DraftModelSession:
         return DraftModelSession(self, self._model)
@@ -109,4 +122,5 @@ class DraftModelSession:
         self._model.engine.cache.rollback_to(same)
 
     def _go_on(self, context: Sequence[int], last: torch.Tensor | None) -> torch.Tensor:
-        return self._model.forward(context[self._num_seen :] if last is None else last)
+        ids = context[self._num_seen :] if last is None else last
+        return self._model.forward(ids, draft_vocab=self._drafter.settings.draft_vocab)

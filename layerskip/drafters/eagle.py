@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from layerskip.drafters.base import Draft
-from layerskip.drafters.chain import ChainDrafter, ChainSettings
+from layerskip.drafters.chain import ChainDrafter, WeightsSettings
 from layerskip.drafters.eagle_head import EagleHead
 from layerskip.engines.lean_layers import Linear, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.states import StatesEngine
@@ -90,14 +90,14 @@ class LeanEagleText:
         return self.head.mlp.add_to(x)
 
 
-class EagleDrafter(ChainDrafter[ChainSettings]):
+class EagleDrafter(ChainDrafter[WeightsSettings]):
     """A chain of up to gamma tokens.
 
     Cost: of a round, one layer over what the target has emitted since the last one and one layer a further token, and
     the target's output embedding a token; the first round's layer goes over the prompt. Syncs as `ChainDrafter.chain`.
     """
 
-    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: ChainSettings) -> None:
+    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: WeightsSettings) -> None:
         super().__init__(sampler, settings)
         self._head, self._engine = head, engine
 
@@ -129,7 +129,7 @@ class EagleSession:
             if last is not None:
                 state = self._run(engine.embed(last), state, place)
                 place += 1
-            return engine.unembed(self._head.norm(state))
+            return engine.unembed(self._head.norm(state), self._drafter.settings.draft_vocab)
 
         return Draft(torch.cat(self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)))
 

@@ -23,7 +23,7 @@ from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of,
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
-from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.kv_cache import SharedLengthCache
 
@@ -84,10 +84,16 @@ class FusedEngine(StatesEngine):
         if mask is None and self._keeps_states:
             self._keep(step.start, x)
         self.cache.advance(step.num_tokens)
-        return self.head(self.norm(x[-num_logits:]))
+        return self.logits(x[-num_logits:], mask)
 
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
+    def logits(self, x: torch.Tensor, mask: SkipMask | None) -> torch.Tensor:
+        """(T, V) of the last layer's states (T, hidden)."""
+        return self.unembed(self.norm(x), None if mask is None else mask.draft_vocab)
+
+    def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
+        if draft_vocab is None:
+            return self.head(hidden)
+        return widened(self.head.first(draft_vocab)(hidden), self.head.weight.shape[1])
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
@@ -97,7 +103,7 @@ class FusedEngine(StatesEngine):
         prefix.add(x)
         x = self._run(x, step, mask, range(prefix.depth, len(self.layers)))
         self.cache.advance(step.num_tokens)
-        return self.head(self.norm(x[-1:]))
+        return self.logits(x[-1:], mask)
 
     @torch.inference_mode()
     def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
@@ -110,7 +116,7 @@ class FusedEngine(StatesEngine):
         step = self._step(start, num_tokens)
         x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
         self.cache.advance(num_tokens)
-        return self.head(self.norm(x))
+        return self.logits(x, None)
 
     def _step(self, start: int, num_tokens: int) -> _Step:
         stop = start + num_tokens

@@ -35,6 +35,10 @@ class Linear:
         out = torch.addmm(residual, x, self.weight)
         return out if self.bias is None else out.add_(self.bias)
 
+    def first(self, count: int) -> Linear:
+        """Of the first so many outputs, in the same memory."""
+        return Linear(self.weight[:, :count], None if self.bias is None else self.bias[:count])
+
     @classmethod
     def fuse(cls, arrange: Arrange, *modules: nn.Linear) -> Linear:
         """One matrix for several products of the same input. It may share the memory of a single module's."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from layerskip.engines.base import SessionEngine
-from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.adapter import ModelAdapter, widened
 
 
 class StatesEngine(SessionEngine):
@@ -36,10 +36,14 @@ class StatesEngine(SessionEngine):
         """(T, embedding): rows of the input embedding, unscaled."""
         return F.embedding(ids, self._ends[0].weight)
 
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(T, V): logits of hidden states (T, hidden) that have been normed."""
+    def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
+        """(T, V): logits of hidden states (T, hidden) that have been normed; with `draft_vocab` -inf but for the first
+        so many token ids."""
         head = self._ends[1]
-        return F.linear(hidden, head.weight, head.bias)
+        if draft_vocab is None:
+            return F.linear(hidden, head.weight, head.bias)
+        bias = None if head.bias is None else head.bias[:draft_vocab]
+        return widened(F.linear(hidden, head.weight[:draft_vocab], bias), len(head.weight))
 
     @property
     def _ends(self) -> tuple[Any, Any]:

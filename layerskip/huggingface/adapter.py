@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -21,6 +22,11 @@ from layerskip.huggingface.placement import UnsupportedModelError as Unsupported
 _ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
 _SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def widened(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """(T, vocab_size) from the first columns: what a draft cannot choose is -inf."""
+    return F.pad(logits, (0, vocab_size - logits.shape[1]), value=float("-inf"))
 
 
 @dataclass
@@ -153,6 +159,35 @@ class ModelAdapter:
                 return value
         return None
 
+    @property
+    def _head(self) -> Any:
+        return cast(Any, self.model).get_output_embeddings()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding."""
+        return int(self._head.weight.shape[0])
+
+    @property
+    def can_narrow(self) -> bool:
+        """Whether a draft may choose among the first token ids alone."""
+        return type(self._head) is nn.Linear and self._head.weight.device.type != "meta"
+
+    @contextmanager
+    def _narrowed(self, draft_vocab: int | None) -> Iterator[None]:
+        """Inside, the output embedding has its first so many rows. No copy."""
+        if draft_vocab is None:
+            yield
+            return
+        parameters = self._head._parameters
+        whole = dict(parameters)
+        try:
+            for name, one in whole.items():
+                parameters[name] = None if one is None else one[:draft_vocab]
+            yield
+        finally:
+            parameters.update(whole)
+
     def new_cache(self, capacity: int) -> SharedLengthCache:
         return SharedLengthCache(self.windows, capacity)
 
@@ -160,9 +195,19 @@ class ModelAdapter:
         """Raises ValueError if the mask does not fit this model."""
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have the model's {self.num_layers} layers, got {mask.num_layers}")
+        self.check_vocab("skip_mask", mask.draft_vocab)
         for i, apart in enumerate(self.sublayers_skippable):
             if not apart and mask.attention[i] != mask.mlp[i]:
                 raise ValueError(f"skip_mask: layer {i} of this model can only be skipped whole, got {mask}")
+
+    def check_vocab(self, field: str, draft_vocab: int | None) -> None:
+        """Raises ValueError if a draft cannot choose among so many of the first token ids."""
+        if draft_vocab is None:
+            return
+        if not self.can_narrow:
+            raise ValueError(f"{field}: draft_vocab needs a plain output embedding, got another and {draft_vocab}")
+        if draft_vocab > self.vocab_size:
+            raise ValueError(f"{field}: draft_vocab must be at most the model's {self.vocab_size}, got {draft_vocab}")
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -212,10 +257,11 @@ class ModelAdapter:
             arguments[self._keep_argument] = num_logits
         if forced is not None:
             arguments["attention_mask"] = forced.attention_mask
-        with over_growing_keys(self.placement.devices):
-            logits: torch.Tensor = self.model(**arguments).logits
+        draft_vocab = self._mask.draft_vocab
+        with over_growing_keys(self.placement.devices), self._narrowed(draft_vocab):
+            logits: torch.Tensor = self.model(**arguments).logits[0, -num_logits:]
         cache.advance(num_tokens)
-        return logits[0, -num_logits:]
+        return logits if draft_vocab is None else widened(logits, self.vocab_size)
 
     @contextmanager
     def entrance(self, layer: int, states: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:

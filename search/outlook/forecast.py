@@ -95,11 +95,16 @@ class Candidates:
         found: list[Predicted] = []
         for weights in self._space.draft_weights:
             alone, hybrid = ways_by(weights)
+            narrowed = [weights.narrowed(size) for size in self._space.narrowings]
             if alone in self._space.drafters:
-                found += self.predictor.best_by_weights(weights, [None], count=_NUM_BY_WEIGHTS)
+                found += self._best_by_weights(narrowed, [None])
             if hybrid in self._space.drafters and lookups:
-                found += self.predictor.best_by_weights(weights, lookups, count=_NUM_BY_WEIGHTS)
+                found += self._best_by_weights(narrowed, lookups)
         return [self._candidate(one, full_fidelity=True) for one in found]
+
+    def _best_by_weights(self, each: Sequence[DraftWeights], lookups: Sequence[LookupChoice | None]) -> list[Predicted]:
+        found = [one for by in each for one in self.predictor.best_by_weights(by, lookups, count=_NUM_BY_WEIGHTS)]
+        return sorted(found, key=lambda one: -one.speedup)[:_NUM_BY_WEIGHTS]
 
     def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
         """The best of each drafter of the space that can be told from the pool, best first.
@@ -131,7 +136,9 @@ class Candidates:
         for one in candidates:
             config = self._space.to_config(one.params)
             weights = config.draft_weights
-            by = str(config.skip_mask) if weights is None else f"{_WEIGHTS}:{weights.fingerprint}"
+            by = str(config.skip_mask)
+            if weights is not None:
+                by = ":".join([_WEIGHTS, weights.fingerprint, *([str(v)] if (v := weights.draft_vocab) else [])])
             row = [by, config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
@@ -164,11 +171,12 @@ class Candidates:
         return found
 
     def _weights_called(self, text: str) -> DraftWeights | None:
-        word, _, fingerprint = text.partition(":")
+        word, fingerprint, size, *_ = [*text.split(":"), "", ""]
         if word != _WEIGHTS:
             return None
         # Studies from before there could be several have the word alone.
-        return next(one for one in self._space.draft_weights if fingerprint in ("", one.fingerprint))
+        found = next(one for one in self._space.draft_weights if fingerprint in ("", one.fingerprint))
+        return found.narrowed(int(size) if size else None)
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,8 @@ def make_pool(
     max_readings: int = 400,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pool:
-    """Known shapes, exits, sublayers skipped in order of sensitivity, then climbs from the best by single flips.
+    """Known shapes, exits, sublayers skipped in order of sensitivity, the best of them with fewer token ids to choose
+    from, then climbs from the best by single flips.
 
     Cost: at most `max_readings` readings, and about `seconds`; three readings in any case.
     """
@@ -234,6 +243,10 @@ def make_pool(
     for mask in (*known_masks(space), *_ordered_masks(space, sensitivity)):
         if mask not in found and not spent():
             found[mask] = candidates.of(mask)
+    for mask in sorted(found, key=lambda one: -found[one].log_speedup)[:_NUM_ELITE]:
+        for size in space.draft_vocabs[1:]:
+            if mask.num_skipped and not spent():
+                found[mask.narrowed(size)] = candidates.of(mask.narrowed(size))
     rng = np.random.default_rng(seed)
     climbed: set[SkipMask] = set()
     while not spent():

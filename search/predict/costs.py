@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
-from layerskip.config.decode_config import DraftedBy
+from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Timer
 from search.study.fingerprint import Fingerprint
@@ -21,6 +21,8 @@ _FURTHER = (13, 17)
 """Tokens of verifications that only lookups need."""
 _NUM_KEPT = 5
 """Of the measurements made during a study, the latest so many are pooled."""
+_LEAST_SHARE = 0.05
+"""Of a draft step that is left whatever its `draft_vocab` is measured to save."""
 _ANY = ""
 """Stands for the fingerprint in studies from before there could be several weights."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
@@ -44,21 +46,28 @@ class CostModel:
     """Text length at which it was measured."""
     measured_on: Mapping[str, object]
     """Device, engine and weights."""
+    narrowed_s: Mapping[str, float] = field(default_factory=dict)
+    """What a draft token under a mask takes less with this `draft_vocab`."""
     weights_s: Mapping[str, float] = field(default_factory=dict)
-    """A draft token of trained weights, by their fingerprint."""
+    """A draft token of trained weights, by name; see `named`."""
 
     def draft_s(self, drafted_by: DraftedBy, *, threshold: bool) -> float:
         """One draft token, under a mask by the sum of terms."""
         if not isinstance(drafted_by, SkipMask):
-            return self.by_weights_s(drafted_by.fingerprint) + (self.threshold_s if threshold else 0.0)
+            return self.by_weights_s(named(drafted_by)) + (self.threshold_s if threshold else 0.0)
         mask = drafted_by
         kept = sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
         kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
-        return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
+        whole = self.fixed_s + kept
+        return max(_LEAST_SHARE * whole, whole - self.saved_s(mask)) + (self.threshold_s if threshold else 0.0)
 
-    def by_weights_s(self, fingerprint: str) -> float:
-        """One draft token of trained weights, without a look at its confidence."""
-        return self.weights_s[_ANY if _ANY in self.weights_s else fingerprint]
+    def saved_s(self, mask: SkipMask) -> float:
+        """What its `draft_vocab` saves of a draft token."""
+        return 0.0 if mask.draft_vocab is None else self.narrowed_s.get(str(mask.draft_vocab), 0.0)
+
+    def by_weights_s(self, name: str) -> float:
+        """One draft token of trained weights of this name, see `named`, without a look at its confidence."""
+        return self.weights_s[_ANY if _ANY in self.weights_s else name]
 
     def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
         """`verify_s`; with `share_prefix`, less what the layers kept from layer 0 on cost for all rows but one.
@@ -97,6 +106,7 @@ class CostModel:
             data = json.loads(text)
             names = {one.name for one in fields(cls)}
             if isinstance(data, dict):
+                data.setdefault("narrowed_s", {})
                 # Studies from before there were any, or more than one:
                 before = data.setdefault("weights_s", {})
                 data["weights_s"] = before if isinstance(before, dict) else {_ANY: float(before)}
@@ -118,6 +128,11 @@ class CostOptions:
     seed: int = 0
 
 
+def named(weights: DraftWeights) -> str:
+    """Their fingerprint, with their `draft_vocab` if they have one."""
+    return weights.fingerprint if weights.draft_vocab is None else f"{weights.fingerprint} v{weights.draft_vocab}"
+
+
 def device_facts(fingerprint: Fingerprint) -> dict[str, object]:
     """The fingerprint's fields that step times depend on."""
     return {name: getattr(fingerprint, name) for name in _DEVICE_FIELDS}
@@ -135,16 +150,21 @@ def measure_costs(
         raise ValueError("texts: at least one is needed to time steps, got none")
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
-    verify, plain_draft, watched, weights = [], [], [], []
+    trained = [one.narrowed(size) for one in space.draft_weights for size in space.narrowings]
+    narrow = [masks[1].narrowed(size) for size in space.draft_vocabs[1:]]
+    verify, plain_draft, watched, weights, narrowed = [], [], [], [], []
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
         plain_draft.append(timer.draft_s(text, masks, gamma=_DRAFT_LENGTH, threshold=False))
         watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
-        if space.draft_weights:
-            weights.append(timer.draft_s(text, space.draft_weights, gamma=_DRAFT_LENGTH, threshold=False))
+        if narrow:
+            narrowed.append(timer.draft_s(text, [masks[1], *narrow], gamma=_DRAFT_LENGTH, threshold=False))
+        if trained:
+            weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
     weights_s = _median(weights[1:]).tolist() if weights else []
+    saved = np.array(narrowed[1:])[:, :1] - np.array(narrowed[1:])[:, 1:] if narrow else np.zeros((1, 0))
     fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s)
     return CostModel(
         verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
@@ -155,7 +175,10 @@ def measure_costs(
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
-        weights_s={one.fingerprint: s for one, s in zip(space.draft_weights, weights_s, strict=True)},
+        narrowed_s={
+            str(size): max(0.0, s) for size, s in zip(space.draft_vocabs[1:], _median(saved.tolist()), strict=True)
+        },
+        weights_s={named(one): s for one, s in zip(trained, weights_s, strict=True)},
     )
 
 
@@ -191,6 +214,9 @@ def pool_costs(history: Sequence[CostModel]) -> CostModel:
         fit_error=median_of("fit_error"),
         context_tokens=newest.context_tokens,
         measured_on=newest.measured_on,
+        narrowed_s={
+            name: float(np.median([one.narrowed_s.get(name, 0.0) for one in latest])) for name in newest.narrowed_s
+        },
         weights_s={name: float(np.median([one.by_weights_s(name) for one in latest])) for name in newest.weights_s},
     )
 

@@ -17,11 +17,12 @@ import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.config.decode_config import DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
 from search.measure.pairs import add_up
-from search.predict.costs import CostModel, pool_costs
+from search.predict.costs import CostModel, named, pool_costs
 from search.study.attributes import (
     COUNTS,
     DRAFT_S,
@@ -57,7 +58,8 @@ class _Steps:
     """One trial's steps, in plain steps of the same moments."""
 
     weights: str | None
-    """Fingerprint of the trained weights that drafted; None of a draft under a mask."""
+    """Name of the trained weights that drafted, see `named`; None of a draft under a mask."""
+    mask: SkipMask
     kept: tuple[float, float, float, float]
     """1, attention and MLP sublayers that the draft keeps, and whether it looks at its confidence."""
     draft: float | None
@@ -141,7 +143,8 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
     draft = attrs[DRAFT_S] / num_drafted / plain_s if attrs.get(DRAFT_S) and num_drafted else None
     return _Steps(
-        weights=attrs.get(DRAFT_WEIGHTS, {}).get("fingerprint"),
+        weights=named(DraftWeights(**weights)) if (weights := attrs.get(DRAFT_WEIGHTS)) else None,
+        mask=mask,
         kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
         num_drafted=num_drafted,
@@ -160,7 +163,7 @@ def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) ->
     """Terms of a draft step: least squares over trials, the measured terms counted in as what they are."""
     alone = cost.verify_s[0]
     timed = [
-        (one, one.draft, weight)
+        (one, one.draft + cost.saved_s(one.mask) / alone, weight)
         for one, weight in zip(trials, weights, strict=True)
         if one.draft is not None and one.weights is None
     ]
@@ -188,13 +191,13 @@ def _learn_weights(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -
     over again, and the prompt, are in the trials' alone."""
     alone = cost.verify_s[0]
     learnt = dict(cost.weights_s)
-    for fingerprint in {one.weights for one in trials if one.weights is not None}:
-        shares, certainties = [cost.by_weights_s(fingerprint) / alone], [1 / _TERM**2]
+    for name in {one.weights for one in trials if one.weights is not None}:
+        shares, certainties = [cost.by_weights_s(name) / alone], [1 / _TERM**2]
         for one, weight in zip(trials, weights, strict=True):
-            if one.weights == fingerprint and one.draft is not None:
+            if one.weights == name and one.draft is not None:
                 shares.append(one.draft)
                 certainties.append(weight / (_MOMENT**2 + _SINGLE**2 / one.num_drafted))
-        learnt[fingerprint] = alone * float(np.average(shares, weights=certainties))
+        learnt[name] = alone * float(np.average(shares, weights=certainties))
     return dataclasses.replace(cost, weights_s=learnt)
 
 
@@ -205,7 +208,11 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
     certainties, sums = np.zeros((2, size))
     terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
     for one, weight in zip(trials, weights, strict=True):
-        by_terms = float(terms @ one.kept) if one.weights is None else cost.by_weights_s(one.weights) / alone
+        by_terms = (
+            float(terms @ one.kept) - cost.saved_s(one.mask) / alone
+            if one.weights is None
+            else cost.by_weights_s(one.weights) / alone
+        )
         draft = one.draft if one.draft is not None else by_terms
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
         shared = one.prefix * (terms[1] + terms[2])

@@ -19,7 +19,17 @@ from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
 from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
-from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_GAMMA_MAX, SHARE_PREFIX, SearchSpace, weights_of
+from search.study.space import (
+    DRAFT_VOCAB,
+    DRAFTER,
+    GAMMA,
+    LOOKUP_GAMMA,
+    LOOKUP_GAMMA_MAX,
+    SHARE_PREFIX,
+    WEIGHTS_DRAFT_VOCAB,
+    SearchSpace,
+    weights_of,
+)
 from search.study.trials import is_full
 from search.trials.objective import standings_of
 
@@ -127,6 +137,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         mlp,
         layers,
         share_prefix=SHARE_PREFIX in seen,
+        draft_vocabs=tuple(getattr(seen.get(DRAFT_VOCAB) or seen.get(WEIGHTS_DRAFT_VOCAB), "choices", ())),
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=_weights_of(trials, drafters),
@@ -141,7 +152,7 @@ def _weights_of(trials: Sequence[FrozenTrial], drafters: Sequence[str]) -> tuple
     for drafter in TRAINED:
         if not any(trained_by(one) == drafter for one in drafters):
             continue
-        known = [DraftWeights(**one) for one in used.values() if one.get("drafter", "eagle") == drafter]
+        known = [DraftWeights(**one).narrowed(None) for one in used.values() if one.get("drafter", "eagle") == drafter]
         names = getattr(seen.get(weights_of(drafter)), "choices", ())
         of_name = {name: one for one in known for name in (one.path, Path(one.path).name)}
         missing = [DraftWeights(drafter=drafter, path=name, fingerprint=name) for name in names or ("unknown",)]

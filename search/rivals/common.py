@@ -18,6 +18,7 @@ from search.predict.costs import CostModel
 from search.study.leaderboard import Entry, make_standings
 from search.study.space import (
     DRAFT_THRESHOLD,
+    DRAFT_VOCAB,
     GAMMA,
     SHARE_PREFIX,
     TARGET_THRESHOLD,
@@ -151,6 +152,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
         params[name] = snap(THRESHOLD_STEP * int(rng.integers(round(THRESHOLD_MAX / THRESHOLD_STEP) + 1)))
     if space.share_prefix:
         params[SHARE_PREFIX] = bool(rng.integers(2))
+    if space.draft_vocabs:
+        params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
     return params
 
 

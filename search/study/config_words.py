@@ -28,6 +28,8 @@ def describe(config: DecodeConfig) -> str:
 def _describe_computed(config: DecodeConfig) -> str:
     weights = config.draft_weights
     by = f"mask {config.skip_mask}" if weights is None else f"{weights.drafter} {Path(weights.path).name}"
+    if weights is not None and weights.draft_vocab is not None:
+        by += f", draft_vocab {weights.draft_vocab}"
     text = f"{by}, gamma {config.gamma}"
     if config.draft_threshold:
         text += f", draft_threshold {config.draft_threshold:g}"

@@ -40,6 +40,7 @@ class Fingerprint:
     space_version: int = SPACE_VERSION
     objective: str = "tokens_per_s"
     drafters: tuple[str, ...] = ("layer_skip",)
+    draft_vocabs: tuple[int, ...] = ()
     sampling: str = "greedy"
     """How tokens are chosen; see `Sampling.name`."""
     draft_weights: str | None = None
@@ -98,6 +99,7 @@ def take_fingerprint(
         share_prefix=space.share_prefix,
         objective=spec.objective,
         drafters=space.drafters,
+        draft_vocabs=space.draft_vocabs,
         draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
         device_map=model.placement.describe(),
     )
@@ -114,10 +116,12 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "objective": "tokens_per_s",
         "device_map": None,
         "draft_weights": None,
+        "draft_vocabs": [],
     }
     before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
     stored = before | dict(stored)
-    stored["drafters"] = tuple(stored["drafters"])  # JSON made a list of it
+    for name in ("drafters", "draft_vocabs"):
+        stored[name] = tuple(stored[name])  # JSON made a list of it
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()
     current = asdict(now)
     names = [field.name for field in fields(now)] + [name for name in stored if name not in current]

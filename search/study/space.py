@@ -28,11 +28,13 @@ GAMMA = "gamma"
 DRAFT_THRESHOLD = "draft_threshold"
 TARGET_THRESHOLD = "target_threshold"
 SHARE_PREFIX = "share_prefix"
+DRAFT_VOCAB = "draft_vocab"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
 MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
 FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
 WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD = "weights.gamma", "weights.draft_threshold"
 WEIGHTS_TARGET_THRESHOLD = "weights.target_threshold"
+WEIGHTS_DRAFT_VOCAB = "weights.draft_vocab"
 _WEIGHTS_NAMES = (WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD, WEIGHTS_TARGET_THRESHOLD)
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
@@ -41,6 +43,8 @@ GAMMA_MAX = 16
 """Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""
 LOOKUP_GAMMA_MAX = 24
 """Text that repeats itself rewards long proposals: on the demo most are best at the end of this range."""
+_VOCAB_SHARES = (1, 2, 4, 8, 16)
+_LEAST_VOCAB = 512
 FACTORS = (1.0, 2.0, 4.0, 16.0)
 _MAX_MATCH = 16
 """Of prompt lookup, not searched, as is the most frequent continuation: neither made a difference on the demo."""
@@ -67,6 +71,8 @@ class SearchSpace:
     """Layers that are skipped whole or not at all."""
     share_prefix: bool = False
     """Whether to verify behind the layers that the draft keeps is searched too."""
+    draft_vocabs: tuple[int, ...] = ()
+    """Of how many of the first token ids a computed draft chooses, the first entry being all; without any, of all."""
     drafters: tuple[str, ...] = ("layer_skip",)
     """Ways to draft, see `DecodeConfig.way`; with `layer_skip` alone there is no parameter for it."""
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
@@ -87,6 +93,7 @@ class SearchSpace:
         gamma_max: int,
         granularity: str,
         share_prefix: bool = False,
+        draft_vocab: bool = False,
         drafters: Sequence[str] = ("layer_skip",),
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
         draft_weights: Sequence[DraftWeights] = (),
@@ -103,6 +110,7 @@ class SearchSpace:
             mlp_bits=apart,
             layer_bits=tuple(i for i, one in enumerate(whole) if one),
             share_prefix=share_prefix,
+            draft_vocabs=vocabs_of(model.vocab_size) if draft_vocab else (),
             drafters=tuple(drafters),
             lookup_gamma_max=lookup_gamma_max,
             draft_weights=tuple(draft_weights),
@@ -123,6 +131,11 @@ class SearchSpace:
     @property
     def _has_hybrids(self) -> bool:
         return any(one in self.drafters for one in HYBRIDS)
+
+    @property
+    def narrowings(self) -> tuple[int | None, ...]:
+        """What `draft_vocab` may be."""
+        return (None, *self.draft_vocabs[1:])
 
     @property
     def uses_weights(self) -> bool:
@@ -173,12 +186,16 @@ class SearchSpace:
             }
             if self.share_prefix:
                 found[SHARE_PREFIX] = CategoricalDistribution([False, True])
+            if self.draft_vocabs:
+                found[DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
         if self.uses_weights:
             found |= {
                 WEIGHTS_GAMMA: IntDistribution(1, self.gamma_max),
                 WEIGHTS_DRAFT_THRESHOLD: threshold,
                 WEIGHTS_TARGET_THRESHOLD: threshold,
             }
+            if self.draft_vocabs:
+                found[WEIGHTS_DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
             found |= {
                 weights_of(one): CategoricalDistribution(self._names_of(one))
                 for one in TRAINED
@@ -204,8 +221,10 @@ class SearchSpace:
         if drafter in ("layer_skip", "hybrid"):
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
             names += [SHARE_PREFIX] if self.share_prefix else []
+            names += [DRAFT_VOCAB] if self.draft_vocabs else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
+            names += [WEIGHTS_DRAFT_VOCAB] if self.draft_vocabs else []
             names += [weights_of(kind)] if self._has_choice(kind := trained_by(drafter)) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
@@ -278,23 +297,35 @@ class SearchSpace:
             "gamma": int(params[WEIGHTS_GAMMA]),
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
-            "draft_weights": self.weights_by_name[name],
+            "draft_weights": self.weights_by_name[name].narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB))),
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
-        """The mask of its bits; other parameters are ignored, and without bits it skips nothing."""
+        """The mask of its bits and its `draft_vocab`; other parameters are ignored. Without these it skips nothing."""
         chosen = {name for name in self.bit_names if bits.get(name, False)}
         attention, mlp, layers = (_layers(chosen, kind) for kind in ("attn", "mlp", "layer"))
-        return SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
+        mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
+        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB)))
+
+    def _narrowing(self, draft_vocab: int | None) -> int | None:
+        """None where it is all."""
+        return None if draft_vocab in self.draft_vocabs[:1] else draft_vocab
+
+    def _nearest_vocab(self, draft_vocab: int | None) -> int:
+        wanted = draft_vocab or self.draft_vocabs[0]
+        return min(self.draft_vocabs, key=lambda one: abs(one - wanted))
 
     def to_bits(self, mask: SkipMask) -> dict[str, Any]:
-        """The bits of a mask, those that the space has."""
+        """The bits of a mask and its `draft_vocab`, those that the space has."""
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have {self.num_layers} layers, got {mask.num_layers}")
         flags = [mask.attention[i] for i in self.attention_bits]
         flags += [mask.mlp[i] for i in self.mlp_bits]
         flags += [mask.attention[i] and mask.mlp[i] for i in self.layer_bits]
-        return dict(zip(self.bit_names, flags, strict=True))
+        bits: dict[str, Any] = dict(zip(self.bit_names, flags, strict=True))
+        if self.draft_vocabs:
+            bits[DRAFT_VOCAB] = self._nearest_vocab(mask.draft_vocab)
+        return bits
 
     def to_params(self, config: DecodeConfig) -> dict[str, Any]:
         """The parameters of a config, moved to the nearest point of the space.
@@ -311,6 +342,8 @@ class SearchSpace:
                 WEIGHTS_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
                 WEIGHTS_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
             }
+            if self.draft_vocabs:
+                params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
             if self._has_choice(drafter):
                 fingerprint = config.draft_weights.fingerprint
                 params[weights_of(drafter)] = next(
@@ -338,6 +371,12 @@ class SearchSpace:
             LOOKUP_GAMMA: min(choice.gamma, self.lookup_gamma_max),
             LOOKUP_THRESHOLD: snap_threshold(choice.target_threshold),
         }
+
+
+def vocabs_of(vocab_size: int) -> tuple[int, ...]:
+    """What `SearchSpace.draft_vocabs` may be for a model with so many token ids: none for a small vocabulary."""
+    found = tuple(size for share in _VOCAB_SHARES if (size := vocab_size // share) >= _LEAST_VOCAB)
+    return found if len(found) > 1 else ()
 
 
 def weights_of(drafter: str | None) -> str:

@@ -91,6 +91,10 @@ class StudySpec(OneLineErrors):
     """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. None = what an existing
     study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see
     layerskip/README.md)."""
+    draft_vocab: bool | None = None
+    """Search over `SkipMask.draft_vocab` too: of how many of the first token ids a draft under a mask chooses. None =
+    what an existing study has; of a new one, where the model has a thousand ids or more and a plain output embedding.
+    """
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
     by `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""

@@ -48,7 +48,8 @@ class Preflight(Event):
             f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
             f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
             f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
-            + (", a shared prefix or none" if space.share_prefix else ""),
+            + (", a shared prefix or none" if space.share_prefix else "")
+            + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else ""),
         ]
         if space.uses_masks and not subject.can_share_prefix:
             texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")

@@ -12,6 +12,7 @@ from search.outlook.warm_starts import warm_starts
 from search.study.leaderboard import make_standings
 from search.study.space import (
     DRAFT_THRESHOLD,
+    DRAFT_VOCAB,
     GAMMA,
     LOOKUP_GAMMA,
     LOOKUP_THRESHOLD,
@@ -22,6 +23,7 @@ from search.study.space import (
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
     WEIGHTS_DRAFT_THRESHOLD,
+    WEIGHTS_DRAFT_VOCAB,
     WEIGHTS_GAMMA,
     WEIGHTS_TARGET_THRESHOLD,
     SearchSpace,
@@ -118,6 +120,9 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
             moved[name] = snap_threshold(float(np.clip(moved[name] + rng.normal(0, 0.15), 0, THRESHOLD_MAX)))
     if SHARE_PREFIX in moved and rng.random() < 0.2:
         moved[SHARE_PREFIX] = not moved[SHARE_PREFIX]
+    for name in (DRAFT_VOCAB, WEIGHTS_DRAFT_VOCAB):
+        if name in moved and rng.random() < 0.2:
+            moved[name] = int(rng.choice(space.draft_vocabs))
     if moved == dict(params):
         thresholds = (DRAFT_THRESHOLD, WEIGHTS_DRAFT_THRESHOLD, LOOKUP_THRESHOLD)
         name = str(rng.choice(bits)) if bits else next(one for one in thresholds if one in moved)

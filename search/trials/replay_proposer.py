@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
+from layerskip.config.skip_mask import SkipMask
 from search.outlook.forecast import Candidate, Candidates, Pool
 from search.outlook.outlook import Outlook
 from search.outlook.refinement import Refiner
 from search.study.attributes import CONSIDERED
 from search.study.leaderboard import make_standings
-from search.study.space import GAMMA, SearchSpace
+from search.study.space import DRAFT_VOCAB, GAMMA, SearchSpace
 from search.study.trials import Key, was_interrupted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
+_VOCAB_CHANCE = 0.1
 
 
 class _Field:
@@ -160,11 +162,18 @@ class ReplayProposer:
             # The best parent is the likeliest.
             place = min(int(rng.geometric(0.4)) - 1, len(parents) - 1)
             other = parents[int(rng.integers(len(parents)))]
-            mask = self._space.to_mask(move(parents[place].params, other.params, self._space.bit_names, rng))
+            mask = self._near(parents[place].params, other.params, rng)
             if mask not in seen:
                 seen.add(mask)
                 fresh.append(self._candidates.of(mask))
         return fresh
+
+    def _near(self, params: Mapping[str, Any], other: Mapping[str, Any], rng: np.random.Generator) -> SkipMask:
+        """Mostly the sublayers change, now and then how many token ids the draft chooses from."""
+        if self._space.draft_vocabs and rng.random() < _VOCAB_CHANCE:
+            return self._space.to_mask(dict(params) | {DRAFT_VOCAB: int(rng.choice(self._space.draft_vocabs))})
+        mask = self._space.to_mask(move(params, other, self._space.bit_names, rng))
+        return mask.narrowed(self._space.to_mask(params).draft_vocab)
 
 
 def move(

@@ -53,6 +53,8 @@ SIZES = {
         Size("demo", 12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (3, 6), 70.0),
         # Drafts for "demo", whose tokenizer it has: a sixth of its layers.
         Size("draft", 2, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (1, 1), 10.0, own_tokenizer=False),
+        # Two fifths of its weights are the output embedding: today's small models have a quarter to three fifths there.
+        Size("vocab16k", 8, 256, 4, 688, 16_384, 512, 8, 1024, 0.02, 0.003, (2, 4), 40.0),
         # ../gpu/README.md says why these numbers.
         Size("1b", 24, 2048, 16, 5632, 32_768, 512, 32, 1024, 0.02, 0.0006, (4, 8), 4.0, 2, own_tokenizer=False),
     )

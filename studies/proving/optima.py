@@ -61,7 +61,7 @@ def fingerprint_of(table: Table) -> str:
     table has, are left out of space and prices."""
     prices = [{name: value for name, value in asdict(one).items() if name != "weights_s"} for one in COSTS.values()]
     digest = hashlib.sha256(json.dumps(prices, sort_keys=True).encode())
-    space = repr(table.space).replace(", draft_weights=()", "")
+    space = repr(table.space).replace(", draft_weights=()", "").replace(", draft_vocabs=()", "")
     digest.update(f"({space}, {table.num_tuning!r}, {table.reporting!r})".encode())
     digest.update(table.codes.tobytes() + table.target_levels.tobytes())
     return digest.hexdigest()[:16]

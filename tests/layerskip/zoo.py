@@ -291,6 +291,7 @@ def masks_of(name: str) -> dict[str, SkipMask]:
         "interior": SkipMask.contiguous(NUM_LAYERS, 1, NUM_LAYERS - 2),
         "alternating": SkipMask.alternating(NUM_LAYERS, offset=1),
         "layer 0": SkipMask.from_layers(NUM_LAYERS, [0, 2]),
+        "few tokens": SkipMask.early_exit(NUM_LAYERS, 3).narrowed(VOCAB // 2),
     }
     if spec_of(name).sublayers:
         kinds |= {

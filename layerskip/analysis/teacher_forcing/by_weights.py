@@ -52,7 +52,7 @@ class WeightsForcing:
     def __init__(self, engine: Any, texts: Sequence[ForcedText]) -> None:
         """engine: for eagle a `StatesEngine`."""
         self._engine, self._texts = engine, texts
-        self._known: dict[tuple[DraftWeights, int], _Text] = {}
+        self._known: dict[tuple[str, int], _Text] = {}
 
     @torch.inference_mode()
     def logits(self, weights: DraftWeights, i: int, depth: int) -> torch.Tensor:
@@ -60,14 +60,14 @@ class WeightsForcing:
         round; of what does not depend on that, for d = 0 alone."""
         head, one = loaded_weights(self._engine, weights), self._texts[i]
         if isinstance(head, DraftModel):
-            return draft_model_logits(head, one)
+            return draft_model_logits(head, one, weights.draft_vocab)
         text = self._text(weights, head, i)
         start, count = len(one.prompt_ids), len(one.continuation_ids)
         depth = max(depth, _DEPTH)
         first = max(0, start - 1 - depth)
         steps = head.module.rollouts(text.states[:-1][None], text.embedded[None], depth, first)
         hidden = torch.stack([step[0, start - 1 - first :][:count] for step in steps])
-        logits: torch.Tensor = self._engine.unembed(head.norm(hidden.flatten(0, 1)))
+        logits: torch.Tensor = self._engine.unembed(head.norm(hidden.flatten(0, 1)), weights.draft_vocab)
         return logits.view(len(steps), count, -1)
 
     @contextmanager
@@ -75,13 +75,13 @@ class WeightsForcing:
         """Rounds of one text, of up to `room` tokens."""
         head = loaded_weights(self._engine, weights)
         if isinstance(head, DraftModel):
-            with draft_model_chains(head, self._texts[i], room) as chains:
+            with draft_model_chains(head, self._texts[i], room, weights.draft_vocab) as chains:
                 yield chains
         else:
-            yield _EagleChains(self._engine, head, self._text(weights, head, i), self._texts[i])
+            yield _EagleChains(self._engine, head, self._text(weights, head, i), self._texts[i], weights.draft_vocab)
 
     def _text(self, weights: DraftWeights, head: LeanEagle, i: int) -> _Text:
-        key = (weights, i)
+        key = (weights.path, i)
         if key not in self._known:
             engine = self._engine
             ids = torch.tensor(self._texts[i].ids, device=engine.device)
@@ -104,6 +104,7 @@ class _EagleChains:
     head: LeanEagle
     text: _Text
     one: ForcedText
+    draft_vocab: int | None
 
     def go_on(self, begun: Sequence[int], row: int, most: int, choose: ChooseNext, threshold: float) -> int:
         head, text, one = self.head, self.text, self.one
@@ -121,7 +122,7 @@ class _EagleChains:
                 state = drafting.run(head.enter(embedded, state), first + place)
                 if place < len(begun):
                     continue
-                token, sure = choose(engine.unembed(head.norm(state)), tokens[1:])
+                token, sure = choose(engine.unembed(head.norm(state), self.draft_vocab), tokens[1:])
                 tokens.append(token)
                 added += 1
                 if sure < threshold:

@@ -102,7 +102,7 @@ class LayerwiseForcing(TeacherForcing):
             hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
         # Text by text: the logits of all at once would be gigabytes under a large vocabulary.
         for own in torch.split(self._engine.norm(hidden), [len(one.ids) for one in rows]):
-            yield self._engine.head(own)
+            yield self._engine.unembed(own, mask.draft_vocab)
 
     @torch.inference_mode()
     def draft_logits(
@@ -111,7 +111,7 @@ class LayerwiseForcing(TeacherForcing):
         if texts is None:
             hidden = self._engine.norm(self._state(_kept(mask), depth))
             for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
-                yield self._engine.head(rows).view(depth + 1, rows.shape[0] // (depth + 1), -1)
+                yield self._engine.unembed(rows, mask.draft_vocab).view(depth + 1, rows.shape[0] // (depth + 1), -1)
             return
         device = self._engine.device
         rows_of = [

@@ -89,7 +89,7 @@ class LeanExecutor:
             queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
             attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
             x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
-        return fused.head(fused.norm(x[-num_logits:]))
+        return fused.logits(x[-num_logits:], mask)
 
     def _attention_shape(self) -> AttentionShape:
         layers, like = [attention for attention, _ in self.fused.layers], self.fused.embedding

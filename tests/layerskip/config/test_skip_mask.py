@@ -15,7 +15,7 @@ from layerskip import SkipMask
 def masks(draw: st.DrawFn) -> SkipMask:
     num_layers = draw(st.integers(1, 40))
     flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
-    return SkipMask(draw(flags), draw(flags))
+    return SkipMask(draw(flags), draw(flags), draw(st.none() | st.integers(1, 1 << 24)))
 
 
 @given(masks())
@@ -34,13 +34,13 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
     assert mask.picture().count("x") == mask.num_skipped
     assert [len(row) for row in mask.picture().split("\n")] == [5 + mask.num_layers] * 2
     if mask.exit_layer is not None:
-        assert SkipMask.early_exit(mask.num_layers, mask.exit_layer) == mask
+        assert SkipMask.early_exit(mask.num_layers, mask.exit_layer).narrowed(mask.draft_vocab) == mask
     from_sublayers = SkipMask.from_sublayers(
         mask.num_layers,
         attention=[i for i, flag in enumerate(mask.attention) if flag],
         mlp=[i for i, flag in enumerate(mask.mlp) if flag],
     )
-    assert from_sublayers == mask
+    assert from_sublayers.narrowed(mask.draft_vocab) == mask
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,8 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
         (SkipMask.alternating(1, offset=0), "1:none"),
         (SkipMask.from_sublayers(3, attention=[0, 1, 2], mlp=[1]), "3:1,a0,a2"),
         (SkipMask.from_sublayers(4, attention=[0, 1, 3]), "4:a0-1,a3"),
+        (SkipMask.from_layers(4, [1]).narrowed(8192), "4:1,v8192"),
+        (SkipMask.none(4).narrowed(7), "4:v7"),
     ],
 )
 def test_constructors_and_text(mask: SkipMask, text: str) -> None:
@@ -97,7 +99,10 @@ def test_a_mask_is_a_value() -> None:
         ("99999:none", "must look like"),
         ("0:none", r"skip_mask: number of layers must be in 1..1024, got 0"),
         ("1025:none", r"must be in 1..1024, got 1025"),
-        ("4:", r"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', got ''"),
+        ("4:", r"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192'; got ''"),
+        ("4:v0", r"skip_mask: draft_vocab must be in 1..16777216, got 0"),
+        ("4:v5,v6", "got 'v6'"),
+        ("4:v123456789", "got 'v123456789'"),
         ("4:1,,2", "got ''"),
         ("4:none,1", "got 'none'"),
         ("4:b1", "got 'b1'"),

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.config.decode_config import DraftWeights
-from layerskip.drafters.chain import ChainSettings
+from layerskip.drafters.chain import WeightsSettings
 from layerskip.drafters.draft_model import DraftModelDrafter
 from layerskip.drafters.draft_weights import describe_weights, loaded_weights
 from layerskip.rounds.sampling import Sampler, SamplingParams
@@ -47,7 +47,7 @@ def test_it_computes_what_it_would_from_scratch() -> None:
     weights = zoo.draft_model_of("llama")
     model.check_config(config_of(weights))
     draft: Any = loaded_weights(model.engine, weights)
-    drafter = DraftModelDrafter(draft, Sampler(SamplingParams()), ChainSettings(3))
+    drafter = DraftModelDrafter(draft, Sampler(SamplingParams()), WeightsSettings(3))
     context = list(zoo.prompt_of(6))
     with torch.inference_mode(), drafter.session(64):
         session = drafter.begin()

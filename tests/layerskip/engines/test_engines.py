@@ -180,3 +180,34 @@ def test_an_engine_with_wrong_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch
     fused._cos = torch.empty(0)
     with pytest.raises(UnsupportedModelError, match="its logits differ from the model's"):
         check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
+
+
+@zoo.each(("llama", "llama fused", *(f"{name}" for name in sorted(zoo.SPECS) if name != "llama")))
+def test_a_narrowed_draft_chooses_among_the_first_token_ids_alone(name: str) -> None:
+    model = zoo.layerskip_of(name)
+    whole = SkipMask.early_exit(zoo.NUM_LAYERS, 3)
+    ids = torch.tensor(zoo.prompt_of(7))
+    found = {}
+    for mask in (whole, whole.narrowed(20), whole.narrowed(zoo.VOCAB), whole):
+        with model.engine.session(16):
+            model.engine.forward(ids[:4])
+            found[mask] = model.engine.forward(ids[4:], mask, num_logits=2).clone()
+    narrow = found[whole.narrowed(20)]
+    assert narrow.shape == found[whole].shape == (2, zoo.VOCAB)
+    torch.testing.assert_close(narrow[:, :20], found[whole][:, :20], rtol=1e-4, atol=1e-4)
+    assert (narrow[:, 20:] == -torch.inf).all()
+    torch.testing.assert_close(found[whole.narrowed(zoo.VOCAB)], found[whole], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=f"draft_vocab must be at most the model's {zoo.VOCAB}, got 99"):
+        model.check_config(DecodeConfig(skip_mask=whole.narrowed(99), gamma=2))
+
+
+def test_the_output_embedding_is_whole_again_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.layerskip_of("gemma2")
+    head = model.model.get_output_embeddings()
+    before = head.weight
+    with pytest.raises(IndexError), model.engine.session(8):
+        model.engine.forward(torch.tensor([zoo.VOCAB]), SkipMask.none(zoo.NUM_LAYERS).narrowed(9))
+    assert head.weight is before
+    monkeypatch.setattr(type(model.adapter), "can_narrow", False)
+    with pytest.raises(ValueError, match="draft_vocab needs a plain output embedding"):
+        model.check_config(DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS).narrowed(9), gamma=2))

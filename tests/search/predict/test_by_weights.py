@@ -14,7 +14,7 @@ from layerskip.config.decode_config import TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
-from search.predict.costs import CostOptions, free_costs, measure_costs
+from search.predict.costs import CostOptions, free_costs, measure_costs, named
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows, live_counts
 from search.study.fingerprint import Fingerprint
@@ -48,12 +48,14 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
         "skip_mask": SkipMask.none(zoo.NUM_LAYERS),
         "draft_weights": weights_of(run, drafter),
     }
+    narrowed = own | {"draft_weights": weights_of(run, drafter).narrowed(zoo.VOCAB // 2)}
     lookup = SuffixLookup(min_match=1, gamma=3, target_threshold=0.2)
     return [
         DecodeConfig(drafter=drafter, gamma=1, **own),
         DecodeConfig(drafter=drafter, gamma=8, **own),
         DecodeConfig(drafter=drafter, gamma=6, draft_threshold=0.4, target_threshold=0.2, **own),
         DecodeConfig(drafter="hybrid", gamma=5, draft_threshold=0.3, lookup=lookup, **own),
+        DecodeConfig(drafter=drafter, gamma=5, draft_threshold=0.3, **narrowed),
     ]
 
 
@@ -71,7 +73,9 @@ def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams,
     forcing = make_teacher_forcing(model, texts, params)
     rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), NEW_TOKENS)
     cost = replace(
-        free_costs(space(run, drafter), 24), verify_s=(1.0,) * 25, weights_s={weights_of(run, drafter).fingerprint: 0.1}
+        free_costs(space(run, drafter), 24),
+        verify_s=(1.0,) * 25,
+        weights_s=dict.fromkeys(map(named, [one.draft_weights for one in every]), 0.1),
     )
     predictor = Predictor(forcing, rows, cost, 8)
     accepted = 0

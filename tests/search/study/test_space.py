@@ -23,12 +23,13 @@ from search.trials.local_proposer import local_move, unmeasured_flips
 def spaces(draw: st.DrawFn) -> SearchSpace:
     whole = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=14)))
     granularity = draw(st.sampled_from(["layer", "sublayer"]))
-    model = SimpleNamespace(num_layers=len(whole), whole_layers_only=whole)
+    model = SimpleNamespace(num_layers=len(whole), whole_layers_only=whole, vocab_size=4096)
     return SearchSpace.for_model(
         model,
         gamma_max=draw(st.integers(1, 12)),
         granularity=granularity,
         share_prefix=draw(st.booleans()),
+        draft_vocab=draw(st.booleans()),
         drafters=draw(st.lists(st.sampled_from(UNTRAINED), min_size=1, unique=True)),
     )
 
