@@ -1,0 +1,73 @@
+"""A search over how many token ids a draft chooses from, from the command to the config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from search import report, run
+from search.storages.opening import open_storage
+from search.study import space as space_module
+from search.study.space import vocabs_of
+
+SIZES = (64, 32, 16, 8, 4)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "_LEAST_VOCAB", 4)
+
+
+def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
+    return optuna.load_study(study_name=folder.name, storage=storage).get_trials()
+
+
+@pytest.mark.parametrize("sampler", ["replay", "random", "local-tpe"])
+def test_it_is_searched_resumed_and_decoded_with(
+    tiny_study: list[str], tiny_model: Path, tmp_path: Path, capsys: Any, sampler: str
+) -> None:
+    given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
+    assert run.main([*given, "--trials", "6"]) in (0, 1)
+    said = capsys.readouterr().out
+    assert "64, 32, 16, 8, 4 token ids" in said
+    assert run.main(["--study", str(tmp_path / "study"), "--trials", "12"]) in (0, 1)
+    trials = trials_of(tmp_path / "study")
+    assert {trial.params["draft_vocab"] for trial in trials} <= set(SIZES)
+    model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
+    for trial in trials:
+        mask = SkipMask.parse(trial.user_attrs["skip_mask"])
+        assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
+        # Replayed counts are those of decoding, narrowed or not.
+        if "replayed_forwards" in trial.user_attrs and mask.draft_vocab is not None:
+            config = DecodeConfig(skip_mask=mask, gamma=trial.params["gamma"])
+            plain = DecodeConfig.plain(4)
+            ids = [model.generate("w1 w2 w3", max_new_tokens=8, config=one).ids for one in (config, plain)]
+            assert ids[0] == ids[1]
+    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
+    if sampler == "replay":
+        assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
+        assert summary["costs"]["first"]["narrowed_s"].keys() == {"32", "16", "8", "4"}
+    assert report.main([str(tmp_path / "study")]) == 0
+
+
+def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Path) -> None:
+    given = [*tiny_study, "--drafters", "layer_skip", "--force"]
+    assert run.main([*given, "--trials", "3", "--no-draft-vocab"]) in (0, 1)
+    assert run.main([*given, "--trials", "5"]) in (0, 1)
+    assert all("draft_vocab" not in trial.params for trial in trials_of(tmp_path / "study"))
+
+
+def test_a_model_without_a_large_vocabulary_is_searched_without(
+    tiny_study: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space_module, "_LEAST_VOCAB", 512)
+    assert vocabs_of(64) == ()
+    assert vocabs_of(151_936) == (151_936, 75_968, 37_984, 18_992, 9_496)
+    assert run.main([*tiny_study, "--draft-vocab", "--trials", "2"]) == 2
+    assert "draft_vocab: needs a plain output embedding of a thousand token ids or more" in capsys.readouterr().err
