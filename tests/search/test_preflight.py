@@ -23,7 +23,8 @@ class Sharing:
 
 
 def model_on(engine: object) -> Any:
-    return SimpleNamespace(engine=engine, engine_name="cuda_graph", num_layers=4, whole_layers_only=(False,) * 4)
+    layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
+    return SimpleNamespace(engine=engine, engine_name="cuda_graph", can_narrow=False, **layers)
 
 
 @pytest.mark.parametrize(

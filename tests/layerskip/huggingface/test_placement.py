@@ -75,8 +75,10 @@ def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     assert wrapped.engine_name == "eager"
     assert wrapped.whole_layers_only == zoo.layerskip_of(name).whole_layers_only
     assert wrapped.weights_fingerprint() == weights_fingerprint(zoo.model_of(name))
+    assert not wrapped.can_narrow
     for kind, mask in zoo.masks_of(name).items():
-        out = wrapped.generate(zoo.prompt_of(5), config=DecodeConfig(skip_mask=mask, gamma=3), max_new_tokens=10)
+        config = DecodeConfig(skip_mask=mask.narrowed(None), gamma=3)
+        out = wrapped.generate(zoo.prompt_of(5), config=config, max_new_tokens=10)
         assert tuple(out.ids) == zoo.greedy_reference(name, zoo.prompt_of(5))[:10], kind
 
 
