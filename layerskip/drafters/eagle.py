@@ -11,7 +11,8 @@ import torch
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
 from layerskip.drafters.eagle_head import EagleHead
-from layerskip.engines.lean_layers import Linear, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.lean_layers import Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.linear import fused
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
@@ -29,11 +30,11 @@ class LeanEagle:
         """fingerprint: of the weights, see `DraftWeights`."""
         self.module, self.fingerprint = head, fingerprint
         weight = head.project.weight
-        arrange = WeightLayouts(weight.device).arrange
+        make = WeightLayouts(weight.device).linear
         with torch.inference_mode(mode=False), torch.no_grad():
             layer: Any = head.layer
-            self.attention, self.mlp = attention_of(layer, None, arrange), mlp_of(layer, arrange)
-            self._project = Linear.fuse(arrange, head.project)
+            self.attention, self.mlp = attention_of(layer, None, make), mlp_of(layer, make)
+            self._project = fused(make, head.project)
             self._embed_norm, self._state_norm = Norm(head.embed_norm), Norm(head.state_norm)
             self.norm = Norm(head.norm)
         self._rotary = head.rotary

@@ -110,7 +110,7 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
 
 def _layouts(fused: FusedEngine | None) -> list[str]:
     """What is worth telling of how its weights lie."""
-    return [fused.layouts.description] if fused is not None and fused.layouts.any_by_outputs else []
+    return [fused.layouts.description] if fused is not None and fused.layouts.description else []
 
 
 def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None, eager: EagerEngine) -> tuple[CudaGraphEngine, str]:

@@ -2,9 +2,9 @@
 
 Hugging Face's modules spend most of a small model's step between the matrix products. Here a layer is a dozen tensor
 operations: one product for queries, keys and values, one for gate and up, residual additions inside the products,
-cosines from a table, keys and values written straight into the shared cache. Each matrix lies in memory as products of
-one row and of a few read it faster here: on a CPU in float32 stored by outputs, as models have them, four rows cost 1.3
-to 2 times as much as one, and verification with them.
+cosines from a table, keys and values written straight into the shared cache. Each matrix is kept in the form that
+products of one row and of a few read faster here: on a CPU in float32, as models have them, five rows cost 2 to 4 times
+as much as one, and verification with them; packed, hardly more than one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import Attention, Linear, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.lean_layers import Attention, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.linear import DenseLinear, Linear, fused
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
@@ -34,7 +35,8 @@ class FusedEngine(StatesEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
     Cost: a second copy of the linear layers' weights, or of most (a single matrix stored by outputs is the model's
-    own), and some tenths of a second to choose layouts; the model itself is not touched.
+    own), on a CPU a third one of those of which that makes products of one row faster, and some tenths of a second to
+    choose; the model itself is not touched.
     Raises: UnsupportedModelError for anything but plain Llama, Mistral, Qwen2 and Qwen3 models, for one on several
     devices or offloaded, and where the copy would take more than half of the free memory.
     """
@@ -50,9 +52,10 @@ class FusedEngine(StatesEngine):
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():
             pairs = zip(adapter.layers, adapter.windows, strict=True)
-            arrange = self.layouts.arrange
-            self.layers = [(attention_of(layer, window, arrange), mlp_of(layer, arrange)) for layer, window in pairs]
-            self.head = Linear.fuse(arrange, model.lm_head)
+            make = self.layouts.linear
+            self.layers = [(attention_of(layer, window, make), mlp_of(layer, make)) for layer, window in pairs]
+            self.head = fused(make, model.lm_head)
+        self._narrow_heads: dict[int, Linear] = {}
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._cos = self._sin = torch.empty(0)
@@ -93,7 +96,17 @@ class FusedEngine(StatesEngine):
     def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
         if draft_vocab is None:
             return self.head(hidden)
-        return widened(self.head.first(draft_vocab)(hidden), self.head.weight.shape[1])
+        return widened(self._narrow_head(draft_vocab)(hidden), self.head.num_outputs)
+
+    def _narrow_head(self, draft_vocab: int) -> Linear:
+        if isinstance(self.head, DenseLinear):
+            return self.head.first(draft_vocab)
+        if draft_vocab not in self._narrow_heads:
+            own = self._ends[1]
+            bias = None if own.bias is None else own.bias.detach()[:draft_vocab]
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._narrow_heads[draft_vocab] = self.layouts.linear(own.weight.detach()[:draft_vocab], bias)
+        return self._narrow_heads[draft_vocab]
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:

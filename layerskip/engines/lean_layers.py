@@ -10,43 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Arrange = Callable[[torch.Tensor], torch.Tensor]
-"""Gives a weight (outputs, inputs) as (inputs, outputs); see `WeightLayouts`."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A product with a matrix (inputs, outputs), however it lies in memory.
-
-    In bfloat16 and float16 torch lets a GPU's products add up parts in reduced precision
-    (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`), so that one row and several differ a little
-    more. It is left as it is: it is the process's setting, the model's own `generate` is compared under the same one,
-    and what it costs in speed or gains in ties has not been measured.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + product, in one operation."""
-        out = torch.addmm(residual, x, self.weight)
-        return out if self.bias is None else out.add_(self.bias)
-
-    def first(self, count: int) -> Linear:
-        """Of the first so many outputs, in the same memory."""
-        return Linear(self.weight[:, :count], None if self.bias is None else self.bias[:count])
-
-    @classmethod
-    def fuse(cls, arrange: Arrange, *modules: nn.Linear) -> Linear:
-        """One matrix for several products of the same input. It may share the memory of a single module's."""
-        weights = [module.weight.detach() for module in modules]
-        biases = [module.bias.detach() for module in modules if module.bias is not None]
-        return cls(
-            arrange(weights[0] if len(weights) == 1 else torch.cat(weights)), torch.cat(biases) if biases else None
-        )
+from layerskip.engines.linear import Linear, MakeLinear, fused
 
 
 class Norm:
@@ -150,7 +114,7 @@ def rotary_table(rotary: Any, like: torch.Tensor, num_positions: int) -> tuple[t
     return cos[0].unsqueeze(1), signed.unsqueeze(1)
 
 
-def attention_of(layer: Any, window: int | None, arrange: Arrange) -> Attention:
+def attention_of(layer: Any, window: int | None, make: MakeLinear) -> Attention:
     attention = layer.self_attn
     head_dim: int = attention.head_dim
     query_norm = getattr(attention, "q_norm", None)
@@ -159,8 +123,8 @@ def attention_of(layer: Any, window: int | None, arrange: Arrange) -> Attention:
         norm=Norm(layer.input_layernorm),
         num_queries=attention.q_proj.out_features // head_dim,
         num_keys=attention.k_proj.out_features // head_dim,
-        qkv=Linear.fuse(arrange, attention.q_proj, attention.k_proj, attention.v_proj),
-        out=Linear.fuse(arrange, attention.o_proj),
+        qkv=fused(make, attention.q_proj, attention.k_proj, attention.v_proj),
+        out=fused(make, attention.o_proj),
         query_norm=Norm(query_norm) if query_norm is not None else None,
         key_norm=Norm(key_norm) if key_norm is not None else None,
         head_dim=head_dim,
@@ -169,11 +133,11 @@ def attention_of(layer: Any, window: int | None, arrange: Arrange) -> Attention:
     )
 
 
-def mlp_of(layer: Any, arrange: Arrange) -> Mlp:
+def mlp_of(layer: Any, make: MakeLinear) -> Mlp:
     mlp = layer.mlp
     return Mlp(
         norm=Norm(layer.post_attention_layernorm),
-        gate_up=Linear.fuse(arrange, mlp.gate_proj, mlp.up_proj),
-        down=Linear.fuse(arrange, mlp.down_proj),
+        gate_up=fused(make, mlp.gate_proj, mlp.up_proj),
+        down=fused(make, mlp.down_proj),
         activation=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
     )

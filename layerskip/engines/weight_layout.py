@@ -1,11 +1,14 @@
-"""WeightLayouts: whether a matrix is stored by its inputs or by its outputs, measured for each shape."""
+"""WeightLayouts: in which form a matrix is kept, measured for each shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 
+from layerskip.engines.linear import DenseLinear, Linear, PackedLinear
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 
 _FEW_ROWS = 5
@@ -16,58 +19,82 @@ _PASS_BYTES = {"cuda": 1 << 28}
 """Of the matrices that one timing goes through in turn, so that they come from memory as in decoding; else 4 MiB."""
 _MOST_COPIES = 64
 _MARGIN = {"cuda": 0.98}
-"""The other layout must take less than this part of the first one's time, else 0.8: a CPU's timings scatter by tenths,
-and a choice that changes from process to process helps nobody."""
+"""A form must take less than this part of the time of the best one before it, else 0.9: a CPU's timings scatter by
+tenths, and a choice that changes from process to process helps nobody."""
+
+Layout = Literal["by inputs", "by outputs", "packed", "packed and padded", "packed, one row by inputs"]
+"""From the first to the last, in the order in which one must be better than those before it. Only the last keeps a
+second copy."""
 
 
 class WeightLayouts:
-    """Chooses between two layouts of a matrix in memory: by inputs (inputs, outputs), and by outputs as models have it.
+    """Chooses between forms of a matrix: by inputs (inputs, outputs), by outputs as models have it, or packed.
 
-    Which one a product with one row or a few reads faster depends on library, number format and shape: on the CPUs
-    tried, float32 by inputs, large matrices in bfloat16 by outputs.
+    Which one a product with one row or a few reads faster depends on library, number format, shape and processor.
 
-    Cost: a dozen products of each kind for the first matrix of a shape, and for that time two copies of it, or as many
-    as 4 MiB hold (256 MiB on a GPU). Matrices of the same shape share the decision.
+    Cost: a dozen products of each kind for the first matrix of a shape, and for that time copies of it in each form, or
+    as many as 4 MiB hold (256 MiB on a GPU). Matrices of the same shape share the decision.
     """
 
     def __init__(self, device: torch.device, seconds_of: SecondsOf | None = None) -> None:
         self._device = device
         self._seconds_of = seconds_of or Stopwatch(device)
-        self._by_outputs: dict[tuple[int, int], bool] = {}
+        self._chosen: dict[tuple[int, int], Layout] = {}
 
-    def arrange(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` (outputs, inputs) as (inputs, outputs), laid out in the faster way: a copy, or a view of it."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Products with `weight` (outputs, inputs) in the fastest form: a copy or two, or a view of it."""
         shape = (weight.shape[0], weight.shape[1])
-        if shape not in self._by_outputs:
-            self._by_outputs[shape] = weight.nbytes >= _SMALLEST_BYTES and self._is_faster_by_outputs(weight)
-        return weight.t() if self._by_outputs[shape] else weight.t().contiguous()
-
-    @property
-    def any_by_outputs(self) -> bool:
-        return any(self._by_outputs.values())
+        if shape not in self._chosen:
+            self._chosen[shape] = self._fastest(weight) if weight.nbytes >= _SMALLEST_BYTES else "by inputs"
+        return _made(self._chosen[shape], weight, bias)
 
     @property
     def description(self) -> str:
-        """In a few words, with the shapes (outputs × inputs) where they are not all alike."""
-        named = [f"{outputs}×{inputs}" for (outputs, inputs), chosen in self._by_outputs.items() if chosen]
-        if len(named) == len(self._by_outputs):
-            return "weights by outputs"
-        return f"weights by inputs, those of {', '.join(named)} by outputs" if named else "weights by inputs"
+        """In a few words, with the shapes (outputs × inputs) where they are not all alike; none where all are by
+        inputs."""
+        common = Counter(self._chosen.values()).most_common(1)
+        if not common or len(set(self._chosen.values())) == 1:
+            return "" if not common or common[0][0] == "by inputs" else f"weights {common[0][0]}"
+        parts = []
+        for layout in get_args(Layout):
+            named = [f"{outputs}×{inputs}" for (outputs, inputs), one in self._chosen.items() if one == layout]
+            if named and layout != common[0][0]:
+                parts.append(f"those of {', '.join(named)} {layout}")
+        return "; ".join([f"weights {common[0][0]}", *parts])
 
-    def _is_faster_by_outputs(self, weight: torch.Tensor) -> bool:
+    def _fastest(self, weight: torch.Tensor) -> Layout:
         count = min(max(1, _PASS_BYTES.get(self._device.type, 1 << 22) // weight.nbytes), _MOST_COPIES)
-        by_outputs = [weight.t(), *(weight.clone().t() for _ in range(count - 1))]
-        by_inputs = [weight.t().contiguous() for _ in range(count)]
-        works = [_products(by, rows) for by in (by_inputs, by_outputs) for rows in (1, _FEW_ROWS)]
-        one, few, other_one, other_few = self._seconds_of(works)
-        return 2 * other_one + other_few < _MARGIN.get(self._device.type, 0.8) * (2 * one + few)
+        weights = [weight, *(weight.clone() for _ in range(count - 1))]
+        layouts: list[Layout] = ["by inputs", "by outputs"]
+        if PackedLinear.serves(weight):
+            layouts += ["packed", "packed and padded"]
+        forms = [[_made(layout, one, None) for one in weights] for layout in layouts]
+        seconds = self._seconds_of([_products(one, weight, rows) for one in forms for rows in (1, _FEW_ROWS)])
+        taken = {layout: 2 * seconds[2 * i] + seconds[2 * i + 1] for i, layout in enumerate(layouts)}
+        if "packed" in taken:
+            taken["packed, one row by inputs"] = 2 * seconds[0] + min(seconds[5], seconds[7])
+        margin = _MARGIN.get(self._device.type, 0.9)
+        best: Layout = "by inputs"
+        for layout in get_args(Layout):
+            if layout in taken and taken[layout] < margin * taken[best]:
+                best = layout
+        return best
 
 
-def _products(weights: list[torch.Tensor], num_rows: int) -> Callable[[], None]:
-    x = weights[0].new_ones((num_rows, weights[0].shape[0]))
+def _made(layout: Layout, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    if layout == "by outputs":
+        return DenseLinear(weight.t(), bias)
+    if layout == "by inputs":
+        return DenseLinear(weight.t().contiguous(), bias)
+    one_row = DenseLinear(weight.t().contiguous(), bias) if layout == "packed, one row by inputs" else None
+    return PackedLinear(weight, bias, pads=layout != "packed", one_row=one_row)
+
+
+def _products(linears: Sequence[Linear], like: torch.Tensor, num_rows: int) -> Callable[[], None]:
+    x = like.new_ones((num_rows, like.shape[1]))
 
     def multiply() -> None:
-        for weight in weights:
-            torch.mm(x, weight)
+        for linear in linears:
+            linear(x)
 
     return multiply

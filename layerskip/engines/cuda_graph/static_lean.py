@@ -41,8 +41,8 @@ class LeanExecutor:
         self.fused = fused
         self.compiled = compiled
         self.attention = attention or AttentionChoice.on(fused.device)
-        self.vocab_size = fused.head.weight.shape[1]
-        self.logits_dtype = fused.head.weight.dtype
+        self.vocab_size = fused.head.num_outputs
+        self.logits_dtype = fused.embedding.dtype
 
     @property
     def num_compilations(self) -> int:

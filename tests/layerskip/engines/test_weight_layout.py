@@ -1,27 +1,42 @@
-"""The layout of weights: measured once a shape, the same numbers either way, no copy where the model's own serves."""
+"""The forms of weights: measured once a shape, the same numbers in each, no copy where the model's own serves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from layerskip.config.skip_mask import SkipMask
 from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines import weight_layout as module
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.linear import DenseLinear, PackedLinear
 from layerskip.engines.recording.stopwatch import Stopwatch
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
 
 CPU = torch.device("cpu")
-BY_INPUTS_IS_FASTER, BY_OUTPUTS_IS_FASTER = [1.0, 2.0, 1.5, 3.0], [1.0, 2.0, 0.7, 1.5]
-ABOUT_THE_SAME = [1.0, 2.0, 0.95, 1.9]
+# Seconds of products with one row and with a few, by inputs, by outputs, packed, packed and padded.
+BY_INPUTS = [1.0, 2.0, 1.5, 3.0, 1.5, 1.9, 1.4, 1.9]
+BY_OUTPUTS = [1.0, 2.0, 0.7, 1.5, 1.5, 1.9, 1.4, 1.9]
+ABOUT_THE_SAME = [1.0, 2.0, 0.95, 1.9, 0.95, 1.9, 0.95, 1.9]
+PACKED = [1.0, 2.0, 1.5, 3.0, 1.0, 0.9, 1.0, 0.9]
+PADDED = [1.0, 2.0, 1.5, 3.0, 1.4, 0.9, 1.0, 0.9]
+BOTH = [1.0, 2.0, 1.5, 3.0, 1.6, 0.9, 1.4, 0.9]
+LAYOUTS = {
+    "": BY_INPUTS,
+    "weights by outputs": BY_OUTPUTS,
+    "weights packed": PACKED,
+    "weights packed and padded": PADDED,
+    "weights packed, one row by inputs": BOTH,
+}
 
 
 class Clock:
-    """Gives one row of times for each measurement: one row and a few by inputs, then both by outputs."""
+    """Gives one row of times for each measurement."""
 
     def __init__(self, *rows: list[float]) -> None:
         self.rows = list(rows)
@@ -29,7 +44,7 @@ class Clock:
     def __call__(self, works: Sequence[Callable[[], None]]) -> list[float]:
         for work in works:
             work()
-        return self.rows.pop(0)
+        return self.rows.pop(0)[: len(works)]
 
 
 @pytest.fixture
@@ -38,40 +53,75 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_size")
-def test_each_shape_is_measured_once_and_stored_in_its_faster_layout() -> None:
-    layouts = WeightLayouts(CPU, Clock(BY_INPUTS_IS_FASTER, BY_OUTPUTS_IS_FASTER, ABOUT_THE_SAME))
-    shapes = {(6, 4): True, (8, 4): False, (4, 6): True}  # is it a copy laid out by inputs?
+def test_each_shape_is_measured_once_and_kept_in_its_fastest_form() -> None:
+    layouts = WeightLayouts(CPU, Clock(BY_INPUTS, BY_OUTPUTS, ABOUT_THE_SAME, PADDED))
+    kinds: dict[tuple[int, int], type] = {(6, 4): DenseLinear, (8, 4): DenseLinear, (4, 6): DenseLinear}
+    kinds[(9, 6)] = PackedLinear
     for _ in range(3):
-        for shape, by_inputs in shapes.items():
-            weight = torch.randn(shape)
-            arranged = layouts.arrange(weight)
-            assert torch.equal(arranged, weight.t())
-            assert arranged.is_contiguous() == by_inputs
-            assert (arranged.data_ptr() == weight.data_ptr()) == (not by_inputs)
-    assert layouts.description == "weights by inputs, those of 8×4 by outputs"
+        for shape, kind in kinds.items():
+            weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(3, shape[1])
+            linear = layouts.linear(weight, bias)
+            assert type(linear) is kind
+            assert linear.num_outputs == shape[0]
+            torch.testing.assert_close(linear(x), x @ weight.t() + bias)
+            if isinstance(linear, DenseLinear):
+                assert linear.weight.is_contiguous() == (shape != (8, 4))
+    assert layouts.description == "weights by inputs; those of 8×4 by outputs; those of 9×6 packed and padded"
+
+
+def test_a_number_format_that_cannot_be_packed_is_not() -> None:
+    assert PackedLinear.serves(torch.ones(2, 2))
+    assert PackedLinear.serves(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert not PackedLinear.serves(torch.ones(2, 2, dtype=torch.float64))
+    assert not PackedLinear.serves(torch.ones(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("by_inputs", [False, True], ids=["alone", "one row by inputs"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_products_are_those_of_the_matrix(dtype: torch.dtype, pads: bool, by_inputs: bool, biased: bool) -> None:
+    weight, bias = torch.randn(40, 72, dtype=dtype), torch.randn(40, dtype=dtype) if biased else None
+    dense = DenseLinear(weight.t(), bias)
+    packed = PackedLinear(weight, bias, pads=pads, one_row=dense if by_inputs else None)
+    for num_rows in (1, 2, 3, 4, 5, 17):
+        x, residual = torch.randn(num_rows, 72, dtype=dtype), torch.randn(num_rows, 40, dtype=dtype)
+        kept = residual.clone()
+        torch.testing.assert_close(packed(x), dense(x), rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            packed.add_to(residual, x),
+            dense.add_to(residual, x),
+            rtol=2e-2 if dtype is torch.bfloat16 else 1e-5,
+            atol=1e-1,
+        )
+        assert torch.equal(residual, kept)
 
 
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
-def test_the_numbers_are_the_models_in_either_layout(
-    monkeypatch: pytest.MonkeyPatch, overrides: dict[str, bool]
+@pytest.mark.parametrize("description", LAYOUTS)
+def test_the_numbers_are_the_models_in_every_form(
+    monkeypatch: pytest.MonkeyPatch, overrides: dict[str, bool], description: str
 ) -> None:
     adapter = ModelAdapter(zoo.build("llama", **overrides))
-    for times, description in (
-        (BY_INPUTS_IS_FASTER, "weights by inputs"),
-        (BY_OUTPUTS_IS_FASTER, "weights by outputs"),
-    ):
-        monkeypatch.setattr(module, "Stopwatch", lambda _device, times=times: Clock(*[times] * 9))
-        fused = FusedEngine(adapter)
-        assert fused.layouts.description == description
-        check_agreement(fused, EagerEngine(adapter), adapter)
+    monkeypatch.setattr(module, "Stopwatch", lambda _device: Clock(*[LAYOUTS[description]] * 9))
+    fused = FusedEngine(adapter)
+    assert fused.layouts.description == description
+    check_agreement(fused, EagerEngine(adapter), adapter)
+    ids = torch.tensor(zoo.prompt_of(6))
+    with fused.session(12):
+        whole = fused.forward(ids)
+    with fused.session(12):
+        narrow = fused.forward(ids, SkipMask.none(zoo.NUM_LAYERS).narrowed(20))
+    torch.testing.assert_close(narrow[:, :20], whole[:, :20], rtol=1e-4, atol=1e-4)
+    assert bool((narrow[:, 20:] == -torch.inf).all())
 
 
 @pytest.mark.usefixtures("any_size")
 def test_by_outputs_a_single_matrix_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Stopwatch", lambda _device: Clock(*[BY_OUTPUTS_IS_FASTER] * 9))
+    monkeypatch.setattr(module, "Stopwatch", lambda _device: Clock(*[BY_OUTPUTS] * 9))
     adapter = ModelAdapter(zoo.build("llama"))
-    fused = FusedEngine(adapter)
+    fused: Any = FusedEngine(adapter)
     attention, mlp = fused.layers[1]
     own = {parameter.data_ptr() for parameter in adapter.model.parameters()}
     assert {one.weight.data_ptr() in own for one in (attention.out, mlp.down, fused.head)} == {True}
@@ -80,8 +130,8 @@ def test_by_outputs_a_single_matrix_is_the_models_own(monkeypatch: pytest.Monkey
 
 def test_small_matrices_are_not_measured() -> None:
     layouts = WeightLayouts(CPU, Clock())
-    assert layouts.arrange(torch.randn(64, 32)).is_contiguous()
-    assert layouts.description == "weights by inputs"
+    assert type(layouts.linear(torch.randn(64, 32), None)) is DenseLinear
+    assert layouts.description == ""
 
 
 def test_the_stopwatch_takes_the_shortest_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_layers_that_cannot_be_compiled_or_may_not_be_run_as_they_are(monkeypatc
 
 def test_weights_by_outputs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_layout, "_SMALLEST_BYTES", 0)
-    for seconds, told in (([1.0, 1.0, 0.1, 0.1], "; weights by outputs"), ([1.0] * 4, "")):
+    for seconds, told in (([1.0, 1.0, 0.1, 0.1, *[1.0] * 4], "; weights by outputs"), ([1.0] * 8, "")):
         monkeypatch.setattr(weight_layout, "Stopwatch", lambda _device, seconds=seconds: lambda _works: seconds)
         assert make_engine("fused", ModelAdapter(zoo.build("llama"))).reason == f"asked for{told}"
 
