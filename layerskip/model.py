@@ -303,6 +303,11 @@ class LayerSkipModel:
         return self._adapter.can_narrow
 
     @property
+    def can_int8(self) -> bool:
+        """Whether a draft may compute with 8-bit weights."""
+        return self._adapter.int8_refusal is None
+
+    @property
     def device(self) -> torch.device:
         """Where token ids go in."""
         return self._adapter.device

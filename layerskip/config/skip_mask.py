@@ -1,4 +1,4 @@
-"""SkipMask: what the draft leaves out: attention and MLP sublayers, and rows of the output embedding."""
+"""SkipMask: what the draft leaves out: attention and MLP sublayers, rows of the output embedding, bits of weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ MAX_VOCABULARY = 1 << 24
 _ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>[0-9]{1,4})(?:-(?P<last>[0-9]{1,4}))?")
 
 _VOCABULARY = re.compile(r"v(?P<size>[0-9]{1,8})")
+_INT8 = "int8"
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class SkipMask:
     """One flag per layer and sublayer; True = skipped while drafting. The target never skips.
 
     The text form is `LAYERS:ITEMS`, items separated by commas: `3` or `4-7` are whole layers, `a2` or `a2-5` attention
-    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7,
-    attention 2 and MLP 9 of twelve layers. Layers count from 0.
+    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `int8` all but eight bits of the weights, `none` nothing.
+    `12:4-7,a2,m9` skips layers 4 to 7, attention 2 and MLP 9 of twelve layers. Layers count from 0.
     """
 
     attention: tuple[bool, ...]
@@ -27,6 +28,9 @@ class SkipMask:
     draft_vocab: int | None = None
     """The draft chooses among so many token ids, the first ones; None = all. Tokenizers number their pieces roughly by
     how frequent they are, and a small model with a large vocabulary spends much of a step on its output embedding."""
+    int8: bool = False
+    """The draft computes with 8-bit copies of the weights of what it keeps, see `Int8Linear`: where a step waits for
+    weights to come from memory, it takes a quarter of float32's time and half of bfloat16's."""
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):
@@ -85,14 +89,19 @@ class SkipMask:
         attention: set[int] = set()
         mlp: set[int] = set()
         draft_vocab: int | None = None
+        int8 = False
         for item in [] if tail == "none" else [one.strip(" ") for one in tail.split(",")]:
             if draft_vocab is None and (size := _VOCABULARY.fullmatch(item)):
                 draft_vocab = int(size["size"])
                 continue
+            if item == _INT8 and not int8:
+                int8 = True
+                continue
             match = _ITEM.fullmatch(item)
             if match is None:
                 raise ValueError(
-                    f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192'; got {item[:40]!r}"
+                    f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192' or 'int8'; got "
+                    f"{item[:40]!r}"
                 )
             first = int(match["first"])
             last = int(match["last"] or first)
@@ -103,11 +112,17 @@ class SkipMask:
                 attention.update(layers)
             if match["kind"] != "a":
                 mlp.update(layers)
-        return cls.from_sublayers(num_layers, attention=attention, mlp=mlp).narrowed(draft_vocab)
+        return replace(
+            cls.from_sublayers(num_layers, attention=attention, mlp=mlp), draft_vocab=draft_vocab, int8=int8
+        )
 
     def narrowed(self, draft_vocab: int | None) -> SkipMask:
         """The same sublayers, with this `draft_vocab`."""
         return replace(self, draft_vocab=draft_vocab)
+
+    def in_int8(self, int8: bool = True) -> SkipMask:  # noqa: FBT001, FBT002 (says what it sets)
+        """The same sublayers, with weights of 8 bits or as they are."""
+        return replace(self, int8=int8)
 
     def __str__(self) -> str:
         both = [a and m for a, m in zip(self.attention, self.mlp, strict=True)]
@@ -115,6 +130,7 @@ class SkipMask:
         items += _ranges("a", [a and not b for a, b in zip(self.attention, both, strict=True)])
         items += _ranges("m", [m and not b for m, b in zip(self.mlp, both, strict=True)])
         items += [] if self.draft_vocab is None else [f"v{self.draft_vocab}"]
+        items += [_INT8] if self.int8 else []
         return f"{self.num_layers}:{','.join(items) or 'none'}"
 
     @property
@@ -143,12 +159,16 @@ class SkipMask:
     def exit_layer(self) -> int | None:
         """First layer not run, if the mask is an early exit (a skipped tail and nothing else); else None."""
         first = self.num_layers - len(self.skipped_layers)
-        exits = SkipMask.early_exit(self.num_layers, first).narrowed(self.draft_vocab)
-        return first if self == exits and self.num_skipped else None
+        exits = SkipMask.early_exit(self.num_layers, first)
+        is_exit = (self.attention, self.mlp) == (exits.attention, exits.mlp)
+        return first if is_exit and self.num_skipped else None
 
     @property
     def num_kept_first(self) -> int:
-        """Layers kept whole before the first that is not: the draft computes what they give as the target does."""
+        """Layers kept whole before the first that is not: the draft computes what they give as the target does. With
+        weights of 8 bits there is none."""
+        if self.int8:
+            return 0
         flags = zip(self.attention, self.mlp, strict=True)
         return next((i for i, (attention, mlp) in enumerate(flags) if attention or mlp), self.num_layers)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,7 @@ class SessionEngine:
         self._adapter = adapter
         self._cache: SharedLengthCache | None = None
         self.draft_weights: dict[str, Any] = {}
+        self._num_made, self._making_s = 0, 0.0
 
     @property
     def device(self) -> torch.device:
@@ -94,11 +96,20 @@ class SessionEngine:
 
     @property
     def num_preparations(self) -> int:
-        return 0
+        return self._num_made
 
     @property
     def preparation_s(self) -> float:
-        return 0.0
+        return self._making_s
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Count its seconds as those of a preparation."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._making_s += time.perf_counter() - start
 
     def prepare(self, plans: Iterable[ForwardPlan]) -> None:
         """Nothing: what these forwards need is made with the session."""

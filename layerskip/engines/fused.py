@@ -9,8 +9,7 @@ as much as one, and verification with them; packed, hardly more than one.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +18,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import Attention, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.int8 import Int8Linear, check_room
+from layerskip.engines.lean_layers import Attention, Mlp, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
+from layerskip.engines.memory import free_bytes
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.rounds.preparation import ForwardPlan
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -55,7 +57,9 @@ class FusedEngine(StatesEngine):
             make = self.layouts.linear
             self.layers = [(attention_of(layer, window, make), mlp_of(layer, make)) for layer, window in pairs]
             self.head = fused(make, model.lm_head)
-        self._narrow_heads: dict[int, Linear] = {}
+        self._int8_layers: list[tuple[Attention, Mlp]] = []
+        self._heads: dict[tuple[int | None, bool], Linear] = {(None, False): self.head}
+        """By `draft_vocab` and whether of 8 bits."""
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._cos = self._sin = torch.empty(0)
@@ -91,22 +95,48 @@ class FusedEngine(StatesEngine):
 
     def logits(self, x: torch.Tensor, mask: SkipMask | None) -> torch.Tensor:
         """(T, V) of the last layer's states (T, hidden)."""
-        return self.unembed(self.norm(x), None if mask is None else mask.draft_vocab)
+        return self.unembed_under(self.norm(x), mask or self._no_skip)
 
     def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
-        if draft_vocab is None:
-            return self.head(hidden)
-        return widened(self._narrow_head(draft_vocab)(hidden), self.head.num_outputs)
+        return self.unembed_under(hidden, self._no_skip.narrowed(draft_vocab))
 
-    def _narrow_head(self, draft_vocab: int) -> Linear:
-        if isinstance(self.head, DenseLinear):
-            return self.head.first(draft_vocab)
-        if draft_vocab not in self._narrow_heads:
-            own = self._ends[1]
-            bias = None if own.bias is None else own.bias.detach()[:draft_vocab]
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._narrow_heads[draft_vocab] = self.layouts.linear(own.weight.detach()[:draft_vocab], bias)
-        return self._narrow_heads[draft_vocab]
+    def unembed_under(self, hidden: torch.Tensor, mask: SkipMask) -> torch.Tensor:
+        """(T, V) of normed states, as a draft under this mask computes them."""
+        logits = self._head_of(mask)(hidden)
+        return logits if mask.draft_vocab is None else widened(logits, self.head.num_outputs)
+
+    def layers_of(self, mask: SkipMask) -> list[tuple[Attention, Mlp]]:
+        """Those that a draft under this mask computes with, skipped ones among them."""
+        if not mask.int8:
+            return self.layers
+        if not self._int8_layers:
+            check_room(self._linear_modules)
+            pairs = zip(self._adapter.layers, self._adapter.windows, strict=True)
+            with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
+                self._int8_layers = [
+                    (attention_of(layer, window, Int8Linear), mlp_of(layer, Int8Linear)) for layer, window in pairs
+                ]
+            self._num_made += 1
+        return self._int8_layers
+
+    def _head_of(self, mask: SkipMask) -> Linear:
+        key = (mask.draft_vocab, mask.int8)
+        if key not in self._heads:
+            if isinstance(self.head, DenseLinear) and mask.draft_vocab is not None and not mask.int8:
+                return self.head.first(mask.draft_vocab)
+            own = self._adapter.head
+            bias = None if own.bias is None else own.bias.detach()[: mask.draft_vocab]
+            make = Int8Linear if mask.int8 else self.layouts.linear
+            with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
+                self._heads[key] = make(own.weight.detach()[: mask.draft_vocab], bias)
+            self._num_made += 1
+        return self._heads[key]
+
+    def prepare(self, plans: Iterable[ForwardPlan]) -> None:
+        """See `Engine`: copies of weights that only some drafts compute with."""
+        for mask in {plan.mask for plan in plans if plan.mask is not None}:
+            self.layers_of(mask)
+            self._head_of(mask)
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
@@ -131,6 +161,12 @@ class FusedEngine(StatesEngine):
         self.cache.advance(num_tokens)
         return self.logits(x, None)
 
+    @property
+    def _linear_modules(self) -> list[nn.Linear]:
+        """All but the output embedding."""
+        layers = self._adapter.layers
+        return [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
+
     def _step(self, start: int, num_tokens: int) -> _Step:
         stop = start + num_tokens
         if stop > self.cache.capacity:
@@ -139,10 +175,10 @@ class FusedEngine(StatesEngine):
 
     def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
         """These layers under the mask; keys and values of the new positions go into the cache."""
-        buffers = self.cache.layers
+        buffers, parts = self.cache.layers, self.layers_of(mask)
         with over_growing_keys(self._adapter.placement.devices):
             for i in layers:
-                attention, mlp = self.layers[i]
+                attention, mlp = parts[i]
                 if not mask.attention[i]:
                     x = _attend(attention, x, buffers[i], step)
                 if not mask.mlp[i]:
@@ -215,20 +251,10 @@ def _check_supported(model: Any, adapter: ModelAdapter) -> None:
                 type(module) is not nn.Linear or not module.weight.is_floating_point()
             ):
                 raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
-    needed, free = _bytes_to_copy(adapter), _free_bytes(adapter.device)
+    modules = [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
+    needed = sum(module.weight.nbytes for module in (*modules, model.lm_head))
+    free = free_bytes(adapter.device)
     if needed > free / 2:
         raise UnsupportedModelError(
             f"engine fused: needs a second copy of the weights ({needed >> 20} MiB), and {free >> 20} MiB are free"
         )
-
-
-def _bytes_to_copy(adapter: ModelAdapter) -> int:
-    model: Any = adapter.model
-    modules = [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
-    return sum(module.weight.nbytes for module in (*modules, model.lm_head))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

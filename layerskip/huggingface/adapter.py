@@ -160,18 +160,28 @@ class ModelAdapter:
         return None
 
     @property
-    def _head(self) -> Any:
+    def head(self) -> Any:
+        """The output embedding."""
         return cast(Any, self.model).get_output_embeddings()
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output embedding."""
-        return int(self._head.weight.shape[0])
+        return int(self.head.weight.shape[0])
 
     @property
     def can_narrow(self) -> bool:
         """Whether a draft may choose among the first token ids alone."""
-        return type(self._head) is nn.Linear and self._head.weight.device.type != "meta"
+        return type(self.head) is nn.Linear and self.head.weight.device.type != "meta"
+
+    @property
+    def int8_refusal(self) -> str | None:
+        """Why a draft of this model cannot compute with 8-bit weights; None where it can."""
+        if not self.placement.is_whole or self.device.type != "cpu":
+            return f"a model that is whole on a CPU, got one on {self.placement}"
+        if torch.backends.quantized.engine == "none" or not hasattr(torch.ops.quantized, "linear_dynamic"):
+            return "torch's dynamically quantized products, which this build lacks"
+        return None
 
     @contextmanager
     def _narrowed(self, draft_vocab: int | None) -> Iterator[None]:
@@ -179,7 +189,7 @@ class ModelAdapter:
         if draft_vocab is None:
             yield
             return
-        parameters = self._head._parameters
+        parameters = self.head._parameters
         whole = dict(parameters)
         try:
             for name, one in whole.items():
@@ -196,6 +206,8 @@ class ModelAdapter:
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have the model's {self.num_layers} layers, got {mask.num_layers}")
         self.check_vocab("skip_mask", mask.draft_vocab)
+        if mask.int8 and (refusal := self.int8_refusal) is not None:
+            raise ValueError(f"skip_mask: int8 drafts need {refusal}")
         for i, apart in enumerate(self.sublayers_skippable):
             if not apart and mask.attention[i] != mask.mlp[i]:
                 raise ValueError(f"skip_mask: layer {i} of this model can only be skipped whole, got {mask}")

@@ -1,0 +1,144 @@
+"""Int8Linear: a product with 8-bit weights and activations, for drafts on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.engines.memory import free_bytes
+from layerskip.huggingface.adapter import ModelAdapter
+
+_SMALLEST_SCALE = 6.1e-5
+"""Of activations, as the library has it."""
+
+
+class Int8Linear:
+    """Weights rounded to 8 bits with a scale for every output; activations likewise, with a scale for every row, as they
+    come. Sums are exact, so a row's result depends on nothing but the row.
+
+    A row at a time, which is how drafts come, is one call of torch's operator. Several rows are computed in floating
+    point from the same rounded numbers.
+    Cost: a byte for every weight, and some seconds for each hundred million of them. The operator is one of those that
+    torch 2.13 calls deprecated, for torchao's, which have no such kernel without a compiler.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: (outputs, inputs)."""
+        self.num_outputs = weight.shape[0]
+        with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = weight.detach().float()
+            scales = whole.abs().amax(dim=1).clamp_min(1e-8).double() / 127
+            zeros = torch.zeros(len(scales), dtype=torch.long)
+            rounded = torch.quantize_per_channel(whole, scales, zeros, 0, torch.qint8)
+            self._packed: Any = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+        self._bias = None if bias is None else bias.detach().float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            out: torch.Tensor = torch.ops.quantized.linear_dynamic(x.float(), self._packed, _REDUCED)
+            return out.to(x.dtype)
+        weight = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
+        rows = rounded_rows(x.float())
+        return (rows @ weight.t() if self._bias is None else torch.addmm(self._bias, rows, weight.t())).to(x.dtype)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(residual)
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """What the operator makes of float32 rows (T, inputs), each by itself: multiples of a scale, of which there are 256
+    around a zero that is one of them (128 where the processor's products would overflow otherwise)."""
+    most = 127 if _REDUCED else 255
+    low, high = x.amin(dim=1, keepdim=True).clamp_max(0.0), x.amax(dim=1, keepdim=True).clamp_min(0.0)
+    scale = (high.double() - low.double()) / most
+    scale = torch.where(scale == 0.0, 0.1, scale).clamp_min(_SMALLEST_SCALE)
+    by_low, by_high = -low / scale, most - high / scale
+    zero = torch.where((low / scale).abs() < most - (high / scale).abs(), by_low, by_high).round().clamp(0, most)
+    scale, zero = scale.float(), zero.float()
+    return ((x * (1.0 / scale)).round() + zero).clamp(0, most).sub_(zero).mul_(scale)
+
+
+class Int8Modules:
+    """A model's linear modules in its decoder layers, and its output embedding, with 8-bit weights for a while.
+
+    Cost: see `Int8Linear`; made at the first draft. What is no linear module (a mixture's experts in one tensor) stays
+    as it is.
+    """
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        self._twins: list[tuple[nn.Module, _Twin]] = []
+        self._heads: dict[int | None, _Twin] = {}
+
+    def make(self, mask: SkipMask) -> int:
+        """Of what drafts under this mask need, what is not there yet; returns how many it made."""
+        made = 0
+        if not self._twins:
+            modules = [one for layer in self._adapter.layers for one in layer.modules() if _is_linear(one)]
+            check_room(modules)
+            self._twins = [(one, _Twin(one)) for one in modules]
+            made += 1
+        head = self._adapter.head
+        if mask.draft_vocab not in self._heads and _is_linear(head):
+            self._heads[mask.draft_vocab] = _Twin(head, mask.draft_vocab)
+            made += 1
+        return made
+
+    @contextmanager
+    def instead(self, mask: SkipMask) -> Iterator[None]:
+        """Inside, they compute with 8-bit weights; the modules are themselves again on every exit."""
+        self.make(mask)
+        twins = list(self._twins)
+        if (head := self._heads.get(mask.draft_vocab)) is not None:
+            twins.append((self._adapter.head, head))
+        before = [module.__dict__.get("forward") for module, _ in twins]
+        try:
+            for module, twin in twins:
+                module.__dict__["forward"] = twin
+            yield
+        finally:
+            for (module, _), forward in zip(twins, before, strict=True):
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = forward
+
+
+class _Twin:
+    """Takes a linear module's place: (..., inputs) to (..., outputs)."""
+
+    def __init__(self, module: Any, num_outputs: int | None = None) -> None:
+        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        bias = module.bias
+        self._linear = Int8Linear(weight[:num_outputs], None if bias is None else bias[:num_outputs])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _is_linear(module: object) -> bool:
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def check_room(modules: list[Any]) -> None:
+    """Raises: ValueError if copies of these in 8 bits would take more than half of the free memory."""
+    needed, free = sum(one.weight.numel() for one in modules), free_bytes(torch.device("cpu"))
+    if needed > free / 2:
+        raise ValueError(f"skip_mask: int8 needs {needed >> 20} MiB for a copy of the weights, {free >> 20} MiB are free")
+
+
+def _is_reduced() -> bool:
+    """Whether activations have 7 bits: without instructions for products of bytes (VNNI) sums of them overflow."""
+    supported = getattr(torch.cpu, "_is_vnni_supported", None)
+    return supported is None or not supported()
+
+
+_REDUCED = _is_reduced()
