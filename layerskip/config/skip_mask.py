@@ -112,15 +112,13 @@ class SkipMask:
                 attention.update(layers)
             if match["kind"] != "a":
                 mlp.update(layers)
-        return replace(
-            cls.from_sublayers(num_layers, attention=attention, mlp=mlp), draft_vocab=draft_vocab, int8=int8
-        )
+        return replace(cls.from_sublayers(num_layers, attention=attention, mlp=mlp), draft_vocab=draft_vocab, int8=int8)
 
     def narrowed(self, draft_vocab: int | None) -> SkipMask:
         """The same sublayers, with this `draft_vocab`."""
         return replace(self, draft_vocab=draft_vocab)
 
-    def in_int8(self, int8: bool = True) -> SkipMask:  # noqa: FBT001, FBT002 (says what it sets)
+    def in_int8(self, int8: bool = True) -> SkipMask:
         """The same sublayers, with weights of 8 bits or as they are."""
         return replace(self, int8=int8)
 

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.int8 import Int8Modules
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
-from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.rounds.preparation import ForwardPlan
 
 
@@ -19,10 +17,6 @@ class EagerEngine(StatesEngine):
     """See `Engine`."""
 
     name = "eager"
-
-    def __init__(self, adapter: ModelAdapter) -> None:
-        super().__init__(adapter)
-        self._int8 = Int8Modules(adapter)
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
@@ -37,13 +31,10 @@ class EagerEngine(StatesEngine):
         """See `Engine`: 8-bit weights, where a draft computes with them."""
         for mask in {plan.mask for plan in plans if plan.mask is not None and plan.mask.int8}:
             with self._preparing():
-                self._num_made += self._int8.make(mask)
+                self._num_made += self._adapter.prepare_int8(mask)
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        if mask is not None and mask.int8:
-            with self._int8.instead(mask):
-                return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
         if mask is not None or not self._keeps_states:
             return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
         start = self.cache.length

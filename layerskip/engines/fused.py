@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.int8 import Int8Linear, check_room
 from layerskip.engines.lean_layers import Attention, Mlp, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
-from layerskip.engines.memory import free_bytes
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.huggingface.int8 import Int8Linear, check_room
 from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

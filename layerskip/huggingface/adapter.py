@@ -15,6 +15,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.huggingface.int8 import Int8Modules
 from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
@@ -108,6 +109,7 @@ class ModelAdapter:
         self.stack_path, self.layers = _find_stack(model, len(self.windows))
         self._gates = [_layer_gates(layer) for layer in self.layers]
         self._all_gates = [gate for gates in self._gates for gate in gates]
+        self._int8 = Int8Modules(self.layers, self.head)
         self._no_skip = SkipMask.none(self.num_layers)
         self._mask = self._no_skip
         self._attached = False
@@ -183,9 +185,19 @@ class ModelAdapter:
             return "torch's dynamically quantized products, which this build lacks"
         return None
 
+    def prepare_int8(self, mask: SkipMask) -> int:
+        """Make the 8-bit weights that drafts under this mask need; returns how many it made. Cost: see `Int8Linear`."""
+        return self._int8.make(mask)
+
     @contextmanager
-    def _narrowed(self, draft_vocab: int | None) -> Iterator[None]:
-        """Inside, the output embedding has its first so many rows. No copy."""
+    def _weights_of(self, mask: SkipMask) -> Iterator[None]:
+        """Inside, weights have 8 bits where the mask says so, and the output embedding has its first so many rows, of
+        which there is no copy."""
+        draft_vocab = mask.draft_vocab
+        if mask.int8:
+            with self._int8.instead(mask):
+                yield
+            return
         if draft_vocab is None:
             yield
             return
@@ -269,11 +281,10 @@ class ModelAdapter:
             arguments[self._keep_argument] = num_logits
         if forced is not None:
             arguments["attention_mask"] = forced.attention_mask
-        draft_vocab = self._mask.draft_vocab
-        with over_growing_keys(self.placement.devices), self._narrowed(draft_vocab):
+        with over_growing_keys(self.placement.devices), self._weights_of(self._mask):
             logits: torch.Tensor = self.model(**arguments).logits[0, -num_logits:]
         cache.advance(num_tokens)
-        return logits if draft_vocab is None else widened(logits, self.vocab_size)
+        return logits if self._mask.draft_vocab is None else widened(logits, self.vocab_size)
 
     @contextmanager
     def entrance(self, layer: int, states: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import rotary_table
+from layerskip.engines.lean_layers import Attention, rotary_table
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.rounds.sampling import SamplingParams
 
@@ -23,7 +23,7 @@ CACHE_BYTES = 1 << 26
 _MOST_STATES = 256
 """However small they are: more would hardly ever be of use."""
 _Sublayers = tuple[int, ...]
-"""Those that were run, in order: 2 x layer, + 1 for the MLP."""
+"""Those that were run, in order: 2 x layer, + 1 for the MLP; one less than the negative of that, with 8-bit weights."""
 
 
 class LayerwiseForcing(TeacherForcing):
@@ -48,6 +48,8 @@ class LayerwiseForcing(TeacherForcing):
         super().__init__(texts, engine.device, sampling)
         self._engine = engine
         self.num_layers = len(engine.layers)
+        self._as_it_is = SkipMask.none(self.num_layers)
+        self._in_int8 = self._as_it_is.in_int8()
         self._capacity = max(len(text.ids) for text in texts)
         self._states: _KeptStates | None = None
         self._cache_bytes = cache_bytes
@@ -68,11 +70,22 @@ class LayerwiseForcing(TeacherForcing):
         """The target's hidden states after its first `layer` layers, 0..num_layers."""
         return self._state(tuple(range(2 * layer)), 0).clone()
 
-    @torch.inference_mode()
-    def attention(self, layer: int, hidden: torch.Tensor, layout: _Layout | None = None) -> torch.Tensor:
+    def attention(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the attention sublayer of `layer`, residual included."""
-        layout = self._layout(0) if layout is None else layout
-        part = self._engine.layers[layer][0]
+        return self._run(2 * layer, hidden, self._layout(0))
+
+    def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the MLP sublayer of `layer`, residual included."""
+        return self._run(2 * layer + 1, hidden, self._layout(0))
+
+    @torch.inference_mode()
+    def _run(self, sublayer: int, hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
+        """See `_Sublayers`."""
+        layer, is_mlp = divmod(sublayer if sublayer >= 0 else -1 - sublayer, 2)
+        attention, mlp = self._engine.layers_of(self._in_int8 if sublayer < 0 else self._as_it_is)[layer]
+        return mlp.add_to(hidden) if is_mlp else self._attended(layer, attention, hidden, layout)
+
+    def _attended(self, layer: int, part: Attention, hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
         queries, keys, values = part.project(hidden, layout.cos, layout.sin)
         out = torch.empty_like(queries)
         for group in layout.groups(part.num_queries):
@@ -89,20 +102,14 @@ class LayerwiseForcing(TeacherForcing):
         return part.out.add_to(hidden, out.reshape(hidden.shape[0], -1))
 
     @torch.inference_mode()
-    def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the MLP sublayer of `layer`, residual included."""
-        return self._engine.layers[layer][1].add_to(hidden)
-
-    @torch.inference_mode()
     def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
         layout = _Layout(self._engine, rows, self._capacity)
         hidden = layout.embedded
         for sublayer in _kept(mask):
-            layer, is_mlp = divmod(sublayer, 2)
-            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
+            hidden = self._run(sublayer, hidden, layout)
         # Text by text: the logits of all at once would be gigabytes under a large vocabulary.
         for own in torch.split(self._engine.norm(hidden), [len(one.ids) for one in rows]):
-            yield self._engine.unembed(own, mask.draft_vocab)
+            yield self._engine.unembed_under(own, mask)
 
     @torch.inference_mode()
     def draft_logits(
@@ -111,7 +118,7 @@ class LayerwiseForcing(TeacherForcing):
         if texts is None:
             hidden = self._engine.norm(self._state(_kept(mask), depth))
             for rows in torch.split(hidden, ((depth + 1) * self.lengths).tolist()):
-                yield self._engine.unembed(rows, mask.draft_vocab).view(depth + 1, rows.shape[0] // (depth + 1), -1)
+                yield self._engine.unembed_under(rows, mask).view(depth + 1, rows.shape[0] // (depth + 1), -1)
             return
         device = self._engine.device
         rows_of = [
@@ -142,8 +149,7 @@ class LayerwiseForcing(TeacherForcing):
             known, found = self._states.longest(kept)
             hidden = hidden if found is None else found
         for n in range(known, len(kept)):
-            layer, is_mlp = divmod(kept[n], 2)
-            hidden = self.mlp(layer, hidden) if is_mlp else self.attention(layer, hidden, layout)
+            hidden = self._run(kept[n], hidden, layout)
             if depth == 0 and self._states is not None:
                 self._states.keep(kept[: n + 1], hidden)
         return hidden
@@ -261,4 +267,5 @@ class _Layout:
 def _kept(mask: SkipMask) -> _Sublayers:
     """The sublayers that a draft runs."""
     pairs = enumerate(zip(mask.attention, mask.mlp, strict=True))
-    return tuple(2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part])
+    kept = [2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part]]
+    return tuple(-1 - one for one in kept) if mask.int8 else tuple(kept)

@@ -47,6 +47,11 @@ def live_row(model: LayerSkipModel, text: ForcedText, k: int, mask: SkipMask, de
     return row
 
 
+def closeness(mask: SkipMask) -> float:
+    """Activations that differ by float32's rounding may be rounded to different ones of 256 steps."""
+    return 0.1 if mask.int8 else 1e-3
+
+
 def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[ForcedText]) -> None:
     for kind, mask in zoo.masks_of("llama").items():
         try:
@@ -58,7 +63,7 @@ def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[Force
                 if depth <= k:
                     live = live_row(model, text, k, mask, depth)
                     message = f"{kind}, row {k} at depth {depth}"
-                    torch.testing.assert_close(rows[depth, k], live, rtol=1e-3, atol=1e-3, msg=message)
+                    torch.testing.assert_close(rows[depth, k], live, rtol=1e-3, atol=closeness(mask), msg=message)
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SPECS))

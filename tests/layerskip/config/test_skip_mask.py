@@ -15,7 +15,7 @@ from layerskip import SkipMask
 def masks(draw: st.DrawFn) -> SkipMask:
     num_layers = draw(st.integers(1, 40))
     flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
-    return SkipMask(draw(flags), draw(flags), draw(st.none() | st.integers(1, 1 << 24)))
+    return SkipMask(draw(flags), draw(flags), draw(st.none() | st.integers(1, 1 << 24)), draw(st.booleans()))
 
 
 @given(masks())
@@ -34,13 +34,15 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
     assert mask.picture().count("x") == mask.num_skipped
     assert [len(row) for row in mask.picture().split("\n")] == [5 + mask.num_layers] * 2
     if mask.exit_layer is not None:
-        assert SkipMask.early_exit(mask.num_layers, mask.exit_layer).narrowed(mask.draft_vocab) == mask
+        exits = SkipMask.early_exit(mask.num_layers, mask.exit_layer)
+        assert exits.narrowed(mask.draft_vocab).in_int8(mask.int8) == mask
     from_sublayers = SkipMask.from_sublayers(
         mask.num_layers,
         attention=[i for i, flag in enumerate(mask.attention) if flag],
         mlp=[i for i, flag in enumerate(mask.mlp) if flag],
     )
-    assert from_sublayers.narrowed(mask.draft_vocab) == mask
+    assert from_sublayers.narrowed(mask.draft_vocab).in_int8(mask.int8) == mask
+    assert mask.num_kept_first == 0 or not mask.int8
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,8 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
         (SkipMask.from_sublayers(4, attention=[0, 1, 3]), "4:a0-1,a3"),
         (SkipMask.from_layers(4, [1]).narrowed(8192), "4:1,v8192"),
         (SkipMask.none(4).narrowed(7), "4:v7"),
+        (SkipMask.none(4).in_int8(), "4:int8"),
+        (SkipMask.from_layers(4, [1]).narrowed(8192).in_int8(), "4:1,v8192,int8"),
     ],
 )
 def test_constructors_and_text(mask: SkipMask, text: str) -> None:
@@ -99,9 +103,11 @@ def test_a_mask_is_a_value() -> None:
         ("99999:none", "must look like"),
         ("0:none", r"skip_mask: number of layers must be in 1..1024, got 0"),
         ("1025:none", r"must be in 1..1024, got 1025"),
-        ("4:", r"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192'; got ''"),
+        ("4:", r"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192' or 'int8'; got ''"),
         ("4:v0", r"skip_mask: draft_vocab must be in 1..16777216, got 0"),
         ("4:v5,v6", "got 'v6'"),
+        ("4:int8,int8", "got 'int8'"),
+        ("4:int4", "got 'int4'"),
         ("4:v123456789", "got 'v123456789'"),
         ("4:1,,2", "got ''"),
         ("4:none,1", "got 'none'"),

@@ -38,7 +38,9 @@ def test_fused_logits_are_the_models_own(name: str) -> None:
         for chunks in ([19], [1] * 19, [7, 1, 1, 4, 2, 4], [2, 17]):
             expected = logits_in_chunks(eager, ids, chunks, mask)
             got = logits_in_chunks(fused, ids, chunks, mask)
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=f"{name}, {kind}, {chunks}")
+            # Activations that differ by float32's rounding may be rounded to different ones of 256 steps.
+            close = 0.1 if mask.int8 else 1e-4
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=close, msg=f"{name}, {kind}, {chunks}")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails(
 
 
 def test_too_little_memory_for_a_second_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_module, "_free_bytes", lambda _device: 1 << 10)
+    monkeypatch.setattr(fused_module, "free_bytes", lambda _device: 1 << 10)
     adapter = ModelAdapter(zoo.build("llama"))
     assert make_engine("auto", adapter).engine.name == "eager"
     with pytest.raises(UnsupportedModelError, match="needs a second copy of the weights"):

@@ -79,7 +79,8 @@ def test_greedy_output_is_the_undispatched_models(name: str, place: Any, devices
     accepted = 0
     for kind, mask in zoo.masks_of(name).items():
         for shares in (False, True):
-            config = DecodeConfig(skip_mask=mask, gamma=3, target_threshold=0.2, share_prefix=shares)
+            whole = mask.in_int8(int8=False)  # copies in 8 bits are for models on one CPU
+            config = DecodeConfig(skip_mask=whole, gamma=3, target_threshold=0.2, share_prefix=shares)
             out = model.generate(PROMPT, config=config, max_new_tokens=12)
             assert tuple(out.ids) == zoo.greedy_reference(name, PROMPT)[:12], kind
             accepted += out.stats.num_accepted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,16 +12,15 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.memory import free_bytes
-from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.memory import free_bytes
 
 _SMALLEST_SCALE = 6.1e-5
 """Of activations, as the library has it."""
 
 
 class Int8Linear:
-    """Weights rounded to 8 bits with a scale for every output; activations likewise, with a scale for every row, as they
-    come. Sums are exact, so a row's result depends on nothing but the row.
+    """Weights rounded to 8 bits with a scale for every output; activations likewise, as they come, with a scale for
+    every row. Sums are exact, so a row's result depends on nothing but the row.
 
     A row at a time, which is how drafts come, is one call of torch's operator. Several rows are computed in floating
     point from the same rounded numbers.
@@ -73,8 +72,8 @@ class Int8Modules:
     as it is.
     """
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, layers: Sequence[nn.Module], head: nn.Module) -> None:
+        self._layers, self._head = layers, head
         self._twins: list[tuple[nn.Module, _Twin]] = []
         self._heads: dict[int | None, _Twin] = {}
 
@@ -82,13 +81,12 @@ class Int8Modules:
         """Of what drafts under this mask need, what is not there yet; returns how many it made."""
         made = 0
         if not self._twins:
-            modules = [one for layer in self._adapter.layers for one in layer.modules() if _is_linear(one)]
+            modules = [one for layer in self._layers for one in layer.modules() if _is_linear(one)]
             check_room(modules)
             self._twins = [(one, _Twin(one)) for one in modules]
             made += 1
-        head = self._adapter.head
-        if mask.draft_vocab not in self._heads and _is_linear(head):
-            self._heads[mask.draft_vocab] = _Twin(head, mask.draft_vocab)
+        if mask.draft_vocab not in self._heads and _is_linear(self._head):
+            self._heads[mask.draft_vocab] = _Twin(self._head, mask.draft_vocab)
             made += 1
         return made
 
@@ -98,7 +96,7 @@ class Int8Modules:
         self.make(mask)
         twins = list(self._twins)
         if (head := self._heads.get(mask.draft_vocab)) is not None:
-            twins.append((self._adapter.head, head))
+            twins.append((self._head, head))
         before = [module.__dict__.get("forward") for module, _ in twins]
         try:
             for module, twin in twins:
@@ -132,7 +130,9 @@ def check_room(modules: list[Any]) -> None:
     """Raises: ValueError if copies of these in 8 bits would take more than half of the free memory."""
     needed, free = sum(one.weight.numel() for one in modules), free_bytes(torch.device("cpu"))
     if needed > free / 2:
-        raise ValueError(f"skip_mask: int8 needs {needed >> 20} MiB for a copy of the weights, {free >> 20} MiB are free")
+        raise ValueError(
+            f"skip_mask: int8 needs {needed >> 20} MiB for a copy of the weights, {free >> 20} MiB are free"
+        )
 
 
 def _is_reduced() -> bool:
