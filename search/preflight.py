@@ -100,6 +100,8 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
             "draft_vocab: needs a plain output embedding of a thousand token ids or more, this model has "
             f"{model.vocab_size}"
         )
+    if spec.int8 and not model.can_int8:
+        raise ValueError(f"int8: drafts with 8-bit weights need a model that is whole on a CPU, got {model.placement}")
     weights = _draft_weights(model, spec)
     return SearchSpace.for_model(
         model,
@@ -107,6 +109,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         granularity=spec.granularity,
         share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
         draft_vocab=model.can_narrow if spec.draft_vocab is None else spec.draft_vocab,
+        int8=model.can_int8 if spec.int8 is None else spec.int8,
         drafters=_ways(spec, weights),
         draft_weights=weights,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),

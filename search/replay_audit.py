@@ -143,6 +143,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
     Each threshold is off half of the time and anywhere on its grid otherwise.
     """
     from search.study.space import (
+        DRAFT_INT8,
         DRAFT_THRESHOLD,
         DRAFT_VOCAB,
         DRAFTER,
@@ -178,6 +179,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         params[SHARE_PREFIX] = bool(rng.integers(2))
     if space.draft_vocabs:
         params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
+    if space.int8:
+        params[DRAFT_INT8] = bool(rng.integers(2))
     if not space.lookup_methods:
         return params
     params |= {

@@ -154,6 +154,11 @@ def build_parser() -> OneLineParser:
         help="search too over how many of the first token ids a draft chooses from (default: where the model can)",
     )
     parser.add_argument(
+        "--int8",
+        action=argparse.BooleanOptionalAction,
+        help="search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
+    )
+    parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
     )
     parser.add_argument(

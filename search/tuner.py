@@ -40,6 +40,7 @@ class TuneOptions(TypedDict, total=False):
     granularity: Granularity
     share_prefix: bool
     draft_vocab: bool
+    int8: bool
     drafters: Sequence[str]
     draft_weights: str | Sequence[str]
     regimes: Sequence[str]

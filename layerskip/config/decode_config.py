@@ -254,7 +254,7 @@ class _Setting(Frozen):
                 f"draft_weights.drafter: must be the drafter, {self.drafter}, got {self.draft_weights.drafter}"
             )
         given = {
-            "skip_mask": self.skip_mask.num_skipped > 0,
+            "skip_mask": self.skip_mask != SkipMask.none(self.skip_mask.num_layers),
             "share_prefix": self.share_prefix,
             "continue_lookup": self.continue_lookup,
         }
@@ -266,7 +266,7 @@ class _Setting(Frozen):
         """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
         own = self.lookup
         given = {
-            "skip_mask": self.skip_mask.num_skipped > 0,
+            "skip_mask": self.skip_mask != SkipMask.none(self.skip_mask.num_layers),
             "draft_threshold": self.draft_threshold > 0,
             "share_prefix": self.share_prefix,
             "lookup.gamma": own is not None and own.gamma is not None,

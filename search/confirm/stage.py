@@ -357,7 +357,7 @@ def _log_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return math.log(geometric_mean(one) / geometric_mean(other))
 
 
-def _simplicity(config: DecodeConfig) -> tuple[bool, int, int, float, float]:
+def _simplicity(config: DecodeConfig) -> tuple[bool, bool, int, int, float, float]:
     is_hybrid = config.drafter == "hybrid"
-    mask = config.skip_mask.num_skipped
-    return (is_hybrid, mask, config.max_gamma, config.draft_threshold, config.target_threshold)
+    mask = config.skip_mask
+    return (is_hybrid, mask.int8, mask.num_skipped, config.max_gamma, config.draft_threshold, config.target_threshold)

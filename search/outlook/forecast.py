@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,8 +229,8 @@ def make_pool(
     max_readings: int = 400,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pool:
-    """Known shapes, exits, sublayers skipped in order of sensitivity, the best of them with fewer token ids to choose
-    from, then climbs from the best by single flips.
+    """Known shapes, exits, sublayers skipped in order of sensitivity; the best of them with 8-bit weights, and with
+    fewer token ids to choose from; then climbs from the best by single flips.
 
     Cost: at most `max_readings` readings, and about `seconds`; three readings in any case.
     """
@@ -243,15 +243,19 @@ def make_pool(
     for mask in (*known_masks(space), *_ordered_masks(space, sensitivity)):
         if mask not in found and not spent():
             found[mask] = candidates.of(mask)
-    for mask in sorted(found, key=lambda one: -found[one].log_speedup)[:_NUM_ELITE]:
+    if space.int8:
+        # With nothing skipped it is a good draft (a warm start), so masks that skip little are worth a look.
+        for mask in (*_ordered_masks(space, sensitivity)[:_NUM_ELITE], *_elite(found)):
+            if mask.in_int8() not in found and not spent():
+                found[mask.in_int8()] = candidates.of(mask.in_int8())
+    for mask in _elite(found):
         for size in space.draft_vocabs[1:]:
-            if mask.num_skipped and not spent():
+            if (mask.num_skipped or mask.int8) and not spent():
                 found[mask.narrowed(size)] = candidates.of(mask.narrowed(size))
     rng = np.random.default_rng(seed)
     climbed: set[SkipMask] = set()
     while not spent():
-        best = sorted(found, key=lambda mask: -found[mask].log_speedup)[:_NUM_ELITE]
-        parent = next((mask for mask in best if mask not in climbed), None)
+        parent = next((mask for mask in _elite(found) if mask not in climbed), None)
         if parent is None:
             break
         climbed.add(parent)
@@ -261,6 +265,10 @@ def make_pool(
             if neighbour not in found and not spent():
                 found[neighbour] = candidates.of(neighbour)
     return Pool(tuple(sorted(found.values(), key=lambda one: -one.log_speedup)))
+
+
+def _elite(found: Mapping[SkipMask, Candidate]) -> list[SkipMask]:
+    return sorted(found, key=lambda mask: -found[mask].log_speedup)[:_NUM_ELITE]
 
 
 def known_masks(space: SearchSpace) -> list[SkipMask]:

@@ -47,23 +47,28 @@ class CostModel:
     measured_on: Mapping[str, object]
     """Device, engine and weights."""
     narrowed_s: Mapping[str, float] = field(default_factory=dict)
-    """What a draft token under a mask takes less with this `draft_vocab`."""
+    """What a draft token under a mask takes less with this `draft_vocab`, and with this one and `int8`."""
     weights_s: Mapping[str, float] = field(default_factory=dict)
     """A draft token of trained weights, by name; see `named`."""
+    int8_s: tuple[float, float, float] | None = None
+    """Under a mask with 8-bit weights: what is fixed of a draft step, an attention and an MLP. None where it is not
+    searched."""
 
     def draft_s(self, drafted_by: DraftedBy, *, threshold: bool) -> float:
         """One draft token, under a mask by the sum of terms."""
         if not isinstance(drafted_by, SkipMask):
             return self.by_weights_s(named(drafted_by)) + (self.threshold_s if threshold else 0.0)
         mask = drafted_by
-        kept = sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
-        kept += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
-        whole = self.fixed_s + kept
+        if mask.int8 and self.int8_s is not None:
+            whole = float(np.dot(self.int8_s, kept_of(mask)))
+        else:
+            whole = self.fixed_s + sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
+            whole += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
         return max(_LEAST_SHARE * whole, whole - self.saved_s(mask)) + (self.threshold_s if threshold else 0.0)
 
     def saved_s(self, mask: SkipMask) -> float:
         """What its `draft_vocab` saves of a draft token."""
-        return 0.0 if mask.draft_vocab is None else self.narrowed_s.get(str(mask.draft_vocab), 0.0)
+        return 0.0 if mask.draft_vocab is None else self.narrowed_s.get(_narrowing(mask), 0.0)
 
     def by_weights_s(self, name: str) -> float:
         """One draft token of trained weights of this name, see `named`, without a look at its confidence."""
@@ -107,6 +112,7 @@ class CostModel:
             names = {one.name for one in fields(cls)}
             if isinstance(data, dict):
                 data.setdefault("narrowed_s", {})
+                data["int8_s"] = tuple(map(float, one)) if (one := data.get("int8_s")) is not None else None
                 # Studies from before there were any, or more than one:
                 before = data.setdefault("weights_s", {})
                 data["weights_s"] = before if isinstance(before, dict) else {_ANY: float(before)}
@@ -128,6 +134,16 @@ class CostOptions:
     seed: int = 0
 
 
+def kept_of(mask: SkipMask) -> tuple[float, float, float]:
+    """1, and how many attention and MLP sublayers it keeps: what a draft step's terms are multiplied by."""
+    count = mask.num_layers
+    return 1.0, float(count - mask.num_skipped_attention), float(count - mask.num_skipped_mlp)
+
+
+def _narrowing(mask: SkipMask) -> str:
+    return f"{mask.draft_vocab}{' int8' if mask.int8 else ''}"
+
+
 def named(weights: DraftWeights) -> str:
     """Their fingerprint, with their `draft_vocab` if they have one."""
     return weights.fingerprint if weights.draft_vocab is None else f"{weights.fingerprint} v{weights.draft_vocab}"
@@ -143,7 +159,7 @@ def measure_costs(
 ) -> CostModel:
     """Time everything once per repeat, all things in turn, and take medians; texts alternate from repeat to repeat.
 
-    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps).
+    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps, as many again with 8-bit weights).
     Raises: ValueError without a text.
     """
     if not texts:
@@ -151,21 +167,25 @@ def measure_costs(
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
     trained = [one.narrowed(size) for one in space.draft_weights for size in space.narrowings]
-    narrow = [masks[1].narrowed(size) for size in space.draft_vocabs[1:]]
+    in_int8 = [mask.in_int8() for mask in masks] if space.int8 else []
+    whole = [masks[1], *in_int8[1:2]]
+    narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]
     verify, plain_draft, watched, weights, narrowed = [], [], [], [], []
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
-        plain_draft.append(timer.draft_s(text, masks, gamma=_DRAFT_LENGTH, threshold=False))
+        plain_draft.append(timer.draft_s(text, masks + in_int8, gamma=_DRAFT_LENGTH, threshold=False))
         watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
-        if narrow:
-            narrowed.append(timer.draft_s(text, [masks[1], *narrow], gamma=_DRAFT_LENGTH, threshold=False))
+        if space.draft_vocabs:
+            narrowed.append(
+                timer.draft_s(text, [mask for row in narrow for mask in row], gamma=_DRAFT_LENGTH, threshold=False)
+            )
         if trained:
             weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
     weights_s = _median(weights[1:]).tolist() if weights else []
-    saved = np.array(narrowed[1:])[:, :1] - np.array(narrowed[1:])[:, 1:] if narrow else np.zeros((1, 0))
-    fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s)
+    fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s[: len(masks)])
+    int8_s = _fit(in_int8, draft_s[len(masks) :])[:3] if in_int8 else None
     return CostModel(
         verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
         fixed_s=fixed_s,
@@ -175,11 +195,21 @@ def measure_costs(
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
-        narrowed_s={
-            str(size): max(0.0, s) for size, s in zip(space.draft_vocabs[1:], _median(saved.tolist()), strict=True)
-        },
+        narrowed_s=_saved(narrow, narrowed[1:]) if narrowed else {},
         weights_s={named(one): s for one, s in zip(trained, weights_s, strict=True)},
+        int8_s=int8_s,
     )
+
+
+def _saved(masks: Sequence[Sequence[SkipMask]], seconds: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What each mask saves of the first of its row, from rows of seconds of all of them, one after the other."""
+    by_row = np.array(seconds).reshape(len(seconds), len(masks), -1)
+    saved = np.median(by_row[:, :, :1] - by_row, axis=0)
+    return {
+        _narrowing(mask): max(0.0, float(s))
+        for row, of_row in zip(masks, saved, strict=True)
+        for mask, s in zip(row[1:], of_row[1:], strict=True)
+    }
 
 
 def _counts(gamma_max: int, space: SearchSpace) -> list[int]:
@@ -218,7 +248,13 @@ def pool_costs(history: Sequence[CostModel]) -> CostModel:
             name: float(np.median([one.narrowed_s.get(name, 0.0) for one in latest])) for name in newest.narrowed_s
         },
         weights_s={name: float(np.median([one.by_weights_s(name) for one in latest])) for name in newest.weights_s},
+        int8_s=None if newest.int8_s is None else _median_terms([one.int8_s or newest.int8_s for one in latest]),
     )
+
+
+def _median_terms(terms: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    fixed, attention, mlp = _median(terms).tolist()
+    return fixed, attention, mlp
 
 
 def _fitting_masks(space: SearchSpace, seed: int) -> list[SkipMask]:
@@ -242,7 +278,7 @@ def _fit(masks: Sequence[SkipMask], seconds: np.ndarray) -> tuple[float, float, 
     """(fixed, one attention, one MLP, median relative error), none of them negative, relative errors weighed alike."""
     from scipy.optimize import nnls
 
-    kept = np.array([[1, m.num_layers - m.num_skipped_attention, m.num_layers - m.num_skipped_mlp] for m in masks])
+    kept = np.array([kept_of(mask) for mask in masks])
     if all(row[1] == row[2] for row in kept):  # whole layers only: their cost is split evenly, no mask tells it apart
         terms, _ = nnls(kept[:, :2] / seconds[:, None], np.ones(len(masks)))
         terms = np.array([terms[0], terms[1] / 2, terms[1] / 2])

@@ -22,7 +22,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
 from search.measure.pairs import add_up
-from search.predict.costs import CostModel, named, pool_costs
+from search.predict.costs import CostModel, kept_of, named, pool_costs
 from search.study.attributes import (
     COUNTS,
     DRAFT_S,
@@ -135,7 +135,6 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     if not plain_s or not round_s or not positions or not sum(positions):
         return None
     mask = SkipMask.parse(attrs[SKIP_MASK])
-    kept_attention, kept_mlp = (mask.num_layers - n for n in (mask.num_skipped_attention, mask.num_skipped_mlp))
     # Without counts of their own, all rounds drafted under the mask, and as many drafted exactly n as reached position
     # n - 1 and not n.
     counts = attrs.get(COUNTS) or [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
@@ -145,7 +144,7 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     return _Steps(
         weights=named(DraftWeights(**weights)) if (weights := attrs.get(DRAFT_WEIGHTS)) else None,
         mask=mask,
-        kept=(1.0, kept_attention, kept_mlp, float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
+        kept=(*kept_of(mask), float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
         draft=draft,
         num_drafted=num_drafted,
         rounds=_rounds(counts, round_s, plain_s),
@@ -160,16 +159,44 @@ def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> 
 
 
 def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
-    """Terms of a draft step: least squares over trials, the measured terms counted in as what they are."""
+    """Terms of a draft step, with weights as they are and of 8 bits."""
+    measured = (cost.fixed_s, float(np.mean(cost.attention_s)), float(np.mean(cost.mlp_s)))
+    pairs = list(zip(trials, weights, strict=True))
+    if (learnt := _learn_terms(cost, measured, [pair for pair in pairs if not pair[0].mask.int8])) is not None:
+        fixed, attention, mlp, threshold = learnt
+        cost = dataclasses.replace(
+            cost,
+            fixed_s=fixed,
+            attention_s=(attention,) * len(cost.attention_s),
+            mlp_s=(mlp,) * len(cost.mlp_s),
+            threshold_s=threshold,
+        )
+    in_int8 = [pair for pair in pairs if pair[0].mask.int8]
+    if cost.int8_s is not None and (learnt := _learn_terms(cost, cost.int8_s, in_int8)) is not None:
+        cost = dataclasses.replace(cost, int8_s=learnt[:3])
+    return cost
+
+
+def _terms(cost: CostModel, mask: SkipMask) -> tuple[float, float, float, float]:
+    """What is fixed, an attention, an MLP, and a look at the confidence."""
+    whole = (cost.fixed_s, cost.attention_s[0], cost.mlp_s[0])
+    return (*(cost.int8_s if mask.int8 and cost.int8_s is not None else whole), cost.threshold_s)
+
+
+def _learn_terms(
+    cost: CostModel, measured: tuple[float, float, float], trials: Sequence[tuple[_Steps, float]]
+) -> tuple[float, float, float, float] | None:
+    """(Fixed, attention, MLP, threshold): least squares over trials and their weights, the measured terms counted in as
+    what they are. None where no trial tells."""
     alone = cost.verify_s[0]
     timed = [
         (one, one.draft + cost.saved_s(one.mask) / alone, weight)
-        for one, weight in zip(trials, weights, strict=True)
+        for one, weight in trials
         if one.draft is not None and one.weights is None
     ]
     if not timed:
-        return cost
-    terms = np.array([cost.fixed_s, np.mean(cost.attention_s), np.mean(cost.mlp_s), cost.threshold_s]) / alone
+        return None
+    terms = np.array([*measured, cost.threshold_s]) / alone
     prior_sigma = np.append(np.maximum(_TERM * terms[:3], 1e-4), _THRESHOLD)
     kept, draft = np.array([one.kept for one, _, _ in timed]), np.array([share for _, share, _ in timed])
     variances = [(_MOMENT**2 + _SINGLE**2 / one.num_drafted) / weight for one, _, weight in timed]
@@ -177,13 +204,7 @@ def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) ->
     matrix = np.concatenate([kept / errors[:, None], np.diag(1 / prior_sigma)])
     learnt = np.linalg.lstsq(matrix, np.append(draft / errors, terms / prior_sigma), rcond=None)[0]
     fixed, attention, mlp, threshold = (np.maximum(learnt, 0.0) * alone).tolist()
-    return dataclasses.replace(
-        cost,
-        fixed_s=fixed,
-        attention_s=(attention,) * len(cost.attention_s),
-        mlp_s=(mlp,) * len(cost.mlp_s),
-        threshold_s=threshold,
-    )
+    return fixed, attention, mlp, threshold
 
 
 def _learn_weights(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
@@ -206,16 +227,16 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
     the measured ones the most likely, where an error is partly that of all numbers and partly one's own."""
     alone, size = cost.verify_s[0], len(cost.verify_s)
     certainties, sums = np.zeros((2, size))
-    terms = np.array([cost.fixed_s, cost.attention_s[0], cost.mlp_s[0], cost.threshold_s]) / alone
+    layer = (cost.attention_s[0] + cost.mlp_s[0]) / alone
     for one, weight in zip(trials, weights, strict=True):
         by_terms = (
-            float(terms @ one.kept) - cost.saved_s(one.mask) / alone
+            (float(np.dot(_terms(cost, one.mask), one.kept)) - cost.saved_s(one.mask)) / alone
             if one.weights is None
             else cost.by_weights_s(one.weights) / alone
         )
         draft = one.draft if one.draft is not None else by_terms
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
-        shared = one.prefix * (terms[1] + terms[2])
+        shared = one.prefix * layer
         by_mask = [
             (n, count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
             for n, count, seconds in one.rounds

@@ -20,6 +20,7 @@ from search.measure.reference import Reference
 from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
 from search.study.space import (
+    DRAFT_INT8,
     DRAFT_VOCAB,
     DRAFTER,
     GAMMA,
@@ -129,7 +130,6 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
             bits[kind].add(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
     drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
-    drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
     return SearchSpace(
         SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
         int(getattr(seen.get(GAMMA), "high", 1)),
@@ -138,6 +138,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         layers,
         share_prefix=SHARE_PREFIX in seen,
         draft_vocabs=tuple(getattr(seen.get(DRAFT_VOCAB) or seen.get(WEIGHTS_DRAFT_VOCAB), "choices", ())),
+        int8=DRAFT_INT8 in seen,
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=_weights_of(trials, drafters),

@@ -17,6 +17,7 @@ from layerskip.config.skip_mask import SkipMask
 from search.predict.costs import CostModel
 from search.study.leaderboard import Entry, make_standings
 from search.study.space import (
+    DRAFT_INT8,
     DRAFT_THRESHOLD,
     DRAFT_VOCAB,
     GAMMA,
@@ -154,6 +155,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
         params[SHARE_PREFIX] = bool(rng.integers(2))
     if space.draft_vocabs:
         params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
+    if space.int8:
+        params[DRAFT_INT8] = bool(rng.integers(2))
     return params
 
 

@@ -41,6 +41,7 @@ class Fingerprint:
     objective: str = "tokens_per_s"
     drafters: tuple[str, ...] = ("layer_skip",)
     draft_vocabs: tuple[int, ...] = ()
+    int8: bool = False
     sampling: str = "greedy"
     """How tokens are chosen; see `Sampling.name`."""
     draft_weights: str | None = None
@@ -100,6 +101,7 @@ def take_fingerprint(
         objective=spec.objective,
         drafters=space.drafters,
         draft_vocabs=space.draft_vocabs,
+        int8=space.int8,
         draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
         device_map=model.placement.describe(),
     )
@@ -117,6 +119,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "device_map": None,
         "draft_weights": None,
         "draft_vocabs": [],
+        "int8": False,
     }
     before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
     stored = before | dict(stored)

@@ -29,6 +29,7 @@ DRAFT_THRESHOLD = "draft_threshold"
 TARGET_THRESHOLD = "target_threshold"
 SHARE_PREFIX = "share_prefix"
 DRAFT_VOCAB = "draft_vocab"
+DRAFT_INT8 = "draft_int8"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
 MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
 FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
@@ -73,6 +74,8 @@ class SearchSpace:
     """Whether to verify behind the layers that the draft keeps is searched too."""
     draft_vocabs: tuple[int, ...] = ()
     """Of how many of the first token ids a computed draft chooses, the first entry being all; without any, of all."""
+    int8: bool = False
+    """Whether a draft under a mask computes with 8-bit weights is searched too."""
     drafters: tuple[str, ...] = ("layer_skip",)
     """Ways to draft, see `DecodeConfig.way`; with `layer_skip` alone there is no parameter for it."""
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
@@ -94,6 +97,7 @@ class SearchSpace:
         granularity: str,
         share_prefix: bool = False,
         draft_vocab: bool = False,
+        int8: bool = False,
         drafters: Sequence[str] = ("layer_skip",),
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
         draft_weights: Sequence[DraftWeights] = (),
@@ -111,6 +115,7 @@ class SearchSpace:
             layer_bits=tuple(i for i, one in enumerate(whole) if one),
             share_prefix=share_prefix,
             draft_vocabs=vocabs_of(model.vocab_size) if draft_vocab else (),
+            int8=int8,
             drafters=tuple(drafters),
             lookup_gamma_max=lookup_gamma_max,
             draft_weights=tuple(draft_weights),
@@ -188,6 +193,8 @@ class SearchSpace:
                 found[SHARE_PREFIX] = CategoricalDistribution([False, True])
             if self.draft_vocabs:
                 found[DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
+            if self.int8:
+                found[DRAFT_INT8] = CategoricalDistribution([False, True])
         if self.uses_weights:
             found |= {
                 WEIGHTS_GAMMA: IntDistribution(1, self.gamma_max),
@@ -222,6 +229,7 @@ class SearchSpace:
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
             names += [SHARE_PREFIX] if self.share_prefix else []
             names += [DRAFT_VOCAB] if self.draft_vocabs else []
+            names += [DRAFT_INT8] if self.int8 else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
             names += [WEIGHTS_DRAFT_VOCAB] if self.draft_vocabs else []
@@ -301,11 +309,12 @@ class SearchSpace:
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
-        """The mask of its bits and its `draft_vocab`; other parameters are ignored. Without these it skips nothing."""
+        """The mask of its bits, its `draft_vocab` and `int8`; other parameters are ignored. Without these it skips
+        nothing."""
         chosen = {name for name in self.bit_names if bits.get(name, False)}
         attention, mlp, layers = (_layers(chosen, kind) for kind in ("attn", "mlp", "layer"))
         mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
-        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB)))
+        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).in_int8(bool(bits.get(DRAFT_INT8, False)))
 
     def _narrowing(self, draft_vocab: int | None) -> int | None:
         """None where it is all."""
@@ -316,7 +325,7 @@ class SearchSpace:
         return min(self.draft_vocabs, key=lambda one: abs(one - wanted))
 
     def to_bits(self, mask: SkipMask) -> dict[str, Any]:
-        """The bits of a mask and its `draft_vocab`, those that the space has."""
+        """The bits of a mask, its `draft_vocab` and `int8`, those that the space has."""
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have {self.num_layers} layers, got {mask.num_layers}")
         flags = [mask.attention[i] for i in self.attention_bits]
@@ -325,6 +334,8 @@ class SearchSpace:
         bits: dict[str, Any] = dict(zip(self.bit_names, flags, strict=True))
         if self.draft_vocabs:
             bits[DRAFT_VOCAB] = self._nearest_vocab(mask.draft_vocab)
+        if self.int8:
+            bits[DRAFT_INT8] = mask.int8
         return bits
 
     def to_params(self, config: DecodeConfig) -> dict[str, Any]:

@@ -95,6 +95,9 @@ class StudySpec(OneLineErrors):
     """Search over `SkipMask.draft_vocab` too: of how many of the first token ids a draft under a mask chooses. None =
     what an existing study has; of a new one, where the model has a thousand ids or more and a plain output embedding.
     """
+    int8: bool | None = None
+    """Search over `SkipMask.int8` too: whether a draft under a mask computes with 8-bit copies of the weights. None =
+    what an existing study has; of a new one, where the device can."""
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
     by `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""

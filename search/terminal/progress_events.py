@@ -49,7 +49,8 @@ class Preflight(Event):
             f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
             f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
             + (", a shared prefix or none" if space.share_prefix else "")
-            + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else ""),
+            + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else "")
+            + (", weights as they are or of 8 bits" if space.int8 else ""),
         ]
         if space.uses_masks and not subject.can_share_prefix:
             texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")
@@ -77,6 +78,7 @@ class Preflight(Event):
             "num_mask_bits": len(subject.space.bit_names),
             "gamma_max": subject.space.gamma_max,
             "share_prefix": subject.space.share_prefix,
+            "int8": subject.space.int8,
             "drafters": list(subject.space.drafters),
             "regimes": list(self.regimes),
             "groups": self.groups,

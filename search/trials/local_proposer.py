@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial
 from search.outlook.warm_starts import warm_starts
 from search.study.leaderboard import make_standings
 from search.study.space import (
+    DRAFT_INT8,
     DRAFT_THRESHOLD,
     DRAFT_VOCAB,
     GAMMA,
@@ -118,8 +119,9 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     for name, chance in _THRESHOLD_CHANCES.items():
         if name in moved and rng.random() < chance:
             moved[name] = snap_threshold(float(np.clip(moved[name] + rng.normal(0, 0.15), 0, THRESHOLD_MAX)))
-    if SHARE_PREFIX in moved and rng.random() < 0.2:
-        moved[SHARE_PREFIX] = not moved[SHARE_PREFIX]
+    for name in (SHARE_PREFIX, DRAFT_INT8):
+        if name in moved and rng.random() < 0.2:
+            moved[name] = not moved[name]
     for name in (DRAFT_VOCAB, WEIGHTS_DRAFT_VOCAB):
         if name in moved and rng.random() < 0.2:
             moved[name] = int(rng.choice(space.draft_vocabs))

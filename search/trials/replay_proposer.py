@@ -16,13 +16,14 @@ from search.outlook.outlook import Outlook
 from search.outlook.refinement import Refiner
 from search.study.attributes import CONSIDERED
 from search.study.leaderboard import make_standings
-from search.study.space import DRAFT_VOCAB, GAMMA, SearchSpace
+from search.study.space import DRAFT_INT8, DRAFT_VOCAB, GAMMA, SearchSpace
 from search.study.trials import Key, was_interrupted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
 
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
-_VOCAB_CHANCE = 0.1
+_CHANCE = 0.1
+"""That a neighbour has the same sublayers, and differs in one of the two other things that a mask has."""
 
 
 class _Field:
@@ -169,11 +170,15 @@ class ReplayProposer:
         return fresh
 
     def _near(self, params: Mapping[str, Any], other: Mapping[str, Any], rng: np.random.Generator) -> SkipMask:
-        """Mostly the sublayers change, now and then how many token ids the draft chooses from."""
-        if self._space.draft_vocabs and rng.random() < _VOCAB_CHANCE:
-            return self._space.to_mask(dict(params) | {DRAFT_VOCAB: int(rng.choice(self._space.draft_vocabs))})
-        mask = self._space.to_mask(move(params, other, self._space.bit_names, rng))
-        return mask.narrowed(self._space.to_mask(params).draft_vocab)
+        """Mostly the sublayers change, now and then how many token ids the draft chooses from, or the bits of its
+        weights."""
+        if self._space.draft_vocabs and rng.random() < _CHANCE:
+            changed: dict[str, Any] = {DRAFT_VOCAB: int(rng.choice(self._space.draft_vocabs))}
+        elif self._space.int8 and rng.random() < _CHANCE:
+            changed = {DRAFT_INT8: not params[DRAFT_INT8]}
+        else:
+            changed = move(params, other, self._space.bit_names, rng)
+        return self._space.to_mask(dict(params) | changed)
 
 
 def move(

@@ -52,7 +52,8 @@ def test_it_is_searched_resumed_and_decoded_with(
     summary = json.loads((tmp_path / "study" / "summary.json").read_text())
     if sampler == "replay":
         assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
-        assert summary["costs"]["first"]["narrowed_s"].keys() == {"32", "16", "8", "4"}
+        sizes = {"32", "16", "8", "4"}
+        assert summary["costs"]["first"]["narrowed_s"].keys() == sizes | {f"{size} int8" for size in sizes}
     assert report.main([str(tmp_path / "study")]) == 0
 
 

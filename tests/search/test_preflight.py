@@ -24,7 +24,8 @@ class Sharing:
 
 def model_on(engine: object) -> Any:
     layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
-    return SimpleNamespace(engine=engine, engine_name="cuda_graph", can_narrow=False, **layers)
+    cannot = {"can_narrow": False, "can_int8": False, "placement": "cuda:0"}
+    return SimpleNamespace(engine=engine, engine_name="cuda_graph", **cannot, **layers)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
         granularity=granularity,
         share_prefix=draw(st.booleans()),
         draft_vocab=draw(st.booleans()),
+        int8=draw(st.booleans()),
         drafters=draw(st.lists(st.sampled_from(UNTRAINED), min_size=1, unique=True)),
     )
 
