@@ -27,9 +27,7 @@ def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.parametrize("sampler", ["replay", "random", "local-tpe"])
-def test_it_is_searched_resumed_and_replayed(
-    tiny_study: list[str], tmp_path: Path, capsys: Any, sampler: str
-) -> None:
+def test_it_is_searched_resumed_and_replayed(tiny_study: list[str], tmp_path: Path, capsys: Any, sampler: str) -> None:
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
     assert run.main([*given, "--trials", "6"]) in (0, 1)
     assert "weights as they are or of 8 bits" in capsys.readouterr().out
@@ -86,6 +84,6 @@ def test_a_config_says_it_in_its_mask() -> None:
     assert json.loads(config.to_json())["skip_mask"] == "4:1,m2,int8"
     assert DecodeConfig.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match="skip_mask: must be left out"):
-        DecodeConfig(drafter="suffix", skip_mask=SkipMask.none(4).in_int8(), gamma=2, lookup={"method": "suffix", "min_match": 1})
-
-
+        DecodeConfig(
+            drafter="suffix", skip_mask=SkipMask.none(4).in_int8(), gamma=2, lookup={"method": "suffix", "min_match": 1}
+        )

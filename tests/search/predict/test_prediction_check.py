@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optuna.distributions import IntDistribution
+from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.predict.accuracy import (
@@ -167,7 +167,7 @@ def test_summaries_from_before_have_one_rank_correlation() -> None:
 
 
 def test_nothing_to_compare_is_no_check() -> None:
-    assert check_predictions([], 0.02) == {"prediction": None, "replay": None}
+    assert check_predictions([], 0.02) == {"prediction": None, "replay": None, "replay_int8": None}
     assert describe_checks(check_predictions([], 0.02)) == []
 
 
@@ -183,3 +183,23 @@ def test_counts_are_not_compared_on_texts_that_parted_by_a_tie() -> None:
         1.0,
     ]
     assert replay_check_of([trial(True, True)]) is None
+
+
+def test_drafts_with_8_bit_weights_are_told_apart() -> None:
+    def trial(live: int, *, int8: bool) -> FrozenTrial:
+        attributes: dict[str, Any] = {"replayed_forwards": [[5, 2]], "forwards": [[live, 2]]}
+        choice = CategoricalDistribution([False, True])
+        return create_trial(
+            state=TrialState.COMPLETE,
+            value=1.0,
+            params={"draft_int8": int8},
+            distributions={"draft_int8": choice},
+            user_attrs=attributes,
+        )
+
+    checks = check_predictions([trial(5, int8=False), trial(7, int8=True), trial(7, int8=True)])
+    assert (checks["replay"]["num_settings"], checks["replay"]["exact_share"]) == (1, 1.0)
+    assert (checks["replay_int8"]["num_settings"], checks["replay_int8"]["exact_share"]) == (2, 0.0)
+    exact, on_average = describe_checks(checks)
+    assert "1 trials: exact in 100 %" in exact
+    assert "2 trials with 8-bit weights, which can be right on average alone: error median 22.2 %" in on_average

@@ -1,0 +1,93 @@
+"""python -m studies.smollm2.make_prompts: chat prompts of five kinds, written by hand or about the standard library."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from layerskip.command_line.cli import OneLineParser, run_command
+
+PROG = "studies.smollm2.make_prompts"
+HERE = Path(__file__).resolve().parent
+NUM_TUNING = 40
+"""As many of each kind as of every other; the rest is held out."""
+_SEED = 5
+
+_FORMS = {
+    "ask": "Explain {} in simple words.",
+    "code": "Write a Python function that {}.",
+    "write": "Write {}.",
+}
+"""What is made of each kind's topics in topics.json."""
+_DOCUMENTED = 32
+"""Modules of which the documentation is summarised, and as many functions that are changed."""
+_WORDS = (40, 110)
+_LINES = (5, 14)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for tuning.jsonl and held_out.jsonl")
+    out: Path = parser.parse_args(argv).out
+    return run_command(PROG, lambda: _write(out))
+
+
+def _write(out: Path) -> int:
+    rng = random.Random(_SEED)
+    topics = json.loads((HERE / "topics.json").read_text(encoding="utf-8"))
+    kinds = {name: [_FORMS[name].format(one) for one in told] for name, told in topics.items()}
+    library = Path(sysconfig.get_paths()["stdlib"])
+    modules = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted(library.glob("*.py"))]
+    kinds["summarise"] = [
+        f"Summarise the following text in two sentences.\n\n{text}" for text in dict.fromkeys(_paragraphs(modules))
+    ][:_DOCUMENTED]
+    kinds["edit"] = [
+        f"Rewrite this Python code with a comment above every statement.\n\n```python\n{text}\n```"
+        for text in dict.fromkeys(_functions(modules))
+    ][:_DOCUMENTED]
+    share = NUM_TUNING // len(kinds)
+    rows: dict[str, list[dict[str, object]]] = {"tuning.jsonl": [], "held_out.jsonl": []}
+    for kind, texts in kinds.items():
+        for i, text in enumerate(rng.sample(texts, len(texts))):
+            row = {"id": f"{kind}:{i}", "category": kind, "messages": [{"role": "user", "content": text}]}
+            rows["tuning.jsonl" if i < share else "held_out.jsonl"].append(row)
+    for name, found in rows.items():
+        rng.shuffle(found)
+        (out / name).write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+        sys.stdout.write(f"{out / name}: {len(found)} prompts\n")
+    return 0
+
+
+def _paragraphs(modules: Sequence[ast.Module]) -> Iterator[str]:
+    """The first paragraph of every module's and class's documentation that is of a length to summarise."""
+    for module in modules:
+        for node in ast.walk(module):
+            if not isinstance(node, ast.Module | ast.ClassDef):
+                continue
+            for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+                words = paragraph.split()
+                if _WORDS[0] <= len(words) <= _WORDS[1] and words[-1].endswith("."):
+                    yield " ".join(words)
+                    break
+
+
+def _functions(modules: Sequence[ast.Module]) -> Iterator[str]:
+    """One short function of each module."""
+    for module in modules:
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is None:
+                text = ast.unparse(node)
+                if _LINES[0] <= len(text.splitlines()) <= _LINES[1]:
+                    yield textwrap.dedent(text)
+                    break
+
+
+if __name__ == "__main__":
+    sys.exit(main())
