@@ -49,7 +49,9 @@ class FusedEngine(StatesEngine):
         super().__init__(adapter)
         model: Any = adapter.model
         _check_supported(model, adapter)
-        self.layouts = WeightLayouts(adapter.device)
+        self.layouts = WeightLayouts(
+            adapter.device, model_bytes=sum(one.weight.nbytes for one in (*_linear_modules(adapter), model.lm_head))
+        )
         self.rotary = model.model.rotary_emb
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -110,7 +112,7 @@ class FusedEngine(StatesEngine):
         if not mask.int8:
             return self.layers
         if not self._int8_layers:
-            check_room(self._linear_modules)
+            check_room(_linear_modules(self._adapter))
             pairs = zip(self._adapter.layers, self._adapter.windows, strict=True)
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
                 self._int8_layers = [
@@ -160,12 +162,6 @@ class FusedEngine(StatesEngine):
         x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
         self.cache.advance(num_tokens)
         return self.logits(x, None)
-
-    @property
-    def _linear_modules(self) -> list[nn.Linear]:
-        """All but the output embedding."""
-        layers = self._adapter.layers
-        return [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
 
     def _step(self, start: int, num_tokens: int) -> _Step:
         stop = start + num_tokens
@@ -237,6 +233,11 @@ def _attend(layer: Attention, x: torch.Tensor, buffers: Any, step: _Step) -> tor
     return layer.out.add_to(x, out[0].transpose(0, 1).reshape(step.num_tokens, -1))
 
 
+def _linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:
+    """All but the output embedding."""
+    return [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
+
+
 def _check_supported(model: Any, adapter: ModelAdapter) -> None:
     adapter.placement.check_whole("fused")
     name = type(model).__name__
@@ -251,8 +252,7 @@ def _check_supported(model: Any, adapter: ModelAdapter) -> None:
                 type(module) is not nn.Linear or not module.weight.is_floating_point()
             ):
                 raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
-    modules = [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
-    needed = sum(module.weight.nbytes for module in (*modules, model.lm_head))
+    needed = sum(module.weight.nbytes for module in (*_linear_modules(adapter), model.lm_head))
     free = free_bytes(adapter.device)
     if needed > free / 2:
         raise UnsupportedModelError(

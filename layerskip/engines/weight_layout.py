@@ -16,7 +16,9 @@ _FEW_ROWS = 5
 _SMALLEST_BYTES = 1 << 17
 """Smaller matrices stay in a processor's own cache however they lie."""
 _PASS_BYTES = {"cuda": 1 << 28}
-"""Of the matrices that one timing goes through in turn, so that they come from memory as in decoding; else 4 MiB."""
+"""Of the matrices that one timing goes through in turn, so that they come from where decoding finds them; else 64 MiB,
+and no more than the model's own. On a processor with a large cache a product from there took half the time, and the
+form chosen by it made five rows 1.7 times one where the best makes them 1.4 times."""
 _MOST_COPIES = 64
 _MARGIN = {"cuda": 0.98}
 """A form must take less than this part of the time of the best one before it, else 0.9: a CPU's timings scatter by
@@ -32,12 +34,16 @@ class WeightLayouts:
 
     Which one a product with one row or a few reads faster depends on library, number format, shape and processor.
 
-    Cost: a dozen products of each kind for the first matrix of a shape, and for that time copies of it in each form, or
-    as many as 4 MiB hold (256 MiB on a GPU). Matrices of the same shape share the decision.
+    Cost: some tenths of a second for the first matrix of a shape, and for that time copies of it in each form, as many
+    as 64 MiB hold (256 MiB on a GPU). Matrices of the same shape share the decision.
     """
 
-    def __init__(self, device: torch.device, seconds_of: SecondsOf | None = None) -> None:
+    def __init__(
+        self, device: torch.device, seconds_of: SecondsOf | None = None, *, model_bytes: int | None = None
+    ) -> None:
+        """model_bytes: of all matrices that one step reads; unknown without it, and taken to be many."""
         self._device = device
+        self._pass_bytes = _PASS_BYTES.get(device.type, min(1 << 26, model_bytes or 1 << 26))
         self._seconds_of = seconds_of or Stopwatch(device)
         self._chosen: dict[tuple[int, int], Layout] = {}
 
@@ -63,7 +69,7 @@ class WeightLayouts:
         return "; ".join([f"weights {common[0][0]}", *parts])
 
     def _fastest(self, weight: torch.Tensor) -> Layout:
-        count = min(max(1, _PASS_BYTES.get(self._device.type, 1 << 22) // weight.nbytes), _MOST_COPIES)
+        count = min(max(1, self._pass_bytes // weight.nbytes), _MOST_COPIES)
         weights = [weight, *(weight.clone() for _ in range(count - 1))]
         layouts: list[Layout] = ["by inputs", "by outputs"]
         if PackedLinear.serves(weight):
