@@ -166,9 +166,9 @@ def _check_lookups(model: LayerSkipModel, prompt_ids: list[int], reference: list
     store.add([*prompt_ids, *earlier])
     lookup = SuffixLookup(min_match=1, factor=4.0)
     half = DecodeConfig(skip_mask=SkipMask.early_exit(model.num_layers, max(1, model.num_layers // 2)), gamma=4)
-    hybrid = lookup_else(half, lookup, 2).model_copy(update={"continue_lookup": True})
+    hybrid = lookup_else(half, lookup, 2)
     return [
-        _check_identity(model, "lookup in the text, then half the layers", prompt_ids, reference, config=hybrid),
+        _check_identity(model, "lookup in the text, else half the layers", prompt_ids, reference, config=hybrid),
         _check_identity(
             model,
             "lookup in an earlier text, gamma 8",

@@ -43,9 +43,6 @@ REGIMES = tuple(
 )
 
 
-CONTINUED = "best hybrid, lookups continued under the mask"
-
-
 @dataclass(frozen=True)
 class Row:
     """One way in one regime, over plain decoding of the same text."""
@@ -62,8 +59,7 @@ class Row:
 def ways_in(
     regime: Regime, config: DecodeConfig, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, DecodeConfig]:
-    """The exported setting, usual n-grams, the fastest finalist of every drafter in the nearest regime's study, and its
-    hybrid with what is looked up drafted on under the mask, which the search does not try.
+    """The exported setting, usual n-grams, and the fastest finalist of every drafter in the nearest regime's study.
 
     summaries: of each regime's study by its name.
     """
@@ -75,8 +71,6 @@ def ways_in(
     configs = [DecodeConfig(**one["config"]).bare() for one in finalists]
     fastest = {found.way: found for found in configs}
     ways |= {f"best {name}": fastest[name] for name in WAYS if name in fastest}
-    if "hybrid" in fastest:
-        ways[CONTINUED] = fastest["hybrid"].model_copy(update={"continue_lookup": True})
     return ways
 
 

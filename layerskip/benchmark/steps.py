@@ -96,11 +96,6 @@ class StepTurn:
             found[length] = length * sum(per_token) / _SHOTS
         return found
 
-    @property
-    def tells_drafts(self) -> bool:
-        """Whether every round's draft was either computed or looked up, so that it is known what it took."""
-        return not self._config.continue_lookup
-
     def _lengths(self, case: Case) -> tuple[list[int], list[int]]:
         """Of drafts that are computed and of those that are looked up, as decoding this prompt once has them; gamma."""
         if not self._config.speculates:
@@ -143,10 +138,8 @@ def attained(row: Row, steps: StepTurn) -> Estimate | None:
     """Share of the decode seconds that the steps explain, paired: same prompt, same repeat. 1 minus it is the loop's.
 
     Above 1 where the steps, timed one by one, came out slower than within the run: by chance, or because the run makes
-    more than single steps of them (a shared prefix). None where drafts are partly looked up and partly computed.
+    more than single steps of them (a shared prefix).
     """
-    if not steps.tells_drafts:
-        return None
     by_prompt = []
     for samples, step_samples in zip(row.samples, steps.samples, strict=True):
         pairs = ((one, step) for one, step in zip(samples, step_samples, strict=True) if one.num_timed)

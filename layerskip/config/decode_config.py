@@ -196,8 +196,17 @@ class _Versioned(Frozen):
     schema_version: Literal[1] = 1
 
 
+_RETIRED = ("continue_lookup",)
+"""Fields that files from before may have, and that decide nothing any more."""
+
+
 class _Setting(Frozen):
     """What a run of the decoder follows, and what speaks for it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, data: object) -> object:
+        return {key: value for key, value in data.items() if key not in _RETIRED} if isinstance(data, dict) else data
 
     drafter: DrafterName = "layer_skip"
     """Who proposes tokens: the target under `skip_mask`, a lookup in the text, or where that finds nothing the mask."""
@@ -214,8 +223,6 @@ class _Setting(Frozen):
     drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
     lookup: LookupSettings | None = None
     """How tokens are looked up, for every drafter but `layer_skip`."""
-    continue_lookup: bool = False
-    """Of a hybrid: a lookup shorter than gamma is drafted on by layer skipping."""
     draft_weights: DraftWeights | None = None
     """Of `eagle` and `draft_model`, and of a hybrid that drafts by trained weights in place of a mask."""
     sampling: Sampling | None = None
@@ -237,8 +244,6 @@ class _Setting(Frozen):
         self._check_draft_weights()
         if looks_up and self.drafter != "hybrid":
             self._check_lookup_alone()
-        if self.continue_lookup and self.drafter != "hybrid":
-            raise ValueError(f"continue_lookup: needs the drafter hybrid, got {self.drafter}")
         return self
 
     def _check_draft_weights(self) -> None:
@@ -256,7 +261,6 @@ class _Setting(Frozen):
         given = {
             "skip_mask": self.skip_mask != SkipMask.none(self.skip_mask.num_layers),
             "share_prefix": self.share_prefix,
-            "continue_lookup": self.continue_lookup,
         }
         for name, is_given in given.items():
             if is_given:

@@ -131,7 +131,7 @@ class DecodeLoop:
         """
         config = self._config
         starts = Starts.of(config, len(run.request.prompt_ids), run.request.max_new_tokens)
-        if self._device_target is None or config.continue_lookup:
+        if self._device_target is None:
             self._engine.prepare(plan_forwards(config, starts))
         if self._device_target is not None:
             self._device_target.prepare(starts.alone)
@@ -161,7 +161,7 @@ class DecodeLoop:
             run.verdict = settled.verdict
             emitted = _settle(run, settled)
             seconds = clock.lap()
-            run.stats.count_seconds(settled.num_looked_up, len(settled.draft_ids), seconds)
+            run.stats.count_seconds(len(settled.draft_ids), seconds, looked_up=settled.looked_up)
         self._sampler.settle(len(run.context))
         run.stats.add_step(seconds, len(emitted.ids))
         return emitted
@@ -199,12 +199,12 @@ class DecodeLoop:
         run.stats.draft_s += clock.lap()
         verdict = self._verify_draft(draft, run.context)
         run.stats.verify_s += clock.lap()
-        return _Round(draft.ids.tolist(), draft.num_looked_up, verdict)
+        return _Round(draft.ids.tolist(), verdict, looked_up=draft.looked_up)
 
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
         """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
         engine = self._engine
-        on_host = draft.num_looked_up == len(draft.ids) or self._config.draft_weights is not None
+        on_host = draft.looked_up or self._config.draft_weights is not None
         if self._device_verify is not None and on_host:
             return self._device_verify.verify(context[-1], draft.ids)
         start = engine.cache.length
@@ -228,7 +228,7 @@ class DecodeLoop:
         apart = after_draft if run.request.profile else None
         result = draft.round.run(run.context[-1], draft.max_drafts, after_draft=apart)
         run.stats.verify_s += clock.lap() if run.request.profile else 0.0
-        return _Round(result.draft_ids, 0, result.verdict)
+        return _Round(result.draft_ids, result.verdict, looked_up=False)
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,8 @@ class _Round:
     """What was drafted, and the verdict on it."""
 
     draft_ids: list[int]
-    num_looked_up: int
-    """Of the draft tokens, the first so many."""
     verdict: Verdict
+    looked_up: bool
 
 
 @dataclass
@@ -295,8 +294,7 @@ class Run:
 def _settle(run: Run, settled: _Round) -> Emitted:
     """Count a round and emit what it gave."""
     draft_ids, num_accepted = settled.draft_ids, settled.verdict.num_accepted
-    run.stats.count_round(settled.num_looked_up, len(draft_ids), num_accepted)
-    num_found = min(settled.num_looked_up, num_accepted)
+    run.stats.count_round(len(draft_ids), num_accepted, looked_up=settled.looked_up)
     last_origin = BONUS if num_accepted == len(draft_ids) else RECOVERED
-    origins = [LOOKED_UP] * num_found + [ACCEPTED] * (num_accepted - num_found) + [last_origin]
+    origins = [LOOKED_UP if settled.looked_up else ACCEPTED] * num_accepted + [last_origin]
     return run.take([*draft_ids[:num_accepted], settled.verdict.next_token], origins, draft_ids[num_accepted:])

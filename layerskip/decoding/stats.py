@@ -36,7 +36,7 @@ class DecodeStats:
     num_bonus: int = 0
     num_target_only: int = 0
     num_lookup_rounds: int = 0
-    """Of the rounds, those whose first draft tokens were looked up."""
+    """Of the rounds, those whose draft tokens were looked up."""
     num_looked_up: int = 0
     """Of the drafted tokens, those that were looked up."""
     num_looked_up_accepted: int = 0
@@ -69,27 +69,25 @@ class DecodeStats:
             setattr(self, name, [0] * gamma)
         self.round_s_by_drafted, self.lookup_round_s_by_drafted = [0.0] * gamma, [0.0] * gamma
 
-    def count_round(self, num_looked_up: int, num_drafted: int, num_accepted: int) -> None:
-        """A round that drafted so many tokens, the first of them looked up."""
+    def count_round(self, num_drafted: int, num_accepted: int, *, looked_up: bool) -> None:
+        """A round that drafted so many tokens, looked up or computed."""
         self.num_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.num_bonus += num_accepted == num_drafted
         self.num_recovered += num_accepted < num_drafted
-        self.num_lookup_rounds += num_looked_up > 0
-        self.num_looked_up += num_looked_up
-        self.num_looked_up_accepted += min(num_looked_up, num_accepted)
+        if looked_up:
+            self.num_lookup_rounds += 1
+            self.num_looked_up += num_drafted
+            self.num_looked_up_accepted += num_accepted
         for i in range(num_drafted):
             self.drafted_by_position[i] += 1
             self.accepted_by_position[i] += i < num_accepted
-        if num_looked_up in (0, num_drafted):
-            (self.lookup_rounds_by_drafted if num_looked_up else self.rounds_by_drafted)[num_drafted - 1] += 1
+        (self.lookup_rounds_by_drafted if looked_up else self.rounds_by_drafted)[num_drafted - 1] += 1
 
-    def count_seconds(self, num_looked_up: int, num_drafted: int, seconds: float) -> None:
-        """The time that a round took; of one that was partly looked up, nowhere told apart."""
-        if num_looked_up in (0, num_drafted):
-            by_drafted = self.lookup_round_s_by_drafted if num_looked_up else self.round_s_by_drafted
-            by_drafted[num_drafted - 1] += seconds
+    def count_seconds(self, num_drafted: int, seconds: float, *, looked_up: bool) -> None:
+        """The time that a round took."""
+        (self.lookup_round_s_by_drafted if looked_up else self.round_s_by_drafted)[num_drafted - 1] += seconds
 
     def add_step(self, seconds: float, num_tokens: int) -> None:
         """Count the seconds of a step after the prompt's own, which emitted so many tokens."""

@@ -22,8 +22,8 @@ class Draft:
     """
 
     ids: torch.Tensor
-    num_looked_up: int = 0
-    """How many of the tokens, the first ones, were found in text and not computed."""
+    looked_up: bool = False
+    """Found in text and not computed."""
     prefix: PrefixStates | None = None
     """Hidden states that the verification may start from."""
 

@@ -46,11 +46,7 @@ def make_drafter(
     )
     asks = lookup is not None and lookup.needs_target_prob
     layer_skip = LayerSkipDrafter(engine, sampler, settings, with_prob=True if asks else None)
-    return (
-        layer_skip
-        if lookup is None
-        else HybridDrafter(lookup, layer_skip, continues=layer_skip if config.continue_lookup else None)
-    )
+    return layer_skip if lookup is None else HybridDrafter(lookup, layer_skip)
 
 
 def _by_weights(

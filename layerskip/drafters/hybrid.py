@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from layerskip.drafters.base import Drafter, DraftSession, Proposal
-from layerskip.drafters.layer_skip import LayerSkipDrafter
 from layerskip.drafters.lookup import LookupDrafter, LookupSession
 from layerskip.rounds.preparation import Starts
 
@@ -14,13 +13,12 @@ from layerskip.rounds.preparation import Starts
 class HybridDrafter:
     """Each part has its own gamma and target threshold.
 
-    computed: by layer skipping or by trained weights. continues: the same layer skipping, where what was looked up and
-    is shorter than its gamma is drafted on; such a round is run by the host on every engine.
+    computed: by layer skipping or by trained weights.
     Cost: that of the part that proposes; a lookup that finds nothing takes some microseconds.
     """
 
-    def __init__(self, lookup: LookupDrafter, computed: Drafter, *, continues: LayerSkipDrafter | None = None) -> None:
-        self._lookup, self._computed, self._continues = lookup, computed, continues
+    def __init__(self, lookup: LookupDrafter, computed: Drafter) -> None:
+        self._lookup, self._computed = lookup, computed
 
     @property
     def gamma(self) -> int:
@@ -37,20 +35,15 @@ class HybridDrafter:
         return self._computed.session(capacity)
 
     def begin(self) -> _HybridSession:
-        return _HybridSession(self._lookup.begin(), self._computed.begin(), self._continues)
+        return _HybridSession(self._lookup.begin(), self._computed.begin())
 
 
 class _HybridSession:
     """See `DraftSession`."""
 
-    def __init__(self, lookup: LookupSession, computed: DraftSession, continues: LayerSkipDrafter | None) -> None:
-        self._lookup, self._computed, self._continues = lookup, computed, continues
+    def __init__(self, lookup: LookupSession, computed: DraftSession) -> None:
+        self._lookup, self._computed = lookup, computed
 
     def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Proposal:
         found = self._lookup.propose(context, limit, target_prob)
-        if found is None:
-            return self._computed.propose(context, limit, target_prob)
-        mask = self._continues
-        if mask is None or found.num_looked_up >= (most := min(limit, mask.gamma)) or not mask.is_sure(target_prob):
-            return found
-        return mask.draft(context, most, found.ids.tolist())
+        return self._computed.propose(context, limit, target_prob) if found is None else found

@@ -65,19 +65,19 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
             return DraftOnDevice(self._device_round, num_tokens)
         return self.draft(context, num_tokens)
 
-    def draft(self, context: Sequence[int], limit: int, looked_up: Sequence[int] = ()) -> Draft:
-        """Draft on the host: up to `limit` tokens in all, the first of which are `looked_up` already."""
+    def draft(self, context: Sequence[int], limit: int) -> Draft:
+        """Draft up to `limit` tokens on the host."""
         cache = self._engine.cache
         start = cache.length
-        prefix = self._new_prefix() if not looked_up else None
-        first = torch.tensor([context[-1], *looked_up], device=self._engine.device)
+        prefix = self._new_prefix()
+        first = torch.tensor([context[-1]], device=self._engine.device)
 
         def next_logits(last: torch.Tensor | None) -> torch.Tensor:
             return self._forward(first if last is None else last, prefix)
 
-        tokens = self.chain([*context, *looked_up], limit - len(looked_up), next_logits)
+        tokens = self.chain(context, limit, next_logits)
         cache.rollback_to(start)
-        return Draft(torch.cat([first[1:], *tokens]), len(looked_up), prefix)
+        return Draft(torch.cat(tokens), prefix=prefix)
 
     def _new_prefix(self) -> PrefixStates | None:
         """None where the config does not share, and where the engine cannot: the output is the same."""

@@ -68,7 +68,7 @@ class LookupSession:
         if target_prob is not None and target_prob < self._target_threshold:
             return None
         tokens = self.look_up(limit)
-        return Draft(torch.tensor(tokens), num_looked_up=len(tokens)) if tokens else None
+        return Draft(torch.tensor(tokens), looked_up=True) if tokens else None
 
     def follow(self, context: Sequence[int]) -> None:
         """Index what the text has grown by."""

@@ -46,9 +46,6 @@ def plan_forwards(config: DecodeConfig, starts: Starts) -> list[ForwardPlan]:
     plans = [ForwardPlan(None, 1, starts.alone)]
     if config.drafts_by_mask:
         plans.append(ForwardPlan(config.skip_mask, 1, starts.rounds))
-    if config.continue_lookup:
-        most = min(config.gamma - 1, config.lookup_gamma)
-        plans += [ForwardPlan(config.skip_mask, num_found + 1, starts.rounds) for num_found in range(1, most + 1)]
     may_stop = config.lookup is not None or config.draft_threshold > 0.0
     verified = verifications(starts.rounds, config.max_gamma, may_stop=may_stop)
     plans += [ForwardPlan(None, num_drafts + 1, where) for num_drafts, where in verified.items()]

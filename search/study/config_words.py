@@ -21,8 +21,7 @@ def describe(config: DecodeConfig) -> str:
         lookup += f", target_threshold {config.lookup_target_threshold:g}"
     if config.drafter != "hybrid":
         return lookup
-    then = "continued by" if config.continue_lookup else "else"
-    return f"{lookup}; {then} {_describe_computed(config)}"
+    return f"{lookup}; else {_describe_computed(config)}"
 
 
 def _describe_computed(config: DecodeConfig) -> str:

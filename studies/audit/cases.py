@@ -9,7 +9,7 @@ from typing import Any
 from layerskip import DecodeConfig, SkipMask
 from tests.layerskip import zoo
 
-VERSION = 2
+VERSION = 3
 """Of what is drawn for a number: a record goes on only with cases of the version that it began with."""
 DTYPES = ("float32", "float32", "bfloat16")
 """Every third case is in reduced precision: there a difference may be a tie, so the claim is weaker."""
@@ -43,14 +43,13 @@ class Case:
     share_prefix: bool
     drafter: str = "layer_skip"
     lookup: dict[str, Any] | None = None
-    continue_lookup: bool = False
     has_store: bool = False
     """Whether an earlier text is given that is like the one to come."""
 
     @property
     def config(self) -> DecodeConfig:
         """How the case decodes."""
-        names = ("gamma", "draft_threshold", "target_threshold", "share_prefix", "drafter", "lookup", "continue_lookup")
+        names = ("gamma", "draft_threshold", "target_threshold", "share_prefix", "drafter", "lookup")
         fields = {name: getattr(self, name) for name in names}
         return DecodeConfig(skip_mask=SkipMask.parse(self.skip_mask), **fields)
 
@@ -123,7 +122,7 @@ def _with_lookup(draw: random.Random, case: Case, drafter: str) -> Case:
         return replace(case, skip_mask=none, draft_threshold=0.0, share_prefix=False)
     if draw.random() < 0.7:
         lookup |= {"gamma": draw.choice(_GAMMAS[1:]), "target_threshold": draw.choice(_TARGET_THRESHOLDS)}
-    return replace(case, continue_lookup=draw.random() < 0.5)
+    return case
 
 
 def _draw_mask(draw: random.Random, *, sublayers: bool) -> SkipMask:

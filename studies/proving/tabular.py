@@ -167,8 +167,8 @@ class TabularDecoder:
                 stats.add_step(alone_s * factor, 1)
                 continue
             drafts_s, verify_s = one.drafted * draft_s * factor, machine.verify_s(one.drafted, table) * factor
-            stats.count_round(0, one.drafted, one.accepted)
-            stats.count_seconds(0, one.drafted, drafts_s + verify_s)
+            stats.count_round(one.drafted, one.accepted, looked_up=False)
+            stats.count_seconds(one.drafted, drafts_s + verify_s, looked_up=False)
             stats.draft_s += drafts_s
             stats.verify_s += verify_s
             stats.add_step(drafts_s + verify_s, one.accepted + 1)

@@ -19,10 +19,7 @@ def read_config_file(data: bytes, folder: Path) -> DecodeConfig:
 
 def check_config(config: DecodeConfig, folder: Path) -> None:
     said = json.loads((folder / "best.json").read_text(encoding="utf-8"))
-    for name in (
-        *("gamma", "draft_threshold", "target_threshold", "share_prefix", "reason"),
-        *("drafter", "continue_lookup"),
-    ):
+    for name in ("gamma", "draft_threshold", "target_threshold", "share_prefix", "reason", "drafter"):
         assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
     if "sampling" in said:
         assert config.sampling is not None
@@ -70,7 +67,7 @@ def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
         ),
         st.fixed_dictionaries({**alone, "drafter": st.just("prompt_lookup"), "lookup": ngrams}, optional=optional),
         st.fixed_dictionaries({**alone, "drafter": st.just("suffix"), "lookup": suffix}, optional=optional),
-        st.fixed_dictionaries({**both, "lookup": either}, optional=by_mask | {"continue_lookup": st.booleans()}),
+        st.fixed_dictionaries({**both, "lookup": either}, optional=by_mask),
     )
 
 

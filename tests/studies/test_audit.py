@@ -42,7 +42,7 @@ def test_cases_reach_everything_and_follow_from_their_number() -> None:
     assert {case.config.drafter for case in cases} == {"layer_skip", "prompt_lookup", "suffix", "hybrid"}
     for name in (
         *("share_prefix", "draft_threshold", "target_threshold", "gamma", "eos"),
-        *("lookup", "continue_lookup", "has_store"),
+        *("lookup", "has_store"),
     ):
         some = Counter(bool(getattr(case, name)) for case in cases)
         assert min(some[True], some[False]) > 100, name
@@ -64,14 +64,14 @@ def test_a_record_of_before_there_were_drafters_is_read_but_not_continued(tmp_pa
     old = {"command": "c", "seed": 0, "versions": audit.facts("")["versions"], "num_done": 1, "ties": []}
     old |= {"by_dtype": {}, "by_engine": {}, "by_architecture": {}, "decoded": {"num_emitted": 1}}
     case = draw_case(0, 0).to_dict()
-    for name in ("drafter", "lookup", "continue_lookup", "has_store"):
+    for name in ("drafter", "lookup", "has_store"):
         del case[name]
     (tmp_path / "result.json").write_text(json.dumps(old | {"failures": [{"case": case}]}))
     record = Record.load(tmp_path / "result.json")
     assert [one.config.drafter for one in record.found_cases] == ["layer_skip"]
     assert main(tmp_path, "--replay") == 0
     assert main(tmp_path) == 2
-    assert "cases_version: must be 2 to be continued, got None; start anew with --fresh" in capsys.readouterr().err
+    assert "cases_version: must be 3 to be continued, got None; start anew with --fresh" in capsys.readouterr().err
 
 
 def test_the_reference_is_generates_own_with_end_of_text() -> None:

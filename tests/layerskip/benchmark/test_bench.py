@@ -168,7 +168,6 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         "draft_threshold": 0.0,
         "target_threshold": 0.0,
         "share_prefix": False,
-        "continue_lookup": False,
     }
     assert (speculative["identical"], speculative["num_outputs"]) == (1, 1)
 
@@ -710,15 +709,6 @@ def test_the_steps_of_lookups_are_their_verifications(config: DecodeConfig) -> N
     assert bool(computed) == bool(found.draft_s) == (config is HYBRID)
     assert {1, *(length + 1 for length in (*computed, *looked_up))} <= set(found.target_s)
     assert allowed_s(stats, found) > 0
-
-
-def test_what_was_drafted_in_two_ways_at_once_is_not_explained() -> None:
-    model = zoo.layerskip_of("llama")
-    turn = StepTurn(model, HYBRID.model_copy(update={"continue_lookup": True}), 1, 5)
-    row = Row(FakeWay("speculative", lambda _: 1.0, []), cases_of(1), 5, same)
-    row.samples[0].append(Sample((0,) * 9, 8, 1.0, 2.0, a_run([7, 5, 5], 4)))
-    turn.samples[0].append(STEPS)
-    assert attained(row, turn) is None
 
 
 @pytest.mark.parametrize("config", [EARLY_EXIT, HYBRID, SUFFIX, DecodeConfig.plain(zoo.NUM_LAYERS)])

@@ -218,6 +218,11 @@ def test_missing_fields_are_named(path: str) -> None:
         DecodeConfig.from_json(json.dumps(data))
 
 
+def test_a_file_from_before_may_have_a_field_that_decides_nothing_any_more() -> None:
+    now = DecodeConfig(skip_mask=SkipMask.none(4), gamma=2)
+    assert DecodeConfig.from_json(json.dumps({**json.loads(now.to_json()), "continue_lookup": True})) == now
+
+
 def test_several_faults_come_in_one_line() -> None:
     data = with_field("gamma", -1) | {"draft_threshold": 3, "colour": 1}
     with pytest.raises(ValueError, match=r"gamma: .*; draft_threshold: .*; colour: unknown field"):

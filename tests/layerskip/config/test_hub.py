@@ -54,7 +54,7 @@ def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
 
 def test_a_drafter_is_saved_and_picked_up_with_its_model(model_folder: Path) -> None:
     lookup = SuffixLookup(min_match=2, gamma=8, factor=2.0, target_threshold=0.1)
-    config = DecodeConfig(drafter="hybrid", skip_mask=CONFIG.skip_mask, gamma=3, lookup=lookup, continue_lookup=True)
+    config = DecodeConfig(drafter="hybrid", skip_mask=CONFIG.skip_mask, gamma=3, lookup=lookup)
     config.save_pretrained(model_folder)
     assert DecodeConfig.from_pretrained(model_folder) == config
     model = LayerSkipModel.from_pretrained(model_folder, device="cpu", engine="eager")

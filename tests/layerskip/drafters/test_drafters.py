@@ -71,12 +71,6 @@ def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
         "hybrid suffix": DecodeConfig(
             **hybrid, target_threshold=0.4, draft_threshold=0.3, lookup=SUFFIX.model_copy(update={"gamma": 2})
         ),
-        "hybrid continued": DecodeConfig(
-            **hybrid,
-            continue_lookup=True,
-            target_threshold=0.2,
-            lookup=SUFFIX.model_copy(update={"gamma": 2, "target_threshold": 0.0}),
-        ),
     }
 
 
@@ -106,9 +100,8 @@ def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
     assert sum(stats.accepted_by_position) == stats.num_accepted
     assert len(stats.drafted_by_position) == config.max_gamma
     assert stats.num_looked_up_accepted <= stats.num_looked_up <= stats.num_drafted
-    mixed = stats.num_rounds - sum(stats.rounds_by_drafted) - sum(stats.lookup_rounds_by_drafted)
-    assert mixed == 0 or config.continue_lookup
-    assert sum(stats.lookup_rounds_by_drafted) + mixed == stats.num_lookup_rounds
+    assert stats.num_rounds == sum(stats.rounds_by_drafted) + sum(stats.lookup_rounds_by_drafted)
+    assert sum(stats.lookup_rounds_by_drafted) == stats.num_lookup_rounds
     if not config.computes_drafts:
         assert stats.num_looked_up == stats.num_drafted
     if stats.num_cut == 0:
@@ -216,7 +209,6 @@ def test_any_lookup_gives_the_targets_tokens(data: st.DataObject) -> None:
         skip_mask=SkipMask.from_layers(4, [1, 2] if is_hybrid else []),
         gamma=data.draw(st.integers(1, 9)),
         lookup=lookup,
-        continue_lookup=is_hybrid and data.draw(st.booleans()),
     )
     prompt = zoo.prompt_of(data.draw(st.integers(1, 4)), seed=data.draw(st.integers(0, 2)))
     out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config)
@@ -224,7 +216,7 @@ def test_any_lookup_gives_the_targets_tokens(data: st.DataObject) -> None:
     check_counters(out, config)
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid", "hybrid continued"])
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid"])
 @pytest.mark.parametrize("name", ["llama", "llama graph"])
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, drafter: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), drafters(SkipMask.from_layers(4, [1, 2]))[drafter]
@@ -282,7 +274,7 @@ def test_output_follows_the_targets_distribution(drafter: str) -> None:
     assert NUM_DRAWS / 8 < stats.num_looked_up_accepted < stats.num_looked_up - NUM_DRAWS / 8
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "hybrid", "hybrid continued"])
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "hybrid"])
 def test_rounds_on_the_device_follow_it_too(drafter: str) -> None:
     draws, stats = draw_many(table_engine(TapeRecorder()), drafters(MASK, gamma=3)[drafter], 12, 1_200)
     values = p_values(draws, exactly())
@@ -290,7 +282,7 @@ def test_rounds_on_the_device_follow_it_too(drafter: str) -> None:
     assert stats.num_looked_up_accepted > 100
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid continued"])
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid"])
 @pytest.mark.parametrize("broken", [False, True], ids=["right", "accepted with the target's probability"])
 def test_a_broken_verifier_fails_the_same_test(drafter: str, broken: bool, monkeypatch: Any) -> None:
     verifier = accepted_with_the_targets_probability if broken else correct
@@ -379,7 +371,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"drafter": "hybrid", "lookup": {"method": "x" * 5_000}},
         f"lookup: 'method' must be one of 'prompt_lookup', 'suffix', got '{'x' * 80}'",
     ),
-    ({"continue_lookup": True}, "continue_lookup: needs the drafter hybrid, got layer_skip"),
 ]
 
 

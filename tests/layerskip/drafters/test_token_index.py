@@ -117,7 +117,7 @@ def test_an_unsure_target_is_left_alone() -> None:
     assert session.propose([1, 2, 1], 4, 0.49) is None
     draft = session.propose([1, 2, 1, 2], 4, 0.5)
     assert draft is not None
-    assert (draft.ids.tolist(), draft.num_looked_up) == ([1, 2, 1, 2], 4)
+    assert (draft.ids.tolist(), draft.looked_up) == ([1, 2, 1, 2], True)
 
 
 # A store of earlier texts.

@@ -351,7 +351,7 @@ def test_each_call_follows_the_setting_of_its_regime() -> None:
     assert ours.config == config
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid continued"])
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid"])
 def test_lookups_draft_here_too(drafter: str) -> None:
     model, config = zoo.model_of("llama"), drafters(MASK)[drafter]
     ours = callable_for(config)

@@ -84,17 +84,15 @@ def test_the_plans_are_the_forwards_that_decoding_may_run(
 LOOKUP = {"method": "prompt_lookup", "max_match": 2, "min_match": 1, "gamma": 3}
 
 
-@pytest.mark.parametrize("continues", [None, False, True])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "hybrid"])
 @pytest.mark.parametrize("target_threshold", [0.0, 0.5])
-def test_the_plans_hold_what_lookups_have_verified_too(continues: bool | None, target_threshold: float) -> None:
-    """None is a lookup alone."""
+def test_the_plans_hold_what_lookups_have_verified_too(alone: bool, target_threshold: float) -> None:
     settings: dict[str, Any] = {"target_threshold": target_threshold}
-    if continues is None:
+    if alone:
         lookup = {name: value for name, value in LOOKUP.items() if name != "gamma"}
         settings |= {"drafter": "prompt_lookup", "skip_mask": SkipMask.none(2), "gamma": 3, "lookup": lookup}
     else:
         settings |= {"drafter": "hybrid", "skip_mask": SkipMask.from_layers(2, [1]), "gamma": 2, "lookup": LOOKUP}
-        settings |= {"continue_lookup": continues}
     config = DecodeConfig(**settings)
     sampler = Sampler(SamplingParams(do_sample=True, top_k=0), torch.Generator().manual_seed(0))
     engine: Any = LoggingEngine()
