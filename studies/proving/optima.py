@@ -56,12 +56,20 @@ def known_optima(
     return found
 
 
+_NO_TABLE_HAS = ("weights_s", "int8_s")
+"""Prices of."""
+
+
 def fingerprint_of(table: Table) -> str:
-    """Of all that the optima follow from: readings, which texts report, and prices. Trained draft weights, which no
-    table has, are left out of space and prices."""
-    prices = [{name: value for name, value in asdict(one).items() if name != "weights_s"} for one in COSTS.values()]
+    """Of all that the optima follow from: readings, which texts report, and prices. What no table has, trained draft
+    weights, fewer token ids and 8-bit weights, is left out of space and prices."""
+    prices = [
+        {name: value for name, value in asdict(one).items() if name not in _NO_TABLE_HAS} for one in COSTS.values()
+    ]
     digest = hashlib.sha256(json.dumps(prices, sort_keys=True).encode())
-    space = repr(table.space).replace(", draft_weights=()", "").replace(", draft_vocabs=()", "")
+    space = repr(table.space)
+    for absent in (", draft_weights=()", ", draft_vocabs=()", ", int8=False"):
+        space = space.replace(absent, "")
     digest.update(f"({space}, {table.num_tuning!r}, {table.reporting!r})".encode())
     digest.update(table.codes.tobytes() + table.target_levels.tobytes())
     return digest.hexdigest()[:16]
