@@ -14,7 +14,7 @@ from search.study.prompts import split_held_out
 from search.study.spec import StudySpec
 
 PHASES = ("reference", "outlook", "search", "confirm")
-COST_REPEATS = (NUM_REPEATS, 11, 7, 5, 3, 2, 1)
+COST_REPEATS = (NUM_REPEATS, 7, 5, 3, 2, 1)
 """Of measuring the costs: the most that there is time for."""
 GOOD_NUMBER = 20
 """Of trials: where there is time for fewer, trials have fewer prompts."""
@@ -24,8 +24,9 @@ _PROMPT_SHARES, _TOKEN_SHARES = (0.7, 0.5, 0.35, 0.25, 0.1), (0.75, 0.5, 0.375, 
 _FEW, _LEAST = 8, 4
 """Prompts of each kind: above the first number they are what is cut first, below it what is cut last."""
 _FEW_TOKENS = 16
-_DRAFT_STEPS, _DRAFT_SHARE = 40, 0.55
-"""Draft tokens that one repeat of measuring the costs times, and what one takes in target steps."""
+_DRAFT_STEPS, _DRAFT_SHARE, _STEPS_BEFORE = 40, 0.55, 20
+"""Draft tokens that one repeat of measuring the costs times, what one takes in target steps, and how many of these come
+before drafts, untimed."""
 _LOOKUP_COUNTS = (13, 17, 25)
 MIN_OPENING_S, OPENING_SHARE = 10.0, 0.05
 """What predicting before the first trial may take where no budget says so: about this share of what all trials may."""
@@ -206,7 +207,7 @@ class Work:
         """Measuring the costs of the steps so often."""
         counts = (*range(1, self.gamma_max + 2), *_LOOKUP_COUNTS)
         once_s = sum(pace.forward_s(count) for count in counts) + 3 * pace.prompt_s
-        return (repeats + 1) * (once_s + _DRAFT_STEPS * _DRAFT_SHARE * pace.token_s)
+        return (repeats + 1) * (once_s + (_DRAFT_STEPS * _DRAFT_SHARE + _STEPS_BEFORE) * pace.token_s)
 
     def outlook_s(self, amounts: Amounts, pace: Pace) -> float:
         """The costs, and predictions that take as long as they like."""

@@ -14,7 +14,7 @@ from search.measure.decoder import Timer
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
 
-NUM_REPEATS = 15
+NUM_REPEATS = 11
 """Of a measurement of the costs."""
 _DRAFT_LENGTH = 4
 _FURTHER = (13, 17)

@@ -24,6 +24,8 @@ COUNTS = tuple(range(1, GAMMA_MAX + 2))
 TEXT = zoo.prompt_of(9)
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 ALL = SkipMask.early_exit(zoo.NUM_LAYERS, 0)
+EXIT = SkipMask.early_exit(zoo.NUM_LAYERS, 1)
+"""What a verification is timed after."""
 MASKS = (NONE, ALL, SkipMask.early_exit(zoo.NUM_LAYERS, 2), SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[1, 2, 3]))
 each_engine = pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
 on_the_host = pytest.mark.parametrize("name", ["llama", "llama fused"])
@@ -107,45 +109,55 @@ def test_steps_after_a_text_are_run_and_not_counted(name: str, watch: Watch) -> 
     """A step right after a text's forward finds caches cold."""
     timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
     seconds = timer.verify_s(TEXT, [1, 2])
-    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), 1, 1, 1, 1, 2]
+    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), *[1] * 4, 1, 2]
     assert seconds == pytest.approx([1 + 100 * kept(NONE), 1 + 200 * kept(NONE)])
     watch.forwards.clear()
     timer.draft_s(TEXT, [NONE], gamma=2, threshold=False)
-    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), *[1] * 6]
+    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), *[1] * 4, 1, *[1] * 2]
 
 
 @on_the_host
 def test_verification_is_a_target_forward_over_the_last_token_and_its_drafts(name: str, watch: Watch) -> None:
-    """The text's own forward is not timed; each verification starts at the text's end, rolled back."""
+    """The text's own forward is not timed; each verification starts at the text's end, rolled back, and comes after
+    a draft, which is not timed either; the target alone after its like."""
     seconds = StepTimer(zoo.layerskip_of(name), GAMMA_MAX).verify_s(TEXT, [1, 6, 2])
     assert seconds == [1.0 + 100.0 * n * kept(NONE) for n in (1, 6, 2)]
     first, *steps = watch.forwards
     assert first == (0, list(TEXT), NONE)
     (greedy,) = zoo.layerskip_of(name).generate(TEXT, max_new_tokens=1, do_sample=False).ids
-    assert steps == [(len(TEXT), [greedy] * n, NONE) for n in (1, 6, 2)]
+    after = (len(TEXT), [greedy], EXIT)
+    assert steps == [
+        (len(TEXT), [greedy], NONE),
+        *(one for n in (6, 2) for one in (after, (len(TEXT), [greedy] * n, NONE))),
+    ]
 
 
 @on_the_host
 @pytest.mark.parametrize("threshold", [False, True])
 def test_a_draft_time_is_that_of_one_token_of_a_whole_round(name: str, watch: Watch, threshold: bool) -> None:
-    """A threshold is looked at, never reached: always gamma drafts, each after the one before, then rolled back."""
+    """A threshold is looked at, never reached: always gamma drafts, each after the one before, then rolled back. Each
+    round comes after a step of the target, which is not timed."""
     seconds = StepTimer(zoo.layerskip_of(name), GAMMA_MAX).draft_s(TEXT, MASKS, gamma=4, threshold=threshold)
     assert seconds == [1.0 + 100.0 * kept(mask) for mask in MASKS]
     first, *steps = watch.forwards
     assert first == (0, list(TEXT), NONE)
-    assert [(length, mask) for length, _, mask in steps] == [(len(TEXT) + k, mask) for mask in MASKS for k in range(4)]
+    assert [(length, mask) for length, _, mask in steps] == [
+        one for mask in MASKS for one in ((len(TEXT), NONE), *((len(TEXT) + k, mask) for k in range(4)))
+    ]
     (greedy,) = zoo.layerskip_of(name).generate(TEXT, max_new_tokens=1, do_sample=False).ids
-    assert all(ids == [greedy] for _, ids, _ in steps[::4])
+    assert all(ids == [greedy] for _, ids, _ in (*steps[::5], *steps[1::5]))
 
 
 @on_the_host
 def test_the_device_is_waited_for_before_both_looks_at_the_clock(name: str, watch: Watch) -> None:
     timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
     timer.verify_s(TEXT, [1, 2])
-    assert watch.events == ["forward", *["wait", "clock", "forward", "wait", "clock"] * 2]
+    alone, after_a_draft = ["wait", "clock", "forward", "wait", "clock"], ["wait", "clock", "forward"]
+    assert watch.events == ["forward", *alone, *after_a_draft, *alone]
     watch.events.clear()
     timer.draft_s(TEXT, MASKS[:2], gamma=3, threshold=True)
-    assert watch.events == ["forward", *["wait", "clock", *["forward"] * 3, "wait", "clock"] * 2]
+    own = ["wait", "clock", "forward", "wait", "clock", *["forward"] * 3, "wait", "clock"]
+    assert watch.events == ["forward", *own * 2]
 
 
 @on_the_host
@@ -194,11 +206,11 @@ def counting(model: Any) -> Iterator[Counter[str]]:
     ids=str,
 )
 def test_a_skipped_sublayer_is_not_run(mask: SkipMask, attention: int, mlp: int) -> None:
-    """Beside the text's own forward, each of three drafts runs what its mask keeps."""
+    """Beside the text's own forward and the target's step before, each of three drafts runs what its mask keeps."""
     model = zoo.layerskip_of("llama")
     with counting(model.model) as seen:
         StepTimer(model, GAMMA_MAX).draft_s(TEXT, [mask], gamma=3, threshold=False)
-    assert (seen["attention"], seen["mlp"]) == (4 + 3 * attention, 4 + 3 * mlp)
+    assert (seen["attention"], seen["mlp"]) == (8 + 3 * attention, 8 + 3 * mlp)
 
 
 @each_engine
