@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LOG = (ROOT / "studies" / "LOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROVING = (ROOT / "studies" / "proving" / "README.md").read_text(encoding="utf-8")
 ENGINE = (ROOT / "layerskip" / "README.md").read_text(encoding="utf-8")
 OUTPUTS = re.findall(r"^\| `(studies/\S+)` \| (.+?) \| (.+?) \|$", LOG, re.MULTILINE)
 
@@ -69,7 +70,7 @@ def test_the_table_of_searches_is_that_of_the_output() -> None:
     for name, columns in means.items():
         shown = ("regret_1", "regret_25", "regret", *(("behind",) if name != "ours" else ()))
         cells = [f"{columns[one]['mean']:.2f} ({columns[one]['low']:.2f}..{columns[one]['high']:.2f})" for one in shown]
-        assert f"| {' | '.join(cells)} |" in README.replace("**", ""), name
+        assert f"| {' | '.join(cells)} |" in PROVING.replace("**", ""), name
 
 
 def test_the_rows_of_the_engine_are_those_of_the_output() -> None:
