@@ -26,7 +26,7 @@ from studies.pictures.terminal import live_view, picture_of, run_in_terminal
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 _COLUMNS = 110
 _PHONE = (390, 844)
-_PROMPT = "def load(path):"
+_PROMPT = "def read("
 _DASHBOARD_HEAD = 72
 """Pixels at its top that stay while the page scrolls."""
 
