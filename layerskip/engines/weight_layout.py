@@ -15,9 +15,9 @@ _FEW_ROWS = 5
 """A verification of four drafts. It counts half as much as products of one row, of which a round has more."""
 _SMALLEST_BYTES = 1 << 17
 """Smaller matrices stay in a processor's own cache however they lie."""
-_PASS_BYTES = {"cuda": 1 << 28}
-"""Of the matrices that one timing goes through in turn, so that they come from where decoding finds them; else 64 MiB,
-and no more than the model's own. On a processor with a large cache a product from there took half the time, and the
+_PASS_BYTES, _PASS_BYTES_ELSE = {"cuda": 1 << 28}, 1 << 26
+"""Of the matrices that one timing goes through in turn, so that they come from where decoding finds them; but on a GPU
+no more than the model's own. On a processor with a large cache a product from there took half the time, and the
 form chosen by it made five rows 1.7 times one where the best makes them 1.4 times."""
 _MOST_COPIES = 64
 _MARGIN = {"cuda": 0.98}
@@ -34,7 +34,7 @@ class WeightLayouts:
 
     Which one a product with one row or a few reads faster depends on library, number format, shape and processor.
 
-    Cost: some tenths of a second for the first matrix of a shape, and for that time copies of it in each form, as many
+    Cost: about half a second for the first matrix of a shape, and for that time copies of it in each form, as many
     as 64 MiB hold (256 MiB on a GPU). Matrices of the same shape share the decision.
     """
 
@@ -43,7 +43,7 @@ class WeightLayouts:
     ) -> None:
         """model_bytes: of all matrices that one step reads; unknown without it, and taken to be many."""
         self._device = device
-        self._pass_bytes = _PASS_BYTES.get(device.type, min(1 << 26, model_bytes or 1 << 26))
+        self._pass_bytes = _PASS_BYTES.get(device.type, min(_PASS_BYTES_ELSE, model_bytes or _PASS_BYTES_ELSE))
         self._seconds_of = seconds_of or Stopwatch(device)
         self._chosen: dict[tuple[int, int], Layout] = {}
 

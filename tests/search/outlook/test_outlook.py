@@ -25,7 +25,7 @@ from search.measure.subject import Subject
 from search.outlook.forecast import Candidate, Pool
 from search.outlook.opening import open_outlook
 from search.outlook.outlook import Outlook, OutlookOptions, describe_outlook, outlook_facts
-from search.predict.costs import NUM_REPEATS, pool_costs
+from search.predict.costs import pool_costs
 from search.predict.more_texts import MAX_MORE
 from search.stop import StopSignal
 from search.study.attributes import CANNOT_WIN, COSTS, GAMMA_LOWERED, MORE, POOL, READINGS, SENSITIVITY, TEXTS
@@ -44,8 +44,8 @@ from tests.search.helpers.forcing import FakeTimer
 from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder, record
 
 NUM_TOKENS = 17
-NUM_COST_CALLS = 3 * (NUM_REPEATS + 1)
-"""A verification and two draft phases, 15 times and once to warm up."""
+NUM_COST_CALLS = 3 * (11 + 1)
+"""A verification and two draft phases, 11 times and once to warm up."""
 NUM_RECHECK_CALLS = 3 * (7 + 1)
 OPTIONS = OutlookOptions(max_new_tokens=NUM_TOKENS, seed=0, trials=30, trial_seconds=1.0)
 
@@ -416,7 +416,7 @@ def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
     assert told["forecast_ratios"] == pytest.approx(outlook.predictor.forecast(config, [5, 2, 0])[0], abs=1e-5)
     assert [len(counts) for counts in told["replayed_forwards"]] == [3, 3, 3]
     assert told["draft_step_ms"] == pytest.approx(1000 * timer.true_draft_s(config.skip_mask, threshold=True), abs=1e-4)
-    assert timer.drafted[-1][0] == outlook.texts[NUM_REPEATS % len(outlook.texts)]
+    assert timer.drafted[-1][0] == outlook.texts[2]
     json.dumps(told)
 
 
