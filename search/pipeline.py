@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,11 +15,12 @@ from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import reference_options, spread
 from search.confirm.files import SearchFacts, save_best, save_summary, with_provenance
-from search.confirm.stage import Confirmation, ConfirmOptions, confirm, shortlist
+from search.confirm.passes import ConfirmOptions, HeldOutPrompts
+from search.confirm.stage import Confirmation, confirm, shortlist
 from search.confirm.summary import SummaryInput, candidates_of, summarise_run
 from search.context import Tools
-from search.measure.pairs import LosslessViolation, PromptCase
-from search.measure.reference import Continuing, Reference, make_case_sets, make_reference, plain_speed, warm_up
+from search.measure.pairs import LosslessViolation
+from search.measure.reference import Reference, make_reference, plain_speed, warm_up
 from search.measure.rounding_record import RoundingRecord
 from search.measure.subject import Subject
 from search.outlook.opening import open_outlook
@@ -52,7 +53,7 @@ from search.study.attributes import (
 from search.study.fingerprint import environment
 from search.study.leaderboard import Entry
 from search.study.opening import now_utc, open_study, quiet_optuna, stored_study
-from search.study.prompts import EncodedPrompt, split_held_out
+from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
 from search.terminal.event import Stopped
@@ -145,9 +146,9 @@ class SearchRun:
                 self._say.phase("confirm", f"{others}; nothing more to do here")
                 return 0
             with self._phase("confirm"):
-                confirmation, dropped = self._confirm(study, reference)
+                confirmation = self._confirm(study, reference)
             self._rounding.keep(study)
-            code = self._finish(study, reference, confirmation, dropped)
+            code = self._finish(study, reference, confirmation)
             self._crew.confirmed()  # first: the results are written, and what follows is extra
             self._publish(study)
             return code
@@ -272,7 +273,7 @@ class SearchRun:
         standings = standings_of(study.get_trials(deepcopy=False), self._subject.space, reference)
         return shortlist(standings, self._spec.num_confirm_candidates)
 
-    def _confirm(self, study: optuna.Study, reference: Reference) -> tuple[Confirmation, tuple[str, ...]]:
+    def _confirm(self, study: optuna.Study, reference: Reference) -> Confirmation:
         spec, subject = self._spec, self._subject
         entries, repeats = self._candidates(study, reference), spec.confirm_repeats
         choosing, reporting = split_held_out(subject.held_out, spec.num_confirm_prompts)
@@ -290,37 +291,21 @@ class SearchRun:
             "confirm",
             f"{len(entries)} candidates and plain decoding on {len(choosing or reporting)} held-out prompts, {others}",
         )
-        case_sets, dropped = self._held_out_cases(choosing, reporting, repeats)
-        options = ConfirmOptions(subject.space.num_layers, repeats, reference.noise_sigma, spec.seed)
-        tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
-        result = confirm(
-            subject.decoder, case_sets, entries, options, tell, lambda what: self._progress("confirm", what)
+        options = ConfirmOptions(
+            subject.space.num_layers,
+            repeats,
+            reference.noise_sigma,
+            spec.seed,
+            is_sampled=subject.sampling.do_sample,
         )
+        tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
+        prompts = HeldOutPrompts(reporting, choosing)
+        result = confirm(subject.decoder, prompts, entries, options, tell, lambda what: self._progress("confirm", what))
         for candidate in result.candidates:
             self._say.tell(CandidateSeen(candidate))
-        return result, dropped
+        return result
 
-    def _held_out_cases(
-        self, choosing: Sequence[EncodedPrompt], reporting: Sequence[EncodedPrompt], repeats: int
-    ) -> tuple[list[tuple[PromptCase, ...]], tuple[str, ...]]:
-        """(See `confirm.confirm`, ids of the prompts left out.) Sampled text is continued anew for each pass that
-        reports, and the prompts that report choose as well where there are no others."""
-        is_sampled = self._subject.sampling.do_sample
-        num_fresh = repeats if is_sampled else 1
-        parts = [(choosing, 1), (reporting, num_fresh)] if choosing else [(reporting, num_fresh + int(is_sampled))]
-        case_sets: list[tuple[PromptCase, ...]] = []
-        dropped: list[str] = []
-        which = Continuing(self._subject.space.num_layers, self._spec.seed)
-        for prompts, count in parts:
-            told = self._progress("confirm", "held-out texts decoded plainly")
-            made, too_short = make_case_sets(self._subject.decoder, prompts, which, count, told)
-            case_sets += made
-            dropped += too_short
-        return case_sets, tuple(dropped)
-
-    def _finish(
-        self, study: optuna.Study, reference: Reference, confirmation: Confirmation, dropped: tuple[str, ...]
-    ) -> int:
+    def _finish(self, study: optuna.Study, reference: Reference, confirmation: Confirmation) -> int:
         """Export, tell the verdict, choose the exit code."""
         trials = study.get_trials(deepcopy=False)
         facts = SearchFacts(
@@ -347,7 +332,6 @@ class SearchRun:
                 standings=standings_of(trials, self._subject.space, reference),
                 reference=reference,
                 confirmation=confirmation,
-                held_out_dropped=dropped,
                 seconds=self._seconds,
                 violations=violations,
                 fingerprint=asdict(self._subject.fingerprint),

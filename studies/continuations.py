@@ -23,7 +23,7 @@ from layerskip.config.decode_config import write_atomically
 from layerskip.config.sampling_regime import Sampling
 from layerskip.machine.host import git_commit
 from search.measure.pairs import PromptCase
-from search.measure.reference import Continuing, make_case_sets
+from search.measure.reference import Continuing, make_cases
 from search.measure.subject import Subject
 from search.predict.costs import CostModel
 from search.predict.predictor import Predictor, lookup_grid
@@ -92,13 +92,11 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     cost = CostModel.parse(json.dumps(costs))
     sides: list[Floats] = []
     for prompts in (subject.tuning, subject.held_out):
-        made, _ = make_case_sets(
-            subject.decoder,
-            prompts[: arguments.prompts],
-            Continuing(subject.space.num_layers, spec.seed),
-            arguments.continuations,
-        )
-        sides.append(log_speedups(subject, made, cost, spec.max_new_tokens))
+        each = [Continuing(subject.space.num_layers, spec.seed, number) for number in range(arguments.continuations)]
+        made = [make_cases(subject.decoder, prompts[: arguments.prompts], one) for one in each]
+        too_short = {prompt_id for _, dropped in made for prompt_id in dropped}
+        case_sets = [[case for case in cases if case.prompt_id not in too_short] for cases, _ in made]
+        sides.append(log_speedups(subject, case_sets, cost, spec.max_new_tokens))
     rng = np.random.default_rng(spec.seed)
     most_prompts, most = sides[0].shape[2], sides[0].shape[1]
     rows: list[dict[str, Any]] = [

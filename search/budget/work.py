@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -105,7 +104,6 @@ class Work:
     max_new_tokens: int
     confirm_repeats: int
     num_candidates: int
-    is_sampled: bool = False
     gamma_is_fixed: bool = True
     """Whether there must be room for it; else it is lowered to what there is."""
     tokens_are_fixed: bool = False
@@ -119,7 +117,6 @@ class Work:
     def of(cls, spec: StudySpec, subject: Subject, num_done: int = 0, kept: frozenset[str] = frozenset()) -> Work:
         """A study's, of which so many trials are done."""
         choosing, reporting = split_held_out(subject.held_out, spec.num_confirm_prompts)
-        is_sampled = subject.sampling.do_sample
         return cls(
             trials=max(0, spec.trials - num_done),
             timeout_s=spec.timeout_s,
@@ -128,12 +125,11 @@ class Work:
             gamma_max=subject.space.gamma_max,
             gamma_is_fixed=spec.gamma_max is not None,
             num_bits=len(subject.space.bit_names),
-            num_texts=len(subject.tuning) * (MAX_CONTINUATIONS if is_sampled else 1),
+            num_texts=len(subject.tuning) * (MAX_CONTINUATIONS if subject.sampling.do_sample else 1),
             held_out=(len(reporting), len(choosing)),
             max_new_tokens=spec.max_new_tokens,
             confirm_repeats=spec.confirm_repeats,
             num_candidates=spec.num_confirm_candidates + len(subject.space.drafters) - 1,
-            is_sampled=is_sampled,
             kept=kept,
         )
 
@@ -194,14 +190,14 @@ class Work:
         yield replace(self._on_what_there_is(now.with_prompts(0.0, _LEAST), full), num_choosing=0)
 
     def reference_s(self, amounts: Amounts, pace: Pace) -> float:
-        """Warming up, the continuations, and plain against plain."""
+        """Warming up, the continuations, and plain once more for plain against plain."""
         tokens, per_trial = amounts.max_new_tokens, amounts.prompts_per_trial
         if "reference" in self.over:
             return 0.0
         if "reference" in self.kept:
             return (2 + per_trial) * pace.decoding_s(tokens)
-        num_pairs = math.ceil(amounts.num_noise_pairs / per_trial) * per_trial
-        return (2 + amounts.num_texts + 2 * num_pairs) * pace.decoding_s(tokens)
+        both_again = max(0, amounts.num_noise_pairs - amounts.num_texts)
+        return (2 + amounts.num_texts + amounts.num_noise_pairs + both_again) * pace.decoding_s(tokens)
 
     def costs_s(self, repeats: int, pace: Pace) -> float:
         """Measuring the costs of the steps so often."""
@@ -243,12 +239,10 @@ class Work:
         return whole_s if self.timeout_s is None else min(whole_s, self.timeout_s)
 
     def confirm_s(self, amounts: Amounts, pace: Pace) -> float:
-        """The held-out prompts' continuations, the pass that chooses, and the fresh passes of the chosen one."""
-        reporting, choosing, repeats = amounts.num_held_out, amounts.num_choosing, amounts.confirm_repeats
-        fresh = repeats if self.is_sampled else 1
-        made = choosing + reporting * fresh if choosing else reporting * (fresh + int(self.is_sampled))
+        """The pass that chooses, and the fresh passes of the chosen one."""
+        reporting, choosing = amounts.num_held_out, amounts.num_choosing
         chosen = (choosing or reporting) * (1 + amounts.num_candidates)
-        return (made + chosen + 2 * repeats * reporting) * pace.decoding_s(amounts.max_new_tokens)
+        return (chosen + 2 * amounts.confirm_repeats * reporting) * pace.decoding_s(amounts.max_new_tokens)
 
     def seconds(self, amounts: Amounts, pace: Pace) -> dict[str, float]:
         """By phase, each as long as it likes."""

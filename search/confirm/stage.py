@@ -2,12 +2,9 @@
 
 The candidates: the leading configs by pooled lower bound, no more than half of them under one mask, and the best of
 every other drafter, see `shortlist`.
-First pass: plain and every candidate on each prompt, one after the other as a user runs them. It only chooses, and is a
-race (Maron and Moore 1994): from the eighth prompt on a candidate that is surely slower than the leading one, by more
-than a tie, drops out (one-sided paired t interval of 99 %), and the pass ends once one is left.
-Then fresh passes of the chosen one against plain give the number that is reported, so the luck that helped it win is
-not in it. Where there are prompts enough, others report than choose, see `split_held_out`; where tokens are sampled
-each pass continues the prompts anew, from other seeds.
+A first pass over all of them only chooses, fresh passes of the chosen one against plain then give the number that is
+reported, so the luck that helped it win is not in it (`passes`). Where there are prompts enough, others report than
+choose, see `split_held_out`.
 
 The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
 max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
@@ -20,58 +17,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-
-import numpy as np
-from scipy import stats
 
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.config.decode_config import Confirmed, DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from layerskip.machine.watch import describe_machine
 from search.confirm.held_out import HeldOut, held_out_of, typical_rate
+from search.confirm.passes import TIE, Candidate, ConfirmOptions, HeldOutPrompts, Passes, ratios_of
 from search.measure.decoder import Decoder
-from search.measure.pairs import Fault, Pair, PromptCase, Timed, add_up, fault_of, measure_pair, time_able
+from search.measure.pairs import Fault, Pair, Timed, add_up
 from search.measure.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 from search.progress import Tell, nobody
 from search.study.config_words import describe
 from search.study.leaderboard import Entry, Standings
-
-TIE = 0.01
-RACE_FROM = 8
-"""Prompts that all candidates see before the first may drop out."""
-RACE_LEVEL = 0.99
-
-
-@dataclass(frozen=True)
-class ConfirmOptions:
-    """How much to measure."""
-
-    num_layers: int
-    repeats: int
-    noise_sigma: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A leading config and what the choosing pass saw of it."""
-
-    entry: Entry
-    ratios: tuple[float, ...]
-    """Per held-out prompt that it saw, the first ones; empty if it was excluded."""
-    excluded: str | None = None
-    """Why it cannot win."""
-    lossless: bool = True
-
-    handicap: float = 1.0
-    """What the prompts that it did not see made of the leading one's speedup; 1 for who was in the race to its end."""
-
-    @property
-    def speedup(self) -> float | None:
-        """Geometric mean of the choosing pass, as on all of its prompts."""
-        return geometric_mean(self.ratios) * self.handicap if self.ratios else None
 
 
 @dataclass(frozen=True)
@@ -88,6 +48,8 @@ class Confirmation:
     """See `HeldOut.rates`: per prompt, every fresh repeat."""
     held_out: HeldOut | None = None
     """The same with prompt ids and counters, for the study."""
+    too_short: tuple[str, ...] = ()
+    """Ids of the prompts that were left out, because plain decoding ends before a second token."""
 
     @property
     def by_drafter(self) -> dict[str, Candidate]:
@@ -129,7 +91,7 @@ def shortlist(standings: Standings, num: int) -> tuple[Entry, ...]:
 
 def confirm(
     decoder: Decoder,
-    case_sets: Sequence[Sequence[PromptCase]],
+    prompts: HeldOutPrompts,
     entries: Sequence[Entry],
     options: ConfirmOptions,
     tell: Callable[[str], None] = lambda _line: None,
@@ -137,38 +99,37 @@ def confirm(
 ) -> Confirmation:
     """Choose among the entries, measure the chosen one afresh, decide.
 
-    case_sets: the first chooses; the fresh passes go through the others in turn, which have the same prompts, or
-    through the first where there is no other. Cost: prompts x (1 + candidates + 2 x repeats) decodings.
+    Cost: 1 + candidates decodings of the prompts that choose, 2 x repeats of those that report.
     """
-    cases, fresh_sets = case_sets[0], case_sets[1:] or case_sets[:1]
-    if not entries or not all(case_sets):
-        reason = "no config was measured losslessly on all tuning prompts" if not entries else "no held-out prompt"
-        return Confirmation(DecodeConfig.plain(options.num_layers, reason=reason), None, None, ())
-    candidates = _choosing_pass(decoder, cases, entries, tell, progress("prompts under every candidate"))
-    order = choose(candidates, options.noise_sigma)
-    while order:
+    if not entries:
+        return _nothing("no config was measured losslessly on all tuning prompts", options)
+    passes = Passes(decoder, prompts, options)
+    candidates = passes.choosing(entries, tell, progress("prompts under every candidate"))
+    while order := choose(candidates, options.noise_sigma):
         chosen = order[0]
         tell(f"chosen: {describe(chosen.entry.config)}; measuring it afresh {options.repeats} times")
         watch = decoder.watch_machine()
-        try:
-            heard = progress("pairs of the chosen one and plain decoding")
-            passes = _fresh_passes(decoder, fresh_sets, chosen.entry.config, options.repeats, heard)
-        except Exception as error:  # noqa: BLE001 (as in a trial: it rules out this candidate alone)
-            fault = fault_of(error)
-        else:
-            share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for some in fresh_sets for case in some)
-            differ = len(fresh_sets) > 1
-            measured = summarise(passes, seed=options.seed, repeated_ngram_share=share, texts_differ=differ)
-            measured = measured.model_copy(update={"machine": describe_machine(watch.record())})
-            held_out = held_out_of(passes, chosen.entry.config, texts_differ=differ)
-            return _verdict(measured, held_out, chosen.entry, candidates)
-        decoder.free_memory()  # outside the except block: there the traceback would keep the tensors alive
-        tell(f"EXCLUDED {describe(chosen.entry.config)}: {fault.reason}")
-        candidates = tuple(_excluded(one.entry, fault) if one is chosen else one for one in candidates)
-        order = choose(candidates, options.noise_sigma)
-    reasons = "; ".join(sorted({one.excluded or "" for one in candidates}))
-    plain = DecodeConfig.plain(options.num_layers, reason=f"no candidate passed: {reasons}"[:500])
-    return Confirmation(plain, None, None, candidates)
+        fresh = passes.fresh(chosen.entry.config, progress("pairs of the chosen one and plain decoding"))
+        if isinstance(fresh, Fault):
+            tell(f"EXCLUDED {describe(chosen.entry.config)}: {fresh.reason}")
+            candidates = tuple(chosen.failed(fresh) if one is chosen else one for one in candidates)
+            continue
+        if not fresh[0]:
+            break
+        pairs = [[pair for _, pair in one] for one in fresh]
+        share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for one in fresh for case, _ in one)
+        differ = passes.texts_differ
+        measured = summarise(pairs, seed=options.seed, repeated_ngram_share=share, texts_differ=differ)
+        measured = measured.model_copy(update={"machine": describe_machine(watch.record())})
+        held_out = held_out_of(pairs, chosen.entry.config, texts_differ=differ)
+        return replace(_verdict(measured, held_out, chosen.entry, candidates), too_short=passes.too_short)
+    reasons = "; ".join(sorted({one.excluded for one in candidates if one.excluded}))
+    reason = f"no candidate passed: {reasons}"[:500] if reasons else "no held-out prompt"
+    return replace(_nothing(reason, options), candidates=candidates, too_short=passes.too_short)
+
+
+def _nothing(reason: str, options: ConfirmOptions) -> Confirmation:
+    return Confirmation(DecodeConfig.plain(options.num_layers, reason=reason), None, None, ())
 
 
 def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidate]:
@@ -184,14 +145,6 @@ def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidat
     tied = [one for one in able if _log_difference(best.ratios, one.ratios) <= tolerance]
     tied.sort(key=lambda one: _simplicity(one.entry.config))
     return tied + [one for one in able if one not in tied] + dropped
-
-
-def is_surely_slower(ratios: Sequence[float], leading: Sequence[float]) -> bool:
-    """Whether a way to decode is slower than the leading one on the same prompts by more than a tie, by a one-sided
-    interval of their log ratios at `RACE_LEVEL`."""
-    differences = np.log(ratios) - np.log(leading)
-    spread = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    return float(differences.mean()) + float(stats.t.ppf(RACE_LEVEL, len(differences) - 1)) * spread < -TIE
 
 
 def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -264,75 +217,12 @@ def _compare(
         [typical_rate([rate(way(pair)) for pair in pairs], texts_differ=texts_differ) for pairs in by_prompt]
         for way in (attrgetter("speculative"), attrgetter("plain"))
     )
-    ratios = _ratios(fast, plain)
+    ratios = ratios_of(fast, plain)
     means = geometric_mean(fast), geometric_mean(plain)
     speedup = means[0] / means[1]
     # One prompt has no interval; an interval down to (nearly) nothing never confirms anything.
     interval = ratio_interval(ratios, seed=seed) or Interval(min(speedup, 1.0) * 1e-3, speedup * 1e3)
     return _Comparison(*means, ratios, interval)
-
-
-def _choosing_pass(
-    decoder: Decoder,
-    cases: Sequence[PromptCase],
-    entries: Sequence[Entry],
-    tell: Callable[[str], None],
-    progress: Tell,
-) -> tuple[Candidate, ...]:
-    plain = DecodeConfig.plain(entries[0].config.skip_mask.num_layers)
-    configs = [plain] + [entry.config for entry in entries]
-    rates: list[list[float]] = [[] for _ in configs]
-    faults: dict[int, Fault] = {}
-    racing = list(range(1, len(configs)))
-    for row, case in enumerate(cases):
-        able = {0, *racing}
-        turns = [i for turn in range(len(configs)) if (i := (row + turn) % len(configs)) in able]
-        for i, one in zip(turns, time_able(decoder, case, [configs[i] for i in turns]), strict=True):
-            if isinstance(one, Fault):
-                faults[i] = one
-                racing.remove(i)
-                tell(f"EXCLUDED {describe(configs[i])}: {one.reason}")
-            else:
-                rates[i].append(one.tokens_per_s)
-        progress(row + 1, len(cases))
-        if row + 1 >= RACE_FROM and racing:
-            leading = rates[max(racing, key=lambda i: geometric_mean(rates[i]))]
-            racing = [i for i in racing if rates[i] is leading or not is_surely_slower(rates[i], leading)]
-            if len(racing) == 1:
-                progress(len(cases), len(cases))
-                break
-    ratios = [_ratios(one, rates[0][: len(one)]) for one in rates]
-    best = max((ratios[i] for i in racing), key=geometric_mean, default=())
-    return tuple(
-        _excluded(entry, faults[i])
-        if i in faults
-        else Candidate(entry, ratios[i], handicap=_handicap(best, len(ratios[i])))
-        for i, entry in enumerate(entries, start=1)
-    )
-
-
-def _handicap(best: Sequence[float], num_seen: int) -> float:
-    return geometric_mean(best) / geometric_mean(best[:num_seen]) if best else 1.0
-
-
-def _excluded(entry: Entry, fault: Fault) -> Candidate:
-    return Candidate(entry, (), fault.reason, fault.lossless)
-
-
-def _fresh_passes(
-    decoder: Decoder,
-    case_sets: Sequence[Sequence[PromptCase]],
-    config: DecodeConfig,
-    repeats: int,
-    progress: Tell,
-) -> list[list[Pair]]:
-    passes: list[list[Pair]] = [[] for _ in range(repeats)]
-    for repeat, pairs in enumerate(passes):
-        cases = case_sets[repeat % len(case_sets)]
-        for row, case in enumerate(cases):
-            pairs.append(measure_pair(decoder, case, config, plain_first=(row + repeat) % 2 == 0))
-            progress(repeat * len(cases) + row + 1, repeats * len(cases))
-    return passes
 
 
 def _verdict(measured: Confirmed, held_out: HeldOut, entry: Entry, candidates: tuple[Candidate, ...]) -> Confirmation:
@@ -347,10 +237,6 @@ def _verdict(measured: Confirmed, held_out: HeldOut, entry: Entry, candidates: t
     )
     plain = DecodeConfig.plain(entry.config.skip_mask.num_layers, reason=reason)
     return Confirmation(plain, None, measured, candidates, raw, held_out)
-
-
-def _ratios(rates: Sequence[float], plain: Sequence[float]) -> tuple[float, ...]:
-    return tuple(one / other for one, other in zip(rates, plain, strict=True))
 
 
 def _log_difference(one: Sequence[float], other: Sequence[float]) -> float:

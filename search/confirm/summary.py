@@ -10,7 +10,8 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from search.confirm.files import SearchFacts
-from search.confirm.stage import Candidate, Confirmation
+from search.confirm.passes import Candidate
+from search.confirm.stage import Confirmation
 from search.measure.reference import Reference
 from search.study.attributes import (
     ACCEPTANCE_RATE,
@@ -41,7 +42,6 @@ class SummaryInput:
     standings: Standings
     reference: Reference
     confirmation: Confirmation
-    held_out_dropped: tuple[str, ...]
     seconds: Mapping[str, float]
     violations: Sequence[str]
     fingerprint: Mapping[str, Any]
@@ -82,7 +82,7 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
         **given.prediction,
         "by_drafter": {name: one.speedup for name, one in confirmation.by_drafter.items()},
         "candidates": [_candidate(one) for one in confirmation.candidates],
-        "held_out_too_short": list(given.held_out_dropped),
+        "held_out_too_short": list(given.confirmation.too_short),
         "not_lossless": list(given.violations),
         "rounding": given.rounding,
         "study": {"name": given.facts.study, "storage": given.storage, "seed": given.facts.seed},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import TypeVar
@@ -11,10 +11,11 @@ from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import no_garbage_collection
-from search.measure.decoder import Decoder
+from search.measure.decoder import Decoded, Decoder
 from search.measure.statistics import geometric_mean
 
 Number = TypeVar("Number", int, float)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class PromptCase:
     def text(self) -> ForcedText:
         """Prompt and continuation."""
         return ForcedText(self.prompt_ids, self.reference_ids, self.seed)
+
+
+@dataclass(frozen=True)
+class SeededPrompt:
+    """One prompt as token ids, whose continuation is still to be made."""
+
+    prompt_id: str
+    prompt_ids: tuple[int, ...]
+    seed: int = 0
+    """What a sampled continuation is drawn from."""
+
+    def case(self, reference_ids: tuple[int, ...]) -> PromptCase:
+        """With its continuation."""
+        return PromptCase(self.prompt_id, self.prompt_ids, reference_ids, self.seed)
 
 
 class LosslessViolation(Exception):  # noqa: N818 (it is the event, whoever is to blame)
@@ -89,16 +104,28 @@ def time_one(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed:
 
     Raises: LosslessViolation if the output is neither identical nor a logit tie; ValueError if nothing could be timed.
     """
-    with no_garbage_collection():
-        out = decoder.decode(case.prompt_ids, config, case.seed)
-    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed)
-    if not identity.lossless:
-        raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
-    rate, end_to_end = out.stats.tokens_per_s, out.stats.end_to_end_tokens_per_s
-    if rate is None or end_to_end is None:
-        num_tokens, seconds = out.stats.num_emitted, out.stats.decode_s
-        raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {seconds} s decoding: no rate")
-    return Timed(rate, end_to_end, identity.is_tie, out.stats)
+    return _checked(decoder, case, config, _decode(decoder, case, config))
+
+
+def time_with_plain(
+    decoder: Decoder, prompt: SeededPrompt, configs: Sequence[DecodeConfig], turn: int = 0
+) -> tuple[PromptCase, list[Timed | Fault]] | None:
+    """Plain decoding, the first of the configs, and others of one prompt, one after the other as a user runs them.
+
+    What plain decoding says is the reference that the others are checked against; those that fail become faults. None
+    where plain decoding ends before a second token: nothing to time.
+    turn: which of them begins, the others follow in their order; the caller's to change from prompt to prompt.
+    Raises: what plain decoding raises, for then there is nothing to compare with.
+    """
+    found: dict[int, Decoded | Fault] = {}
+    for i in ((place + turn) % len(configs) for place in range(len(configs))):
+        found[i] = _decoded_or_fault(decoder, prompt, configs[i])
+    plain = found[0]
+    assert not isinstance(plain, Fault)
+    if len(plain.ids) < 2:
+        return None
+    case = prompt.case(plain.ids)
+    return case, [_checked_or_fault(decoder, case, config, found[i]) for i, config in enumerate(configs)]
 
 
 def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, plain_first: bool) -> Pair:
@@ -147,9 +174,38 @@ def add_lists(lists: Sequence[Sequence[Number]]) -> list[Number]:
     return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
+def _decode(decoder: Decoder, prompt: SeededPrompt | PromptCase, config: DecodeConfig) -> Decoded:
+    with no_garbage_collection():
+        return decoder.decode(prompt.prompt_ids, config, prompt.seed)
+
+
+def _checked(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded) -> Timed:
+    """Raises: as `time_one`."""
+    identity = decoder.check(case.prompt_ids, out.ids, case.reference_ids, case.seed)
+    if not identity.lossless:
+        raise LosslessViolation(case.prompt_id, config, identity.first_difference, identity.logit_gap)
+    rate, end_to_end = out.stats.tokens_per_s, out.stats.end_to_end_tokens_per_s
+    if rate is None or end_to_end is None:
+        num_tokens, seconds = out.stats.num_emitted, out.stats.decode_s
+        raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {seconds} s decoding: no rate")
+    return Timed(rate, end_to_end, identity.is_tie, out.stats)
+
+
 def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed | Fault:
+    return _checked_or_fault(decoder, case, config, _decoded_or_fault(decoder, case, config))
+
+
+def _decoded_or_fault(decoder: Decoder, prompt: SeededPrompt | PromptCase, config: DecodeConfig) -> Decoded | Fault:
+    return _or_fault(decoder, config, lambda: _decode(decoder, prompt, config))
+
+
+def _checked_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Decoded | Fault) -> Timed | Fault:
+    return out if isinstance(out, Fault) else _or_fault(decoder, config, lambda: _checked(decoder, case, config, out))
+
+
+def _or_fault(decoder: Decoder, config: DecodeConfig, step: Callable[[], Result]) -> Result | Fault:
     try:
-        return time_one(decoder, case, config)
+        return step()
     except Exception as error:
         if not config.speculates:
             raise

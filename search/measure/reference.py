@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 
 import numpy as np
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from search.measure.decoder import Decoded, Decoder
-from search.measure.pairs import PromptCase, measure_pair, time_one
+from search.measure.decoder import Decoder
+from search.measure.pairs import PromptCase, SeededPrompt, Timed, measure_pair, time_one, time_with_plain
 from search.measure.statistics import geometric_mean, log_spread
 from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
@@ -97,18 +96,21 @@ class Reference:
 def make_reference(
     decoder: Decoder, prompts: Sequence[EncodedPrompt], options: ReferenceOptions, tell: Tell = nobody
 ) -> Reference:
-    """Warm up, decode the tuning prompts plainly until eight trials have enough of them, then run plain against plain.
+    """Warm up and decode the tuning prompts plainly until eight trials have enough of them, the first ones twice in a
+    row: plain against plain.
 
     The order of prompts is a shuffle from the seed. Sampled prompts are continued anew, from other seeds, while there
-    are not enough. Cost: a plain decoding of every prompt used, and 24 for the noise.
+    are not enough. Cost: a plain decoding of every prompt used, and one for each noise pair.
     Raises: ValueError if no prompt can be timed; LosslessViolation if plain decoding does not repeat itself.
     """
     plain = DecodeConfig.plain(options.num_layers)
     shuffled = [prompts[i] for i in np.random.default_rng(options.seed).permutation(len(prompts))]
     warm_up(decoder, shuffled[0].ids, options.num_layers)
     cases: list[PromptCase] = []
-    dropped: list[str] = []
+    dropped: dict[str, None] = {}
     seconds: list[float] = []
+    rates: list[list[float]] = []
+    ratios: list[float] = []
     per_trial = options.prompts_per_trial or MAX_PROMPTS_PER_TRIAL
     numbers = range(MAX_CONTINUATIONS if options.is_sampled else 1)
 
@@ -118,25 +120,33 @@ def make_reference(
     for number, prompt in itertools.product(numbers, shuffled):
         if len(cases) >= wanted():
             break
-        seed = continuation_seed(options.seed, prompt.ids, number)
-        out = decoder.decode(prompt.ids, plain, seed)
+        twice = len(ratios) < options.num_noise_pairs
+        seen = time_with_plain(decoder, _seeded(prompt, options.seed, number), [plain] * (1 + twice))
         tell(len(cases) + 1, min(wanted(), len(numbers) * len(shuffled)))
-        if not _file_case(prompt, seed, out, cases, dropped):
+        if seen is None:
+            dropped[_too_short(prompt)] = None
             continue
-        seconds.append(2 * (out.stats.prefill_s + out.stats.decode_s))
+        cases.append(seen[0])
+        timed = [one for one in seen[1] if isinstance(one, Timed)]
+        rates.append([one.tokens_per_s for one in timed])
+        seconds.append(2 * (timed[0].stats.prefill_s + timed[0].stats.decode_s))
+        ratios += [rates[-1][0] / rates[-1][1]] if twice else []
         if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
             per_trial = prompts_for(options.trial_seconds, float(np.mean(seconds)))
     if not cases:
         raise ValueError("prompts: the model ends the text before a second token on every tuning prompt")
+    for i in itertools.islice(itertools.cycle(range(len(cases))), max(0, options.num_noise_pairs - len(ratios))):
+        pair = measure_pair(decoder, cases[i], plain, plain_first=True)
+        rates[i] += [pair.plain.tokens_per_s, pair.speculative.tokens_per_s]
+        ratios.append(pair.ratio)
     per_trial = min(per_trial, len(cases))
-    rates, noise = _plain_against_plain(decoder, cases[:per_trial], plain, options.num_noise_pairs)
     return Reference(
         cases=tuple(cases),
         num_per_trial=per_trial,
-        plain_tokens_per_s=geometric_mean(rates),
-        noise_sigma=noise,
+        plain_tokens_per_s=geometric_mean([median(values) for values in rates[:per_trial]]),
+        noise_sigma=log_spread(ratios),
         pair_s=float(np.mean(seconds)),
-        dropped=tuple(dict.fromkeys(dropped)),
+        dropped=tuple(dropped),
     )
 
 
@@ -163,38 +173,22 @@ def make_cases(
     cases: list[PromptCase] = []
     dropped: list[str] = []
     for place, prompt in enumerate(prompts):
-        from_seed = continuation_seed(which.seed, prompt.ids, which.number)
-        _file_case(prompt, from_seed, decoder.decode(prompt.ids, plain, from_seed), cases, dropped)
+        seen = time_with_plain(decoder, _seeded(prompt, which.seed, which.number), [plain])
         tell(place + 1, len(prompts))
+        if seen is None:
+            dropped.append(_too_short(prompt))
+        else:
+            cases.append(seen[0])
     return tuple(cases), tuple(dropped)
 
 
-def make_case_sets(
-    decoder: Decoder, prompts: Sequence[EncodedPrompt], which: Continuing, count: int, tell: Tell = nobody
-) -> tuple[tuple[tuple[PromptCase, ...], ...], tuple[str, ...]]:
-    """`count` sampled continuations of every prompt, `which` being the first, one of each in every set.
-
-    A prompt too short to time in any of them is left out of all.
-    Cost: a plain decoding each.
-    """
-
-    def all_sets(number: int) -> Tell:
-        return lambda done, each: tell(number * each + done, count * each)
-
-    sets = [replace(which, number=which.number + number) for number in range(count)]
-    made = [make_cases(decoder, prompts, one, all_sets(number)) for number, one in enumerate(sets)]
-    dropped = tuple(dict.fromkeys(prompt_id for _, ids in made for prompt_id in ids))
-    return tuple(tuple(case for case in cases if case.prompt_id not in dropped) for cases, _ in made), dropped
+def _seeded(prompt: EncodedPrompt, seed: int, number: int) -> SeededPrompt:
+    return SeededPrompt(prompt.prompt_id, prompt.ids, continuation_seed(seed, prompt.ids, number))
 
 
-def _file_case(prompt: EncodedPrompt, seed: int, out: Decoded, cases: list[PromptCase], dropped: list[str]) -> bool:
-    """Put a prompt with its reference among the cases, or, too short to time, among the dropped. True for a case."""
-    if len(out.ids) < 2:
-        LOG.warning("prompt %r: its continuation has %d tokens, left out", prompt.prompt_id, len(out.ids))
-        dropped.append(prompt.prompt_id)
-        return False
-    cases.append(PromptCase(prompt.prompt_id, prompt.ids, out.ids, seed))
-    return True
+def _too_short(prompt: EncodedPrompt) -> str:
+    LOG.warning("prompt %r: its continuation ends before a second token, left out", prompt.prompt_id)
+    return prompt.prompt_id
 
 
 def warm_up(decoder: Decoder, prompt_ids: Sequence[int], num_layers: int) -> None:
@@ -214,17 +208,3 @@ def prompts_for(trial_seconds: float, pair_s: float) -> int:
     """How many prompts fit a trial's time, at the cost of plain pairs; at least 4, at most 16."""
     fitting = int(trial_seconds / pair_s) if pair_s > 0 else MAX_PROMPTS_PER_TRIAL
     return min(max(fitting, MIN_PROMPTS_PER_TRIAL), MAX_PROMPTS_PER_TRIAL)
-
-
-def _plain_against_plain(
-    decoder: Decoder, cases: Sequence[PromptCase], plain: DecodeConfig, num_pairs: int
-) -> tuple[list[float], float]:
-    """Plain tokens/s per prompt (median), and the A/A noise of at least so many pairs."""
-    rates: list[list[float]] = [[] for _ in cases]
-    ratios: list[float] = []
-    for repeat in range(math.ceil(num_pairs / len(cases))):
-        for i, case in enumerate(cases):
-            pair = measure_pair(decoder, case, plain, plain_first=(i + repeat) % 2 == 0)
-            rates[i] += [pair.plain.tokens_per_s, pair.speculative.tokens_per_s]
-            ratios.append(pair.ratio)
-    return [median(values) for values in rates], log_spread(ratios)

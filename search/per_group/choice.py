@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerskip.config.decode_config import DecodeConfig, GroupSetting
-from search.confirm.stage import TIE
+from search.confirm.passes import TIE
 from search.per_group.matrix import Cell
 from search.study.config_words import describe
 

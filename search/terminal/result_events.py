@@ -11,7 +11,8 @@ from optuna.trial import FrozenTrial
 from layerskip.analysis.identity import float32_command
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.decode_config import Confirmed, DecodeConfig
-from search.confirm.stage import Candidate, Confirmation
+from search.confirm.passes import Candidate
+from search.confirm.stage import Confirmation
 from search.measure.rounding_record import describe_rounding
 from search.predict.accuracy import describe_checks
 from search.study.attributes import NUM_TIES

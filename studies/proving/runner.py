@@ -17,9 +17,10 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from search.confirm.stage import ConfirmOptions, confirm, shortlist
+from search.confirm.passes import ConfirmOptions, HeldOutPrompts
+from search.confirm.stage import confirm, shortlist
 from search.context import Tools
-from search.measure.reference import Continuing, Reference, ReferenceOptions, make_cases, make_reference
+from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
 from search.outlook.opening import open_outlook
@@ -179,10 +180,9 @@ class _Run:
 
     def exported(self) -> DecodeConfig:
         subject, spec, num_layers = self.subject, self.spec, self.subject.space.num_layers
-        cases, _ = make_cases(subject.decoder, subject.held_out, Continuing(num_layers, spec.seed))
         options = ConfirmOptions(num_layers, spec.confirm_repeats, self.reference.noise_sigma, spec.seed)
         entries = shortlist(self._standings(), spec.num_confirm_candidates)
-        return confirm(subject.decoder, [cases], entries, options).config.bare()
+        return confirm(subject.decoder, HeldOutPrompts(subject.held_out), entries, options).config.bare()
 
     def _standings(self) -> Standings:
         return standings_of(self.study.get_trials(deepcopy=False), self.subject.space, self.reference)

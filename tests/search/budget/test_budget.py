@@ -213,12 +213,11 @@ def test_a_budget_is_refused_where_it_is_not_followed() -> None:
     st.floats(0.0, 10.0),
     st.floats(1.0, 1e5),
     st.integers(1, 300),
-    st.booleans(),
 )
 def test_a_plan_fits_and_is_never_empty(
-    token_s: float, further_s: float, prompt_s: float, left_s: float, trials: int, is_sampled: bool
+    token_s: float, further_s: float, prompt_s: float, left_s: float, trials: int
 ) -> None:
-    work, pace = replace(WORK, trials=trials, is_sampled=is_sampled), Pace(token_s, further_s, prompt_s)
+    work, pace = replace(WORK, trials=trials), Pace(token_s, further_s, prompt_s)
     try:
         plan = make_plan(work, pace, left_s)
     except ValueError as error:

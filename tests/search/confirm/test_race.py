@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from search.confirm.stage import RACE_FROM, TIE, Confirmation, ConfirmOptions, confirm, is_surely_slower
-from search.measure.pairs import PromptCase
+from search.confirm.passes import RACE_FROM, TIE, ConfirmOptions, HeldOutPrompts, is_surely_slower
+from search.confirm.stage import Confirmation, confirm
 from search.study.leaderboard import Entry
+from search.study.prompts import EncodedPrompt
 from tests.search.helpers.fakes import FakeDecoder, true_speedup
 
 BEST, FAR = (DecodeConfig(skip_mask=SkipMask.parse(text), gamma=4) for text in ("6:1-4", "6:1"))
@@ -18,10 +19,9 @@ NUM_PROMPTS = 24
 
 
 def run(decoder: FakeDecoder, *configs: DecodeConfig) -> Confirmation:
-    cases = [PromptCase(str(i), (i,), decoder.decode((i,), DecodeConfig.plain(6)).ids) for i in range(NUM_PROMPTS)]
-    decoder.num_decoded = 0
+    prompts = [EncodedPrompt(str(i), None, (i,)) for i in range(NUM_PROMPTS)]
     entries = [Entry(config, {}, (0,), 5, 1.2, 1.1) for config in configs]
-    return confirm(decoder, [cases], entries, ConfirmOptions(6, 1, 0.01, 0))
+    return confirm(decoder, HeldOutPrompts(prompts), entries, ConfirmOptions(6, 1, 0.01, 0))
 
 
 def test_who_is_surely_slower_drops_out_and_the_last_one_ends_the_race() -> None:

@@ -9,7 +9,16 @@ import pytest
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
 from search.measure.decoder import Decoded
-from search.measure.pairs import LosslessViolation, PromptCase, measure_pair, time_able, time_one
+from search.measure.pairs import (
+    Fault,
+    LosslessViolation,
+    PromptCase,
+    SeededPrompt,
+    measure_pair,
+    time_able,
+    time_one,
+    time_with_plain,
+)
 from tests.search.helpers.fakes import NUM_LAYERS, FakeDecoder, true_speedup
 
 PLAIN = DecodeConfig.plain(NUM_LAYERS)
@@ -79,3 +88,40 @@ def test_an_output_without_a_second_token_has_no_rate() -> None:
 
     with pytest.raises(ValueError, match=r"prompt 'p': 1 tokens, 0\.0 s decoding: no rate"):
         time_one(Short(), PromptCase("p", (7, 1, 2), (3,)), PLAIN)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2, 5])
+def test_plain_decoding_is_the_reference_wherever_its_turn_is(turn: int) -> None:
+    """Each way is decoded once, in turn; outputs are checked against plain decoding's, also those that came before."""
+    wrong = DRAFT.model_copy(update={"gamma": 2})
+    decoder = WatchedDecoder(noise=0.0, wrong_on=lambda config: config == wrong)
+    seen = time_with_plain(decoder, SeededPrompt("p", (7, 1, 2), seed=4), [PLAIN, DRAFT, wrong], turn)
+    assert seen is not None
+    case, (plain, fast, fault) = seen
+    assert decoder.calls == [([False, True, True] * 3)[place + turn % 3] for place in range(3)]
+    assert case == PromptCase("p", (7, 1, 2), case_of(decoder).reference_ids, 4)
+    assert not isinstance(plain, Fault)
+    assert not isinstance(fast, Fault)
+    assert fast.tokens_per_s / plain.tokens_per_s == pytest.approx(true_speedup(DRAFT))
+    assert isinstance(fault, Fault)
+    assert not fault.lossless
+
+
+def test_a_prompt_without_a_second_token_is_left_out_and_plain_decoding_that_fails_stops_all() -> None:
+    class Short(FakeDecoder):
+        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+            return Decoded((3,), DecodeStats(num_emitted=1))
+
+    prompt = SeededPrompt("p", (7, 1, 2))
+    assert time_with_plain(Short(), prompt, [PLAIN, DRAFT]) is None
+    broken = FakeDecoder(break_on=lambda config: None if config.speculates else RuntimeError("no device"))
+    with pytest.raises(RuntimeError, match="no device"):
+        time_with_plain(broken, prompt, [PLAIN, DRAFT], turn=1)
+
+
+def test_plain_decoding_that_does_not_repeat_itself_is_a_violation() -> None:
+    decoder = FakeDecoder()
+    outputs = iter([(1, 2, 3), (1, 2, 4)])
+    decoder.decode = lambda *_: Decoded(next(outputs), DecodeStats(num_emitted=3, decode_s=1.0))  # type: ignore[method-assign]
+    with pytest.raises(LosslessViolation):
+        time_with_plain(decoder, SeededPrompt("p", (7, 1, 2)), [PLAIN, PLAIN])

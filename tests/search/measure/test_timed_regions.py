@@ -14,10 +14,12 @@ from layerskip.decoding.loop import DecodeLoop
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.rounds.device_round import DeviceRound
-from search.confirm.stage import ConfirmOptions, confirm
+from search.confirm.passes import ConfirmOptions, HeldOutPrompts
+from search.confirm.stage import confirm
 from search.measure.decoder import ModelDecoder
 from search.measure.pairs import PromptCase, measure_pair
 from search.study.leaderboard import Entry
+from search.study.prompts import EncodedPrompt
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 
@@ -44,7 +46,8 @@ def trial(model: LayerSkipModel) -> None:
 def confirmed(model: LayerSkipModel) -> None:
     entries = [Entry(config, {}, (0,), 3, 1.1, 1.0) for config in CONFIGS]
     options = ConfirmOptions(zoo.NUM_LAYERS, repeats=2, noise_sigma=0.02, seed=0)
-    found = confirm(ModelDecoder(model, NEW_TOKENS), [cases()], entries, options)
+    prompts = HeldOutPrompts([EncodedPrompt(case.prompt_id, None, case.prompt_ids) for case in cases()])
+    found = confirm(ModelDecoder(model, NEW_TOKENS), prompts, entries, options)
     reasons = [one.excluded for one in found.candidates if one.excluded]
     if reasons:
         raise RuntimeError("; ".join(reasons))
