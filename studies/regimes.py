@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.analysis.repetition import repeated_ngram_share
@@ -19,11 +20,17 @@ from layerskip.command_line.cli import OneLineParser, check_least, quiet_librari
 from layerskip.config.decode_config import WAYS, DecodeConfig, write_atomically
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
+from layerskip.decoding.stats import DecodeStats
+from layerskip.drafters.draft_weights import loaded_weights
+from layerskip.drafters.eagle_head import describe_eagle
 from layerskip.machine.host import cpu_name, git_commit
 from layerskip.model import LayerSkipModel
 from search.measure.decoder import ModelDecoder
+from search.measure.pairs import add_up
 from search.regime_run import regime_study
 from search.study.prompts import EncodedPrompt, continuation_seed
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,21 @@ class Row:
     num_prompts: int
     num_identical: int
     """Outputs that were plain decoding's."""
+    tokens_per_s: float
+    end_to_end: tuple[float, float, float]
+    """Speedup with the prompt's own forward in the seconds, and its interval."""
+    draft_cost: float | None
+    """A drafted token in plain steps; None without drafts."""
+    verify_cost: float | None
+    """A verification in plain steps, of as many tokens as were drafted."""
+    acceptance_rate: float | None
+    accepted_by_position: tuple[float, ...]
+    """Of the drafts at each place in a round, the share that was accepted."""
+    mean_accepted_length: float | None
+    extra_bytes: int
+    """Of weights beside the model's own."""
+    training_minutes: float
+    """Of these weights."""
     config: dict[str, Any]
 
 
@@ -84,8 +106,9 @@ def measure(
     """
     plain = DecodeConfig.plain(decoder.model.num_layers)
     names, configs = ["plain", *ways], [plain, *ways.values()]
-    seconds = np.zeros((repeats, len(prompts), len(names)))
+    decoding_s, whole_s = np.zeros((2, repeats, len(prompts), len(names)))
     texts, identical = [], dict.fromkeys(ways, 0)
+    stats: list[list[DecodeStats]] = [[] for _ in names]
     for row, prompt in enumerate(prompts):
         same = dict.fromkeys(names, True)
         for repeat in range(repeats):
@@ -95,19 +118,61 @@ def measure(
             for turn in range(len(names)):
                 place = (row + repeat + turn) % len(names)
                 out = decoder.decode(prompt.ids, configs[place], seed)
-                seconds[repeat, row, place] = out.stats.decode_s
+                decoding_s[repeat, row, place] = out.stats.decode_s
+                whole_s[repeat, row, place] = out.stats.prefill_s + out.stats.decode_s
+                stats[place].append(out.stats)
                 same[names[place]] &= out.ids == reference
         for name in ways:
             identical[name] += same[name]
-    typical = np.exp(np.log(seconds).mean(axis=0)) if decoder.is_sampled else np.median(seconds, axis=0)
+    plain_s = 1.0 / _rate(stats[0])
     rows = {}
     for place, (name, config) in enumerate(ways.items(), start=1):
-        ratios = (typical[:, 0] / typical[:, place]).tolist()
-        interval = ratio_interval(ratios, seed=0)
-        low, high = (interval.low, interval.high) if interval else (0.0, float("inf"))
-        told = config.model_dump(mode="json", exclude_none=True)
-        rows[name] = Row(geometric_mean(ratios), low, high, len(ratios), identical[name], told)
+        total = add_up(stats[place])
+        drafted = zip(total.accepted_by_position, total.drafted_by_position, strict=True)
+        extra_bytes, training_minutes = _weights_of(decoder.model, config)
+        rows[name] = Row(
+            *_speedup(decoding_s, place, is_sampled=decoder.is_sampled),
+            num_prompts=len(prompts),
+            num_identical=identical[name],
+            tokens_per_s=_rate(stats[place]),
+            end_to_end=_speedup(whole_s, place, is_sampled=decoder.is_sampled),
+            draft_cost=total.draft_s / total.num_drafted / plain_s if total.num_drafted else None,
+            verify_cost=total.verify_s / total.num_rounds / plain_s if total.num_rounds else None,
+            acceptance_rate=total.acceptance_rate,
+            accepted_by_position=tuple(round(right / count, 4) for right, count in drafted if count),
+            mean_accepted_length=total.mean_accepted_length,
+            extra_bytes=extra_bytes,
+            training_minutes=training_minutes,
+            config=config.model_dump(mode="json", exclude_none=True),
+        )
     return rows, repeated_ngram_share(texts)
+
+
+def _rate(stats: Sequence[DecodeStats]) -> float:
+    """Tokens/s of several runs, prompts apart."""
+    return sum(one.num_emitted - 1 for one in stats) / sum(one.decode_s for one in stats)
+
+
+def _speedup(seconds: Floats, place: int, *, is_sampled: bool) -> tuple[float, float, float]:
+    """Of a way over plain decoding, the first, and its interval over prompts. seconds: (repeats, prompts, ways)."""
+    typical = np.exp(np.log(seconds).mean(axis=0)) if is_sampled else np.median(seconds, axis=0)
+    ratios = (typical[:, 0] / typical[:, place]).tolist()
+    interval = ratio_interval(ratios, seed=0)
+    low, high = (interval.low, interval.high) if interval else (0.0, float("inf"))
+    return geometric_mean(ratios), low, high
+
+
+def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float]:
+    """(Bytes beside the model's own, minutes of training) that a config needs; 8-bit copies have a byte a weight."""
+    if config.draft_weights is None:
+        return (model.model.num_parameters() if config.computes_drafts and config.skip_mask.int8 else 0), 0.0
+    folder = Path(config.draft_weights.path)
+    record = folder / "training.json"
+    if record.exists():  # a whole model, as `studies.demo.make_model` makes it
+        minutes = float(json.loads(record.read_text(encoding="utf-8"))["training_minutes"])
+    else:
+        minutes = float(describe_eagle(folder)[1]["training"]["seconds"]) / 60
+    return loaded_weights(model.engine, config.draft_weights).nbytes, minutes
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -118,11 +183,32 @@ def table(result: Mapping[str, Any]) -> str:
         cells = []
         for one in regimes:
             row = one["rows"].get(name)
-            cells.append(f"{row['speedup']:.2f} ({row['low']:.2f}..{row['high']:.2f})" if row else "")
+            cells.append(_with_interval(row["speedup"], row["low"], row["high"]) if row else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     shares = [one["repeated_ngram_share"] for one in regimes]
     told = ["-" if share is None else f"{100 * share:.0f} %" for share in shares]
     return "\n".join([*lines, f"| *4-grams that were there before* | {' | '.join(told)} |"]) + "\n"
+
+
+def details(regime: Mapping[str, Any]) -> str:
+    """Markdown of one regime: what each way costs and what of it was right."""
+    heads = ("tokens/s", "speedup", "prompts included", "draft token", "verification", "accepted", "at places 1 to 4")
+    heads = (*heads, "tokens a round", "extra MB", "training, minutes")
+    lines = [f"| {regime['name']} | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
+    for name, row in regime["rows"].items():
+        places = " ".join(f"{one:.2f}" for one in row["accepted_by_position"][:4])
+        cells = [f"{row['tokens_per_s']:.0f}", _with_interval(row["speedup"], row["low"], row["high"])]
+        cells += [_with_interval(*row["end_to_end"])]
+        cells += ["" if (one := row[key]) is None else f"{one:.2f}" for key in ("draft_cost", "verify_cost")]
+        cells += ["" if row["acceptance_rate"] is None else f"{100 * row['acceptance_rate']:.0f} %", places]
+        cells += ["" if row["mean_accepted_length"] is None else f"{row['mean_accepted_length']:.2f}"]
+        cells += [f"{row['extra_bytes'] / 1e6:.1f}", f"{row['training_minutes']:.0f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return f"{value:.2f} ({low:.2f}..{high:.2f})"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,7 +260,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     }
     if arguments.out is not None:
         write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(table(result))
+    sys.stdout.write("\n".join([table(result), *map(details, found)]))
     return 0
 
 

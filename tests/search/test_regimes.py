@@ -22,8 +22,8 @@ from search import export, report
 from search.compact import read_lines
 from search.confirm.files import save_spec
 from search.confirm.held_out import HeldOut
-from search.confirm.regime_settings import read_regimes
 from search.confirm.passes import RACE_FROM
+from search.confirm.regime_settings import read_regimes
 from search.confirm.stored_config import stored_config
 from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.reference import Reference, ReferenceOptions, make_reference

@@ -9,7 +9,7 @@ from layerskip.config.decode_config import RegimeSetting
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from search.measure.decoder import ModelDecoder
 from search.study.prompts import EncodedPrompt
-from studies.regimes import Regime, measure, table, ways_in
+from studies.regimes import Regime, details, measure, table, ways_in
 from tests.layerskip import zoo
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
@@ -63,6 +63,17 @@ def test_rows_and_table() -> None:
         assert all(0 < row.low <= row.speedup <= row.high for row in rows.values())
         told = {name: asdict(row) for name, row in rows.items()}
         found.append({"name": regime.name, "rows": told, "repeated_ngram_share": share})
+        computed = rows["best layer_skip" if regime.sampling == GREEDY else "exported"]
+        assert computed.draft_cost > 0 < computed.verify_cost
+        assert 1 <= computed.mean_accepted_length <= 1 + computed.config["gamma"]
+        assert len(computed.accepted_by_position) <= computed.config["gamma"]
+        assert rows["n-grams as usual"].extra_bytes == rows["n-grams as usual"].training_minutes == 0
+        told = details(found[-1]).splitlines()
+        assert [line.split(" | ")[0].strip("| ") for line in told] == [
+            regime.name,
+            "---|---|---|---|---|---|---|---|---|---|---",
+            *rows,
+        ]
     lines = table({"regimes": found}).splitlines()
     assert lines[0] == "| way | greedy, 12 tokens | t0.7, 12 tokens |"
     assert [line.split(" | ")[0] for line in lines[2:]] == [
