@@ -39,7 +39,6 @@ DEFAULT_STRATEGIES = (
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    strategies = [*STRATEGIES, *(f"{OURS}:{part}" for part in ABLATIONS)]
     parser = OneLineParser(
         prog=f"python -m {PROG}",
         description="Run search strategies on tables of readings, where a config's worth is known exactly, and print "
@@ -49,7 +48,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", metavar="NAME", help="tables to run on [all that are there]")
     add("--costs", nargs="+", choices=sorted(COSTS), default=list(COSTS), help="machines [all]")
-    add("--strategies", nargs="+", choices=strategies, default=list(DEFAULT_STRATEGIES), help="who proposes")
+    add(
+        "--strategies",
+        nargs="+",
+        type=_strategy,
+        metavar="NAME",
+        default=list(DEFAULT_STRATEGIES),
+        help=f"who proposes, of {', '.join(STRATEGIES)}, or {OURS}:PART[+PART] without these parts of it, of "
+        f"{', '.join(ABLATIONS)}",
+    )
     add("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ... [1]")
     add("--trials", type=int, default=TRIALS, help=f"of each run [{TRIALS}]")
     add("--ablations", action="store_true", help="ours with each of its parts left out, instead of --strategies")
@@ -61,6 +68,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save-optima", action="store_true", help="keep optima that had to be enumerated beside the tables")
     add("--out", type=Path, help="JSON file of every run's scores and their means")
     return parser.parse_args(argv)
+
+
+def _strategy(text: str) -> str:
+    name, colon, parts = text.partition(":")
+    if name not in STRATEGIES or (colon and (name != OURS or not set(parts.split("+")) <= set(ABLATIONS))):
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(STRATEGIES)}, or {OURS}: and parts of {', '.join(ABLATIONS)}, got {text}"
+        )
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -96,9 +96,9 @@ ABLATIONS: dict[str, Patches] = {
 
 
 @contextmanager
-def left_out(name: str | None) -> Iterator[None]:
-    """Without this part of the search; with all of them without a name."""
+def left_out(names: str) -> Iterator[None]:
+    """Without these parts of the search, with a plus between them; with all of them where no name is given."""
     with ExitStack() as stack:
-        if name is not None:
+        for name in filter(None, names.split("+")):
             ABLATIONS[name](stack)
         yield

@@ -104,7 +104,7 @@ def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
 
     start = time.perf_counter()
     name, _, part = case.strategy.partition(":")
-    with left_out(part or None):
+    with left_out(part):
         opened_s = (run.by_ours if name == OURS else run.by_rival)(note) - start
         for count in wanted:
             leaders.setdefault(count, run.leader())
