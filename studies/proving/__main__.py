@@ -16,7 +16,7 @@ from layerskip.machine.host import git_commit
 from search.comparison.journal import Journal
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
-from studies.proving.ablations import ABLATIONS
+from studies.proving.ablations import ABLATIONS, AT_HALF_AND_DOUBLE
 from studies.proving.costs import COSTS
 from studies.proving.jobs import Job, scores_of
 from studies.proving.make import READINGS, SUFFIX
@@ -55,11 +55,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         default=list(DEFAULT_STRATEGIES),
         help=f"who proposes, of {', '.join(STRATEGIES)}, or {OURS}:PART[+PART] without these parts of it, of "
-        f"{', '.join(ABLATIONS)}",
+        f"{', '.join(ABLATIONS)}, or with a constant at half or double, as in {next(iter(AT_HALF_AND_DOUBLE))}",
     )
     add("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ... [1]")
     add("--trials", type=int, default=TRIALS, help=f"of each run [{TRIALS}]")
     add("--ablations", action="store_true", help="ours with each of its parts left out, instead of --strategies")
+    add("--constants", action="store_true", help="ours with each of its constants at half and double, likewise")
     add("--processes", type=int, default=2, help="runs at a time [2]")
     add("--noise", type=float, default=6.0, help="of a pair's ratio, in per cent [6]")
     add("--drift", type=float, default=10.0, help="swing of what verifying costs, in per cent [10]")
@@ -72,7 +73,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _strategy(text: str) -> str:
     name, colon, parts = text.partition(":")
-    if name not in STRATEGIES or (colon and (name != OURS or not set(parts.split("+")) <= set(ABLATIONS))):
+    if name not in STRATEGIES or (
+        colon and (name != OURS or not set(parts.split("+")) <= {*ABLATIONS, *AT_HALF_AND_DOUBLE})
+    ):
         raise argparse.ArgumentTypeError(
             f"must be one of {', '.join(STRATEGIES)}, or {OURS}: and parts of {', '.join(ABLATIONS)}, got {text}"
         )
@@ -99,7 +102,8 @@ def benchmark(args: argparse.Namespace) -> int:
     tables = load_tables(args.readings, args.models)
     optima = known_optima(args.readings, tables, saves=args.save_optima, tell=lambda name: _say(f"{name}: enumerating"))
     checkpoints = tuple(sorted({one for one in CHECKPOINTS if one < args.trials} | {args.trials}))
-    strategies = [OURS, *(f"{OURS}:{part}" for part in ABLATIONS)] if args.ablations else args.strategies
+    parts = [*(ABLATIONS if args.ablations else ()), *(AT_HALF_AND_DOUBLE if args.constants else ())]
+    strategies = [OURS, *(f"{OURS}:{part}" for part in parts)] if parts else args.strategies
     jobs = [
         Job(Case(model, table, COSTS[costs], strategy, seed, args.trials, noise), optima[model][costs], checkpoints)
         for seed in range(args.seeds)

@@ -12,8 +12,11 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from search.measure.decoder import Decoder
 from search.predict.replay import Settings, replay
+from search.study import leaderboard
 from search.study.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
+from search.trials import replay_proposer
 from studies.proving.__main__ import load_tables, main
+from studies.proving.ablations import CONSTANTS, left_out
 from studies.proving.costs import COSTS, QUIRK
 from studies.proving.make import READINGS
 from studies.proving.optima import FILE, fingerprint_of, known_optima
@@ -309,3 +312,16 @@ def test_optima_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"optima\.json: not optima in JSON"):
         known_optima(tmp_path, {"made": made_table()})
+
+
+def test_parts_are_left_out_and_constants_changed_together_and_come_back() -> None:
+    parents, prior = replay_proposer._NUM_PARENTS, leaderboard._INTERACTION_PRIOR
+    with left_out("no_repeats+double_num_parents+half_interaction_prior"):
+        assert 2 * parents == replay_proposer._NUM_PARENTS
+        assert prior / 2 == leaderboard._INTERACTION_PRIOR
+        assert replay_proposer.not_taken((), ()) == []
+    assert (parents, prior) == (replay_proposer._NUM_PARENTS, leaderboard._INTERACTION_PRIOR)
+    with pytest.raises(KeyError):
+        left_out("half_of_nothing").__enter__()
+    for name, module in CONSTANTS.items():
+        assert isinstance(getattr(module, name), int | float), f"{name} is no constant of {module.__name__} any more"
