@@ -58,19 +58,24 @@ def loaded_weights(engine: Any, weights: DraftWeights) -> LeanEagle | DraftModel
     return known[weights.path]
 
 
-def check_same_tokens(target: Any, draft: Any, name: str) -> None:
-    """Raises: ValueError unless both tokenizers give the same pieces the same ids; one that a model lacks is not
-    looked at."""
+def other_tokens(target: Any, draft: Any) -> str | None:
+    """A piece that two tokenizers give different ids, in words; None where there is none, or no tokenizer to ask."""
     if target is None or draft is None:
-        return
+        return None
     own, other = target.get_vocab(), draft.get_vocab()
     if own == other:
-        return
+        return None
     piece = min(own.items() ^ other.items(), key=lambda one: one[1])[0]
-    raise ValueError(
-        f"draft_weights: {name} must have the model's own tokenizer; {piece!r} is {_id_of(piece, other)} there and "
-        f"{_id_of(piece, own)} here"
-    )
+    return f"{piece!r} is {_id_of(piece, other)} there and {_id_of(piece, own)} here"
+
+
+def check_narrowing(draft: LeanEagle | DraftModel, weights: DraftWeights) -> None:
+    """Raises: ValueError if `draft_vocab` would count the ids of another tokenizer."""
+    if isinstance(draft, DraftModel) and draft.translation is not None and weights.draft_vocab is not None:
+        raise ValueError(
+            f"draft_weights.draft_vocab: must be left out where the draft model has another tokenizer, as "
+            f"{weights.path} has; got {weights.draft_vocab}"
+        )
 
 
 def _id_of(piece: str, vocabulary: dict[str, int]) -> str:
