@@ -20,10 +20,10 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.draft_weights import check_narrowing, describe_weights, other_tokens
+from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens
 from layerskip.drafters.eagle import LeanEagle
 from layerskip.drafters.eagle_head import load_eagle
-from layerskip.drafters.other_tokenizer import Translation
+from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
@@ -246,7 +246,11 @@ class LayerSkipModel:
         if known is None or known.fingerprint != weights.fingerprint:
             load = self._load_draft_model if weights.drafter == "draft_model" else self._load_eagle
             self._engine.draft_weights[weights.path] = load(weights)
-        check_narrowing(self._engine.draft_weights[weights.path], weights)
+        if weights.draft_vocab is not None and has_other_tokenizer(self._engine, weights):
+            raise ValueError(
+                "draft_weights.draft_vocab: must be left out where the draft model has another tokenizer, as "
+                f"{weights.path} has; got {weights.draft_vocab}"
+            )
 
     def _load_eagle(self, weights: DraftWeights) -> LeanEagle:
         if not isinstance(self._engine, StatesEngine):
@@ -278,7 +282,7 @@ class LayerSkipModel:
             translation = Translation(self.tokenizer, tokenizer, self._vocabulary_size)
             if translation.own.num_ids > known:
                 raise ValueError(
-                    f"draft_weights: the tokenizer of {weights.path} must have at most as many ids as its model, {known}, "
+                    f"draft_weights: the tokenizer of {weights.path} must have at most the {known} ids of its model, "
                     f"got {translation.own.num_ids}"
                 )
         return DraftModel(

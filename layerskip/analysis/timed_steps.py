@@ -13,6 +13,7 @@ from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings, make_drafter
 from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleDrafter
+from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import ForwardPlan, Starts
@@ -171,7 +172,7 @@ class _WeightsStep:
             draft_weights=weights,
         )
         drafter = make_drafter(config, engine, sampler)
-        assert isinstance(drafter, EagleDrafter | DraftModelDrafter)
+        assert isinstance(drafter, EagleDrafter | DraftModelDrafter | OtherTokenizerDrafter)
         self._engine, self._drafter, self._session, self._num_drafts = engine, drafter, drafter.begin(), num_drafts
         self._verification = verification
         self._model = loaded_weights(engine, weights)

@@ -11,7 +11,7 @@ import torch
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
-from layerskip.drafters.other_tokenizer import Translation
+from layerskip.drafters.translation import Translation
 from layerskip.engines.base import Engine
 from layerskip.huggingface.adapter import widened
 from layerskip.rounds.preparation import ForwardPlan, Starts

@@ -69,13 +69,10 @@ def other_tokens(target: Any, draft: Any) -> str | None:
     return f"{piece!r} is {_id_of(piece, other)} there and {_id_of(piece, own)} here"
 
 
-def check_narrowing(draft: LeanEagle | DraftModel, weights: DraftWeights) -> None:
-    """Raises: ValueError if `draft_vocab` would count the ids of another tokenizer."""
-    if isinstance(draft, DraftModel) and draft.translation is not None and weights.draft_vocab is not None:
-        raise ValueError(
-            f"draft_weights.draft_vocab: must be left out where the draft model has another tokenizer, as "
-            f"{weights.path} has; got {weights.draft_vocab}"
-        )
+def has_other_tokenizer(engine: Any, weights: DraftWeights) -> bool:
+    """Whether what was loaded of them for the model of this engine is a draft model with another tokenizer."""
+    found = loaded_weights(engine, weights)
+    return isinstance(found, DraftModel) and found.translation is not None
 
 
 def _id_of(piece: str, vocabulary: dict[str, int]) -> str:
