@@ -102,8 +102,9 @@ class OwnContext:
         """Those at the end that are no whole character yet."""
         self.num_read = 0
         """Of the target's tokens."""
-        self._end = ""
-        """The text that is encoded again with what follows."""
+        self._end, self._num_left_out = "", 0
+        """The text that is encoded again with what follows, and how many of its first tokens are but a blank that the
+        tokenizer puts before every text."""
         self._num_settled = self.first = len(self.ids)
         """Tokens before it; and before what follows the last special one."""
 
@@ -128,7 +129,7 @@ class OwnContext:
         if own is not None and not (self.ids == self._translation.own.start and own in self.ids):
             self.ids.append(own)
         self._num_settled = self.first = len(self.ids)
-        self._end, self.before = "", []
+        self._end, self._num_left_out, self.before = "", 0, []
 
     def _read(self, run: list[int], *, is_whole: bool = False) -> None:
         target, own = self._translation.target, self._translation.own
@@ -146,18 +147,21 @@ class OwnContext:
             recent = [*self.before, *taken]
             self.before = target.end_of(recent, 0)
             self._end += text
-            self.ids[self._num_settled :] = own.encode(self._end)
+            self.ids[self._num_settled :] = own.encode(self._end)[self._num_left_out :]
             self._settle()
 
     def _settle(self) -> None:
         end, ids = self._end, self.ids[self._num_settled :]
         if len(end) <= _ENCODED_AGAIN:
             return
+        own = self._translation.own
         for cut in range(len(end) - _KEPT, len(end) - _KEPT - _CUTS_TRIED, -1):
-            kept = self._translation.own.encode(end[cut:])
-            if kept and ids[-len(kept) :] == kept:
-                self._end = end[cut:]
-                self._num_settled += len(ids) - len(kept)
-                return
+            whole = own.encode(end[cut:])
+            for left_out in (0, 1):
+                kept = whole[left_out:]
+                if kept and ids[-len(kept) :] == kept and own.decode(kept) == end[cut:]:
+                    self._end, self._num_left_out = end[cut:], left_out
+                    self._num_settled += len(ids) - len(kept)
+                    return
         if len(end) > 2 * _ENCODED_AGAIN:  # one word without an end
-            self._num_settled, self._end = len(self.ids), ""
+            self._num_settled, self._end, self._num_left_out = len(self.ids), "", 0
