@@ -80,7 +80,7 @@ class OtherTokenizerSession:
         checked = (len(own.before) + 1) // 2
         if ends[len(ends) - checked :] != own.before[len(own.before) - checked :]:
             return None
-        found = self._draft(text, ends, limit, min(room, _OWN_FOR_ONE * limit))
+        found = self._draft(text, ends, limit, min(room, _OWN_FOR_ONE * self._drafter.gamma))
         return Draft(torch.tensor(found)) if found else None
 
     def _draft(self, text: str, ends: list[int], limit: int, room: int) -> list[int]:
