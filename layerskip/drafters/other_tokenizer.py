@@ -8,6 +8,7 @@ from itertools import takewhile
 
 import torch
 
+from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
 from layerskip.drafters.draft_model import DraftModel
@@ -42,9 +43,10 @@ class OtherTokenizerDrafter(ChainDrafter[WeightsSettings]):
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (drafting is timed apart as it is)
         if rounds := starts.rounds:
+            engine, mask = self._model.engine, SkipMask.none(self._model.num_layers)
             # A text may be shorter in its tokens, too.
-            own = range(rounds.start // _OWN_FOR_ONE, _OWN_FOR_ONE * rounds.stop)
-            self._model.engine.prepare([ForwardPlan(None, count, own) for count in _USUAL_CATCH_UP])
+            own = range(rounds.start // _OWN_FOR_ONE, min(_OWN_FOR_ONE * rounds.stop, engine.cache.capacity))
+            engine.prepare([ForwardPlan(mask, count, own) for count in _USUAL_CATCH_UP])
 
     def begin(self) -> OtherTokenizerSession:
         return OtherTokenizerSession(self, self._model, self._translation)

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, again, check_counters
 from tests.layerskip.huggingface.test_adapter import PlantedError
 from tests.layerskip.rounds.test_broken_rounds import failing
+from tests.layerskip.tape import TapeRecorder, on_graphs
 from tests.layerskip.tokenizers import (
     KINDS,
     MAX_POSITIONS,
@@ -73,6 +75,25 @@ def test_greedy_equals_generate(name: str) -> None:
             total.update(drafted=out.stats.num_drafted - out.stats.num_looked_up)
             total.update(kept=out.stats.num_accepted - out.stats.num_looked_up_accepted)
     assert 0.1 * total["drafted"] < total["kept"] < total["drafted"]
+
+
+@pytest.mark.parametrize("more", STATES, ids=["greedy", "sampled"])
+def test_both_may_run_on_recorded_steps(more: dict[str, Any]) -> None:
+    own = target_of("byte_level")
+    model = on_graphs(LayerSkipModel(own.model, own.tokenizer, engine="eager"), TapeRecorder(), lean=True)
+    draft = loaded(model, "byte_fallback")
+    small = LayerSkipModel(target_of("byte_fallback").model, engine="eager")
+    weights = weights_of("byte_fallback")
+    on_tape = on_graphs(small, TapeRecorder(), lean=True).engine
+    model.engine.draft_weights[weights.path] = replace(draft, engine=on_tape)
+    for config in configs_of(weights):
+        plain = own.generate("The reader", max_new_tokens=30, config=DecodeConfig.plain(2), **more)
+        out = model.generate("The reader", max_new_tokens=30, config=config, **more)
+        assert out.ids == plain.ids
+        assert out.stats.num_accepted
+        made = on_tape.num_preparations
+        assert model.generate("The reader", max_new_tokens=30, config=config, **more).ids == plain.ids
+        assert on_tape.num_preparations == made
 
 
 @pytest.mark.parametrize("place", range(4))
