@@ -85,6 +85,26 @@ class OtherTokenizerSession:
         found = self._draft(text, ends, limit, min(room, _OWN_FOR_ONE * self._drafter.gamma))
         return Draft(torch.tensor(found)) if found else None
 
+    def rehearse(self, context: Sequence[int], count: int) -> None:
+        """What so many drafts take wherever the text ends, for timing: as many of its own tokens as this text has for
+        so many of the target's."""
+        own, both = self._context, self._translation
+        self._num_same = min(self._num_same, own.follow(context))
+        if not own.ids:
+            return
+        text, before, drafted = both.target.decode(own.before), both.own.end_of(own.ids, own.first), list[int]()
+        room = self._model.engine.cache.capacity - len(own.ids) + 1
+        self._catch_up()
+        both.target.encode(text)
+        for token, _ in self._drafter.steps(own.ids, min(room, max(1, round(count * self.own_for_one))), self._go_on):
+            drafted.append(int(token))
+            both.target.encode(text + both.own.after(before, drafted))
+
+    @property
+    def own_for_one(self) -> float:
+        """Own tokens of the text to one of the target's."""
+        return len(self._context.ids) / max(1, self._context.num_read)
+
     def _draft(self, text: str, ends: list[int], limit: int, room: int) -> list[int]:
         """Up to `limit` tokens of the target's behind `text`, whose tokens are `ends`; at most `room` of the own."""
         own, both = self._context, self._translation

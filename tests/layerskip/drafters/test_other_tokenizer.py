@@ -21,6 +21,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask, generate
 from layerskip.config.decode_config import DraftWeights
 from layerskip.config.lookup_settings import PromptLookup
 from layerskip.drafters.chain import WeightsSettings
+from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import describe_weights, loaded_weights
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerSession
 from layerskip.drafters.translation import OwnContext, TokenText, Translation
@@ -365,6 +366,31 @@ def test_it_computes_what_it_would_from_scratch() -> None:
                 session.forget_from(seen - 2)
             seen += draw.randint(1, 6)
     assert fewer
+
+
+def test_what_is_timed_is_drafted_wherever_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text whose end is encoded otherwise gets no proposal, and would seem to cost nothing."""
+    model = target_of("byte_level")
+    draft = loaded(model, "byte_fallback")
+    drafter = OtherTokenizerDrafter(draft, draft.translation, Sampler(SamplingParams()), WeightsSettings(4))
+    ids = [*model.encode(TEXT), *(token for letter in "The" for token in model.encode(letter))]
+    forwards: list[int] = []
+    monkeypatch.setattr(type(draft), "forward", lambda self, ids: forwards.append(len(ids)) or go_on(self, ids))
+    with torch.inference_mode(), drafter.session(200):
+        session = drafter.begin()
+        assert session.propose(ids, 4, None) is None
+        assert not forwards
+        session.rehearse(ids, 1)
+        session.forget_from(len(ids) - 3)
+        del forwards[:]
+        session.rehearse(ids, 4)
+    assert session.own_for_one == pytest.approx(1.8, abs=0.4)
+    assert len(forwards) == round(4 * session.own_for_one)
+    assert forwards[0] <= 3
+    assert set(forwards[1:]) == {1}
+
+
+go_on = DraftModel.forward
 
 
 def test_a_draft_ends_at_an_unsure_token_of_its_own() -> None:
