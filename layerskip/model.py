@@ -20,9 +20,10 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.draft_weights import check_same_tokens, describe_weights
+from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens
 from layerskip.drafters.eagle import LeanEagle
 from layerskip.drafters.eagle_head import load_eagle
+from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
@@ -245,6 +246,11 @@ class LayerSkipModel:
         if known is None or known.fingerprint != weights.fingerprint:
             load = self._load_draft_model if weights.drafter == "draft_model" else self._load_eagle
             self._engine.draft_weights[weights.path] = load(weights)
+        if weights.draft_vocab is not None and has_other_tokenizer(self._engine, weights):
+            raise ValueError(
+                "draft_weights.draft_vocab: must be left out where the draft model has another tokenizer, as "
+                f"{weights.path} has; got {weights.draft_vocab}"
+            )
 
     def _load_eagle(self, weights: DraftWeights) -> LeanEagle:
         if not isinstance(self._engine, StatesEngine):
@@ -253,7 +259,7 @@ class LayerSkipModel:
         return LeanEagle(load_eagle(weights, self.model, self.weights_fingerprint()), weights.fingerprint)
 
     def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
-        """Raises: ValueError if it is another one now, or has another tokenizer."""
+        """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""
         found = describe_weights(weights.path)
         if (found.drafter, found.fingerprint) != (weights.drafter, weights.fingerprint):
             raise ValueError(
@@ -262,7 +268,7 @@ class LayerSkipModel:
             )
         dtype = str(self.dtype).removeprefix("torch.")
         model, tokenizer = load_pretrained(locate_weights(weights.path), device=str(self.device), dtype=dtype)
-        check_same_tokens(self.tokenizer, tokenizer, weights.path)
+        difference = other_tokens(self.tokenizer, tokenizer)
         adapter = ModelAdapter(model)
         known = int(model.get_input_embeddings().weight.shape[0])
         if None in (self.tokenizer, tokenizer) and known != self._vocabulary_size:
@@ -270,14 +276,24 @@ class LayerSkipModel:
                 f"draft_weights: without tokenizers to compare, {weights.path} must know as many tokens as the model, "
                 f"{self._vocabulary_size}, got {known}"
             )
+        translation = None
+        if difference is not None:
+            logger.info("%s has another tokenizer (%s): what it drafts is encoded anew", weights.path, difference)
+            translation = Translation(self.tokenizer, tokenizer, self._vocabulary_size)
+            if translation.own.num_ids > known:
+                raise ValueError(
+                    f"draft_weights: the tokenizer of {weights.path} must have at most the {known} ids of its model, "
+                    f"got {translation.own.num_ids}"
+                )
         return DraftModel(
             make_engine("auto", adapter).engine,
             weights.fingerprint,
             num_layers=adapter.num_layers,
             num_tokens=known,
-            vocabulary=self.vocab_size,
+            vocabulary=self.vocab_size if translation is None else translation.own.num_ids,
             max_positions=adapter.max_positions,
             nbytes=sum(one.nbytes for one in model.parameters()),
+            translation=translation,
         )
 
     def check_text_store(self, store: TextStore | None) -> None:

@@ -19,7 +19,7 @@ from layerskip.config.decode_config import (
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
-from layerskip.drafters.draft_weights import describe_weights
+from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer
 from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine.host import package_version
 from search.budget.pace import Pace, measure_pace
@@ -112,6 +112,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         int8=model.can_int8 if spec.int8 is None else spec.int8,
         drafters=_ways(spec, weights),
         draft_weights=weights,
+        narrows_weights=not any(has_other_tokenizer(model.engine, one) for one in weights),
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
 

@@ -13,6 +13,7 @@ from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings, make_drafter
 from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleDrafter
+from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerSession
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import ForwardPlan, Starts
@@ -171,7 +172,7 @@ class _WeightsStep:
             draft_weights=weights,
         )
         drafter = make_drafter(config, engine, sampler)
-        assert isinstance(drafter, EagleDrafter | DraftModelDrafter)
+        assert isinstance(drafter, EagleDrafter | DraftModelDrafter | OtherTokenizerDrafter)
         self._engine, self._drafter, self._session, self._num_drafts = engine, drafter, drafter.begin(), num_drafts
         self._verification = verification
         self._model = loaded_weights(engine, weights)
@@ -199,12 +200,19 @@ class _WeightsStep:
             self._verification.place(end)
         self._engine.cache.rollback_to(len(end.text_ids))
         if not self._has_begun:  # the text up to here is not to be timed
-            self._session.propose([*end.text_ids, end.next_id], 1, None)
+            self._propose(end, 1)
             self._has_begun = True
         self._session.forget_from(max(0, len(end.text_ids) - _TAKEN_A_ROUND))
 
+    def _propose(self, end: TextEnd, count: int) -> None:
+        context = [*end.text_ids, end.next_id]
+        if isinstance(self._session, OtherTokenizerSession):  # which need not propose anything here
+            self._session.rehearse(context, count)
+        else:
+            self._session.propose(context, count, None)
+
     def run(self, end: TextEnd) -> None:
-        self._session.propose([*end.text_ids, end.next_id], self._num_drafts, None)
+        self._propose(end, self._num_drafts)
         if self._verification is not None:
             self._verification.run(end)
 

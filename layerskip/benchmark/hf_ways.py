@@ -15,6 +15,7 @@ from layerskip.benchmark.names import HF_ASSISTANT, HF_COMPILED, HF_EARLY_EXIT, 
 from layerskip.benchmark.ways import CannotRun, Refused, Sample, Stopwatch
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.hub import locate_weights
+from layerskip.drafters.draft_weights import other_tokens
 from layerskip.huggingface.loading import load_pretrained
 from layerskip.model import LayerSkipModel
 
@@ -172,15 +173,19 @@ def _early_exit(model: LayerSkipModel, config: DecodeConfig, exit_layer: int) ->
 
 
 def _assistant(model: LayerSkipModel, config: DecodeConfig, weights: DraftWeights) -> HuggingFaceWay:
-    """The same draft model; `generate` reads what it follows from that model's generation config."""
+    """The same draft model; `generate` reads what it follows from that model's generation config. With another
+    tokenizer it is told of both, and encodes anew what is drafted, as ours does."""
     dtype = str(model.dtype).removeprefix("torch.")
-    assistant: Any = load_pretrained(locate_weights(weights.path), device=str(model.device), dtype=dtype)[0]
+    loaded = load_pretrained(locate_weights(weights.path), device=str(model.device), dtype=dtype)
+    assistant: Any = loaded[0]
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = config.gamma, "constant"
     settings.assistant_confidence_threshold = config.draft_threshold
-    way = HuggingFaceWay(HF_ASSISTANT, model, {"assistant_model": assistant})
+    other = {"assistant_tokenizer": loaded[1]} if other_tokens(model.tokenizer, loaded[1]) else {}
+    way = HuggingFaceWay(HF_ASSISTANT, model, {"assistant_model": assistant, **other})
     way.settings = {
         "assistant_model": weights.path,
+        **({"assistant_tokenizer": weights.path} if other else {}),
         "num_assistant_tokens": config.gamma,
         "assistant_confidence_threshold": config.draft_threshold,
     }

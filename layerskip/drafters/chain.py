@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -66,19 +66,26 @@ class ChainDrafter(Generic[SettingsT]):
     def chain(
         self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Up to `count` tokens (1,) after the context.
+        """Up to `count` tokens (1,) after the context; see `steps`."""
+        return [token for token, _ in self.steps(context, count, next_logits)]
+
+    def steps(
+        self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, float | None]]:
+        """One token (1,) after the other, up to `count`, and the top probability where a threshold looks at it.
 
         next_logits: (1, V) after the token just drafted, or after the context for None. Cost: one device sync a token
         with a threshold or a penalty, else none.
         """
         sampler, threshold = self._sampler, self._settings.draft_threshold
-        seen, tokens = list(context), list[torch.Tensor]()
         needs_ids = sampler.params.repetition_penalty != 1.0
+        seen, last = list(context) if needs_ids else context, None
         for place in range(len(context), len(context) + count):
-            logits = sampler.shape(next_logits(tokens[-1] if tokens else None), seen)
-            tokens.append(sampler.choose(logits, place))
+            logits = sampler.shape(next_logits(last), seen)
+            last = sampler.choose(logits, place)
             if needs_ids:
-                seen.append(int(tokens[-1]))
-            if threshold > 0.0 and float(top_probability(logits)) < threshold:
+                seen = [*seen, int(last)]
+            sure = float(top_probability(logits)) if threshold > 0.0 else None
+            yield last, sure
+            if sure is not None and sure < threshold:
                 break
-        return tokens

@@ -13,6 +13,7 @@ from layerskip.drafters.eagle import EagleDrafter
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
 from layerskip.drafters.lookup import LookupDrafter
+from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter
 from layerskip.drafters.text_store import TextStore
 from layerskip.engines import Engine
 from layerskip.engines.states import StatesEngine
@@ -51,12 +52,14 @@ def make_drafter(
 
 def _by_weights(
     weights: DraftWeights, config: DecodeConfig, engine: Engine, sampler: Sampler
-) -> EagleDrafter | DraftModelDrafter:
+) -> EagleDrafter | DraftModelDrafter | OtherTokenizerDrafter:
     settings = WeightsSettings(
         config.gamma, config.draft_threshold, config.target_threshold, draft_vocab=weights.draft_vocab
     )
     found = loaded_weights(engine, weights)
     if isinstance(found, DraftModel):
+        if found.translation is not None:
+            return OtherTokenizerDrafter(found, found.translation, sampler, settings)
         return DraftModelDrafter(found, sampler, settings)
     # Not checked by its class: a benchmark wraps engines to time their forwards.
     return EagleDrafter(found, cast(StatesEngine, engine), sampler, settings)

@@ -11,6 +11,7 @@ import torch
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
+from layerskip.drafters.translation import Translation
 from layerskip.engines.base import Engine
 from layerskip.huggingface.adapter import widened
 from layerskip.rounds.preparation import ForwardPlan, Starts
@@ -37,6 +38,8 @@ class DraftModel:
     """Longest text that it is made for; beyond it nothing is drafted."""
     nbytes: int
     """Of the weights."""
+    translation: Translation | None = None
+    """Where its tokenizer is another one; its ids and vocabulary are then its own."""
 
     def room_after(self, length: int, wanted: int) -> int:
         """How many of the wanted tokens it may draft after a text of this length."""

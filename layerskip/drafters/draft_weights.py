@@ -58,19 +58,21 @@ def loaded_weights(engine: Any, weights: DraftWeights) -> LeanEagle | DraftModel
     return known[weights.path]
 
 
-def check_same_tokens(target: Any, draft: Any, name: str) -> None:
-    """Raises: ValueError unless both tokenizers give the same pieces the same ids; one that a model lacks is not
-    looked at."""
+def other_tokens(target: Any, draft: Any) -> str | None:
+    """A piece that two tokenizers give different ids, in words; None where there is none, or no tokenizer to ask."""
     if target is None or draft is None:
-        return
+        return None
     own, other = target.get_vocab(), draft.get_vocab()
     if own == other:
-        return
+        return None
     piece = min(own.items() ^ other.items(), key=lambda one: one[1])[0]
-    raise ValueError(
-        f"draft_weights: {name} must have the model's own tokenizer; {piece!r} is {_id_of(piece, other)} there and "
-        f"{_id_of(piece, own)} here"
-    )
+    return f"{piece!r} is {_id_of(piece, other)} there and {_id_of(piece, own)} here"
+
+
+def has_other_tokenizer(engine: Any, weights: DraftWeights) -> bool:
+    """Whether what was loaded of them for the model of this engine is a draft model with another tokenizer."""
+    found = loaded_weights(engine, weights)
+    return isinstance(found, DraftModel) and found.translation is not None
 
 
 def _id_of(piece: str, vocabulary: dict[str, int]) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing import DraftReadings
+from layerskip.analysis.teacher_forcing.by_other_tokenizer import NOTHING
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.decoding.stats import DecodeStats
@@ -213,7 +214,7 @@ def walk(
                 emitted += accepted + 1
                 continue
             room = min(gamma, most)
-            if rows.target_probs[text, row] < config.target_threshold:
+            if rows.target_probs[text, row] < config.target_threshold or reading.confidence[0, text, row] == NOTHING:
                 room = 0
             drafted, wrong, unsure = 0, False, False
             while drafted < room and not wrong and not unsure:
@@ -321,7 +322,8 @@ class _Steps:
         self.rows, self.settings, self._lookups = rows, settings, lookups
         self.num_texts = len(rows.lengths)
         levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
-        self._until_unsure = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
+        until = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
+        self._until_unsure = np.where(confidence[0] == NOTHING, -1, until)
         self._unsure_target = rows.target_probs[None] < np.unique(settings.target_threshold)[:, None, None]
         self._target_level = np.unique(settings.target_threshold, return_inverse=True)[1]
 

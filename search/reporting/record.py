@@ -142,6 +142,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=_weights_of(trials, drafters),
+        narrows_weights=WEIGHTS_DRAFT_VOCAB in seen,
     )
 
 

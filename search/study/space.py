@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ class SearchSpace:
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
     draft_weights: tuple[DraftWeights, ...] = ()
     """What ways to draft by trained weights draft by. Of several for one drafter, a parameter says which."""
+    narrows_weights: bool = field(default=True, repr=False)
+    """Whether `draft_vocabs` are for these too: not if one of them has another tokenizer."""
 
     def __post_init__(self) -> None:
         check_ways(self.drafters)
@@ -101,6 +103,7 @@ class SearchSpace:
         drafters: Sequence[str] = ("layer_skip",),
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
         draft_weights: Sequence[DraftWeights] = (),
+        narrows_weights: bool = True,
     ) -> SearchSpace:
         """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
         whole: tuple[bool, ...] = model.whole_layers_only
@@ -119,6 +122,7 @@ class SearchSpace:
             drafters=tuple(drafters),
             lookup_gamma_max=lookup_gamma_max,
             draft_weights=tuple(draft_weights),
+            narrows_weights=narrows_weights,
         )
 
     @property
@@ -139,8 +143,12 @@ class SearchSpace:
 
     @property
     def narrowings(self) -> tuple[int | None, ...]:
-        """What `draft_vocab` may be."""
-        return (None, *self.draft_vocabs[1:])
+        """What `draft_vocab` of draft weights may be."""
+        return (None, *self._weights_vocabs[1:])
+
+    @property
+    def _weights_vocabs(self) -> tuple[int, ...]:
+        return self.draft_vocabs if self.narrows_weights else ()
 
     @property
     def uses_weights(self) -> bool:
@@ -201,8 +209,8 @@ class SearchSpace:
                 WEIGHTS_DRAFT_THRESHOLD: threshold,
                 WEIGHTS_TARGET_THRESHOLD: threshold,
             }
-            if self.draft_vocabs:
-                found[WEIGHTS_DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
+            if self._weights_vocabs:
+                found[WEIGHTS_DRAFT_VOCAB] = CategoricalDistribution(self._weights_vocabs)
             found |= {
                 weights_of(one): CategoricalDistribution(self._names_of(one))
                 for one in TRAINED
@@ -232,7 +240,7 @@ class SearchSpace:
             names += [DRAFT_INT8] if self.int8 else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
-            names += [WEIGHTS_DRAFT_VOCAB] if self.draft_vocabs else []
+            names += [WEIGHTS_DRAFT_VOCAB] if self._weights_vocabs else []
             names += [weights_of(kind)] if self._has_choice(kind := trained_by(drafter)) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
@@ -353,7 +361,7 @@ class SearchSpace:
                 WEIGHTS_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
                 WEIGHTS_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
             }
-            if self.draft_vocabs:
+            if self._weights_vocabs:
                 params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
             if self._has_choice(drafter):
                 fingerprint = config.draft_weights.fingerprint

@@ -13,7 +13,7 @@ import pytest
 from optuna.trial import FrozenTrial
 from safetensors.torch import load_file, save_file
 
-from layerskip import DecodeConfig, LayerSkipModel, train
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, train
 from layerskip.drafters.draft_weights import describe_weights
 from search import report, run
 from search.storages.opening import open_storage
@@ -141,6 +141,38 @@ def test_several_weights_compete_in_one_study(
     fewer = [*tiny_study, "--drafters", "draft_model", "--force", "--draft-weights", str(draft_models[0])]
     assert run.main([*fewer, "--trials", "15"]) == 2
     assert "draft_weights was" in capsys.readouterr().err
+
+
+def test_a_draft_model_with_another_tokenizer_is_searched_too(
+    draft_models: tuple[Path, Path], tiny_study: list[str], tmp_path: Path
+) -> None:
+    """The same model, whose words have their ids the other way round."""
+    folder = shutil.copytree(draft_models[0], tmp_path / "turned")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: len(words) - 1 - i for word, i in words.items()}
+    for one in tokenizer["added_tokens"]:
+        one["id"] = len(words) - 1 - one["id"]
+    file.write_text(json.dumps(tokenizer))
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    given = ["--drafters", "draft_model,hybrid_draft_model", "--draft-weights", str(folder), "--force", "--trials", "5"]
+    assert run.main([*tiny_study, *given]) in (0, 1)
+    trials = trials_of(tmp_path / "study")
+    assert len(trials) == 5
+    assert {one.user_attrs["draft_weights"]["path"] for one in trials} == {str(folder)}
+    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
+    assert summary["replay"]["exact_share"] > 0.5
+    config = DecodeConfig(
+        drafter="draft_model", skip_mask=SkipMask.none(4), gamma=3, draft_weights=describe_weights(folder)
+    )
+    model = LayerSkipModel.from_pretrained(tiny_study[tiny_study.index("--model") + 1], device="cpu", engine="fused")
+    out = model.generate("w1 w2 w3", max_new_tokens=12, config=config)
+    assert out.ids == model.generate("w1 w2 w3", max_new_tokens=12).ids
+    assert out.stats.num_drafted
 
 
 def test_weights_that_nothing_drafts_by_or_that_are_the_same_are_refused(

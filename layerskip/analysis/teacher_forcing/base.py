@@ -142,6 +142,9 @@ class TeacherForcing(ABC):
         if isinstance(drafted_by, SkipMask):
             found = self.draft_logits(drafted_by, depth, texts)
         else:
+            proposed = [self._by_weights.proposals(drafted_by, i, depth, self._samplers[i]) for i in places]
+            if known := [one for one in proposed if one is not None]:
+                return self._collect(known)
             found = (self._by_weights.logits(drafted_by, i, depth) for i in places)
         for i, logits in zip(places, found, strict=True):
             text, ids = self.texts[i], self._continuations[i]
@@ -218,7 +221,13 @@ class TeacherForcing(ABC):
         added = [0] * len(wrong)
         for i in sorted({one.text for one in wrong}):
             own = [place for place, one in enumerate(wrong) if one.text == i]
-            room = max(wrong[place].drafted + 1 + wrong[place].room for place in own)
+            rounds = [(wrong[p].row - wrong[p].drafted, wrong[p].drafted + 1 + wrong[p].room) for p in own]
+            counts = self._by_weights.proposed_after(weights, i, rounds, threshold, self._samplers[i])
+            if counts is not None:
+                for place, count in zip(own, counts, strict=True):
+                    added[place] = max(0, count - wrong[place].drafted - 1)
+                continue
+            room = max(most for _, most in rounds)
             with self._by_weights.chains(weights, i, room) as chains:
                 for place in sorted(own, key=lambda one: wrong[one].drafted - wrong[one].row):
                     added[place] = self._go_on(chains, wrong[place], threshold)

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from layerskip.analysis.teacher_forcing.by_draft_model import draft_model_chains, draft_model_logits
+from layerskip.analysis.teacher_forcing.by_other_tokenizer import proposals, proposed_after
 from layerskip.analysis.teacher_forcing.rows import ChooseNext, ForcedText
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import LeanEagle, LeanEagleText
+from layerskip.rounds.sampling import Sampler
 
 _DEPTH = 7
 """Drafts into a round that are read at least. Each costs a layer over the text, and their acceptance falls from one to
@@ -69,6 +71,25 @@ class WeightsForcing:
         hidden = torch.stack([step[0, start - 1 - first :][:count] for step in steps])
         logits: torch.Tensor = self._engine.unembed(head.norm(hidden.flatten(0, 1)), weights.draft_vocab)
         return logits.view(len(steps), count, -1)
+
+    @torch.inference_mode()
+    def proposals(self, weights: DraftWeights, i: int, depth: int, sampler: Sampler) -> torch.Tensor | None:
+        """See `proposals`, as deep as asked for or else some tokens; None where the draft's logits are the target's
+        tokens' and `logits` tells more."""
+        head = loaded_weights(self._engine, weights)
+        if not isinstance(head, DraftModel) or head.translation is None:
+            return None
+        return proposals(head, head.translation, self._texts[i], sampler, (depth or _DEPTH) + 1)
+
+    @torch.inference_mode()
+    def proposed_after(
+        self, weights: DraftWeights, i: int, rounds: Sequence[tuple[int, int]], threshold: float, sampler: Sampler
+    ) -> list[int] | None:
+        """See `proposed_after`; None as for `proposals`."""
+        head = loaded_weights(self._engine, weights)
+        if not isinstance(head, DraftModel) or head.translation is None:
+            return None
+        return proposed_after(head, head.translation, self._texts[i], sampler, rounds, threshold)
 
     @contextmanager
     def chains(self, weights: DraftWeights, i: int, room: int) -> Iterator[Chains]:

@@ -45,6 +45,7 @@ from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else
 from layerskip.decoding.stats import DecodeStats
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
+from tests.layerskip.tokenizers import KINDS, target_of, weights_of
 
 EARLY_EXIT = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3, draft_threshold=0.1)
 PROMPTS = [(f"p{i}", zoo.prompt_of(length)) for i, length in enumerate((5, 9, 3))]
@@ -341,6 +342,24 @@ def test_a_draft_model_is_compared_with_transformers_assisted_generation() -> No
         "assistant_confidence_threshold": 0.2,
     }
     assert rows["hf_assistant"]["identical"] == rows["speculative"]["identical"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_with_another_tokenizer_is_compared_with_transformers_universal_assisted_generation(kind: str) -> None:
+    model = target_of(kind)
+    config = DecodeConfig(
+        drafter="draft_model",
+        skip_mask=SkipMask.none(model.num_layers),
+        gamma=3,
+        draft_weights=weights_of(next(one for one in KINDS if one != kind)),
+    )
+    texts = ("The reader opens", "The writer closes the file again.")
+    prompts = [(one, tuple(model.encode(one))) for one in texts]
+    names = ("hf_assistant", "speculative", "draft_model", "hybrid")
+    result = run_benchmark(model, config, prompts, Plan(12, 1, names))
+    rows = {row["name"]: row for row in result.rows}
+    assert rows["hf_assistant"]["settings"]["assistant_tokenizer"] == config.draft_weights.path
+    assert [rows[one]["identical"] for one in ("hf_assistant", "speculative", "hybrid")] == [2, 2, 2]
 
 
 NO_WEIGHTS = {one: f"the config has no draft weights of {one}" for one in ("eagle", "draft_model")}

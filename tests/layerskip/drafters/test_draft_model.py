@@ -119,8 +119,9 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         model.check_config(config_of(other))
     model.tokenizer = tokenizer(zoo.VOCAB)
     tokenizer(zoo.VOCAB, "new").save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match=r"must have the model's own tokenizer; .* is (no )?token"):
-        model.check_config(config_of(describe_weights(tmp_path / "draft")))
+    other_tokens = config_of(describe_weights(tmp_path / "draft").narrowed(8))
+    with pytest.raises(ValueError, match=r"draft_vocab: must be left out where the draft model has another tokenizer"):
+        model.check_config(other_tokens)
     empty = tmp_path / "empty"
     empty.mkdir()
     shutil.copy(tmp_path / "larger" / "config.json", empty)

@@ -19,9 +19,9 @@ from search.predict.predictor import Predictor
 from search.predict.replay import TextRows, live_counts
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
-from tests.layerskip import zoo
+from tests.layerskip import tokenizers, zoo
 
-NEW_TOKENS = 24
+NEW_TOKENS, VOCABULARY = 24, 2_048
 GREEDY, WARM = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8, top_k=0)
 
 
@@ -92,6 +92,58 @@ def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams,
     best = predictor.best_by_weights(weights, [None], count=3)
     assert [one.config.way for one in best] == [drafter] * 3
     assert best[0].speedup >= best[-1].speedup > 1.0
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["words", *tokenizers.KINDS])
+def test_a_draft_model_with_another_tokenizer_is_replayed_nearly(kind: str, params: SamplingParams) -> None:
+    """Exactly where the words are the same. Else a shorter draft may be encoded differently at its end."""
+    if kind == "words":
+        model, weights = tokenizers.words_of("llama fused")
+        prompts = [zoo.prompt_of(5, seed=i) for i in range(4)]
+    else:
+        model, weights = tokenizers.target_of(kind), tokenizers.weights_of(*{*tokenizers.KINDS} - {kind})
+        prompts = [tuple(model.encode(one)) for one in ("The reader opens", "日本語 and", "    def", "Don't")]
+    own: dict[str, Any] = {"skip_mask": SkipMask.none(model.num_layers), "draft_weights": weights}
+    lookup = SuffixLookup(min_match=1, gamma=3, target_threshold=0.2)
+    every = [
+        DecodeConfig(drafter="draft_model", gamma=3, **own),
+        DecodeConfig(drafter="draft_model", gamma=8, **own),
+        DecodeConfig(drafter="draft_model", gamma=6, draft_threshold=0.4, target_threshold=0.2, **own),
+        DecodeConfig(drafter="hybrid", gamma=5, draft_threshold=0.3, lookup=lookup, **own),
+    ]
+    decoder = ModelDecoder(model, NEW_TOKENS, params)
+    plain = DecodeConfig.plain(model.num_layers)
+    texts = [ForcedText(one, decoder.decode(one, plain, seed).ids, seed) for seed, one in enumerate(prompts)]
+    model.check_config(every[0])
+    forcing = make_teacher_forcing(model, texts, params)
+    rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), NEW_TOKENS)
+    where = SearchSpace(
+        model.num_layers, 8, (), (), (), drafters=("draft_model", "hybrid_draft_model"), draft_weights=(weights,)
+    )
+    cost = replace(free_costs(where, 24), verify_s=(1.0,) * 25, weights_s={named(weights): 0.1})
+    predictor = Predictor(forcing, rows, cost, 8)
+    for config in every:
+        lives = [decoder.decode(prompt, config, i) for i, prompt in enumerate(prompts)]
+        assert [one.ids for one in lives] == [one.continuation_ids for one in texts]
+        live = live_counts([one.stats for one in lives])
+        error = np.abs(predictor.counts(config, sharp=True).total()[0] - live).sum()
+        assert error <= (0.0 if kind == "words" else 0.05 * live.sum()), (config, live)
+        ranked = np.abs(predictor.counts(config, sharp=False).total()[0] - live).sum()
+        assert ranked <= 0.15 * live.sum(), (config, live)
+    best = predictor.best_by_weights(weights, [None], count=2)
+    assert best[0].speedup >= best[1].speedup > 1.3
+
+
+def test_ids_of_another_tokenizer_are_not_narrowed() -> None:
+    where = replace(space("llama", "draft_model"), draft_vocabs=(VOCABULARY, 1_024))
+    assert where.narrowings == (None, 1_024)
+    assert "weights.draft_vocab" in where.distributions
+    where = replace(where, narrows_weights=False)
+    assert where.narrowings == (None,)
+    assert "weights.draft_vocab" not in where.distributions
+    config = configs("llama", "draft_model")[0]
+    assert where.to_config(where.to_params(config)).draft_weights == config.draft_weights
 
 
 @pytest.mark.parametrize("drafter", TRAINED)
