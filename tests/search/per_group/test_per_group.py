@@ -43,7 +43,7 @@ def summary_of(bench: Bench) -> dict[str, Any]:
 
 
 def trials_of(bench: Bench, group: str | None = None) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     name = bench.folder.name + (f"/{group}" if group else "")
     return optuna.load_study(study_name=name, storage=storage).get_trials()
 

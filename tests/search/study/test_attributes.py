@@ -55,7 +55,7 @@ def test_no_attribute_is_written_by_a_name_of_its_own() -> None:
 
 def kept_by(folder: Path) -> tuple[set[str], set[str]]:
     """(Names that the studies in a folder's storage keep something under, names of their trials)."""
-    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
+    storage = open_storage(Bench(folder).url)
     studies = [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
     of_trials = {name for study in studies for trial in study.trials for name in trial.user_attrs}
     return {name for study in studies for name in study.user_attrs}, of_trials

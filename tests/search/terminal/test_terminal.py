@@ -131,7 +131,7 @@ def test_the_words_of_an_event(event: Event, lines: list[str]) -> None:
 
 SHAPE = """\
 plan      in all at most about T: reference T, outlook T, search T, confirm T; a token takes N ms, a prompt N ms
-study     study in sqlite:///TMP/study.db: N of N trials done
+study     study in journal:TMP/study.log: N of N trials done
 reference plain decoding of tuning prompts, greedy, N tokens each
 reference plain N tok/s, A/A noise N % a pair, N of N prompts a full trial
 outlook   ...
@@ -197,7 +197,7 @@ class Told:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        storage = open_storage(f"sqlite:///{self.bench.folder / 'study.db'}")
+        storage = open_storage(self.bench.url)
         return optuna.load_study(study_name=self.bench.folder.name, storage=storage).get_trials()
 
 
