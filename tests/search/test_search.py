@@ -108,7 +108,8 @@ def test_same_seed_same_trials(bench: Bench, finished: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "in_sqlite"), [("replay", True), ("replay", False), ("local-tpe", False), ("tpe", False), ("random", False)]
+    ("sampler", "in_sqlite"),
+    [("replay", True), ("replay", False), ("local-tpe", False), ("tpe", False), ("random", False)],
 )
 def test_stop_and_resume_equals_uninterrupted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, sampler: str, in_sqlite: bool

@@ -83,6 +83,7 @@ def test_sampled_text_is_replayed_exactly_and_drawn_as_transformers_draws_it(
     assert LayerSkipModel(model, tokenizer, config, engine="eager").generate(ids, seed=5, **arguments).ids == expected
 
 
+@pytest.mark.slow
 def test_a_kept_study_goes_on_and_is_there_for_the_other_commands(
     loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +215,7 @@ def test_the_options_are_those_of_a_study_but_for_what_the_model_itself_says() -
 GROUPED = [{"prompt": text, "category": "odd" if i % 2 else "even"} for i, text in enumerate(TEXTS)]
 
 
+@pytest.mark.slow
 def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The held-out prompts are split off group by group; the config holds a setting for each."""
     study = tmp_path / "study"
@@ -230,6 +232,7 @@ def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: py
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_groups_of_a_search_that_is_not_kept(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     records = [{"prompt": one["prompt"], "topic": one["category"]} for one in GROUPED]
     config = search.tune(*loaded, records, **FAST | {"per_group": True, "group_field": "topic", "trials": 1})

@@ -155,7 +155,7 @@ def test_the_dashboard_says_that_changes_are_not_kept(
 def test_a_run_beside_an_archive_begins_a_new_study(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And from then on the database is what is read."""
     before = (archived / ARCHIVE).read_bytes()
-    bench = Bench(archived)
+    bench = Bench(archived, in_sqlite=True)
     bench.run(trials=2, num_confirm_prompts=5, confirm_repeats=1)
     assert "0 of 2 trials done" in bench.output.getvalue()
     assert (archived / ARCHIVE).read_bytes() == before, "nothing is published here"

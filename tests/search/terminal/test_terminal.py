@@ -24,7 +24,6 @@ from search import run
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference
-from search.reporting.publish import Publisher
 from search.storages.opening import open_storage
 from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
@@ -34,6 +33,7 @@ from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegin
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
 from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
 from search.terminal.view import LiveView, Pace
+from tests.search.conftest import quiet
 from tests.search.helpers.fakes import Bench, FakeClock, FakeDecoder
 
 CASE = PromptCase("p", (1,), (1, 2))
@@ -206,8 +206,7 @@ def run_recorded(folder: Path, decoder: FakeDecoder, code: int, **spec: Any) -> 
     recorder = Recorder(output)
     bench = Bench(folder, decoder, output=output, reporter=recorder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Publisher, "__call__", lambda *_arguments: None)
-        patch.setattr(Publisher, "publish", lambda *_arguments: None)
+        quiet(patch)
         assert bench.run(**spec) == code
     return Told(bench, recorder.events)
 
