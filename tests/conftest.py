@@ -27,6 +27,9 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+# No test cuts the power, which alone would lose what is written and not synced; thousands of syncs take minutes.
+os.fsync = lambda _file: None
+
 # Examples derived from the test alone: the same run everywhere. A busy machine must not fail a test by its clock.
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 # Of every kind; so that of each parser's kinds together more than ten thousand are malformed (the tests say how many).

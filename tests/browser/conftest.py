@@ -75,7 +75,7 @@ def real_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def winning_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished search on fakes that ends with a config to export."""
-    bench = Bench(tmp_path_factory.mktemp("winning"))
+    bench = Bench(tmp_path_factory.mktemp("winning"), in_sqlite=True)
     assert bench.run(trials=16) == 0
     (bench.folder / "study.toml").write_text('model = "fake"\nprompts = "./p.jsonl"\n', encoding="utf-8")
     return bench.folder

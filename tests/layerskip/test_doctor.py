@@ -36,17 +36,17 @@ def test_reports_a_healthy_model(capsys) -> None:
 
 
 def test_prints_the_verdict_for_a_person(capsys) -> None:
-    assert main([str(DEMO_MODEL), "--device", "cpu", "--tokens", "4"]) == 0
+    assert main([str(DEMO_MODEL), "--device", "cpu", "--tokens", "4", "--engine", "eager"]) == 0
     assert "works: every output is the target's own" in capsys.readouterr().out
 
 
 def test_in_reduced_precision_it_names_the_command_that_proves_the_code(capsys) -> None:
     model = str(DEMO_MODEL)
-    assert main([model, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "2"]) == 0
+    assert main([model, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "2", "--engine", "eager"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     said = "in bfloat16 ties pass; the proof of the code is identity in float32: python -m layerskip.doctor "
     assert last.startswith(said)
-    assert main([*shlex.split(last.removeprefix(said)), "--tokens", "2", "--json"]) == 0
+    assert main([*shlex.split(last.removeprefix(said)), "--tokens", "2", "--json", "--engine", "eager"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["dtype"], report["device"], report["proof"]) == ("float32", "cpu", None)
     assert float32_command("a b", trust_remote_code=True) == (
@@ -56,7 +56,7 @@ def test_in_reduced_precision_it_names_the_command_that_proves_the_code(capsys) 
 
 def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy output stays identical under a wrong draft, so the check of the draft's logits has to catch it."""
-    model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu")
+    model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu", engine="eager")
     arange = torch.arange
 
     def stale(*args: int, **kwargs: object) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPa
 
 
 def test_notices_a_lookup_that_is_believed_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu")
+    model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu", engine="eager")
     right = layerskip.decoding.loop.verify
 
     def believes(draft_ids: torch.Tensor, *arguments: Any, **options: bool) -> Verdict:

@@ -160,6 +160,8 @@ FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding
 NOT_RECORDED = ("opt", "opt-post-norm", "falcon-old", "falcon-new", "falcon-alibi", "bloom", "mpt")
 """Ask for the text's length in the middle of a forward, or cannot be told positions."""
 RECORDED = tuple(name for name in NAMES if name not in NOT_RECORDED)
+FEW = ("llama", "gemma3", "gpt2", "falcon-new")
+"""Rotary, two kinds of windows, learned positions, sublayers side by side: enough where identity is shown of all."""
 _SUFFIX = " fused"
 _GRAPH_SUFFIX = " graph"
 RUNS = NAMES + tuple(name + _SUFFIX for name in FUSED)
@@ -347,3 +349,11 @@ def each(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
     import pytest
 
     return pytest.mark.parametrize("name", names)
+
+
+def few(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
+    """The same, but only a few of them are among the fast tests."""
+    import pytest
+
+    marks = {name: () if architecture(name) in FEW else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from layerskip.machine.host import git_commit
 from search.reporting.publish import Publisher
 from tests.search.helpers.fakes import Bench
 from tests.search.helpers.servers import grpc_url, postgres_server, postgres_url
@@ -19,12 +22,25 @@ __all__ = ["grpc_url", "postgres_server", "postgres_url"]  # fixtures
 WORDS = ["<unk>", "<end>", *(f"w{i}" for i in range(62))]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_commit() -> Iterator[None]:
+    """The checkout is asked for its commit once, not four times a search."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("search.study.fingerprint.git_commit", functools.cache(git_commit))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _quiet_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing a dozen figures takes longer than a search on fakes: only tests marked `publishes` do it."""
     if request.node.get_closest_marker("publishes") is None:
-        monkeypatch.setattr(Publisher, "__call__", lambda *_arguments: None)
-        monkeypatch.setattr(Publisher, "publish", lambda *_arguments: None)
+        quiet(monkeypatch)
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report and no figures from here on; fixtures that tests share say it themselves."""
+    monkeypatch.setattr(Publisher, "__call__", lambda *_arguments: None)
+    monkeypatch.setattr(Publisher, "publish", lambda *_arguments: None)
 
 
 @pytest.fixture

@@ -161,6 +161,7 @@ def test_a_shared_prefix_can_be_left_out(
 
 @pytest.fixture
 def browsed(bench: Bench) -> str:
+    bench.in_sqlite = True
     bench.run(trials=3)
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     return str(bench.folder)
@@ -194,6 +195,7 @@ def test_the_dashboard_creates_nothing_and_says_why(tmp_path: Path, capsys: pyte
 
 
 def test_the_dashboard_names_the_studies_there_are(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.in_sqlite = True
     bench.run(trials=1, study_name="other")
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     assert dashboard.main(["--study", str(bench.folder)]) == 2

@@ -34,6 +34,7 @@ def trials_of(folder: Path) -> list[FrozenTrial]:
     return optuna.load_study(study_name=folder.name, storage=storage).get_trials()
 
 
+@pytest.mark.slow
 def test_they_are_searched_confirmed_exported_and_shown(
     weights: Path, tiny_study: list[str], tiny_model: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -108,6 +109,7 @@ def draft_models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return same, other
 
 
+@pytest.mark.slow
 def test_several_weights_compete_in_one_study(
     weights: Path, draft_models: tuple[Path, Path], tiny_study: list[str], tmp_path: Path, capsys: Any
 ) -> None:

@@ -305,6 +305,7 @@ def test_the_demo_model_with_its_draft(tmp_path: Path) -> None:
 
 
 def finished(bench: Bench, **spec: Any) -> DecodeConfig:
+    bench.in_sqlite = True
     bench.run(trials=6, sampler="local-tpe", **spec)
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     return DecodeConfig.load(bench.paths.best)
@@ -336,6 +337,7 @@ def test_a_study_without_a_verdict_and_half_a_command_are_told(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
+    bench.in_sqlite = True
     assert bench.run(trials=9, sampler="local-tpe", max_failures=2, repeat_every=0) == 1
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     file = str(bench.folder / "again.json")

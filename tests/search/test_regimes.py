@@ -47,7 +47,7 @@ PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 
 
 def names_in(bench: Bench) -> set[str]:
-    return set(optuna.get_all_study_names(open_storage(f"sqlite:///{bench.folder / 'study.db'}")))
+    return set(optuna.get_all_study_names(open_storage(bench.url)))
 
 
 def warm(temperature: float) -> SamplingParams:
@@ -56,7 +56,7 @@ def warm(temperature: float) -> SamplingParams:
 
 def test_each_regime_gets_what_wins_there(bench: Bench) -> None:
     bench.decoder.gain_by_regime = {"t0.7": 0.5, "t1": 0.0}
-    assert bench.run_regimes("greedy", "t0.7", "t1", trials=60) == 0
+    assert bench.run_regimes("greedy", "t0.7", "t1", trials=36) == 0
     config, whole = DecodeConfig.load(bench.paths.best), bench.folder.name
     assert names_in(bench) == {whole, f"{whole}/t0.7", f"{whole}/t1"}
     assert config.regime_names == ("greedy", "t0.7", "t1")
@@ -74,7 +74,7 @@ def test_each_regime_gets_what_wins_there(bench: Bench) -> None:
         "t0.7": "speculate",
         "t1": "do not speculate",
     }
-    assert {one["trials"]["total"] for one in summary["by_regime"].values()} == {20}
+    assert {one["trials"]["total"] for one in summary["by_regime"].values()} == {12}
     own = DecodeConfig.load(bench.folder / "t0.7" / "best.json")
     assert own.sampling == Sampling.parse("t0.7")
     assert own.confirmed == warmer.confirmed
@@ -93,7 +93,7 @@ def test_prompts_are_used_where_their_records_say(bench: Bench) -> None:
     assert greedy.fingerprint.tuning_prompts != warmer.fingerprint.tuning_prompts != FINGERPRINT.tuning_prompts
     assert greedy.in_regime(Sampling.parse("t0.7")) == warmer
     assert greedy.held_out == whole.held_out
-    spec = make_spec(sampler="local-tpe", regimes=("greedy", "t0.7"), trials=16)
+    spec = make_spec(sampler="local-tpe", regimes=("greedy", "t0.7"), trials=16, storage=bench.url)
     for _ in range(2):
         assert RegimeRun(whole, spec, bench.paths, bench.tools).run() == 0
     assert DecodeConfig.load(bench.paths.best).regime_names == ("greedy", "t0.7")
@@ -102,19 +102,20 @@ def test_prompts_are_used_where_their_records_say(bench: Bench) -> None:
 
 
 def test_a_regime_goes_on_where_it_was_stopped(bench: Bench) -> None:
+    assert bench.run_regimes("greedy", "t0.7", trials=8) == 0
     assert bench.run_regimes("greedy", "t0.7", trials=24) == 0
-    assert bench.run_regimes("greedy", "t0.7", trials=40) == 0
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     for name in names_in(bench):
         study = optuna.load_study(study_name=name, storage=storage)
-        assert len(study.get_trials()) == 20
+        assert len(study.get_trials()) == 12
         assert study.user_attrs["fingerprint"]["sampling"] in ("greedy", "t0.7")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A search in which greedy text can be sped up and hot text cannot, never changed; with all that it publishes."""
-    done = Bench(tmp_path_factory.mktemp("whole", numbered=False), FakeDecoder(gain_by_regime={"t1": 0.0}))
+    folder, decoder = tmp_path_factory.mktemp("whole", numbered=False), FakeDecoder(gain_by_regime={"t1": 0.0})
+    done = Bench(folder, decoder, in_sqlite=True)
     paths = {"model": str(done.folder / "model"), "prompts": str(done.folder / "p.jsonl")}
     assert done.run_regimes("greedy", "t1", trials=24, num_confirm_prompts=6, confirm_repeats=2, **paths) == 0
     text = 'model = "fake"\nprompts = "./p.jsonl"\nregimes = ["greedy", "t1"]\n'
@@ -216,11 +217,12 @@ def test_the_config_of_all_regimes_is_written_again(
 
 def test_a_regime_that_was_searched_on_alone_is_exported_as_it_is_now(bench: Bench) -> None:
     bench.decoder.gain_by_regime = {"t1": 0.0}
-    assert bench.run_regimes("greedy", "t1", trials=24) == 0
+    assert bench.run_regimes("greedy", "t1", trials=16) == 0
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
-    spec, paths = regime_study(make_spec(sampler="local-tpe", regimes=("greedy", "t1"), trials=40), bench.paths, "t1")
+    spec = make_spec(sampler="local-tpe", regimes=("greedy", "t1"), trials=24, storage=bench.url)
+    spec, paths = regime_study(spec, bench.paths, "t1")
     assert SearchRun(subject.in_regime(Sampling.parse("t1")), spec, paths, bench.tools).run() == 0
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     first = optuna.load_study(study_name=bench.folder.name, storage=storage)
     assert read_regimes(first.user_attrs)["t1"]["verdict"] == "do not speculate"
     regimes = stored_config(first, storage, bench.folder).regimes
@@ -267,7 +269,7 @@ def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
 
 
 def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:
-    assert bench.run_regimes("greedy", "t0.7", trials=24) == 0
+    assert bench.run_regimes("greedy", "t0.7", trials=16) == 0
     before = DecodeConfig.load(bench.paths.best)
 
     original = bench.decoder.with_sampling
@@ -279,11 +281,11 @@ def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> 
 
     bench.decoder.with_sampling = stopping  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        bench.run_regimes("greedy", "t0.7", trials=32)
+        bench.run_regimes("greedy", "t0.7", trials=24)
     after = DecodeConfig.load(bench.paths.best)
     assert after.regime_names == ("greedy", "t0.7")
     assert after.provenance is not None
-    assert after.provenance.num_trials == 16
+    assert after.provenance.num_trials == 12
     assert after.regimes == before.regimes
 
 
@@ -388,7 +390,7 @@ def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -
 
     bench.decoder = Watched()
     subject = Subject(bench.decoder, SPACE, prompts(12), prompts(20, first=500), FINGERPRINT, ORIGIN)
-    spec = make_spec(sampler="local-tpe", trials=8, num_confirm_prompts=10)
+    spec = make_spec(sampler="local-tpe", trials=8, num_confirm_prompts=10, storage=bench.url)
     assert SearchRun(subject, spec, bench.paths, bench.tools).run() == 0
     held_out = [one.ids for one in prompts(20, first=500)]
     assert seen["fresh"] == set(held_out[:10])
@@ -416,7 +418,7 @@ def test_of_sampled_text_what_chose_does_not_report(bench: Bench) -> None:
     seeds = {stage: {one[1:] for one in seen if one[0] == stage} for stage in ("choosing", "fresh")}
     assert (len(seeds["choosing"]), len(seeds["fresh"])) == (4, 12)
     assert not seeds["choosing"] & seeds["fresh"]
-    study = optuna.load_study(study_name=bench.folder.name, storage=f"sqlite:///{bench.folder / 'study.db'}")
+    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(bench.url))
     held_out = HeldOut.from_json(study.user_attrs[HELD_OUT])
     assert held_out.texts_differ
     assert held_out.typical["tokens_per_s"] == [geometric_mean(rates) for rates in held_out.tokens_per_s]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,36 @@ from search.storages.opening import open_storage
 from search.study import opening as study
 from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.opening import as_before, with_choices
+from search.study.spec import StudySpec
 from search.study.trials import counted
+from tests.search.conftest import quiet
 from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench, make_spec, true_speedup
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A search of forty trials, never changed."""
+    done = Bench(tmp_path_factory.mktemp("finished"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        quiet(monkeypatch)
+        assert done.run(trials=40) == 0
+    return done
+
+
+@pytest.fixture
+def copied(finished: Bench, tmp_path: Path) -> Bench:
+    """A copy of it to go on with."""
+    return Bench(Path(shutil.copytree(finished.folder, tmp_path / finished.folder.name)))
+
+
 def trials_of(bench: Bench) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     return optuna.load_study(study_name=bench.folder.name, storage=storage).get_trials()
+
+
+def spec_of(bench: Bench, **changes: Any) -> StudySpec:
+    """As a run of it has it."""
+    return make_spec(**({"storage": bench.url} | changes))
 
 
 def summary_of(bench: Bench) -> dict[str, Any]:
@@ -35,9 +59,8 @@ def history(bench: Bench) -> list[tuple[Any, ...]]:
     return [(trial.params, trial.value, trial.user_attrs["origin"]) for trial in trials_of(bench)]
 
 
-def test_finds_confirms_and_exports_a_winner(bench: Bench) -> None:
-    assert bench.run(trials=40) == 0
-    best = DecodeConfig.load(bench.paths.best)
+def test_finds_confirms_and_exports_a_winner(finished: Bench) -> None:
+    best = DecodeConfig.load(finished.paths.best)
     assert true_speedup(best) > 1.3
     assert best.confirmed is not None
     assert best.provenance is not None
@@ -45,16 +68,15 @@ def test_finds_confirms_and_exports_a_winner(bench: Bench) -> None:
     assert best.confirmed.speedup == pytest.approx(true_speedup(best), rel=0.02)
     assert best.confirmed.num_identical == best.confirmed.num_prompts == 12
     assert best.provenance.num_trials == 40
-    summary = summary_of(bench)
+    summary = summary_of(finished)
     assert summary["trials"]["counted"] == summary["trials"]["total"] == 40
     assert summary["confirmed"]["speedup"] == best.confirmed.speedup
     assert summary["seconds"].keys() >= {"reference", "search", "confirm"}
-    assert "result" in bench.output.getvalue()
+    assert "result" in finished.output.getvalue()
 
 
-def test_speedup_is_the_ratio_of_the_two_speeds(bench: Bench) -> None:
-    bench.run()
-    summary = summary_of(bench)
+def test_speedup_is_the_ratio_of_the_two_speeds(finished: Bench) -> None:
+    summary = summary_of(finished)
     assert set(summary["machine"]) == {"reference", "outlook", "search", "confirm"}
     assert summary["machine"]["confirm"]["num_preparations"] == 2
     confirmed = summary["confirmed"]
@@ -63,9 +85,8 @@ def test_speedup_is_the_ratio_of_the_two_speeds(bench: Bench) -> None:
     assert confirmed["speedup"] == confirmed["tokens_per_s"] / confirmed["plain_tokens_per_s"]
 
 
-def test_trial_attributes_are_plain_numbers(bench: Bench) -> None:
-    bench.run(trials=6)
-    trial = trials_of(bench)[0]
+def test_trial_attributes_are_plain_numbers(finished: Bench) -> None:
+    trial = trials_of(finished)[0]
     names = ("speedup", "speedup_ci_low", "speedup_ci_high", "end_to_end_speedup")
     names += ("acceptance_rate", "mean_accepted_length")
     assert all(isinstance(trial.user_attrs[name], float) for name in names)
@@ -77,25 +98,26 @@ def test_trial_attributes_are_plain_numbers(bench: Bench) -> None:
     assert len(trial.user_attrs["ratios"]) == trial.user_attrs["num_prompts"] == 5
     # The fake's prompts take as long either way, so what is gained by drafting is less of the whole.
     assert 1.0 < trial.user_attrs["end_to_end_speedup"] < trial.user_attrs["speedup"]
-    plain = summary_of(bench)["reference"]["plain_tokens_per_s"]
+    plain = summary_of(finished)["reference"]["plain_tokens_per_s"]
     assert trial.value == pytest.approx(trial.user_attrs["speedup"] * plain)
 
 
-def test_same_seed_same_trials(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = Bench(tmp_path_factory.mktemp("other"))
-    bench.run()
-    other.run()
-    assert history(bench) == history(other)
+def test_same_seed_same_trials(bench: Bench, finished: Bench) -> None:
+    bench.run(trials=40)
+    assert history(bench) == history(finished)
 
 
-@pytest.mark.parametrize("sampler", ["replay", "local-tpe", "tpe", "random"])
+@pytest.mark.parametrize(
+    ("sampler", "in_sqlite"),
+    [("replay", True), ("replay", False), ("local-tpe", False), ("tpe", False), ("random", False)],
+)
 def test_stop_and_resume_equals_uninterrupted(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory, sampler: str
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, sampler: str, in_sqlite: bool
 ) -> None:
     whole = Bench(tmp_path_factory.mktemp("whole"))
     whole.run(trials=20, sampler=sampler)
-    bench.run(trials=16, sampler=sampler)
-    resumed = Bench(bench.folder)
+    Bench(tmp_path, in_sqlite=in_sqlite).run(trials=16, sampler=sampler)
+    resumed = Bench(tmp_path, in_sqlite=in_sqlite)
     resumed.run(trials=20, sampler=sampler)
     assert history(resumed) == history(whole)
 
@@ -103,9 +125,9 @@ def test_stop_and_resume_equals_uninterrupted(
 @pytest.mark.parametrize("sampler", ["local-tpe", "tpe", "random"])
 def test_a_parameter_with_one_value_is_searched_too(bench: Bench, sampler: str) -> None:
     bench.space = replace(SPACE, gamma_max=1)
-    bench.run(trials=20, sampler=sampler)
+    bench.run(trials=14, sampler=sampler)
     trials = trials_of(bench)
-    assert len(trials) >= 20
+    assert len(trials) >= 14
     assert {trial.params["gamma"] for trial in trials} == {1}
     assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
 
@@ -138,14 +160,12 @@ def test_an_interrupted_trial_is_queued_again(bench: Bench, tmp_path_factory: py
     assert not [trial for trial in trials_of(resumed) if not trial.state.is_finished()]
 
 
-def test_all_trials_done_goes_straight_to_confirm(bench: Bench) -> None:
-    bench.run(trials=10)
-    bench.paths.best.unlink()
-    again = Bench(bench.folder)
-    assert again.run(trials=10) == 0
-    assert len(trials_of(bench)) == 10
-    assert again.paths.best.exists()
-    assert "all 10 trials are done" in again.output.getvalue()
+def test_all_trials_done_goes_straight_to_confirm(copied: Bench) -> None:
+    copied.paths.best.unlink()
+    assert copied.run(trials=40) == 0
+    assert len(trials_of(copied)) == 40
+    assert copied.paths.best.exists()
+    assert "all 40 trials are done" in copied.output.getvalue()
 
 
 def test_the_time_limit_ends_the_search_and_confirms(bench: Bench) -> None:
@@ -161,7 +181,7 @@ def fast_but_wrong(config: DecodeConfig) -> bool:
 
 def test_an_output_that_differs_can_never_win(bench: Bench) -> None:
     bench.decoder.wrong_on = fast_but_wrong
-    assert bench.run(trials=40) == 1
+    assert bench.run(trials=20) == 1
     wrong = [trial for trial in trials_of(bench) if trial.params["skip.attn.02"]]
     assert wrong
     assert all(trial.state == TrialState.PRUNED and trial.user_attrs["lossless"] is False for trial in wrong)
@@ -169,21 +189,19 @@ def test_an_output_that_differs_can_never_win(bench: Bench) -> None:
     assert len(summary_of(bench)["not_lossless"]) == len(wrong)
     assert bench.output.getvalue().count("NOT LOSSLESS") >= len(wrong)
     # Said again, with the exit code, by every later run of the study.
-    assert Bench(bench.folder).run(trials=40) == 1
+    assert Bench(bench.folder).run(trials=20) == 1
 
 
-def test_an_output_that_differs_only_in_confirm_cannot_win_either(bench: Bench) -> None:
-    bench.run(trials=40)
-    assert DecodeConfig.load(bench.paths.best).skip_mask.attention[2]
-    again = Bench(bench.folder)
-    again.decoder.wrong_on = fast_but_wrong
-    assert again.run(trials=40) == 1
-    assert not DecodeConfig.load(bench.paths.best).skip_mask.attention[2]
+def test_an_output_that_differs_only_in_confirm_cannot_win_either(copied: Bench) -> None:
+    assert DecodeConfig.load(copied.paths.best).skip_mask.attention[2]
+    copied.decoder.wrong_on = fast_but_wrong
+    assert copied.run(trials=40) == 1
+    assert not DecodeConfig.load(copied.paths.best).skip_mask.attention[2]
 
 
 def test_a_logit_tie_is_counted_and_may_win(bench: Bench) -> None:
     bench.decoder.tie_on = lambda _config: True
-    assert bench.run(trials=16) == 0
+    assert bench.run(trials=8) == 0
     confirmed = DecodeConfig.load(bench.paths.best).confirmed
     assert confirmed is not None
     assert (confirmed.num_identical, confirmed.num_ties) == (0, 12)
@@ -205,14 +223,14 @@ def test_the_verdict_tells_every_drafter_also_those_whose_trials_were_stopped_ea
 
 def test_out_of_memory_fails_that_trial_alone(bench: Bench) -> None:
     bench.decoder.break_on = lambda config: MemoryError("no room") if config.gamma == 6 else None
-    assert bench.run(trials=30) == 0
+    assert bench.run(trials=16) == 0
     trials = trials_of(bench)
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
     assert failed
     assert all(trial.user_attrs["failure"] == "MemoryError: no room" for trial in failed)
     assert all(trial.params["gamma"] == 6 for trial in failed)
     assert bench.decoder.num_freed >= len(failed)
-    assert counted(trials) == len(trials) == 30
+    assert counted(trials) == len(trials) == 16
     assert summary_of(bench)["trials"]["failed"] == len(failed)
 
 
@@ -226,7 +244,7 @@ def test_failures_in_a_row_end_the_run(bench: Bench) -> None:
 
 def test_no_advantage_exports_plain_decoding_with_the_reason(bench: Bench) -> None:
     bench.decoder.gain = 0.0
-    assert bench.run() == 0
+    assert bench.run(trials=8) == 0
     best = DecodeConfig.load(bench.paths.best)
     assert best.gamma == 0
     assert best.confirmed is None
@@ -235,23 +253,21 @@ def test_no_advantage_exports_plain_decoding_with_the_reason(bench: Bench) -> No
     assert summary_of(bench)["verdict"] == "do not speculate"
 
 
-def test_hopeless_trials_stop_early_and_never_lead(bench: Bench) -> None:
-    bench.run(trials=60)
-    trials = trials_of(bench)
+def test_hopeless_trials_stop_early_and_never_lead(finished: Bench) -> None:
+    trials = trials_of(finished)
     stopped = [trial for trial in trials if trial.user_attrs.get("stopped_early")]
     assert stopped
     assert all(trial.user_attrs["num_prompts"] < 5 for trial in stopped)
     best_full = max(trial.value for trial in trials if not trial.user_attrs["stopped_early"])
     assert all(trial.value < best_full for trial in stopped)
-    entries = summary_of(bench)["best_measured"]["pooled"]
+    entries = summary_of(finished)["best_measured"]["pooled"]
     assert not {number for entry in entries for number in entry["trials"]} & {trial.number for trial in stopped}
 
 
-def test_leaders_are_measured_again_on_other_prompts(bench: Bench) -> None:
-    bench.run(trials=40)
-    repeats = [trial for trial in trials_of(bench) if "repeat_of" in trial.user_attrs]
+def test_leaders_are_measured_again_on_other_prompts(finished: Bench) -> None:
+    repeats = [trial for trial in trials_of(finished) if "repeat_of" in trial.user_attrs]
     assert len(repeats) >= 5
-    first = {trial.number: trial for trial in trials_of(bench)}
+    first = {trial.number: trial for trial in trials_of(finished)}
     for trial in repeats:
         assert trial.params == first[trial.user_attrs["repeat_of"]].params
         assert trial.user_attrs["origin"] == "repeat"
@@ -283,23 +299,23 @@ def test_a_study_from_before_prefixes_were_shared_resumes_without_them() -> None
 def test_what_is_left_open_is_as_the_study_has_it(bench: Bench) -> None:
     """A default that changes between versions must not end a study: it goes on with the values it was begun with."""
     bench.run(trials=1)
-    open_ = make_spec()
+    open_ = spec_of(bench)
     assert (open_.gamma_max, open_.share_prefix) == (None, None)
     before = as_before(open_, bench.paths)
     assert (before.gamma_max, before.share_prefix) == (FINGERPRINT.gamma_max, False)
-    fixed = make_spec(engine="eager", num_threads=1)
+    fixed = spec_of(bench, engine="eager", num_threads=1)
     assert as_before(fixed, bench.paths).gamma_max == FINGERPRINT.gamma_max, "also where all else is given"
-    given = as_before(make_spec(gamma_max=12, share_prefix=True), bench.paths)
+    given = as_before(spec_of(bench, gamma_max=12, share_prefix=True), bench.paths)
     assert (given.gamma_max, given.share_prefix) == (12, True), "what is given is compared, and refused"
-    new = as_before(make_spec(study_name="other"), bench.paths)
+    new = as_before(spec_of(bench, study_name="other"), bench.paths)
     assert (new.gamma_max, new.share_prefix) == (None, None)
 
 
 def test_a_study_on_another_engine_is_not_blamed_on_the_prefix(bench: Bench) -> None:
     """`share_prefix` of a study on an engine that can, taken over on one that cannot, would be refused first."""
     bench.run(trials=1, fingerprint=replace(FINGERPRINT, share_prefix=True))
-    assert as_before(make_spec(), bench.paths).share_prefix is True
-    assert as_before(make_spec(engine="cuda_graph"), bench.paths).share_prefix is None
+    assert as_before(spec_of(bench), bench.paths).share_prefix is True
+    assert as_before(spec_of(bench, engine="cuda_graph"), bench.paths).share_prefix is None
 
 
 def test_a_study_from_before_there_was_the_choice_goes_on_without_a_prefix() -> None:
@@ -308,7 +324,7 @@ def test_a_study_from_before_there_was_the_choice_goes_on_without_a_prefix() -> 
 
 
 def test_a_study_of_somebody_else_is_refused(bench: Bench) -> None:
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     optuna.create_study(storage=storage, study_name=bench.folder.name).optimize(lambda _trial: 1.0, n_trials=1)
     with pytest.raises(ValueError, match=r"has trials that search\.run did not make"):
         bench.run(trials=3)
@@ -323,7 +339,7 @@ def test_a_corrupt_best_json_is_kept_aside(bench: Bench) -> None:
 
 def test_no_temporary_files_stay(bench: Bench) -> None:
     bench.run(trials=4)
-    assert {path.name for path in bench.folder.iterdir()} == {"study.db", "best.json", "summary.json"}
+    assert {path.name for path in bench.folder.iterdir()} == {"study.log", "best.json", "summary.json"}
 
 
 def test_a_resume_tells_how_fast_the_machine_is_now(bench: Bench) -> None:
@@ -334,13 +350,13 @@ def test_a_resume_tells_how_fast_the_machine_is_now(bench: Bench) -> None:
 
 
 def test_auto_keeps_the_engine_that_the_study_was_measured_with(bench: Bench) -> None:
-    spec = make_spec()
+    spec = spec_of(bench)
     assert as_before(spec, bench.paths) == spec
-    assert not (bench.folder / "study.db").exists()
+    assert not list(bench.folder.iterdir())
     bench.run(trials=1)
     assert as_before(spec, bench.paths).engine == FINGERPRINT.engine
-    assert as_before(make_spec(engine="eager"), bench.paths).engine == "eager"
-    assert as_before(make_spec(study_name="other"), bench.paths).engine == "auto"
+    assert as_before(spec_of(bench, engine="eager"), bench.paths).engine == "eager"
+    assert as_before(spec_of(bench, study_name="other"), bench.paths).engine == "auto"
 
 
 def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,14 +364,14 @@ def test_a_study_keeps_the_threads_it_was_measured_with(bench: Bench, monkeypatc
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(study, "num_cores", lambda: 3)
     bench.run(trials=1, fingerprint=replace(FINGERPRINT, num_threads=3))
-    assert as_before(make_spec(), bench.paths).num_threads == 3
-    assert as_before(make_spec(num_threads=2), bench.paths).num_threads == 2
-    assert as_before(make_spec(objective="speedup"), bench.paths).num_threads is None
+    assert as_before(spec_of(bench), bench.paths).num_threads == 3
+    assert as_before(spec_of(bench, num_threads=2), bench.paths).num_threads == 2
+    assert as_before(spec_of(bench, objective="speedup"), bench.paths).num_threads is None
     monkeypatch.setattr(study, "num_cores", lambda: 2)  # another, smaller machine: not what it was measured on
-    assert as_before(make_spec(), bench.paths).num_threads is None
+    assert as_before(spec_of(bench), bench.paths).num_threads is None
     monkeypatch.setattr(study, "num_cores", lambda: 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert as_before(make_spec(), bench.paths).num_threads is None
+    assert as_before(spec_of(bench), bench.paths).num_threads is None
 
 
 def test_what_a_trial_freed_is_given_back_before_it_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,9 +381,8 @@ def test_what_a_trial_freed_is_given_back_before_it_is_told_of(bench: Bench, mon
     assert told == [0, 1, 2, 3]
 
 
-def test_intervals_hold_the_speedup_they_belong_to(bench: Bench) -> None:
-    bench.run(trials=30)
-    for trial in trials_of(bench):
+def test_intervals_hold_the_speedup_they_belong_to(finished: Bench) -> None:
+    for trial in trials_of(finished):
         attrs = trial.user_attrs
         if "speedup_ci_low" in attrs:
             assert attrs["speedup_ci_low"] <= attrs["speedup"] <= attrs["speedup_ci_high"]

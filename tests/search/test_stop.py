@@ -33,7 +33,8 @@ from search.workers.heartbeats import Patience
 from tests.search.helpers.fakes import Bench
 Publisher.publish = lambda *_arguments: None
 folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]
-bench = Bench(folder, stop=StopSignal(ends_process=True), patience=Patience(poll_s=0.02, hang_grace_s=0.3))
+patience = Patience(poll_s=0.02, hang_grace_s=0.3)
+bench = Bench(folder, stop=StopSignal(ends_process=True), patience=patience, in_sqlite=True)
 def doze():
     # Not in one call: of two signals at once the second may go to another thread, and then wakes nobody here.
     for _ in range(12000):
@@ -61,6 +62,11 @@ with bench.stop.installed():
     except KeyboardInterrupt:
         sys.exit(bench.stop.exit_code)
 """
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, in_sqlite=True)
 
 
 def run_child(folder: Path, what: str) -> subprocess.Popen[str]:
@@ -202,6 +208,7 @@ def test_two_signals_together_are_one(bench: Bench) -> None:
     assert queued.state == TrialState.WAITING
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(bench: Bench) -> None:
     child = run_child(bench.folder, "deaf")
     wait_until_struck(bench.folder, child)

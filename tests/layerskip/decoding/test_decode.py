@@ -90,7 +90,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-@zoo.each(zoo.RUNS + zoo.GRAPH_RUNS)
+@zoo.few(zoo.RUNS + zoo.GRAPH_RUNS)
 def test_sampled_equals_generate(name: str) -> None:
     """Token by token from one seed, whatever drafts; and torch's own generator is left where `generate` leaves it."""
     model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(4), *zoo.prompt_of(4)]

@@ -111,7 +111,7 @@ def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
         assert counts == [stats.num_accepted - looked_up, looked_up, *others]
 
 
-@zoo.each(zoo.RUNS + zoo.GRAPH_RUNS)
+@zoo.few(zoo.RUNS + zoo.GRAPH_RUNS)
 def test_greedy_equals_generate(name: str) -> None:
     model, mask = zoo.layerskip_of(name), zoo.masks_of(name)["interior"]
     total: Counter[str] = Counter()
@@ -126,7 +126,7 @@ def test_greedy_equals_generate(name: str) -> None:
     assert total["alone"]
 
 
-@zoo.each(zoo.RUNS)
+@zoo.few(zoo.RUNS)
 def test_greedy_equals_generate_with_trained_weights(name: str) -> None:
     model, total = zoo.layerskip_of(name), Counter[str]()
     for config in by_weights(zoo.architecture(name)).values():

@@ -21,7 +21,7 @@ def outputs(model: LayerSkipModel, config: DecodeConfig, **arguments: Any) -> tu
     return tuple(model.generate(list(prompt), config=one, max_new_tokens=zoo.LONGEST, **arguments) for one in both)
 
 
-@zoo.each(zoo.RUNS)
+@zoo.few(zoo.RUNS)
 def test_shared_verification_is_the_whole_one(name: str) -> None:
     """Tokens are generate's, and every counter is the one without sharing: the verdicts are the same."""
     model = zoo.layerskip_of(name)

@@ -66,7 +66,7 @@ def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, devic
     assert tuple(theirs[0, 5:].tolist()) == zoo.greedy_reference("llama", zoo.prompt_of(5))[:8]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "bloom", "opt", "gpt2", "mixtral"])
+@zoo.few(("gemma3", "bloom", "opt", "gpt2", "mixtral"))
 def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     """Models that add residuals inside, keep positions in buffers, or answer with tuples."""
     model = zoo.build(name)

@@ -68,7 +68,7 @@ def test_without_hooks_the_model_is_refused_and_would_fail(devices: TwoDevices) 
 
 
 @pytest.mark.parametrize("place", [of_module, alternating], ids=["halves", "alternating"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "opt", "gpt2", "gpt_neox", "falcon-new"])
+@zoo.few(("llama", "gemma3", "bloom", "opt", "gpt2", "gpt_neox", "falcon-new"))
 def test_greedy_output_is_the_undispatched_models(name: str, place: Any, devices: TwoDevices) -> None:
     model = spread(name, devices, place)
     assert model.placement.devices == (FIRST, SECOND)
@@ -77,13 +77,12 @@ def test_greedy_output_is_the_undispatched_models(name: str, place: Any, devices
     assert "not whole on one device: privateuseone:0, privateuseone:1" in model.engine_reason
     assert model.whole_layers_only == zoo.layerskip_of(name).whole_layers_only
     accepted = 0
-    for kind, mask in zoo.masks_of(name).items():
-        for shares in (False, True):
-            whole = mask.in_int8(int8=False)  # copies in 8 bits are for models on one CPU
-            config = DecodeConfig(skip_mask=whole, gamma=3, target_threshold=0.2, share_prefix=shares)
-            out = model.generate(PROMPT, config=config, max_new_tokens=12)
-            assert tuple(out.ids) == zoo.greedy_reference(name, PROMPT)[:12], kind
-            accepted += out.stats.num_accepted
+    for number, (kind, mask) in enumerate(zoo.masks_of(name).items()):
+        whole = mask.in_int8(int8=False)  # copies in 8 bits are for models on one CPU
+        config = DecodeConfig(skip_mask=whole, gamma=3, target_threshold=0.2, share_prefix=number % 2 == 1)
+        out = model.generate(PROMPT, config=config, max_new_tokens=12)
+        assert tuple(out.ids) == zoo.greedy_reference(name, PROMPT)[:12], kind
+        accepted += out.stats.num_accepted
     assert accepted
 
 

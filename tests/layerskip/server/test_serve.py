@@ -116,7 +116,10 @@ BAD_INPUT = {
     "body": ([*DEMO, "--max-body-bytes", "1"], "--max-body-bytes: must be in 1024..1073741824, got 1"),
     "limit": ([*DEMO, "--max-new-tokens-limit", "0"], "--max-new-tokens-limit: must be in 1..1073741824, got 0"),
     "store": ([*DEMO, "--store-tokens", "-1"], "--store-tokens: must be in 0..1073741824, got -1"),
-    "context": ([*DEMO, "--port", "0", "--max-context", "5000"], "--max-context: must be at most the model's 1024"),
+    "context": (
+        [*DEMO, "--engine", "eager", "--port", "0", "--max-context", "5000"],
+        "--max-context: must be at most the model's 1024",
+    ),
     "other machines without a key": (
         [*DEMO, "--host", "0.0.0.0"],
         "--host: 0.0.0.0 can be reached from other machines",

@@ -48,7 +48,7 @@ PACE = Pace(token_s=0.1, further_s=0.01, prompt_s=0.5)
 
 
 def study_of(bench: Bench) -> optuna.Study:
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     return optuna.load_study(study_name=bench.folder.name, storage=storage)
 
 

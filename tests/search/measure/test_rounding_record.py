@@ -32,7 +32,7 @@ TOLD = [
 
 
 def study_of(bench: Bench) -> optuna.Study:
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     return optuna.load_study(study_name=bench.folder.name, storage=storage)
 
 

@@ -20,7 +20,7 @@ from search.per_group.run import group_subjects
 from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
 from search.study.trials import counted
-from tests.search.conftest import write_jsonl
+from tests.search.conftest import quiet, write_jsonl
 from tests.search.helpers.fakes import (
     CALM,
     FINGERPRINT,
@@ -43,7 +43,7 @@ def summary_of(bench: Bench) -> dict[str, Any]:
 
 
 def trials_of(bench: Bench, group: str | None = None) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     name = bench.folder.name + (f"/{group}" if group else "")
     return optuna.load_study(study_name=name, storage=storage).get_trials()
 
@@ -62,7 +62,9 @@ def apart(bench: Bench) -> Bench:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A finished per-group search on prompts that suit different configs; to be read only."""
     done = Bench(tmp_path_factory.mktemp("searched"), decoder=FakeDecoder(interaction=wild_needs_late_layers))
-    assert done.run_groups(TWO, trials=18, confirm_repeats=2) == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        quiet(monkeypatch)
+        assert done.run_groups(TWO, trials=18, confirm_repeats=2) == 0
     return done
 
 
@@ -258,6 +260,7 @@ def grouped_study(tiny_study: list[str], tmp_path: Path) -> list[str]:
     return [*tiny_study, "--trials", "2", "--per-group", "--group-field", "topic"]
 
 
+@pytest.mark.slow
 def test_the_command_end_to_end_and_again(
     grouped_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished search on fakes, never changed: its database and what the run left beside it."""
     folder = tmp_path_factory.mktemp("finished")
     spec = {"model": str(folder / "model"), "prompts": str(folder / "p.jsonl"), "held_out": "/elsewhere/h.jsonl"}
-    assert Bench(folder).run(trials=6, num_confirm_prompts=5, confirm_repeats=1, **spec) == 0
+    assert Bench(folder, in_sqlite=True).run(trials=6, num_confirm_prompts=5, confirm_repeats=1, **spec) == 0
     (folder / "study.toml").write_text('model = "fake"\nprompts = "./p.jsonl"\n', encoding="utf-8")
     return folder
 
@@ -155,7 +155,7 @@ def test_the_dashboard_says_that_changes_are_not_kept(
 def test_a_run_beside_an_archive_begins_a_new_study(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And from then on the database is what is read."""
     before = (archived / ARCHIVE).read_bytes()
-    bench = Bench(archived)
+    bench = Bench(archived, in_sqlite=True)
     bench.run(trials=2, num_confirm_prompts=5, confirm_repeats=1)
     assert "0 of 2 trials done" in bench.output.getvalue()
     assert (archived / ARCHIVE).read_bytes() == before, "nothing is published here"
@@ -173,7 +173,7 @@ def test_a_run_writes_the_archive_once_it_has_a_verdict(bench: Bench) -> None:
     assert bench.run(trials=6, num_confirm_prompts=5, confirm_repeats=1) == 0
     study = optuna.load_study(study_name=bench.folder.name, storage=read_archive(bench.paths.archive))
     assert study.user_attrs["verdict"] == "speculate"
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     figures = optuna.load_study(study_name=bench.folder.name, storage=storage)
     kept = read_archive(bench.paths.archive).get_study_system_attrs(study._study_id)
     assert any(name.startswith("dashboard:plot_data:") for name in kept)

@@ -63,7 +63,7 @@ def study(finished: optuna.Study) -> optuna.Study:
 
 
 def study_in(folder: Path) -> optuna.Study:
-    return optuna.load_study(study_name=folder.name, storage=open_storage(f"sqlite:///{folder / 'study.db'}"))
+    return optuna.load_study(study_name=folder.name, storage=open_storage(Bench(folder).url))
 
 
 def copy_of(study: optuna.Study, *, without: Sequence[str] = ()) -> optuna.Study:
@@ -447,11 +447,13 @@ def test_a_locked_storage_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("search.storages.database._LOCK_TIMEOUT_S", 0.05)
     monkeypatch.setitem(FIGURES, "speedup-by-trial", lock)
+    bench.in_sqlite = True
     assert bench.run(**FAST) == 0
     locks[0].close()
     (line,) = lines_about_figures(bench)
     assert "database is locked" in line
-    assert study_in(bench.folder).user_attrs["verdict"] == "speculate"
+    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(bench.url))
+    assert study.user_attrs["verdict"] == "speculate"
 
 
 def test_ctrl_c_during_a_push_is_not_swallowed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +468,7 @@ def test_ctrl_c_during_a_push_is_not_swallowed(bench: Bench, monkeypatch: pytest
 
 def test_the_studies_of_groups_have_figures_too(bench: Bench) -> None:
     assert bench.run_groups({"calm": 4, "wild": 4}, **FAST | {"trials": 1}) == 0
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     names = optuna.get_all_study_names(storage)
     assert len(names) == 3
     for name in names:

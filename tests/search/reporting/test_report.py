@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(folder: Path) -> Iterator[StudyRecord]:
-    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
+    storage = open_storage(Bench(folder).url)
     yield read_record(optuna.load_study(study_name=folder.name, storage=storage))
     close_storage(storage)
 
@@ -101,7 +101,8 @@ class Page(HTMLParser):
 
 
 def with_study_file(folder: Path) -> Path:
-    (folder / "study.toml").write_text('model = "fake"\nprompts = "./p.jsonl"\n', encoding="utf-8")
+    text = f'model = "fake"\nprompts = "./p.jsonl"\nstorage = "{Bench(folder).url}"\n'
+    (folder / "study.toml").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -339,7 +340,7 @@ def test_the_surface_around_the_chosen_config_is_kept_and_drawn(record: StudyRec
 def test_a_study_that_searched_share_prefix_is_read_whole(tmp_path: Path) -> None:
     space = replace(SPACE, share_prefix=True)
     assert Bench(tmp_path, space=space).run(trials=8, share_prefix=True) == 0
-    storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
+    storage = open_storage(Bench(tmp_path).url)
     record = read_record(optuna.load_study(study_name=tmp_path.name, storage=storage))
     assert space_of(record.measured) == space
     assert record.leader is not None
@@ -467,7 +468,7 @@ def test_a_report_of_a_study_that_is_going_on(folder: Path, tmp_path: Path, caps
     with pytest.raises(KeyboardInterrupt):
         bench.run(trials=30)
     with_study_file(bench.folder)
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     study = optuna.load_study(study_name="going", storage=storage)
     done = len([trial for trial in study.get_trials() if trial.state == TrialState.COMPLETE])
     assert done >= 2
@@ -537,8 +538,8 @@ def test_bad_input_is_one_line(tmp_path: Path, folder: Path, capsys: pytest.Capt
     empty.mkdir()
     with_study_file(empty)
     assert "no such study yet" in error(str(empty))
-    assert not (empty / "study.db").exists()
-    storage = open_storage(f"sqlite:///{empty / 'study.db'}")
+    assert not (empty / "study.log").exists()
+    storage = open_storage(Bench(empty).url)
     optuna.create_study(study_name="empty", storage=storage)
     close_storage(storage)
     assert "study 'empty': no trial has finished yet, so there is nothing to report" in error(str(empty))

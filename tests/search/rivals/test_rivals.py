@@ -91,7 +91,7 @@ def check_valid(proposal: Proposal, space: SearchSpace) -> None:
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("name", RIVALS)
 def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: str, space: SearchSpace) -> None:
-    proposals, trials = follow(make(name, space), space, 60)
+    proposals, trials = follow(make(name, space), space, 40)
     for number, proposal in enumerate(proposals):
         check_valid(proposal, space)
         if proposal.repeat_of is not None:
@@ -110,8 +110,8 @@ def test_eighty_layers(name: str) -> None:
 @pytest.mark.parametrize("name", RIVALS)
 def test_a_proposal_follows_from_its_arguments_alone(name: str) -> None:
     """A proposer that has run all along says what a fresh one says, at every trial: so a resume cannot differ."""
-    proposals, trials = follow(make(name, SPACE), SPACE, 30)
-    for number in (0, 1, 7, 29):
+    proposals, trials = follow(make(name, SPACE), SPACE, 20)
+    for number in (0, 1, 7, 19):
         assert propose(make(name, SPACE), trials[:number]) == proposals[number]
     veteran = make(name, SPACE)
     propose(veteran, trials)

@@ -140,24 +140,24 @@ def test_a_search_on_a_full_disk_stops_in_one_line_and_goes_on_once_there_is_spa
     whole = Bench(tmp_path / "study")
     whole.folder.mkdir()
     assert whole.run(trials=12) == 0
-    assert finished(url, "study") == finished(url_of("sqlite", whole.folder), "study")
+    assert finished(url, "study") == finished(whole.url, "study")
 
 
 def test_best_json_is_the_old_one_or_the_new_one(small_disk: Path) -> None:
-    bench = Bench(small_disk / "study")
+    bench = Bench(small_disk / "study", in_sqlite=True)
     bench.folder.mkdir()
     assert bench.run(trials=6) == 0
-    again = Bench(bench.folder)
+    again = Bench(bench.folder, in_sqlite=True)
     assert again.run(trials=6) == 0  # measures the held-out prompts alone, and decides again
     before, total = bench.paths.best.read_bytes(), again.decoder.num_decoded
-    broken = Bench(bench.folder)
+    broken = Bench(bench.folder, in_sqlite=True)
     broken.decoder.break_on = fill_at(small_disk, total - 1)  # the last decode of the confirm stage
     with pytest.raises(OSError, match=r"No space left on device: .*/study/best\.json'"):
         broken.run(trials=6)
     assert bench.paths.best.read_bytes() == before
     assert [path.name for path in bench.folder.iterdir() if path.suffix == ".tmp"] == []
     (small_disk / "filler").unlink()
-    assert Bench(bench.folder).run(trials=6) == 0
+    assert Bench(bench.folder, in_sqlite=True).run(trials=6) == 0
     DecodeConfig.load(bench.paths.best)
 
 

@@ -151,7 +151,7 @@ def history(bench: Bench, url: str) -> list[tuple[Any, ...]]:
 def test_a_search_is_the_same_on_every_storage(
     bench: Bench, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, kind: str
 ) -> None:
-    here = Bench(tmp_path_factory.mktemp("sqlite"))
+    here = Bench(tmp_path_factory.mktemp("sqlite"), in_sqlite=True)
     assert here.run(trials=12) == 0
     url = f"journal:{bench.folder / 'study.log'}" if kind == "journal" else request.getfixturevalue(f"{kind}_url")
     assert bench.run(trials=8, storage=url) == 0
@@ -210,7 +210,7 @@ def test_a_search_waits_for_a_restarting_database(
     caplog: pytest.LogCaptureFixture,
     how: str,
 ) -> None:
-    here = Bench(tmp_path_factory.mktemp("sqlite"))
+    here = Bench(tmp_path_factory.mktemp("sqlite"), in_sqlite=True)
     assert here.run(trials=12) == 0
     bench.decoder.break_on = restart_once(postgres_server, how, at=120)
     assert bench.run(trials=12, storage=postgres_url) == 0

@@ -37,7 +37,7 @@ SEARCH = """
 import sys, time, pathlib
 from tests.search.helpers.fakes import Bench
 folder = pathlib.Path(sys.argv[1])
-bench = Bench(folder)
+bench = Bench(folder, in_sqlite=True)
 def hang(config):
     if bench.decoder.num_decoded == 120:
         (folder / "hanging").touch()
@@ -77,6 +77,11 @@ def test_queued_trials_are_run_once_by_several_processes(tmp_path: Path) -> None
 
 
 @pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, in_sqlite=True)
+
+
+@pytest.fixture
 def hanging(bench: Bench) -> subprocess.Popen[bytes]:
     """A search in another process that hangs in the middle of a trial."""
     process = start(SEARCH, str(bench.folder))
@@ -108,6 +113,7 @@ def test_a_killed_search_is_resumed(
     assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_trial_cleanly(
     bench: Bench,

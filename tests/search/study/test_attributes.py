@@ -20,6 +20,7 @@ from search.storages.opening import open_storage
 from search.study import attributes
 from search.study.attributes import MORE, PER_DEVICE, POOL, SHARED, WORKER_ENTRY
 from search.workers.unlike import StudyOnDevice, as_seen_on
+from tests.search.conftest import quiet
 from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench, prompts
 from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder
 
@@ -55,14 +56,14 @@ def test_no_attribute_is_written_by_a_name_of_its_own() -> None:
 
 def kept_by(folder: Path) -> tuple[set[str], set[str]]:
     """(Names that the studies in a folder's storage keep something under, names of their trials)."""
-    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
+    storage = open_storage(Bench(folder).url)
     studies = [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
     of_trials = {name for study in studies for trial in study.trials for name in trial.user_attrs}
     return {name for study in studies for name in study.user_attrs}, of_trials
 
 
 @pytest.mark.publishes
-def test_all_that_a_search_keeps_is_registered(tmp_path: Path) -> None:
+def test_all_that_a_search_keeps_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one device, of another, of regimes and of groups; with a budget, ties, failures and a resume."""
     for name in ("devices", "regimes", "groups"):
         (tmp_path / name).mkdir()
@@ -72,6 +73,7 @@ def test_all_that_a_search_keeps_is_registered(tmp_path: Path) -> None:
     order = {"objective": "speedup", "budget_minutes": 600.0}
     here = dataclasses.replace(FINGERPRINT, objective="speedup")
     assert first.run(fingerprint=here, trials=8, **order) == 0
+    quiet(monkeypatch)  # a report keeps the same of every study
     second = Bench(tmp_path / "devices", space=space)
     second.decoder.break_on = lambda config: MemoryError("no room") if config.gamma == 2 else None
     there = dataclasses.replace(here, device="another", cpu="another")

@@ -136,6 +136,7 @@ def test_torchrun_is_refused(
     assert "WORLD_SIZE: must be 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_is_dispatched_already_is_tuned(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
     expected = weights_fingerprint(model)

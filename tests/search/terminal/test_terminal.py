@@ -24,7 +24,6 @@ from search import run
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference
-from search.reporting.publish import Publisher
 from search.storages.opening import open_storage
 from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
@@ -34,6 +33,7 @@ from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegin
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
 from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
 from search.terminal.view import LiveView, Pace
+from tests.search.conftest import quiet
 from tests.search.helpers.fakes import Bench, FakeClock, FakeDecoder
 
 CASE = PromptCase("p", (1,), (1, 2))
@@ -131,7 +131,7 @@ def test_the_words_of_an_event(event: Event, lines: list[str]) -> None:
 
 SHAPE = """\
 plan      in all at most about T: reference T, outlook T, search T, confirm T; a token takes N ms, a prompt N ms
-study     study in sqlite:///TMP/study.db: N of N trials done
+study     study in journal:TMP/study.log: N of N trials done
 reference plain decoding of tuning prompts, greedy, N tokens each
 reference plain N tok/s, A/A noise N % a pair, N of N prompts a full trial
 outlook   ...
@@ -197,7 +197,7 @@ class Told:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        storage = open_storage(f"sqlite:///{self.bench.folder / 'study.db'}")
+        storage = open_storage(self.bench.url)
         return optuna.load_study(study_name=self.bench.folder.name, storage=storage).get_trials()
 
 
@@ -206,8 +206,7 @@ def run_recorded(folder: Path, decoder: FakeDecoder, code: int, **spec: Any) -> 
     recorder = Recorder(output)
     bench = Bench(folder, decoder, output=output, reporter=recorder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Publisher, "__call__", lambda *_arguments: None)
-        patch.setattr(Publisher, "publish", lambda *_arguments: None)
+        quiet(patch)
         assert bench.run(**spec) == code
     return Told(bench, recorder.events)
 

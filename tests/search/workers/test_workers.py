@@ -264,7 +264,7 @@ def test_no_two_open_trials_share_a_config_and_no_seed_is_used_twice(storage: Ba
 
 def test_a_leader_that_somebody_measures_again_is_left_to_them(bench: Bench) -> None:
     bench.run(trials=15)
-    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(f"sqlite:///{bench.folder}/study.db"))
+    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(bench.url))
     repeated = []
     for _ in range(2):
         sampler = make_sampler("local-tpe", SPACE, ProposeOptions(1, 0.02, 5), None)
@@ -451,7 +451,7 @@ def test_a_worker_that_was_taken_for_dead_notices(storage: BaseStorage) -> None:
 
 def test_a_trial_that_others_failed_meanwhile_does_not_end_the_search(bench: Bench) -> None:
     """As after a laptop's sleep: the trial is somebody else's by now."""
-    url = f"sqlite:///{bench.folder / 'study.db'}"
+    url = bench.url
     others = open_storage(url)
 
     def fail_it(_config: DecodeConfig) -> None:
@@ -515,7 +515,7 @@ def test_a_worker_with_another_device_is_refused(bench: Bench) -> None:
     bench.run(trials=3)
     with pytest.raises(FingerprintMismatch, match="device was 'cpu', now 'cuda'"):
         bench.run(trials=6, fingerprint=dataclasses.replace(FINGERPRINT, device="cuda"))
-    assert optuna.get_all_study_names(open_storage(f"sqlite:///{bench.folder / 'study.db'}")) == [bench.folder.name]
+    assert optuna.get_all_study_names(open_storage(bench.url)) == [bench.folder.name]
 
 
 def test_unlike_devices_share_a_study_only_for_the_speedup(bench: Bench) -> None:
@@ -534,7 +534,7 @@ def test_unlike_devices_share_a_study_only_for_the_speedup(bench: Bench) -> None
         assert trial.value == pytest.approx(attrs["speedup"], rel=2e-3)  # a hair less where it was stopped early
         assert attrs["plain_tokens_per_s"] == pytest.approx(100.0 if trial.number < 8 else 300.0, rel=0.05)
         assert attrs["tokens_per_s"] == pytest.approx(attrs["speedup"] * attrs["plain_tokens_per_s"])
-    storage = open_storage(f"sqlite:///{bench.folder / 'study.db'}")
+    storage = open_storage(bench.url)
     study = optuna.load_study(study_name=bench.folder.name, storage=storage)
     assert study.metric_names == ["speedup"]
     assert study.user_attrs["plain_tokens_per_s"] == pytest.approx(100.0, rel=0.05)
