@@ -1,4 +1,4 @@
-"""The study of adapters on early exits: they begin as no change, learn what the model says, and are worth what follows."""
+"""The study of early exits: adapters begin as no change and learn what the model says; what follows from agreement."""
 
 from __future__ import annotations
 
