@@ -130,6 +130,8 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
             bits[kind].add(int(layer))
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
     drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
+    vocabs = tuple(getattr(seen.get(DRAFT_VOCAB) or seen.get(WEIGHTS_DRAFT_VOCAB), "choices", ()))
+    weights = _weights_of(trials, drafters)
     return SearchSpace(
         SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
         int(getattr(seen.get(GAMMA), "high", 1)),
@@ -137,12 +139,12 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         mlp,
         layers,
         share_prefix=SHARE_PREFIX in seen,
-        draft_vocabs=tuple(getattr(seen.get(DRAFT_VOCAB) or seen.get(WEIGHTS_DRAFT_VOCAB), "choices", ())),
+        draft_vocabs=vocabs,
         int8=DRAFT_INT8 in seen,
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
-        draft_weights=_weights_of(trials, drafters),
-        narrows_weights=WEIGHTS_DRAFT_VOCAB in seen,
+        draft_weights=weights,
+        narrows_weights=WEIGHTS_DRAFT_VOCAB in seen or not (vocabs and weights),
     )
 
 

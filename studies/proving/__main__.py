@@ -13,6 +13,7 @@ from pathlib import Path
 from layerskip.command_line.cli import OneLineParser, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import git_commit
+from search.compact import write_lines
 from search.comparison.journal import Journal
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
@@ -28,6 +29,8 @@ from studies.proving.tabular import Noise
 
 PROG = "studies.proving"
 CHECKPOINTS = (1, 5, 25, 100, 200)
+RUNS = ".runs.jsonl.xz"
+"""Ends the name of the file beside the output that holds every run."""
 TRIALS = 25
 DEFAULT_STRATEGIES = (
     OURS,
@@ -133,8 +136,8 @@ def benchmark(args: argparse.Namespace) -> int:
             "tuning_regret": vars(least),
             "means": to_json(summary),
             "means_by_costs": {name: to_json(summarise(some)) for name, some in by_costs(scores).items()},
-            "runs": [asdict(one) for one in scores],
         }
+        write_lines(args.out.with_suffix(RUNS), [asdict(one) for one in scores])
         write_atomically(args.out, json.dumps(facts) + "\n")
     if journal is not None:
         journal.path.unlink()

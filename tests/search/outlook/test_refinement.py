@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
@@ -50,17 +47,10 @@ def refiner_of(planted: Planted) -> Refiner:
     return Refiner(planted, SPACE)  # type: ignore[arg-type]
 
 
-def test_masks_are_expected_to_lose_what_their_like_lost() -> None:
-    near, far = SkipMask.from_layers(6, [1, 2, 3, 4]), SkipMask.from_sublayers(6, attention=[0, 5], mlp=[0, 5])
-    coarse = [candidate(SkipMask.from_sublayers(6, attention=[1, 2, 3, 4], mlp=[1, 2, 3]), 0.5, full_fidelity=False)]
-    both = [candidate(near, 0.2, first=0.5), candidate(far, 0.4, first=0.4)]
-    expected = refiner_of(Planted()).expected([*coarse, *both])
-    # One bit from the mask that lost 0.3, eleven from the one that lost nothing; their average, 0.15, weighs 0.2.
-    weights = math.exp(-1 / 2), math.exp(-11 / 2)
-    shift = (weights[0] * -0.3 + 0.2 * -0.15) / (sum(weights) + 0.2)
-    assert expected == pytest.approx([0.5 + shift, 0.2, 0.4])
-    unlike = candidate(SkipMask.none(6), 0.5, full_fidelity=False)
-    assert -0.16 < refiner_of(Planted()).expected([unlike, *both])[0] - 0.5 < -0.1
+def test_masks_are_expected_to_lose_what_others_lost_on_average() -> None:
+    coarse = [candidate(MASKS[0], 0.5, full_fidelity=False)]
+    both = [candidate(MASKS[1], 0.2, first=0.5), candidate(MASKS[2], 0.4, first=0.4)]
+    assert refiner_of(Planted()).expected([*coarse, *both]) == pytest.approx([0.35, 0.2, 0.4])
 
 
 def test_without_masks_predicted_both_ways_nothing_is_expected_to_change() -> None:
@@ -81,23 +71,13 @@ def test_the_best_eight_of_a_pool_are_predicted_on_all_texts() -> None:
     assert pool.best.log_speedup == pytest.approx(0.9)
 
 
-def test_what_loses_more_than_its_like_makes_room_for_others() -> None:
+def test_what_loses_more_than_others_makes_room_for_others() -> None:
     planted = Planted(dict.fromkeys(MASKS[:3], 0.9))
     pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
     assert pool.best.params == POOL.candidates[3].params
     assert {SPACE.to_mask(one.params) for one in pool.candidates[:8]}.isdisjoint(MASKS[:3])
     assert all(one.full_fidelity for one in pool.candidates[:8])
     assert len(pool.candidates) == len(MASKS)
-
-
-def test_two_dozen_are_enough() -> None:
-    """Whatever is looked at falls behind what is not."""
-    planted = Planted(dict.fromkeys(MASKS, 5.0))
-    refiner = refiner_of(planted)
-    refiner.expected = lambda found: np.array([one.log_speedup for one in found])  # type: ignore[method-assign]
-    pool = refine_pool(POOL, refiner, seconds=1e9)
-    assert planted.asked == MASKS[:24]
-    assert pool.best.params == POOL.candidates[0].params, "what is believed goes before what only seems better"
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, 1), (2.5, 3), (1e9, 8)])

@@ -575,9 +575,7 @@ def test_what_lasts_tells_how_far_it_is_and_what_is_over_soon_says_nothing() -> 
     assert said == ["3 of 8 texts, about 0:20 left", "6 of 8 texts, about 0:08 left"]
 
 
-@pytest.mark.parametrize(
-    ("pace", "told"), [(1.0, set()), (0.01, {"tuning texts", "held-out texts", "prompts", "pairs"})]
-)
+@pytest.mark.parametrize(("pace", "told"), [(1.0, set()), (0.01, {"tuning texts", "prompts", "pairs"})])
 def test_the_phases_of_a_slow_model_tell_how_far_they_are(bench: Bench, pace: float, told: set[str]) -> None:
     bench.decoder.pace = pace
     assert bench.run(trials=6, confirm_repeats=2) == 0

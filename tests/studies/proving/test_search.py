@@ -10,6 +10,7 @@ import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
+from search.compact import read_lines
 from search.measure.decoder import Decoder
 from search.predict.replay import Settings, replay
 from search.study import leaderboard
@@ -289,7 +290,7 @@ def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.
     assert "| ours |" in shown
     assert "The best config by all tuning texts" in shown
     told = json.loads(out.read_text(encoding="utf-8"))
-    ours, rival = told["runs"]
+    ours, rival = read_lines(tmp_path / "runs.runs.jsonl.xz")
     assert ours["optimum"] == rival["optimum"] > 1.3
     assert 0.0 <= ours["regret"] < 10.0
     # Stopped after the first run, which is then not made again; the lines of another command count for nothing.
@@ -299,9 +300,9 @@ def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.
         lines = ({"command": made_by, "commit": told["commit"]}, kept)
         journal.write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
         assert main(command) == 0
-        again = json.loads(out.read_text(encoding="utf-8"))
-        assert [one["regret"] for one in again["runs"]] == [regret, rival["regret"]]
-        assert again["runs"][0]["regrets"] == ours["regrets"]
+        again = read_lines(tmp_path / "runs.runs.jsonl.xz")
+        assert [one["regret"] for one in again] == [regret, rival["regret"]]
+        assert again[0]["regrets"] == ours["regrets"]
     assert main(["--models", "l6_unknown"]) == 2
     assert "--models: must be among l12_layerskip_python" in capsys.readouterr().err
     assert main(["--noise", "300"]) == 2
