@@ -165,7 +165,7 @@ def states_of(model: LayerSkipModel, ids: Sequence[int]) -> torch.Tensor:
 def train(
     heads: Heads, texts: KnownTexts, ends: Ends, seconds: float, clock: Callable[[], float] = time.thread_time
 ) -> tuple[int, list[float]]:
-    """(Steps, mean loss of each tenth of them) of so many seconds of this thread: the target's distributions as soft labels."""
+    """(Steps, mean loss of each tenth of them) of so many seconds of this thread, by the target's distributions."""
     rate = 0.02 / texts.states.shape[1] ** 0.5
     optimiser = torch.optim.AdamW(heads.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     rng, begin, losses = np.random.default_rng(0), clock(), list[float]()

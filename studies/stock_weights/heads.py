@@ -224,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, default=2, help="sampled continuations of a prompt")
     add("--repeats", type=int, default=60, help="of a timing")
     add("--threads", type=int, default=1, help="CPU threads")
+    add("--keep", type=Path, help="folder for the trained heads, which are not trained again where it has them")
     add("--out", type=Path, help="file for the numbers, as JSON")
     arguments = parser.parse_args(given)
     return run_command(PROG, lambda: _run(arguments, given))
@@ -241,7 +242,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         DecodeConfig(drafter="eagle", skip_mask=SkipMask.none(model.num_layers), gamma=1, draft_weights=weights)
     )
     prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in read_prompts(arguments.prompts)]
-    trained, training = _train_all(model, arguments)
+    trained, training = _trained(model, arguments)
     drafts: dict[str, Any] = {"eagle": weights, **trained}
     rollouts = {"eagle": eagle_rollouts(eagle, count), **{name: head_rollouts(one) for name, one in trained.items()}}
     regimes = {}
@@ -269,25 +270,40 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
-def _train_all(model: LayerSkipModel, arguments: argparse.Namespace) -> tuple[dict[str, Heads], dict[str, Any]]:
-    """Heads of each kind, and how they were trained."""
-    ends, begin = Ends(model), time.perf_counter()
-    data = make_sequences(model, arguments.data or training_files(), DataOptions(), _tell).training
-    order = np.random.default_rng(0).permutation(len(data))
-    ends_at = np.cumsum([len(data[i]) for i in order])
-    chosen = [data[i] for i in order[: max(1, int(np.searchsorted(ends_at, arguments.tokens, "right")))]]
-    known = KnownTexts.of(model, chosen, arguments.heads)
-    facts: dict[str, Any] = {"tokens": len(known.ids), "states_seconds": round(time.perf_counter() - begin, 1)}
-    _tell(f"states of {facts['tokens']} tokens in {facts['states_seconds']} s")
-    trained = {}
+def _trained(model: LayerSkipModel, arguments: argparse.Namespace) -> tuple[dict[str, Heads], dict[str, Any]]:
+    """Heads of each kind, and how they were trained; taken from --keep where they are there."""
+    ends, count, keep = Ends(model), arguments.heads, arguments.keep
+    trained: dict[str, Heads] = {}
+    facts: dict[str, Any] = {}
     for kind in KINDS:
         torch.manual_seed(0)
-        heads = Heads(kind, arguments.heads, known.states.shape[1], ends.norm.weight)
-        steps, losses = train(heads, known, ends, 60 * arguments.minutes)
-        num_parameters = sum(one.numel() for one in heads.parameters())
+        heads = Heads(kind, count, model.model.config.hidden_size, ends.norm.weight)
+        file = None if keep is None else keep / f"{kind}.pt"
+        if file is not None and file.is_file():
+            state = torch.load(file, weights_only=True)
+        else:
+            if "known" not in facts:
+                facts["known"] = _known_texts(model, arguments)
+            steps, losses = train(heads, facts["known"], ends, 60 * arguments.minutes)
+            num_parameters = sum(one.numel() for one in heads.parameters())
+            own = {"steps": steps, "seconds": 60 * arguments.minutes, "tokens": len(facts["known"].ids)}
+            own |= {"parameters": num_parameters, "loss_by_tenth": _rounded(losses, 3)}
+            state = {"heads": heads.state_dict(), "facts": own}
+            if file is not None:
+                keep.mkdir(parents=True, exist_ok=True)
+                torch.save(state, file)
+        heads.load_state_dict(state["heads"])
         trained[kind] = heads.eval().requires_grad_(False)  # noqa: FBT003
-        facts[kind] = {"steps": steps, "parameters": num_parameters, "loss_by_tenth": _rounded(losses, 3)}
+        facts[kind] = state["facts"]
+    facts.pop("known", None)
     return trained, facts
+
+
+def _known_texts(model: LayerSkipModel, arguments: argparse.Namespace) -> KnownTexts:
+    data = make_sequences(model, arguments.data or training_files(), DataOptions(), _tell).training
+    order = np.random.default_rng(0).permutation(len(data))
+    stop = np.searchsorted(np.cumsum([len(data[i]) for i in order]), arguments.tokens, "right")
+    return KnownTexts.of(model, [data[i] for i in order[: max(1, int(stop))]], arguments.heads)
 
 
 def continuations(
