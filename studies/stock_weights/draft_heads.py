@@ -46,7 +46,7 @@ class Heads(nn.Module):
         with torch.no_grad():
             self.norm.weight.copy_(final_norm)
             for one in self.leave:
-                one.weight.zero_()  # type: ignore[operator, union-attr]
+                one.weight.zero_()  # type: ignore[operator]
 
     def sees(self, i: int) -> int:
         """Tokens that head i takes, from the last emitted one on."""
@@ -119,7 +119,9 @@ class KnownTexts:
     @classmethod
     def of(cls, model: LayerSkipModel, texts: Sequence[Sequence[int]], count: int) -> KnownTexts:
         """For `count` heads. Cost: a target forward over all texts. Raises: ValueError if all are too short."""
-        states, starts, begin, need = [], [], 0, _BLOCK + count + 1
+        states: list[torch.Tensor] = []
+        starts: list[int] = []
+        begin, need = 0, _BLOCK + count + 1
         for one in texts:
             states.append(states_of(model, one).half())
             starts += range(begin, begin + len(one) - need + 1)
