@@ -15,6 +15,7 @@ from layerskip import train as layerskip_train
 from layerskip.drafters import make_drafter
 from layerskip.drafters.eagle_head import load_eagle
 from layerskip.rounds.sampling import Sampler, SamplingParams
+from studies.stock_weights import head_figures as figures
 from studies.stock_weights import heads as study
 from studies.stock_weights.draft_heads import KINDS, Ends, Heads, Kind, KnownTexts, LeanHeads, states_of, train
 from tests.layerskip import zoo
@@ -54,13 +55,13 @@ def test_heads_begin_as_the_targets_own_and_learn_what_it_says(kind: Kind) -> No
     own = ends.target_logits(states)[:, :-COUNT]
     for hidden in heads.rollouts(states[:, :-COUNT], ends.embed(ids[1:])[None]):
         torch.testing.assert_close(ends.logits(hidden), own)
-    held_out = [study.Text(one, 6) for one in texts[:4]]
-    before = study.acceptance(held_out, model, study.head_rollouts(heads), GREEDY)
+    held_out = [figures.Text(one, 6) for one in texts[:4]]
+    before = figures.acceptance(held_out, model, figures.head_rollouts(heads), GREEDY)
     ticks = itertools.count()
     steps, losses = train(heads, KnownTexts.of(model, texts[4:], COUNT), ends, 60.0, lambda: float(next(ticks)))
     assert steps == 59
     assert losses[-1] < losses[0]
-    after = study.acceptance(held_out, model, study.head_rollouts(heads), GREEDY)
+    after = figures.acceptance(held_out, model, figures.head_rollouts(heads), GREEDY)
     assert sum(after.chained) > sum(before.chained)
 
 
@@ -93,8 +94,8 @@ def test_acceptance_of_the_coupled_sampler_is_that_of_decoding(params: SamplingP
     config = eagle(weights, gamma=1)
     model.check_config(config)
     head = load_eagle(weights, model.model, model.weights_fingerprint())
-    texts = study.continuations(model, [zoo.prompt_of(5, seed=i) for i in range(8)], params, 24, 8)
-    found = study.acceptance(texts, model, study.eagle_rollouts(head, 1), params)
+    texts = figures.continuations(model, [zoo.prompt_of(5, seed=i) for i in range(8)], params, 24, 8)
+    found = figures.acceptance(texts, model, figures.eagle_rollouts(head, 1), params)
     right = []
     engine: Any = model.engine
     for seed, text in enumerate(texts):
@@ -119,18 +120,18 @@ def test_acceptance_of_the_coupled_sampler_is_that_of_decoding(params: SamplingP
 
 def test_accepted_by_hand() -> None:
     target, draft = torch.tensor([[0.8, 0.2]]).log(), torch.tensor([[0.5, 0.5]]).log()
-    now, coupled, onward = study._accepted(target, draft, torch.tensor([0]), 1.0)
+    now, coupled, onward = figures._accepted(target, draft, torch.tensor([0]), 1.0)
     assert now.item() == pytest.approx(0.7)
     assert coupled.item() == pytest.approx(1 / (0.8 + 0.5 * 0.8 / 0.5))
     assert onward.item() == pytest.approx(0.5 / 0.8)
-    agrees, _, _ = study._accepted(target, draft.flip(0), torch.tensor([0]), 0.0)
+    agrees, _, _ = figures._accepted(target, draft.flip(0), torch.tensor([0]), 0.0)
     assert agrees.item() == 1.0
 
 
 def test_what_acceptance_is_worth_at_given_costs() -> None:
-    assert study.best_speedup([0.0, 0.0], [0.2, 0.4], [1.0, 1.0, 1.0]) == (1.0, 0)
-    assert study.best_speedup([1.0, 1.0], [0.5, 1.0], [2.0, 2.0, 2.0]) == (pytest.approx(2.0), 2)
-    assert study.best_speedup([0.5, 0.2], [0.1, 0.2], [1.0, 1.2, 1.5]) == (pytest.approx(1.5 / 1.3), 1)
+    assert figures.best_speedup([0.0, 0.0], [0.2, 0.4], [1.0, 1.0, 1.0]) == (1.0, 0)
+    assert figures.best_speedup([1.0, 1.0], [0.5, 1.0], [2.0, 2.0, 2.0]) == (pytest.approx(2.0), 2)
+    assert figures.best_speedup([0.5, 0.2], [0.1, 0.2], [1.0, 1.2, 1.5]) == (pytest.approx(1.5 / 1.3), 1)
 
 
 @pytest.mark.slow
