@@ -108,7 +108,7 @@ def build_parser() -> OneLineParser:
         "--drafters",
         type=split_list,
         metavar="LIST",
-        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: those that need no "
+        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: all, which is those that need no "
         "--draft-weights, and those that are given some)",
     )
     parser.add_argument(
