@@ -84,8 +84,8 @@ def ways_in(
     summaries: Mapping[str, Mapping[str, Any]],
     others: Mapping[str, DecodeConfig] | None = None,
 ) -> dict[str, DecodeConfig]:
-    """The exported setting, usual n-grams, the fastest finalist of every drafter in the nearest regime's study, and what
-    other studies export.
+    """The exported setting, usual n-grams, the fastest finalist of every drafter in the nearest regime's study, and
+    what other studies export.
 
     summaries: of each regime's study by its name. others: configs by the names of their studies.
     """
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="STUDY",
-        help="other finished studies of the same model, searched with some drafters alone: what they export is measured too",
+        help="other finished studies of the same model, of fewer drafters: what they export is measured too",
     )
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
     arguments = parser.parse_args(given)
