@@ -91,13 +91,12 @@ def save_spec(spec: StudySpec, paths: StudyPaths) -> bool:
 
 
 def portable_model_name(model: str, folder: Path) -> str:
-    """The model as best.json names it: from the study's folder where it lies in it or beside it, so that both may be
-    moved together; else as it was given."""
+    """The model as best.json names it: `./path` where it lies inside the study folder, else as it was given."""
     path = Path(model)
-    if not path.is_dir():
+    if not path.is_absolute():
         return model
     relative = os.path.relpath(path.resolve(), folder.resolve())
-    return model if relative.count("..") > 2 else f"./{relative}"
+    return model if relative.startswith("..") else f"./{relative}"
 
 
 def finite(value: Any) -> Any:
