@@ -366,7 +366,8 @@ class Predictor:
             looked_up[0, one.text] += one.looked_up
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
-            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[count] if count else 0.0
+            verified = by_mask * (1 + config.siblings) + one.looked_up
+            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[verified] if count else 0.0
         return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
     @staticmethod
