@@ -254,6 +254,11 @@ class LayerSkipModel:
             if one.draft_weights is not None:
                 self._adapter.check_vocab("draft_weights", one.draft_weights.draft_vocab)
                 self._load_draft_weights(one.draft_weights)
+                if one.siblings and has_other_tokenizer(self._engine, one.draft_weights):
+                    raise ValueError(
+                        f"siblings: must be 0 where the draft model has another tokenizer, as {one.draft_weights.path} "
+                        f"has; got {one.siblings}"
+                    )
 
     @property
     def siblings_refusal(self) -> str | None:

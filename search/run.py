@@ -159,6 +159,11 @@ def build_parser() -> OneLineParser:
         help="search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
     )
     parser.add_argument(
+        "--siblings",
+        action=argparse.BooleanOptionalAction,
+        help="search too over what else is verified in each draft token's place (default: where the engine can)",
+    )
+    parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
     )
     parser.add_argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -276,6 +276,24 @@ class Predictor:
         log = self._config_logs(config, full_fidelity=full_fidelity).mean() - self._drift
         return Predicted(config, float(np.exp(log)))
 
+    def with_siblings(self, one: Predicted, most: int, *, full_fidelity: bool = False) -> Predicted | None:
+        """The same thresholds with the best number of siblings, 1..most, and the gamma that suits it, as far as costs
+        of verifying so many are known; None where not even one is worth it. Cost: a replay of a few gammas, or two."""
+        config, best = one.config, one
+        for siblings in range(1, most + 1):
+            gammas = range(
+                1, min(config.gamma + 1, self._gamma_max, (len(self.cost.verify_s) - 1) // (1 + siblings)) + 1
+            )
+            if not gammas:
+                break
+            thresholds = [config.draft_threshold], [config.target_threshold]
+            grid = replace(Settings.grid(list(gammas), *thresholds, [LookupChoice.of(config)]), siblings=siblings)
+            found = self._best(config.drafted_by, grid, full_fidelity=full_fidelity)
+            if found.speedup <= best.speedup:
+                break
+            best = found
+        return None if best is one else best
+
     def surface(
         self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False
     ) -> tuple[Floats, Floats, Floats]:
@@ -377,7 +395,7 @@ class Predictor:
         token = int(reading.choices[depth, one.text, row])
         return WrongDraft(places[one.text], row, one.accepted, token, one.room - one.drafted)
 
-    def _best(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> Predicted:
+    def _best(self, mask: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Predicted:
         logs = self._log_speedups(mask, grid, full_fidelity=full_fidelity)
         best = int(np.argmax(logs))
         return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
@@ -396,6 +414,7 @@ class Predictor:
             gamma=int(grid.gamma[i]),
             draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
             target_threshold=snap_threshold(float(grid.target_threshold[i])),
+            siblings=grid.siblings,
             **fields,
         )
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.by_weights import Chains, WeightsForcing
-from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
+from layerskip.analysis.teacher_forcing.rows import MOST_RANK, ForcedText, RowGeometry
 from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, rank_of, seeded_sampler
@@ -20,7 +20,6 @@ from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
-_MOST_RANK = 255
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,8 @@ class TeacherForcing(ABC):
             found = self.draft_logits(drafted_by, depth, texts)
         else:
             proposed = [self._by_weights.proposals(drafted_by, i, depth, self._samplers[i]) for i in places]
-            if known := [one for one in proposed if one is not None]:
-                return self._collect(known)
+            if whole := [one for one in proposed if one is not None]:
+                return self._collect(whole)
             found = (self._by_weights.logits(drafted_by, i, depth) for i in places)
         for i, logits in zip(places, found, strict=True):
             text, ids = self.texts[i], self._continuations[i]
@@ -162,7 +161,7 @@ class TeacherForcing(ABC):
             right = chosen[:, :-1] == rest
             noise = self._noise(i, shaped, tokens)
             rank = rank_of(shaped[:, :-1], None if noise is None else noise[:-1], rest.expand(right.shape))
-            known = torch.stack([right.double(), rank.clamp(max=_MOST_RANK).double()])
+            known = torch.stack([right.double(), rank.clamp(max=MOST_RANK).double()])
             # Ids are exact in float64, and one transfer serves all.
             readings.append(torch.cat([F.pad(known, (0, 1)), torch.stack([top.double(), chosen.double()])]))
         return self._collect(readings)
