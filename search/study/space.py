@@ -184,8 +184,8 @@ class SearchSpace:
 
     @property
     def gamma_limit(self) -> int:
-        """Most draft tokens of any round."""
-        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods else 0)
+        """Most tokens that any round verifies: so far costs are measured, and siblings are searched no further."""
+        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods or self.siblings_max else 0)
 
     @cached_property
     def bit_names(self) -> tuple[str, ...]:

@@ -13,11 +13,14 @@ from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, make_t
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
-from search.predict.costs import CostModel
+from search.outlook.forecast import Candidates
+from search.predict.costs import CostModel, CostOptions, measure_costs
 from search.predict.joined_forcing import join_readings
 from search.predict.predictor import Predictor
 from search.predict.replay import Settings, TextRows, live_counts, replay, walk
 from tests.layerskip import zoo
+from tests.search.helpers.fakes import FINGERPRINT, SPACE
+from tests.search.helpers.forcing import FakeForcing, FakeTimer
 
 NEW_TOKENS = 24
 GREEDY, WARM = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8, top_k=0)
@@ -116,6 +119,25 @@ def test_replay_counts_the_rounds_of_walk(seed: int) -> None:
                 assert counts.target_only[0, text] == sum(one.drafted == 0 for one in own)
             assert any(one.hit for one in rounds) == (siblings > 0)
             assert counts.verify_s.sum() == counts.drafted.sum() * (1 + siblings)
+
+
+@pytest.mark.parametrize(("verify_share", "pays"), [(0.0, True), (0.3, False)])
+def test_siblings_are_proposed_where_verifying_them_costs_little(verify_share: float, pays: bool) -> None:
+    """And one at most, as a second or third has the text's token nowhere here."""
+    text = ForcedText((1, 2), tuple(range(3, 3 + NEW_TOKENS)), 0)
+    forcing = FakeForcing([text, replace(text, prompt_ids=(2, 1))])
+    rows = TextRows(forcing.lengths, forcing.target_probs, NEW_TOKENS)
+    timer = FakeTimer(verify_share=verify_share)
+    cost = measure_costs(timer, [(1,)], SPACE, FINGERPRINT, CostOptions(24, 1, 0))
+    candidates = Candidates(Predictor(forcing, rows, cost, SPACE.gamma_max), replace(SPACE, siblings_max=3))
+    plain = Candidates(candidates.predictor, SPACE)
+    mask = SkipMask.from_layers(SPACE.num_layers, [1, 2, 3, 4])
+    found, without = candidates.of(mask), plain.of(mask)
+    assert found.params["siblings"] == pays
+    assert (found.log_speedup > without.log_speedup) == pays
+    config = candidates.read(candidates.write([found]))
+    assert config[0].params == found.params
+    assert {one.params["siblings"] for one in candidates.variants(mask, 2)} == ({0, 1} if pays else {0})
 
 
 def test_readings_without_ranks_cannot_be_replayed_with_siblings() -> None:

@@ -31,6 +31,7 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
         share_prefix=draw(st.booleans()),
         draft_vocab=draw(st.booleans()),
         int8=draw(st.booleans()),
+        siblings_max=draw(st.integers(0, 3)),
         drafters=draw(st.lists(st.sampled_from(UNTRAINED), min_size=1, unique=True)),
     )
 
@@ -46,6 +47,8 @@ def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
             params[name] = draw(st.integers(one.low, one.high))
         else:
             params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
+    if params.get("share_prefix"):
+        params |= {name: 0 for name in params if name == "siblings"}
     return space, space.reduce(params)
 
 
