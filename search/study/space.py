@@ -87,7 +87,8 @@ class SearchSpace:
     narrows_weights: bool = field(default=True, repr=False)
     """Whether `draft_vocabs` and siblings are for these too: not if one of them has another tokenizer."""
     siblings_max: int = 0
-    """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none."""
+    """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none, and never more
+    than `gamma_limit` tokens verified: so a config may have fewer than its parameter says."""
 
     def __post_init__(self) -> None:
         check_ways(self.drafters)
@@ -322,8 +323,12 @@ class SearchSpace:
             "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
             "share_prefix": share_prefix,
-            "siblings": 0 if share_prefix else int(params.get(SIBLINGS, 0)),
+            "siblings": 0 if share_prefix else self._siblings_of(params, SIBLINGS, GAMMA),
         }
+
+    def _siblings_of(self, params: Mapping[str, Any], name: str, gamma: str) -> int:
+        """As many as asked for, and as have a measured cost."""
+        return min(int(params.get(name, 0)), max(0, self.gamma_limit // int(params[gamma]) - 1))
 
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
         drafter = trained_by(way)
@@ -333,7 +338,7 @@ class SearchSpace:
             "gamma": int(params[WEIGHTS_GAMMA]),
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
-            "siblings": int(params.get(WEIGHTS_SIBLINGS, 0)),
+            "siblings": self._siblings_of(params, WEIGHTS_SIBLINGS, WEIGHTS_GAMMA),
             "draft_weights": self.weights_by_name[name].narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB))),
         }
 

@@ -47,8 +47,9 @@ def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
             params[name] = draw(st.integers(one.low, one.high))
         else:
             params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
-    if params.get("share_prefix"):
-        params |= {name: 0 for name in params if name == "siblings"}
+    if "siblings" in params:
+        most = 0 if params.get("share_prefix") else space.gamma_limit // params["gamma"] - 1
+        params["siblings"] = min(params["siblings"], max(0, most))
     return space, space.reduce(params)
 
 
