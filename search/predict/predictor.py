@@ -281,9 +281,7 @@ class Predictor:
         of verifying so many are known; None where not even one is worth it. Cost: a replay of a few gammas, or two."""
         config, best = one.config, one
         for siblings in range(1, most + 1):
-            gammas = range(
-                1, min(config.gamma + 1, self._gamma_max, (len(self.cost.verify_s) - 1) // (1 + siblings)) + 1
-            )
+            gammas = range(1, min(config.gamma + 1, self._most_drafts(siblings)) + 1)
             if not gammas:
                 break
             thresholds = [config.draft_threshold], [config.target_threshold]
@@ -294,13 +292,17 @@ class Predictor:
             best = found
         return None if best is one else best
 
+    def _most_drafts(self, siblings: int) -> int:
+        """Of a round whose verification has a measured cost."""
+        return min(self._gamma_max, (len(self.cost.verify_s) - 1) // (1 + siblings))
+
     def surface(
-        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False
+        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False, siblings: int = 0
     ) -> tuple[Floats, Floats, Floats]:
         """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask on all texts, for plotting."""
         thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
-        gammas = np.arange(1, self._gamma_max + 1)
-        grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold])
+        gammas = np.arange(1, self._most_drafts(siblings) + 1)
+        grid = replace(Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold]), siblings=siblings)
         logs = self._text_logs(mask, grid, full_fidelity=True, share_prefix=share_prefix).mean(axis=1)
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
