@@ -120,7 +120,8 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         else:
-            marked.write(console, piece.ids, piece.origins, dict.fromkeys([len(piece.ids) - 1], piece.rejected))
+            first = len(piece.ids) + piece.rejected_from
+            marked.write(console, piece.ids, piece.origins, dict.fromkeys([first], piece.rejected))
     if marked is not None:
         marked.finish(console)
     sys.stdout.write("\n")
@@ -175,6 +176,8 @@ def _print_summary(output: GenerateOutput, *, show_legend: bool = False) -> None
     parts += [f"{rate:.1f} tokens/s"] if rate else []
     if stats.acceptance_rate is not None:
         parts += [f"acceptance {stats.acceptance_rate:.2f}", f"mean accepted length {length:.2f}"]
+    if stats.num_siblings:
+        parts += [f"{stats.num_sibling_hits} siblings accepted of {stats.num_siblings}"]
     if stats.num_looked_up:
         found = f"{stats.num_looked_up_accepted} of {stats.num_looked_up} tokens accepted"
         parts += [f"looked up in {stats.num_lookup_rounds} of {stats.num_rounds} rounds: {found}"]

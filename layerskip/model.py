@@ -25,7 +25,9 @@ from layerskip.drafters.eagle import LeanEagle
 from layerskip.drafters.eagle_head import load_eagle
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
+from layerskip.engines.tree import TreeEngine, tree_refusal
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
@@ -54,7 +56,7 @@ class GenerateOutput:
     sampled: bool = False
     """Whether tokens were drawn; False is greedy."""
     rejected: dict[int, list[int]] = field(default_factory=dict)
-    """Draft tokens that verification threw away, by the place in `ids` of the token that stands for them."""
+    """Draft tokens that verification threw away, by the place in `ids` of the token that stands for the first."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class StreamPiece:
     ids: list[int]
     origins: list[str]
     rejected: list[int] = field(default_factory=list)
-    """Draft tokens that verification threw away; the last of `ids` stands in their place."""
+    """Draft tokens that verification threw away; the last of `ids` stands in their place, or where a sibling was
+    accepted, the last two."""
+    rejected_from: int = -1
+    """Index in `ids` of the token in whose place the first of them stood."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +137,18 @@ class LayerSkipModel:
         self.model = model
         self.tokenizer = tokenizer
         self._adapter = ModelAdapter(model)
-        choice = make_engine(engine, self._adapter)
-        self._engine, self.engine_reason = choice.engine, choice.reason
+        if config is not None and not isinstance(config, DecodeConfig):
+            config = DecodeConfig.load(config)
+        self._engine_asked = engine
+        self._asked_for_siblings: Engine | None = None
+        self._siblings_refusal: str | None = None
+        self._choose_engine(with_siblings=config is not None and config.has_siblings)
         self._fingerprint: str | None = None
         self.rounding: RoundingSpread | None = None
         """What a difference between two greedy outputs is judged by in reduced precision; see `rounding_spread`."""
         self._config = DecodeConfig.plain(self.num_layers)
         if config is not None:
-            self.config = config if isinstance(config, DecodeConfig) else DecodeConfig.load(config)
+            self.config = config
 
     @classmethod
     def from_pretrained(
@@ -212,6 +221,10 @@ class LayerSkipModel:
 
     @config.setter
     def config(self, config: DecodeConfig) -> None:
+        if config.has_siblings and self._engine_asked == "auto" and not isinstance(self._engine, TreeEngine):
+            if isinstance(self._engine, CudaGraphEngine):
+                self._engine.close()
+            self._choose_engine(with_siblings=True)
         self.check_config(config)
         self._config = config
 
@@ -229,6 +242,8 @@ class LayerSkipModel:
                 self._adapter.check_mask(regime.skip_mask)
             except ValueError as error:
                 raise ValueError(f"regimes.{place}.{error}") from None
+        if config.has_siblings and self.siblings_refusal is not None:
+            raise ValueError(f"siblings: need {self.siblings_refusal}")
         made_for = config.provenance
         if made_for is not None and made_for.weights_fingerprint != self.weights_fingerprint():
             raise ValueError(
@@ -239,6 +254,25 @@ class LayerSkipModel:
             if one.draft_weights is not None:
                 self._adapter.check_vocab("draft_weights", one.draft_weights.draft_vocab)
                 self._load_draft_weights(one.draft_weights)
+                if one.siblings and has_other_tokenizer(self._engine, one.draft_weights):
+                    raise ValueError(
+                        f"siblings: must be 0 where the draft model has another tokenizer, as {one.draft_weights.path} "
+                        f"has; got {one.siblings}"
+                    )
+
+    @property
+    def siblings_refusal(self) -> str | None:
+        """Why `DecodeConfig.siblings` must be 0 on this model and engine; None where it need not. Asked once, see
+        `tree_refusal`."""
+        if self._asked_for_siblings is not self._engine:
+            self._siblings_refusal = tree_refusal(self._engine, self._adapter)
+            self._asked_for_siblings = self._engine
+        return self._siblings_refusal
+
+    def _choose_engine(self, *, with_siblings: bool) -> None:
+        """with_siblings: one that verifies them, where the choice is ours."""
+        choice = make_engine(self._engine_asked, self._adapter, with_siblings=with_siblings)
+        self._engine, self.engine_reason = choice.engine, choice.reason
 
     def _load_draft_weights(self, weights: DraftWeights) -> None:
         """Once for a folder, as long as its fingerprint is the one asked for."""
@@ -547,7 +581,8 @@ def _pieces(run: Iterator[Emitted], text: TextStream | None) -> Generator[Stream
     No method: a generator that held its owner would be freed with it only by the garbage collector, some time later.
     """
     for emitted in run:
-        yield StreamPiece(text.push(emitted.ids) if text else "", emitted.ids, emitted.origins, emitted.rejected)
+        piece = text.push(emitted.ids) if text else ""
+        yield StreamPiece(piece, emitted.ids, emitted.origins, emitted.rejected, emitted.rejected_from)
     if text and (rest := text.finish()):
         yield StreamPiece(rest, [], [])
 

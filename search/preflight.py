@@ -32,7 +32,7 @@ from search.measure.subject import Subject
 from search.measure.threads import choose_threads
 from search.study.fingerprint import Origin, take_fingerprint
 from search.study.prompts import PromptSet, encode_prompts
-from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SearchSpace, vocabs_of
+from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SIBLINGS_MAX, SearchSpace, vocabs_of
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.progress_events import LONG_S, Planned
 from search.terminal.text import duration
@@ -102,6 +102,9 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         )
     if spec.int8 and not model.can_int8:
         raise ValueError(f"int8: drafts with 8-bit weights need a model that is whole on a CPU, got {model.placement}")
+    if spec.siblings and model.siblings_refusal is not None:
+        raise ValueError(f"siblings: need {model.siblings_refusal}")
+    searches_siblings = model.siblings_refusal is None if spec.siblings is None else spec.siblings
     weights = _draft_weights(model, spec)
     return SearchSpace.for_model(
         model,
@@ -113,6 +116,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         drafters=_ways(spec, weights),
         draft_weights=weights,
         narrows_weights=not any(has_other_tokenizer(model.engine, one) for one in weights),
+        siblings_max=SIBLINGS_MAX if searches_siblings else 0,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
 

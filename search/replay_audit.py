@@ -161,6 +161,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         MIN_MATCH_MAX,
         MIN_PROBABILITY,
         SHARE_PREFIX,
+        SIBLINGS,
         TARGET_THRESHOLD,
         THRESHOLD_MAX,
         snap_threshold,
@@ -185,6 +186,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
     if space.int8:
         params[DRAFT_INT8] = bool(rng.integers(2))
+    if space.siblings_max:
+        params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
     if not space.lookup_methods:
         return params
     params |= {

@@ -108,7 +108,7 @@ def build_parser() -> OneLineParser:
         "--drafters",
         type=split_list,
         metavar="LIST",
-        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: those that need no "
+        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: all, which is those that need no "
         "--draft-weights, and those that are given some)",
     )
     parser.add_argument(
@@ -157,6 +157,11 @@ def build_parser() -> OneLineParser:
         "--int8",
         action=argparse.BooleanOptionalAction,
         help="search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
+    )
+    parser.add_argument(
+        "--siblings",
+        action=argparse.BooleanOptionalAction,
+        help="search too over what else is verified in each draft token's place (default: where the engine can)",
     )
     parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"

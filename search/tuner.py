@@ -41,6 +41,7 @@ class TuneOptions(TypedDict, total=False):
     share_prefix: bool
     draft_vocab: bool
     int8: bool
+    siblings: bool
     drafters: Sequence[str]
     draft_weights: str | Sequence[str]
     regimes: Sequence[str]

@@ -79,11 +79,15 @@ class Row:
 
 
 def ways_in(
-    regime: Regime, config: DecodeConfig, summaries: Mapping[str, Mapping[str, Any]]
+    regime: Regime,
+    config: DecodeConfig,
+    summaries: Mapping[str, Mapping[str, Any]],
+    others: Mapping[str, DecodeConfig] | None = None,
 ) -> dict[str, DecodeConfig]:
-    """The exported setting, usual n-grams, and the fastest finalist of every drafter in the nearest regime's study.
+    """The exported setting, usual n-grams, the fastest finalist of every drafter in the nearest regime's study, and
+    what other studies export.
 
-    summaries: of each regime's study by its name.
+    summaries: of each regime's study by its name. others: configs by the names of their studies.
     """
     params = regime.sampling.params()
     setting = config.for_sampling(params)
@@ -93,7 +97,7 @@ def ways_in(
     configs = [DecodeConfig(**one["config"]).bare() for one in finalists]
     fastest = {found.way: found for found in configs}
     ways |= {f"best {name}": fastest[name] for name in WAYS if name in fastest}
-    return ways
+    return ways | {f"exported by {name}": one.for_sampling(params).bare() for name, one in (others or {}).items()}
 
 
 def measure(
@@ -219,6 +223,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
     parser.add_argument("--tokens", type=int, help="tokens in every regime, instead of their own")
     parser.add_argument("--repeats", type=int, default=3, help="times that each way decodes each prompt")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="STUDY",
+        help="other finished studies of the same model, of fewer drafters: what they export is measured too",
+    )
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
     arguments = parser.parse_args(given)
     return run_command("studies.regimes", lambda: _run(arguments, given))
@@ -242,9 +254,10 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
     room = max(one.max_new_tokens for one in regimes)
     held_out = encode_prompts(load_prompts(spec.prompts, spec.held_out)[1], model, room=room)[: arguments.prompts]
+    others = {folder.name: DecodeConfig.load(folder / paths.best.name) for folder in arguments.against}
     found = []
     for regime in regimes:
-        ways = ways_in(regime, model.config, summaries)
+        ways = ways_in(regime, model.config, summaries, others)
         decoder = ModelDecoder(model, regime.max_new_tokens, regime.sampling.params())
         measure(decoder, ways, held_out[:1], 1)  # allocators, caches and kernels settle
         rows, share = measure(decoder, ways, held_out, arguments.repeats)

@@ -195,7 +195,7 @@ def forward_share(
 
     Both clocks run in the same run, so a machine's moods cancel. On a GPU the device is synchronised around every
     forward, which a run does not do: there it is the share of a run made so. None where the engine takes more than a
-    forward into its hands (whole rounds on the device, a shared prefix): forwards cannot be told apart then.
+    forward into its hands (whole rounds on the device, a shared prefix, siblings): forwards cannot be told apart then.
     """
     by_prompt = []
     for case in cases:

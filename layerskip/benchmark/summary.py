@@ -113,7 +113,13 @@ def _acceptance(row: Row) -> dict[str, object]:
     rounds = sum(one.num_rounds for one in stats)
     if not drafted:
         return {}
-    return {"acceptance_rate": accepted / drafted, "mean_accepted_length": (accepted + rounds) / rounds}
+    found: dict[str, object] = {
+        "acceptance_rate": accepted / drafted,
+        "mean_accepted_length": (accepted + rounds) / rounds,
+    }
+    if siblings := sum(one.num_siblings for one in stats):
+        found |= {"num_siblings": siblings, "num_sibling_hits": sum(one.num_sibling_hits for one in stats)}
+    return found
 
 
 def _without_numbers(name: str, reason: str) -> dict[str, object]:

@@ -32,6 +32,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"most draft tokens per round; of a hybrid the computed ones; of a lookup {NUM_TOKENS}",
     )
     group.add_argument("--draft-threshold", type=float, help="a computed draft stops below this confidence; 0 = off")
+    group.add_argument(
+        "--siblings", type=int, help="of every computed draft token so many next best are verified too; 0 = off"
+    )
     group.add_argument("--min-match", type=int, help=f"fewest tokens that a lookup goes by; else {NGRAMS.min_match}")
     group.add_argument(
         "--max-match", type=int, help=f"most tokens that n-grams are told apart by; else {NGRAMS.max_match}"
@@ -61,9 +64,10 @@ def setting_by_hand(arguments: argparse.Namespace) -> Callable[[int], DecodeConf
 
 def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> DecodeConfig:
     """The part that computes its drafts."""
-    threshold = arguments.draft_threshold or 0.0
+    threshold, siblings = arguments.draft_threshold or 0.0, arguments.siblings or 0
     if arguments.draft_weights is None:
-        return DecodeConfig(skip_mask=SkipMask.parse(arguments.mask), gamma=gamma, draft_threshold=threshold)
+        mask = SkipMask.parse(arguments.mask)
+        return DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold, siblings=siblings)
     from layerskip.drafters.draft_weights import describe_weights
 
     weights = describe_weights(arguments.draft_weights)
@@ -72,6 +76,7 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
         skip_mask=SkipMask.none(num_layers),
         gamma=gamma,
         draft_threshold=threshold,
+        siblings=siblings,
         draft_weights=weights,
     )
 
@@ -90,6 +95,7 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
                 raise ValueError(f"{flag}: needs --{name.replace('_', '-')}")
     needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": (*TRAINED, "hybrid")}
+    needed |= {"siblings": _COMPUTED}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 100_000
 MAX_THREADS = 1024
+MAX_SIBLINGS = 4
 """Bounds on what a config file can make us allocate."""
 ENGINE_NAMES = ("auto", "eager", "fused", "cuda_graph")
 MAX_GROUPS = 64
@@ -221,6 +222,9 @@ class _Setting(Frozen):
     share_prefix: bool = False
     """Verification starts behind the layers that the mask keeps whole from layer 0 on, with the hidden states that
     drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
+    siblings: Annotated[int, Field(ge=0, le=MAX_SIBLINGS)] = 0
+    """Of every drafted token so many that the draft holds next best are verified too, in the same forward: where the
+    token is wrong and one of them is right, the round goes on by one token. 0 = off."""
     lookup: LookupSettings | None = None
     """How tokens are looked up, for every drafter but `layer_skip`."""
     draft_weights: DraftWeights | None = None
@@ -242,6 +246,7 @@ class _Setting(Frozen):
         if self.drafter != "layer_skip" and self.gamma == 0:
             raise ValueError(f"gamma: must be at least 1 where the drafter is {self.drafter}, got 0")
         self._check_draft_weights()
+        self._check_siblings()
         if looks_up and self.drafter != "hybrid":
             self._check_lookup_alone()
         return self
@@ -266,6 +271,13 @@ class _Setting(Frozen):
             if is_given:
                 raise ValueError(f"{name}: must be left out where draft_weights are given, they draft in its place")
 
+    def _check_siblings(self) -> None:
+        """They branch off drafts that are computed, and are verified from layer 0 on."""
+        if self.siblings and self.gamma == 0:
+            raise ValueError(f"siblings: must be 0 where gamma is 0, got {self.siblings}")
+        if self.siblings and self.share_prefix:
+            raise ValueError(f"siblings: must be 0 where share_prefix is on, got {self.siblings}")
+
     def _check_lookup_alone(self) -> None:
         """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
         own = self.lookup
@@ -273,6 +285,7 @@ class _Setting(Frozen):
             "skip_mask": self.skip_mask != SkipMask.none(self.skip_mask.num_layers),
             "draft_threshold": self.draft_threshold > 0,
             "share_prefix": self.share_prefix,
+            "siblings": self.siblings > 0,
             "lookup.gamma": own is not None and own.gamma is not None,
             "lookup.target_threshold": own is not None and own.target_threshold is not None,
         }
@@ -297,6 +310,11 @@ class _Setting(Frozen):
     def max_gamma(self) -> int:
         """Most draft tokens of any round."""
         return max(self.gamma, self.lookup_gamma)
+
+    @property
+    def max_verified(self) -> int:
+        """Most tokens that any round verifies, siblings among them."""
+        return max(self.gamma * (1 + self.siblings), self.lookup_gamma)
 
     @property
     def drafts_by_mask(self) -> bool:
@@ -408,8 +426,16 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     @property
     def looks_into_stores(self) -> bool:
         """Whether any of its settings, groups and regimes included, drafts from a `TextStore` where one is given."""
-        settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values(), *(self.regimes or ()))
-        return any(isinstance(one.lookup, SuffixLookup) for one in settings)
+        return any(isinstance(one.lookup, SuffixLookup) for one in self._settings)
+
+    @property
+    def has_siblings(self) -> bool:
+        """Whether any of its settings, groups and regimes included, drafts siblings."""
+        return any(one.siblings for one in self._settings)
+
+    @property
+    def _settings(self) -> tuple[_Setting, ...]:
+        return (self, *(self.groups or {}).values(), *(self.regimes or ()))
 
     def for_group(self, name: str | None) -> DecodeConfig:
         """The config for prompts of one group, None being the default, without `groups`.
@@ -535,8 +561,7 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
 
         Raises: ValueError for a config with draft weights in a folder of this machine, which would mean nothing there.
         """
-        settings: tuple[_Setting, ...] = (self, *(self.groups or {}).values(), *(self.regimes or ()))
-        for path in (one.draft_weights.path for one in settings if one.draft_weights is not None):
+        for path in (one.draft_weights.path for one in self._settings if one.draft_weights is not None):
             if not is_hub_id(path):
                 raise ValueError(f"draft_weights: a config on the hub cannot name a folder of this machine, got {path}")
         return upload_config(

@@ -16,11 +16,12 @@ from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
 from layerskip.engines.prefix import PrefixEngine
+from layerskip.engines.tree import DraftTree, TreeEngine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
-from layerskip.rounds.verifier import Verdict, verify
+from layerskip.rounds.verifier import Verdict, verify, verify_tree
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
 LOOKED_UP = "looked-up"
@@ -35,7 +36,9 @@ class Emitted:
     ids: list[int]
     origins: list[str]
     rejected: list[int] = field(default_factory=list)
-    """Draft tokens in whose place the last token stands."""
+    """Draft tokens in whose place the last token stands, or where a sibling was accepted, that and the last token."""
+    rejected_from: int = -1
+    """Index in `ids` of the token in whose place the first of them stood."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class DecodeLoop:
     """Decodes one request under a config.
 
     The output is token-identical to that of the target alone, sampled output to what it draws from the same generator.
-    Cost a round: the draft's, and one full forward over the drafted tokens and one more. Memory: one cache of
-    prompt + max_new_tokens + gamma positions.
+    Cost a round: the draft's, and one full forward over the drafted tokens, their siblings and one more. Memory: one
+    cache of prompt + max_new_tokens + gamma positions, and gamma more for each sibling.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class DecodeLoop:
         stats.num_prompt_tokens = len(request.prompt_ids)
         stats.make_room(self._gamma)
         self._sampler.begin(len(request.prompt_ids))
-        capacity = len(request.prompt_ids) + request.max_new_tokens + self._gamma
+        capacity = len(request.prompt_ids) + request.max_new_tokens + max(self._gamma, self._config.max_verified)
         drafting = None if self._drafter is None else self._drafter.begin()
         return Run(request, stats, list(request.prompt_ids), capacity, drafting)
 
@@ -199,14 +202,17 @@ class DecodeLoop:
         run.stats.draft_s += clock.lap()
         verdict = self._verify_draft(draft, run.context)
         run.stats.verify_s += clock.lap()
-        return _Round(draft.ids.tolist(), verdict, looked_up=draft.looked_up)
+        num_siblings = 0 if draft.siblings is None else draft.siblings.numel()
+        return _Round(draft.ids.tolist(), verdict, looked_up=draft.looked_up, num_siblings=num_siblings)
 
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
-        """One target forward over the last emitted token and the draft, what it accepts, and the rollback."""
+        """One target forward over the last emitted token, the draft and its siblings, what it accepts, the rollback."""
         engine = self._engine
         on_host = draft.looked_up or self._config.draft_weights is not None
         if self._device_verify is not None and on_host:
             return self._device_verify.verify(context[-1], draft.ids)
+        if draft.siblings is not None:
+            return self._verify_siblings(draft.ids, draft.siblings, context)
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)
         ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
@@ -217,6 +223,18 @@ class DecodeLoop:
         shaped = self._sampler.shape(logits, context, draft_ids)
         verdict = verify(draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob)
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
+        return verdict
+
+    def _verify_siblings(self, draft_ids: torch.Tensor, siblings: torch.Tensor, context: Sequence[int]) -> Verdict:
+        engine = cast(TreeEngine, self._engine)
+        cache = self._engine.cache
+        start, tree = cache.length, DraftTree(*siblings.shape)
+        ids = torch.cat([draft_ids.new_tensor(context[-1:]), draft_ids, siblings.flatten()])
+        logits = engine.verify_tree(ids, tree)
+        verdict = verify_tree(draft_ids, siblings, logits, self._sampler, context, with_prob=self._with_prob)
+        if verdict.sibling is not None:
+            engine.keep_sibling(start + verdict.sibling.row, start + verdict.num_accepted)
+        cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
 
     def _round_on_device(self, draft: DraftOnDevice, run: Run, clock: StepClock) -> _Round:
@@ -238,6 +256,7 @@ class _Round:
     draft_ids: list[int]
     verdict: Verdict
     looked_up: bool
+    num_siblings: int = 0
 
 
 @dataclass
@@ -268,7 +287,9 @@ class Run:
     def remaining(self) -> int:
         return self.request.max_new_tokens - self.stats.num_emitted
 
-    def take(self, ids: list[int], origins: list[str], rejected: list[int] | None = None) -> Emitted:
+    def take(
+        self, ids: list[int], origins: list[str], rejected: list[int] | None = None, rejected_from: int = -1
+    ) -> Emitted:
         """Append tokens up to the first that ends the text; the rest is cut, and what it stands in for with it."""
         taken = 0
         for token in ids:
@@ -282,8 +303,8 @@ class Run:
         self.origins += origins[:taken]
         if taken < len(ids) or not rejected:
             return Emitted(ids[:taken], origins[:taken])
-        self.rejected[len(self.origins) - 1] = rejected
-        return Emitted(ids, origins, rejected)
+        self.rejected[len(self.origins) + rejected_from] = rejected
+        return Emitted(ids, origins, rejected, rejected_from)
 
     def _ends(self, token: int) -> bool:
         if token in self.request.eos_token_ids or self.remaining <= 0:
@@ -293,8 +314,17 @@ class Run:
 
 def _settle(run: Run, settled: _Round) -> Emitted:
     """Count a round and emit what it gave."""
-    draft_ids, num_accepted = settled.draft_ids, settled.verdict.num_accepted
-    run.stats.count_round(len(draft_ids), num_accepted, looked_up=settled.looked_up)
-    last_origin = BONUS if num_accepted == len(draft_ids) else RECOVERED
-    origins = [LOOKED_UP if settled.looked_up else ACCEPTED] * num_accepted + [last_origin]
-    return run.take([*draft_ids[:num_accepted], settled.verdict.next_token], origins, draft_ids[num_accepted:])
+    draft_ids, verdict, sibling = settled.draft_ids, settled.verdict, settled.verdict.sibling
+    run.stats.count_round(
+        len(draft_ids),
+        verdict.num_accepted,
+        looked_up=settled.looked_up,
+        num_siblings=settled.num_siblings,
+        hit=sibling is not None,
+    )
+    num_right = verdict.num_drafts_accepted
+    accepted = draft_ids[:num_right] + ([] if sibling is None else [sibling.token])
+    last_origin = RECOVERED if sibling is None and num_right < len(draft_ids) else BONUS
+    origins = [LOOKED_UP if settled.looked_up else ACCEPTED] * len(accepted) + [last_origin]
+    rejected_from = -1 if sibling is None else -2
+    return run.take([*accepted, verdict.next_token], origins, draft_ids[num_right:], rejected_from)

@@ -26,6 +26,8 @@ class Draft:
     """Found in text and not computed."""
     prefix: PrefixStates | None = None
     """Hidden states that the verification may start from."""
+    siblings: torch.Tensor | None = None
+    """(G, k) int64: in the place of each token so many others to verify."""
 
 
 @dataclass(frozen=True)

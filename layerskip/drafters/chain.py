@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from layerskip.drafters.base import Draft
 from layerskip.rounds.sampling import Sampler, top_probability
 
 
@@ -19,6 +20,7 @@ class ChainSettings:
     gamma: int
     draft_threshold: float = 0.0
     target_threshold: float = 0.0
+    siblings: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,22 @@ class ChainDrafter(Generic[SettingsT]):
 
     def chain(
         self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Up to `count` tokens (1,) after the context; see `steps`."""
-        return [token for token, _ in self.steps(context, count, next_logits)]
+    ) -> Draft:
+        """Up to `count` tokens after the context, and what comes next best in the place of each, where that is asked;
+        see `steps`."""
+        steps = list(self.steps(context, count, next_logits))
+        siblings = [one.siblings for one in steps if one.siblings is not None]
+        return Draft(torch.cat([one.token for one in steps]), siblings=torch.cat(siblings) if siblings else None)
 
     def steps(
         self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, float | None]]:
-        """One token (1,) after the other, up to `count`, and the top probability where a threshold looks at it.
+    ) -> Iterator[Step]:
+        """One token after the other, up to `count`.
 
         next_logits: (1, V) after the token just drafted, or after the context for None. Cost: one device sync a token
         with a threshold or a penalty, else none.
         """
-        sampler, threshold = self._sampler, self._settings.draft_threshold
+        sampler, threshold, num_siblings = self._sampler, self._settings.draft_threshold, self._settings.siblings
         needs_ids = sampler.params.repetition_penalty != 1.0
         seen, last = list(context) if needs_ids else context, None
         for place in range(len(context), len(context) + count):
@@ -86,6 +91,17 @@ class ChainDrafter(Generic[SettingsT]):
             if needs_ids:
                 seen = [*seen, int(last)]
             sure = float(top_probability(logits)) if threshold > 0.0 else None
-            yield last, sure
+            yield Step(last, sure, sampler.siblings(logits, place, last, num_siblings) if num_siblings else None)
             if sure is not None and sure < threshold:
                 break
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One drafted token, (1,)."""
+
+    token: torch.Tensor
+    sure: float | None
+    """The top probability, where a threshold looks at it."""
+    siblings: torch.Tensor | None
+    """(1, k): what comes next best in its place; None where that is not asked."""

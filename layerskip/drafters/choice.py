@@ -17,6 +17,7 @@ from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter
 from layerskip.drafters.text_store import TextStore
 from layerskip.engines import Engine
 from layerskip.engines.states import StatesEngine
+from layerskip.engines.tree import TreeEngine
 from layerskip.rounds.sampling import Sampler
 
 
@@ -26,10 +27,13 @@ def make_drafter(
     """None for plain decoding.
 
     store: earlier texts that a suffix drafter may look into.
-    Raises: ValueError for draft weights on an engine that cannot serve them, or that were not loaded.
+    Raises: ValueError for draft weights on an engine that cannot serve them, or that were not loaded; and for siblings
+    on one that cannot verify them.
     """
     if not config.speculates:
         return None
+    if config.siblings and not isinstance(engine, TreeEngine):
+        raise ValueError(f"siblings: need the engine eager or fused, got {engine.name} and {config.siblings}")
     lookup = None
     if config.lookup is not None:
         lookup = LookupDrafter(config.lookup, config.lookup_gamma, config.lookup_target_threshold, store)
@@ -42,6 +46,7 @@ def make_drafter(
         config.gamma,
         config.draft_threshold,
         config.target_threshold,
+        config.siblings,
         skip_mask=config.skip_mask,
         share_prefix=config.share_prefix,
     )
@@ -54,7 +59,11 @@ def _by_weights(
     weights: DraftWeights, config: DecodeConfig, engine: Engine, sampler: Sampler
 ) -> EagleDrafter | DraftModelDrafter | OtherTokenizerDrafter:
     settings = WeightsSettings(
-        config.gamma, config.draft_threshold, config.target_threshold, draft_vocab=weights.draft_vocab
+        config.gamma,
+        config.draft_threshold,
+        config.target_threshold,
+        config.siblings,
+        draft_vocab=weights.draft_vocab,
     )
     found = loaded_weights(engine, weights)
     if isinstance(found, DraftModel):

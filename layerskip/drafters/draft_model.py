@@ -104,10 +104,9 @@ class DraftModelSession:
         if limit < 1 or not self._drafter.is_sure(target_prob):
             return None
         self._catch_up(context)
-        tokens = self._drafter.chain(context, limit, lambda last: self._go_on(context, last))
-        drafts = torch.cat(tokens)
-        self._num_seen, self._drafted = len(context), drafts[:-1]
-        return Draft(drafts)
+        draft = self._drafter.chain(context, limit, lambda last: self._go_on(context, last))
+        self._num_seen, self._drafted = len(context), draft.ids[:-1]
+        return draft
 
     def forget_from(self, position: int) -> None:
         """The next round goes over the tokens behind this position again."""

@@ -132,7 +132,7 @@ class EagleSession:
                 place += 1
             return engine.unembed(self._head.norm(state), self._drafter.settings.draft_vocab)
 
-        return Draft(torch.cat(self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)))
+        return self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)
 
     def forget_from(self, position: int) -> None:
         """The next round goes over the tokens behind this position, and the states before them, again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -75,9 +75,9 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
         def next_logits(last: torch.Tensor | None) -> torch.Tensor:
             return self._forward(first if last is None else last, prefix)
 
-        tokens = self.chain(context, limit, next_logits)
+        draft = self.chain(context, limit, next_logits)
         cache.rollback_to(start)
-        return Draft(torch.cat(tokens), prefix=prefix)
+        return replace(draft, prefix=prefix)
 
     def _new_prefix(self) -> PrefixStates | None:
         """None where the config does not share, and where the engine cannot: the output is the same."""

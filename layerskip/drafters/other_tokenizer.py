@@ -96,8 +96,8 @@ class OtherTokenizerSession:
         room = self._model.engine.cache.capacity - len(own.ids) + 1
         self._catch_up()
         both.target.encode(text)
-        for token, _ in self._drafter.steps(own.ids, min(room, max(1, round(count * self.own_for_one))), self._go_on):
-            drafted.append(int(token))
+        for step in self._drafter.steps(own.ids, min(room, max(1, round(count * self.own_for_one))), self._go_on):
+            drafted.append(int(step.token))
             both.target.encode(text + both.own.after(before, drafted))
 
     @property
@@ -110,11 +110,11 @@ class OtherTokenizerSession:
         own, both = self._context, self._translation
         before, drafted, found = both.own.end_of(own.ids, own.first), list[int](), list[int]()
         self._catch_up()
-        for token, sure in self._drafter.steps(own.ids, room, self._go_on):
-            drafted.append(int(token))
+        for step in self._drafter.steps(own.ids, room, self._go_on):
+            drafted.append(int(step.token))
             if not both.own.is_text(drafted[-1]):
                 found = [*found, *(both.to_target[one] for one in drafted[-1:] if one in both.to_target)]
-                self._note(len(found), sure)
+                self._note(len(found), step.sure)
                 break
             more = both.own.after(before, drafted)
             if not more.endswith(REPLACEMENT):
@@ -122,7 +122,7 @@ class OtherTokenizerSession:
                 if whole[: len(ends)] != ends:
                     break
                 found = whole[len(ends) :]
-            self._note(len(found), sure)
+            self._note(len(found), step.sure)
             if len(found) >= limit:
                 break
         return list(takewhile(lambda one: one < both.vocabulary, found[:limit]))

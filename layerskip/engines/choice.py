@@ -44,8 +44,10 @@ class EngineChoice:
     reason: str
 
 
-def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
+def make_engine(name: str, adapter: ModelAdapter, *, with_siblings: bool = False) -> EngineChoice:
     """The engine of this name; `auto` takes the fastest of those that serve this model here.
+
+    with_siblings: of those that verify siblings too, which `cuda_graph` does not.
 
     Cost of `auto`: about three dozen forwards over a few tokens. Of `cuda_graph`, and of `auto` on a CUDA device, with
     lean layers: besides, the timing of attention kernels and six compilations, of a few seconds each when they are made
@@ -63,10 +65,10 @@ def make_engine(name: str, adapter: ModelAdapter) -> EngineChoice:
     if name == "cuda_graph":
         engine, layers = _cuda_graph(adapter, None, eager)
         return EngineChoice(engine, "; ".join(["asked for", layers, *_layouts(engine.lean)]))
-    return _fastest(eager, adapter)
+    return _fastest(eager, adapter, with_graphs=not with_siblings and _has_graphs(adapter.device))
 
 
-def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
+def _fastest(eager: EagerEngine, adapter: ModelAdapter, *, with_graphs: bool) -> EngineChoice:
     """By measurement, and why; an engine that cannot serve the model is left out, and the reason says so."""
     if not adapter.placement.is_whole:
         return EngineChoice(eager, f"the only one for a model that is not whole on one device: {adapter.placement}")
@@ -80,7 +82,7 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter) -> EngineChoice:
     except UnsupportedModelError as error:
         refusals.append(str(error))
         fused = None
-    if _has_graphs(adapter.device):
+    if with_graphs:
         try:
             recorded, layers = _cuda_graph(adapter, fused, eager)
             candidates.append(recorded)

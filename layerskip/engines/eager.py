@@ -10,6 +10,8 @@ import torch
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
+from layerskip.engines.tree import DraftTree
+from layerskip.huggingface.adapter import ForcedPositions
 from layerskip.rounds.preparation import ForwardPlan
 
 
@@ -35,11 +37,27 @@ class EagerEngine(StatesEngine):
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        if mask is not None or not self._keeps_states:
+        if mask is not None:
             return self._adapter.forward(input_ids, self.cache, mask, num_logits=num_logits)
+        return self._target(input_ids, num_logits)
+
+    @torch.inference_mode()
+    def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """See `TreeEngine`."""
+        adapter, start = self._adapter, self.cache.length
+        forced = ForcedPositions.of(
+            tree.positions(start, adapter.device),
+            {window: tree.visible(start, window, adapter.device) for window in set(adapter.windows)},
+            adapter.dtype,
+        )
+        return self._target(input_ids, len(input_ids), forced)
+
+    def _target(self, input_ids: torch.Tensor, num_logits: int, forced: ForcedPositions | None = None) -> torch.Tensor:
+        if not self._keeps_states:
+            return self._adapter.forward(input_ids, self.cache, num_logits=num_logits, forced=forced)
         start = self.cache.length
         with self._adapter.last_states() as states:
-            logits = self._adapter.forward(input_ids, self.cache, num_logits=num_logits)
+            logits = self._adapter.forward(input_ids, self.cache, num_logits=num_logits, forced=forced)
         self._keep(start, states[0][0])
         return logits
 

@@ -22,11 +22,12 @@ from layerskip.engines.lean_layers import Attention, Mlp, Norm, attention_of, ml
 from layerskip.engines.linear import DenseLinear, Linear, fused
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
+from layerskip.engines.tree import DraftTree
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.int8 import Int8Linear, check_room
-from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
 
@@ -87,11 +88,23 @@ class FusedEngine(StatesEngine):
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         step = self._step(self.cache.length, input_ids.shape[0])
+        return self.logits(self._all_layers(input_ids, step, mask)[-num_logits:], mask)
+
+    @torch.inference_mode()
+    def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """See `TreeEngine`."""
+        step = self._step(self.cache.length, tree.num_rows)
+        positions = tree.positions(step.start, self.device)
+        step.tree, step.cos, step.sin = tree, self._cos[positions], self._sin[positions]
+        return self.logits(self._all_layers(input_ids, step, None), None)
+
+    def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None) -> torch.Tensor:
+        """(T, hidden); the cache advances."""
         x = self._run(F.embedding(input_ids, self.embedding), step, mask or self._no_skip, range(len(self.layers)))
         if mask is None and self._keeps_states:
             self._keep(step.start, x)
         self.cache.advance(step.num_tokens)
-        return self.logits(x[-num_logits:], mask)
+        return x
 
     def logits(self, x: torch.Tensor, mask: SkipMask | None) -> torch.Tensor:
         """(T, V) of the last layer's states (T, hidden)."""
@@ -198,11 +211,17 @@ class _Step:
     def __init__(self, start: int, num_tokens: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self.start, self.stop, self.num_tokens = start, start + num_tokens, num_tokens
         self.cos, self.sin = cos, sin
+        self.tree: DraftTree | None = None
+        """Without one the tokens simply follow each other."""
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def visible(self, window: int | None, device: torch.device) -> tuple[int, torch.Tensor | None, bool]:
         """First key that any query sees, a boolean mask over the keys from there (None = all), and `is_causal`."""
-        first = 0 if window is None else max(self.start - window + 1, 0)
+        first = first_visible(self.start, window)
+        if self.tree is not None:
+            if window not in self._masks:
+                self._masks[window] = self.tree.visible(self.start, window, device)
+            return first, self._masks[window], False
         if self.num_tokens == 1:
             return first, None, False
         if self.start == 0 and (window is None or self.stop <= window):

@@ -54,6 +54,12 @@ class StatesEngine(SessionEngine):
     def _keeps_states(self) -> bool:
         return self._states is not None
 
+    def keep_sibling(self, source: int, place: int) -> None:
+        """See `TreeEngine`."""
+        self.cache.move(source, place)
+        if self._keeps_states:
+            self.states[place] = self.states[source]
+
     def _keep(self, start: int, states: torch.Tensor) -> None:
         """Rows (T, hidden) from position `start` on."""
         self.states[start : start + len(states)] = states

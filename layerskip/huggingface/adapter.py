@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,18 @@ class ForcedPositions:
     """(T,) int64."""
     attention_mask: torch.Tensor | dict[str, torch.Tensor]
     """Additive, (1, 1, T, keys), or one for each layer type."""
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, visible: Mapping[int | None, torch.Tensor], dtype: torch.dtype) -> Self:
+        """visible: (T, keys) boolean for each of the model's windows, None being full attention; True = seen."""
+        masks = {}
+        for window, seen in visible.items():
+            hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+            masks[window] = hidden.masked_fill(seen, 0.0)[None, None]
+        if len(masks) == 1:
+            return cls(positions, next(iter(masks.values())))
+        window = next(window for window in masks if window is not None)
+        return cls(positions, {"full_attention": masks[None], "sliding_attention": masks[window]})
 
 
 @dataclass(frozen=True)

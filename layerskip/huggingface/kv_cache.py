@@ -54,6 +54,12 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
             raise ValueError(f"length: can only roll back, from {self._length}, got {length}")
         self._set_length(length)
 
+    def move(self, source: int, place: int) -> None:
+        """What was written at position `source` stands at `place` too. Cost: a copy of one position a layer."""
+        for layer in self.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[:, :, place] = buffer[:, :, source]
+
     def _set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:
             raise ValueError(f"length: must be in 0..{self.capacity} (the cache's capacity), got {length}")
@@ -103,7 +109,7 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _first_visible(self) -> int:
         """First position any query of this forward can see; the mask does the rest."""
-        return 0 if self._window is None else max(self._cache.length - self._window + 1, 0)
+        return first_visible(self._cache.length, self._window)
 
     def get_seq_length(self) -> int:
         return self._cache.length
@@ -111,6 +117,11 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         # -1 = grows: the capacity is an allocation, not a limit that position encodings may rely on.
         return -1
+
+
+def first_visible(length: int, window: int | None) -> int:
+    """The first position that a token after `length` others sees."""
+    return 0 if window is None else max(length - window + 1, 0)
 
 
 class DeviceNumber:

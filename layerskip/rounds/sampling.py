@@ -71,6 +71,11 @@ class Sampler:
             shaped, None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
         )
 
+    def siblings(self, shaped: torch.Tensor, place: int, chosen: torch.Tensor, count: int) -> torch.Tensor:
+        """(T, count): what `choose` would take next, in order, were the tokens `chosen` (T,) not there."""
+        noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
+        return next_best(shaped, noise, chosen, count)
+
     @property
     def nbytes(self) -> int:
         """Of the noise that it holds."""
@@ -146,7 +151,37 @@ def choose(shaped: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
     """A token per row of shaped logits (T, V), (T,) int64: the likeliest, or by noise (T, V) a drawn one."""
     if noise is None:
         return shaped.max(dim=-1).indices
-    return (shaped.softmax(dim=-1) / noise).argmax(dim=-1)
+    return _scores(shaped, noise).argmax(dim=-1)
+
+
+def next_best(shaped: torch.Tensor, noise: torch.Tensor | None, chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """(..., count) int64: the best of each row of shaped logits (..., V) after the one that was chosen (...), in order.
+
+    Where fewer are possible at all, the chosen one stands in for those that are missing.
+    """
+    chosen = chosen.unsqueeze(-1)
+    rest = _scores(shaped, noise).scatter(-1, chosen, float("-inf"))
+    best = rest.topk(min(count, rest.shape[-1]), dim=-1)
+    found = torch.where(best.values > _IMPOSSIBLE[noise is None], best.indices, chosen)
+    return torch.cat([found, chosen.expand(*chosen.shape[:-1], count - found.shape[-1])], dim=-1)
+
+
+def rank_of(shaped: torch.Tensor, noise: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """(...) int64: how many tokens come before the given ones (...) in rows of shaped logits (..., V), the chosen one
+    among them; V where a token is not possible at all. So the i-th of `next_best` has rank i, from 1 on."""
+    scores = _scores(shaped, noise)
+    own = scores.gather(-1, tokens.unsqueeze(-1))
+    before = (scores > own).sum(dim=-1)
+    return torch.where(own.squeeze(-1) > _IMPOSSIBLE[noise is None], before, scores.shape[-1])
+
+
+_IMPOSSIBLE = (0.0, float("-inf"))
+"""The score of a token that cannot be chosen, by whether choosing is greedy."""
+
+
+def _scores(shaped: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """What decides, the larger the better."""
+    return shaped if noise is None else shaped.softmax(dim=-1) / noise
 
 
 def chosen_probability(shaped: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,22 @@ class Verdict:
     """The recovered token if a draft token was rejected, else the bonus token."""
     next_token_prob: float | None
     """The target's probability of `next_token`, which `target_threshold` looks at; None if not asked for."""
+    sibling: Sibling | None = None
+    """The last of the accepted tokens, where that is not the one drafted there but a sibling of it."""
+
+    @property
+    def num_drafts_accepted(self) -> int:
+        """Accepted tokens before a sibling: those that were drafted."""
+        return self.num_accepted - (self.sibling is not None)
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """One that the target chose."""
+
+    token: int
+    row: int
+    """Among all rows of the verification."""
 
 
 def verify(
@@ -49,3 +66,38 @@ def verify(
     drafted, chosen, probs = read[:gamma], read[gamma : 2 * gamma + 1], read[2 * gamma + 1 :]
     num_accepted = next((i for i in range(gamma) if drafted[i] != chosen[i]), gamma)
     return Verdict(num_accepted, int(chosen[num_accepted]), min(1.0, probs[num_accepted]) if with_prob else None)
+
+
+def verify_tree(
+    draft_ids: torch.Tensor,
+    siblings: torch.Tensor,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    context: Sequence[int],
+    *,
+    with_prob: bool = True,
+) -> Verdict:
+    """`verify`; and where the target chose a sibling of the first wrong draft token, that and what it chooses after it.
+
+    The target chooses as ever, and a sibling is accepted only if it is that choice: nothing else can be emitted.
+
+    Shapes: draft_ids (G,) and siblings (G, k) int64; logits (1 + G + G * k, V), not shaped: those of the drafts, as in
+    `verify`, then row by row those that follow each sibling. Cost: one device sync, a second where a draft token is
+    wrong, a third where a sibling is right.
+    """
+    num_drafts, count = siblings.shape
+    chain = sampler.shape(logits[: num_drafts + 1], context, draft_ids)
+    verdict = verify(draft_ids, chain, sampler, len(context), with_prob=with_prob)
+    place = verdict.num_accepted
+    if place == num_drafts:
+        return verdict
+    others: list[int] = siblings[place].tolist()
+    if verdict.next_token not in others:
+        return verdict
+    token = verdict.next_token
+    row = 1 + num_drafts + place * count + others.index(token)
+    so_far = [*context, *draft_ids[:place].tolist(), token]
+    after = verify(
+        draft_ids[:0], sampler.shape(logits[row : row + 1], so_far), sampler, len(so_far), with_prob=with_prob
+    )
+    return Verdict(place + 1, after.next_token, after.next_token_prob, Sibling(token, row))

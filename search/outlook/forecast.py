@@ -66,23 +66,33 @@ class Candidates:
         return self._candidate(best, full_fidelity=full_fidelity, first=first)
 
     def variants(self, mask: SkipMask, count: int, *, full_fidelity: bool = False) -> list[Candidate]:
-        """The mask at its `count` best settings; each with and without a shared prefix, where the space has it."""
+        """The mask at its `count` best settings; each with and without a shared prefix, and with siblings where they
+        are worth it, where the space has them."""
         found = self.predictor.best_settings(mask, count, full_fidelity=full_fidelity)
         return [
             self._candidate(one, full_fidelity=full_fidelity)
             for best in found
-            for one in (best, *self._shared(best, full_fidelity=full_fidelity))
+            for one in (
+                best,
+                *self._shared(best, full_fidelity=full_fidelity),
+                *self._siblings(best, full_fidelity=full_fidelity),
+            )
         ]
 
     def _best(self, mask: SkipMask, *, full_fidelity: bool) -> Predicted:
         best = self.predictor.best_setting(mask, full_fidelity=full_fidelity)
-        return max([best, *self._shared(best, full_fidelity=full_fidelity)], key=lambda one: one.speedup)
+        others = *self._shared(best, full_fidelity=full_fidelity), *self._siblings(best, full_fidelity=full_fidelity)
+        return max(best, *others, key=lambda one: one.speedup) if others else best
 
     def _shared(self, one: Predicted, *, full_fidelity: bool) -> list[Predicted]:
         """A hybrid's too: rounds that it drafts under the mask share, those that it looks up verify from layer 0."""
         if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
             return []
         return [self.predictor.shared(one, full_fidelity=full_fidelity)]
+
+    def _siblings(self, one: Predicted, *, full_fidelity: bool) -> list[Predicted]:
+        found = self.predictor.with_siblings(one, self._space.siblings_max, full_fidelity=full_fidelity)
+        return [] if found is None else [found]
 
     def lookups_alone(self, methods: Sequence[str]) -> list[Candidate]:
         """The best lookups of each method, without a mask, on all texts; best first. Cost: see `best_lookups`."""
@@ -104,6 +114,8 @@ class Candidates:
 
     def _best_by_weights(self, each: Sequence[DraftWeights], lookups: Sequence[LookupChoice | None]) -> list[Predicted]:
         found = [one for by in each for one in self.predictor.best_by_weights(by, lookups, count=_NUM_BY_WEIGHTS)]
+        if self._space.has_weights_siblings:
+            found += [more for one in found for more in self._siblings(one, full_fidelity=True)]
         return sorted(found, key=lambda one: -one.speedup)[:_NUM_BY_WEIGHTS]
 
     def best_by_drafter(self, pool: Pool) -> dict[str, Candidate]:
@@ -129,9 +141,9 @@ class Candidates:
         )
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
-        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix`, where the space has it;
-        where there are more texts than the first ones and all were looked at, the log speedup on the first ones; and
-        the lookup, alone where it has no gamma of its own."""
+        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix` and siblings, where the space
+        has them; where there are more texts than the first ones and all were looked at, the log speedup on the first
+        ones; and the lookup, alone where it has no gamma of its own."""
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
@@ -143,7 +155,8 @@ class Candidates:
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
             lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
-            rows.append([*row, round(one.log_speedup, 5), *share, *first, *lookup])
+            siblings = [config.siblings] if self._space.siblings_max else []
+            rows.append([*row, round(one.log_speedup, 5), *share, *siblings, *first, *lookup])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
@@ -152,6 +165,7 @@ class Candidates:
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
             share = bool(more and more.pop(0)) if self._space.share_prefix else False
+            siblings = int(more.pop(0)) if self._space.siblings_max else 0
             weights = self._weights_called(mask)
             alone: DrafterName = "layer_skip" if weights is None else weights.drafter
             config = DecodeConfig(
@@ -162,6 +176,7 @@ class Candidates:
                 draft_threshold=draft_threshold,
                 target_threshold=target_threshold,
                 share_prefix=share,
+                siblings=siblings,
                 lookup=lookup,
             )
             first = float(more[0]) if more else None

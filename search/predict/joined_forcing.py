@@ -85,7 +85,8 @@ def join_readings(readings: Sequence[DraftReadings], width: int) -> DraftReading
             arrays.append(np.pad(array, ((0, 0), (0, 0), (0, wider))) if wider else array)
         return np.concatenate(arrays, axis=1)
 
-    return DraftReadings(joined("accepted"), joined("confidence"), joined("choices"))
+    ranks = joined("ranks") if all(one.ranks is not None for one in readings) else None
+    return DraftReadings(joined("accepted"), joined("confidence"), joined("choices"), ranks)
 
 
 def _join_rows(parts: Sequence[TextRows]) -> TextRows:

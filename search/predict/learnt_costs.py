@@ -33,7 +33,7 @@ from search.study.attributes import (
     ROUNDS,
     SKIP_MASK,
 )
-from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX
+from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX, SIBLINGS, WEIGHTS_SIBLINGS
 
 Floats = NDArray[np.float64]
 
@@ -67,6 +67,8 @@ class _Steps:
     num_drafted: int
     rounds: tuple[tuple[int, int, float], ...]
     """(drafts, how many rounds had so many, one such round), all drafted under the mask."""
+    siblings: int
+    """Of each of these drafts, verified beside it."""
     prefix: int
     """Layers behind which these verify, 0 where they share none."""
     lookups: tuple[tuple[int, int, float], ...]
@@ -148,6 +150,7 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
         draft=draft,
         num_drafted=num_drafted,
         rounds=_rounds(counts, round_s, plain_s),
+        siblings=0 if prefix else int(trial.params.get(SIBLINGS, trial.params.get(WEIGHTS_SIBLINGS, 0))),
         prefix=0 if prefix is None else prefix.depth,
         lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
     )
@@ -238,7 +241,7 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
         shared = one.prefix * layer
         by_mask = [
-            (n, count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
+            (n * (1 + one.siblings), count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
             for n, count, seconds in one.rounds
             if shared < _MOST_SHARED
         ]

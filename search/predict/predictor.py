@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -276,13 +276,33 @@ class Predictor:
         log = self._config_logs(config, full_fidelity=full_fidelity).mean() - self._drift
         return Predicted(config, float(np.exp(log)))
 
+    def with_siblings(self, one: Predicted, most: int, *, full_fidelity: bool = False) -> Predicted | None:
+        """The same thresholds with the best number of siblings, 1..most, and the gamma that suits it, as far as costs
+        of verifying so many are known; None where not even one is worth it. Cost: a replay of a few gammas, or two."""
+        config, best = one.config, one
+        for siblings in range(1, most + 1):
+            gammas = range(1, min(config.gamma + 1, self._most_drafts(siblings)) + 1)
+            if not gammas:
+                break
+            thresholds = [config.draft_threshold], [config.target_threshold]
+            grid = replace(Settings.grid(list(gammas), *thresholds, [LookupChoice.of(config)]), siblings=siblings)
+            found = self._best(config.drafted_by, grid, full_fidelity=full_fidelity)
+            if found.speedup <= best.speedup:
+                break
+            best = found
+        return None if best is one else best
+
+    def _most_drafts(self, siblings: int) -> int:
+        """Of a round whose verification has a measured cost."""
+        return min(self._gamma_max, (len(self.cost.verify_s) - 1) // (1 + siblings))
+
     def surface(
-        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False
+        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False, siblings: int = 0
     ) -> tuple[Floats, Floats, Floats]:
         """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask on all texts, for plotting."""
         thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
-        gammas = np.arange(1, self._gamma_max + 1)
-        grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold])
+        gammas = np.arange(1, self._most_drafts(siblings) + 1)
+        grid = replace(Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold]), siblings=siblings)
         logs = self._text_logs(mask, grid, full_fidelity=True, share_prefix=share_prefix).mean(axis=1)
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
@@ -366,7 +386,8 @@ class Predictor:
             looked_up[0, one.text] += one.looked_up
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
-            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[count] if count else 0.0
+            verified = by_mask * (1 + config.siblings) + one.looked_up
+            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[verified] if count else 0.0
         return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
     @staticmethod
@@ -376,7 +397,7 @@ class Predictor:
         token = int(reading.choices[depth, one.text, row])
         return WrongDraft(places[one.text], row, one.accepted, token, one.room - one.drafted)
 
-    def _best(self, mask: SkipMask, grid: Settings, *, full_fidelity: bool) -> Predicted:
+    def _best(self, mask: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Predicted:
         logs = self._log_speedups(mask, grid, full_fidelity=full_fidelity)
         best = int(np.argmax(logs))
         return Predicted(self._config(mask, grid, best), float(np.exp(logs[best])))
@@ -395,6 +416,7 @@ class Predictor:
             gamma=int(grid.gamma[i]),
             draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
             target_threshold=snap_threshold(float(grid.target_threshold[i])),
+            siblings=grid.siblings,
             **fields,
         )
 

@@ -70,6 +70,8 @@ class Settings:
     """Places among the lookups."""
     lookups: tuple[LookupChoice | None, ...] = (None,)
     """None: nothing is looked up."""
+    siblings: int = 0
+    """Of every computed draft token, the same for all settings."""
 
     @classmethod
     def grid(
@@ -104,12 +106,14 @@ class Settings:
         choice = LookupChoice.of(config)
         if choice is not None and not config.computes_drafts:
             return cls.of_lookups([choice])
-        return cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
+        one = cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
+        return replace(one, siblings=config.siblings)
 
     @property
-    def gamma_max(self) -> int:
-        """Most draft tokens of any round."""
-        return max(int(self.gamma.max()), *(0 if one is None else one.gamma for one in self.lookups))
+    def most_verified(self) -> int:
+        """Most tokens that any round verifies, siblings among them."""
+        computed = int(self.gamma.max()) * (1 + self.siblings)
+        return max(computed, *(0 if one is None else one.gamma for one in self.lookups))
 
     def select(self, places: Ints) -> Settings:
         """The settings at these places."""
@@ -158,7 +162,7 @@ def replay(
     """Counts of every setting on every text.
 
     reading: on the texts of `rows`; of lookups alone it is not looked at.
-    verify_s: seconds of verifying n draft tokens, n = 0..largest gamma; or two rows of these, for rounds drafted under
+    verify_s: seconds of verifying n tokens, siblings too, n = 0..most of a round; or two rows, for rounds drafted under
     the mask and for those looked up. read_lookup: needed where settings look up.
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core.
     Raises: ValueError if the shapes do not fit.
@@ -166,12 +170,14 @@ def replay(
     shapes = reading.accepted.shape, reading.confidence.shape
     if shapes[0][1:] != rows.target_probs.shape or shapes[1] != shapes[0]:
         raise ValueError(f"reading: must have shape (depths, *{rows.target_probs.shape}), got {shapes[0]}, {shapes[1]}")
-    given = np.zeros(settings.gamma_max + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
+    if settings.siblings and reading.ranks is None:
+        raise ValueError(f"reading: must have ranks to replay {settings.siblings} siblings, has none")
+    given = np.zeros(settings.most_verified + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
     table = np.broadcast_to(given, (2, given.shape[-1]))
-    if table.shape[1] <= settings.gamma_max:
-        raise ValueError(f"verify_s: must reach gamma {settings.gamma_max}, has {table.shape[1]} entries")
+    if table.shape[1] <= settings.most_verified:
+        raise ValueError(f"verify_s: must reach gamma {settings.most_verified}, has {table.shape[1]} entries")
     lookups = _Lookups(rows, settings.lookups, read_lookup)
-    return _run(reading.accepted, _Steps(reading.confidence, rows, settings, lookups), table)
+    return _run(reading, _Steps(reading.confidence, rows, settings, lookups), table)
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,8 @@ class Round:
     """Its first wrong token is not an unsure one, so how long the draft goes on after it is not in the reading."""
     looked_up: int = 0
     """Tokens that were looked up; then none was drafted under the mask."""
+    hit: bool = False
+    """A sibling of the first wrong token is right; it is not among the accepted ones."""
 
 
 def walk(
@@ -223,8 +231,12 @@ def walk(
                 unsure = reading.confidence[min(drafted, depth), text, place] < config.draft_threshold
                 drafted += 1
             accepted = drafted - wrong
-            found.append(Round(text, row, drafted, accepted, room, wrong and not unsure and drafted < room))
-            emitted += accepted + 1
+            hit = False
+            if wrong and config.siblings and reading.ranks is not None:
+                hit = 0 < reading.ranks[min(accepted, depth), text, row + accepted] <= config.siblings
+            open_ended = wrong and not unsure and drafted < room
+            found.append(Round(text, row, drafted, accepted, room, open_ended, hit=hit))
+            emitted += accepted + hit + 1
     return found
 
 
@@ -343,10 +355,12 @@ class _Steps:
         return _Step(np.where(looked_up > 0, 0, count), looked_up, right)
 
 
-def _run(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
+def _run(reading: DraftReadings, steps: _Steps, table: Floats) -> Counts:
     """Every (setting, text) walks through its rounds, all of them side by side."""
     shape = (len(steps.settings), steps.num_texts)
-    until_wrong = drafts_before(accepted == 0.0)
+    until_wrong = drafts_before(reading.accepted == 0.0)
+    siblings = steps.settings.siblings
+    is_hit = _hits(reading.ranks, until_wrong, siblings) if siblings and reading.ranks is not None else None
     drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
     setting, text = (axis.reshape(-1) for axis in np.indices(shape))
     emitted = np.ones(len(setting), dtype=np.int64)
@@ -361,11 +375,23 @@ def _run(accepted: NDArray[np.float32], steps: _Steps, table: Floats) -> Counts:
         looked_up[alive] += step.looked_up
         rounds[alive] += ~alone
         target_only[alive] += alone
-        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), count])
-        kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, until_wrong[where, at - 1]))
+        verified = step.drafted * (1 + siblings) + step.looked_up
+        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), verified])
+        right = until_wrong[where, at - 1]
+        kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, right))
+        if is_hit is not None:
+            kept += (step.drafted > right) & is_hit[where, at - 1]
         emitted[alive] = at + kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
+
+
+def _hits(ranks: NDArray[np.uint8], until_wrong: Ints, siblings: int) -> NDArray[np.bool_]:
+    """(P, T): whether a sibling of the first wrong draft of a round that starts at each place is right."""
+    places = np.minimum(np.arange(ranks.shape[2]) + until_wrong, ranks.shape[2] - 1)
+    rank = ranks[np.minimum(until_wrong, len(ranks) - 1), np.arange(ranks.shape[1])[:, None], places]
+    found: NDArray[np.bool_] = (rank > 0) & (rank <= siblings)
+    return found
 
 
 def drafts_before(flags: NDArray[np.bool_]) -> Ints:

@@ -34,13 +34,16 @@ def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[
     """
     around = dict.fromkeys(_place(one.config) for one in entries if one.config.drafter == "layer_skip")
     stored = []
-    for mask, target_threshold, share_prefix in around:
-        gammas, thresholds, speedups = predictor.surface(mask, target_threshold, share_prefix=share_prefix)
+    for mask, target_threshold, share_prefix, siblings in around:
+        gammas, thresholds, speedups = predictor.surface(
+            mask, target_threshold, share_prefix=share_prefix, siblings=siblings
+        )
         stored.append(
             {
                 "skip_mask": str(mask),
                 "target_threshold": target_threshold,
                 "share_prefix": share_prefix,
+                "siblings": siblings,
                 "gammas": [int(one) for one in gammas],
                 "draft_thresholds": [round(float(one), 3) for one in thresholds],
                 "speedups": [[round(float(one), 4) for one in row] for row in speedups],
@@ -55,7 +58,8 @@ def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
         return None
     for one in json.loads(stored or "[]"):
         mask = SkipMask.parse(one["skip_mask"])
-        if (mask, one["target_threshold"], one["share_prefix"]) == _place(config):
+        # Studies from before there were siblings say nothing of them.
+        if (mask, one["target_threshold"], one["share_prefix"], one.get("siblings", 0)) == _place(config):
             return Surface(
                 mask,
                 one["target_threshold"],
@@ -66,6 +70,6 @@ def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
     return None
 
 
-def _place(config: DecodeConfig) -> tuple[SkipMask, float, bool]:
+def _place(config: DecodeConfig) -> tuple[SkipMask, float, bool, int]:
     """What a surface does not vary."""
-    return config.skip_mask, config.target_threshold, config.share_prefix
+    return config.skip_mask, config.target_threshold, config.share_prefix, config.siblings

@@ -27,7 +27,9 @@ from search.study.space import (
     LOOKUP_GAMMA,
     LOOKUP_GAMMA_MAX,
     SHARE_PREFIX,
+    SIBLINGS,
     WEIGHTS_DRAFT_VOCAB,
+    WEIGHTS_SIBLINGS,
     SearchSpace,
     weights_of,
 )
@@ -144,7 +146,8 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=weights,
-        narrows_weights=WEIGHTS_DRAFT_VOCAB in seen or not (vocabs and weights),
+        narrows_weights=bool({WEIGHTS_DRAFT_VOCAB, WEIGHTS_SIBLINGS} & seen.keys()) or not (vocabs and weights),
+        siblings_max=int(getattr(seen.get(SIBLINGS) or seen.get(WEIGHTS_SIBLINGS), "high", 0)),
     )
 
 

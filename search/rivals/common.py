@@ -22,6 +22,7 @@ from search.study.space import (
     DRAFT_VOCAB,
     GAMMA,
     SHARE_PREFIX,
+    SIBLINGS,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
     THRESHOLD_STEP,
@@ -157,6 +158,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
         params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
     if space.int8:
         params[DRAFT_INT8] = bool(rng.integers(2))
+    if space.siblings_max:
+        params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
     return params
 
 

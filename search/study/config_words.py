@@ -34,4 +34,6 @@ def _describe_computed(config: DecodeConfig) -> str:
         text += f", draft_threshold {config.draft_threshold:g}"
     if config.target_threshold:
         text += f", target_threshold {config.target_threshold:g}"
+    if config.siblings:
+        text += f", {config.siblings} sibling{'s' if config.siblings > 1 else ''} each"
     return text + (", share_prefix" if config.share_prefix else "")

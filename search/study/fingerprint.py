@@ -42,6 +42,8 @@ class Fingerprint:
     drafters: tuple[str, ...] = ("layer_skip",)
     draft_vocabs: tuple[int, ...] = ()
     int8: bool = False
+    siblings: int = 0
+    """Most of a draft token."""
     sampling: str = "greedy"
     """How tokens are chosen; see `Sampling.name`."""
     draft_weights: str | None = None
@@ -102,6 +104,7 @@ def take_fingerprint(
         drafters=space.drafters,
         draft_vocabs=space.draft_vocabs,
         int8=space.int8,
+        siblings=space.siblings_max,
         draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
         device_map=model.placement.describe(),
     )
@@ -120,6 +123,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "draft_weights": None,
         "draft_vocabs": [],
         "int8": False,
+        "siblings": 0,
     }
     before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
     stored = before | dict(stored)

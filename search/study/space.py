@@ -28,6 +28,7 @@ GAMMA = "gamma"
 DRAFT_THRESHOLD = "draft_threshold"
 TARGET_THRESHOLD = "target_threshold"
 SHARE_PREFIX = "share_prefix"
+SIBLINGS, WEIGHTS_SIBLINGS = "siblings", "weights.siblings"
 DRAFT_VOCAB = "draft_vocab"
 DRAFT_INT8 = "draft_int8"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
@@ -40,6 +41,8 @@ _WEIGHTS_NAMES = (WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD, WEIGHTS_TARGET_THRESHO
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
 MIN_MATCH_MAX = 6
+SIBLINGS_MAX = 3
+"""Of each draft token: a fourth guess is hardly ever right where three are wrong."""
 GAMMA_MAX = 16
 """Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""
 LOOKUP_GAMMA_MAX = 24
@@ -82,7 +85,10 @@ class SearchSpace:
     draft_weights: tuple[DraftWeights, ...] = ()
     """What ways to draft by trained weights draft by. Of several for one drafter, a parameter says which."""
     narrows_weights: bool = field(default=True, repr=False)
-    """Whether `draft_vocabs` are for these too: not if one of them has another tokenizer."""
+    """Whether `draft_vocabs` and siblings are for these too: not if one of them has another tokenizer."""
+    siblings_max: int = 0
+    """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none, and never more
+    than `gamma_limit` tokens verified: so a config may have fewer than its parameter says."""
 
     def __post_init__(self) -> None:
         check_ways(self.drafters)
@@ -104,6 +110,7 @@ class SearchSpace:
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
         draft_weights: Sequence[DraftWeights] = (),
         narrows_weights: bool = True,
+        siblings_max: int = 0,
     ) -> SearchSpace:
         """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
         whole: tuple[bool, ...] = model.whole_layers_only
@@ -123,6 +130,7 @@ class SearchSpace:
             lookup_gamma_max=lookup_gamma_max,
             draft_weights=tuple(draft_weights),
             narrows_weights=narrows_weights,
+            siblings_max=siblings_max,
         )
 
     @property
@@ -151,6 +159,11 @@ class SearchSpace:
         return self.draft_vocabs if self.narrows_weights else ()
 
     @property
+    def has_weights_siblings(self) -> bool:
+        """Whether drafts by trained weights may have siblings."""
+        return self.siblings_max > 0 and self.narrows_weights
+
+    @property
     def uses_weights(self) -> bool:
         """Whether any way drafts by trained weights."""
         return any(one in self.drafters for one in BY_WEIGHTS)
@@ -172,8 +185,8 @@ class SearchSpace:
 
     @property
     def gamma_limit(self) -> int:
-        """Most draft tokens of any round."""
-        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods else 0)
+        """Most tokens that any round verifies: so far costs are measured, and siblings are searched no further."""
+        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods or self.siblings_max else 0)
 
     @cached_property
     def bit_names(self) -> tuple[str, ...]:
@@ -203,6 +216,8 @@ class SearchSpace:
                 found[DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
             if self.int8:
                 found[DRAFT_INT8] = CategoricalDistribution([False, True])
+            if self.siblings_max:
+                found[SIBLINGS] = IntDistribution(0, self.siblings_max)
         if self.uses_weights:
             found |= {
                 WEIGHTS_GAMMA: IntDistribution(1, self.gamma_max),
@@ -211,6 +226,8 @@ class SearchSpace:
             }
             if self._weights_vocabs:
                 found[WEIGHTS_DRAFT_VOCAB] = CategoricalDistribution(self._weights_vocabs)
+            if self.has_weights_siblings:
+                found[WEIGHTS_SIBLINGS] = IntDistribution(0, self.siblings_max)
             found |= {
                 weights_of(one): CategoricalDistribution(self._names_of(one))
                 for one in TRAINED
@@ -238,9 +255,11 @@ class SearchSpace:
             names += [SHARE_PREFIX] if self.share_prefix else []
             names += [DRAFT_VOCAB] if self.draft_vocabs else []
             names += [DRAFT_INT8] if self.int8 else []
+            names += [SIBLINGS] if self.siblings_max else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
             names += [WEIGHTS_DRAFT_VOCAB] if self._weights_vocabs else []
+            names += [WEIGHTS_SIBLINGS] if self.has_weights_siblings else []
             names += [weights_of(kind)] if self._has_choice(kind := trained_by(drafter)) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
@@ -297,13 +316,19 @@ class SearchSpace:
         return choice.alone(self.num_layers)
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        share_prefix = bool(params.get(SHARE_PREFIX, False))
         return {
             "skip_mask": self.to_mask(params),
             "gamma": int(params[GAMMA]),
             "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
-            "share_prefix": bool(params.get(SHARE_PREFIX, False)),
+            "share_prefix": share_prefix,
+            "siblings": 0 if share_prefix else self._siblings_of(params, SIBLINGS, GAMMA),
         }
+
+    def _siblings_of(self, params: Mapping[str, Any], name: str, gamma: str) -> int:
+        """As many as asked for, and as have a measured cost."""
+        return min(int(params.get(name, 0)), max(0, self.gamma_limit // int(params[gamma]) - 1))
 
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
         drafter = trained_by(way)
@@ -313,6 +338,7 @@ class SearchSpace:
             "gamma": int(params[WEIGHTS_GAMMA]),
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
+            "siblings": self._siblings_of(params, WEIGHTS_SIBLINGS, WEIGHTS_GAMMA),
             "draft_weights": self.weights_by_name[name].narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB))),
         }
 
@@ -363,6 +389,8 @@ class SearchSpace:
             }
             if self._weights_vocabs:
                 params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
+            if self.has_weights_siblings:
+                params[WEIGHTS_SIBLINGS] = min(config.siblings, self.siblings_max)
             if self._has_choice(drafter):
                 fingerprint = config.draft_weights.fingerprint
                 params[weights_of(drafter)] = next(
@@ -375,6 +403,7 @@ class SearchSpace:
                 TARGET_THRESHOLD: snap_threshold(config.target_threshold),
             }
             params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
+            params |= {SIBLINGS: min(config.siblings, self.siblings_max)} if self.siblings_max else {}
         if DRAFTER in self.distributions:
             params[DRAFTER] = config.way
         if (choice := LookupChoice.of(config)) is None:

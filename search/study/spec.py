@@ -98,9 +98,13 @@ class StudySpec(OneLineErrors):
     int8: bool | None = None
     """Search over `SkipMask.int8` too: whether a draft under a mask computes with 8-bit copies of the weights. None =
     what an existing study has; of a new one, where the device can."""
+    siblings: bool | None = None
+    """Search over `siblings` too: of how many draft tokens next best in each place are verified as well. None = what an
+    existing study has; of a new one, where the engine and the model can."""
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
-    by `draft_weights`. Lookups cost nothing to predict. None = all that need no weights, and with weights those too."""
+    by `draft_weights`. Lookups cost nothing to predict. None, or `all` = all that need no weights, and with weights
+    those too."""
     draft_weights: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] = ()
     """Folders, or hub ids, of weights that `python -m layerskip.train` has made for this model and of smaller models
     with the same tokenizer; which of them drafts is searched."""
@@ -147,8 +151,9 @@ class StudySpec(OneLineErrors):
     @field_validator("drafters")
     @classmethod
     def _check_drafters(cls, drafters: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if drafters is not None:
-            check_ways(drafters)
+        if drafters in (None, ("all",)):
+            return None
+        check_ways(drafters)
         return drafters
 
     @property

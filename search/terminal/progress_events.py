@@ -50,7 +50,8 @@ class Preflight(Event):
             f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
             + (", a shared prefix or none" if space.share_prefix else "")
             + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else "")
-            + (", weights as they are or of 8 bits" if space.int8 else ""),
+            + (", weights as they are or of 8 bits" if space.int8 else "")
+            + (f", 0..{space.siblings_max} siblings" if space.siblings_max else ""),
         ]
         if space.uses_masks and not subject.can_share_prefix:
             texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")
@@ -79,6 +80,7 @@ class Preflight(Event):
             "gamma_max": subject.space.gamma_max,
             "share_prefix": subject.space.share_prefix,
             "int8": subject.space.int8,
+            "siblings_max": subject.space.siblings_max,
             "drafters": list(subject.space.drafters),
             "regimes": list(self.regimes),
             "groups": self.groups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from optuna.trial import FrozenTrial, TrialState
 
 from search.study import attributes as names
-from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_METHOD, MIN_MATCH
+from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_METHOD, MIN_MATCH, SIBLINGS, WEIGHTS_SIBLINGS
 from search.study.trials import tokens_per_s_of
 
 
@@ -44,6 +44,8 @@ def _drafting(trial: FrozenTrial) -> list[str]:
             f"skip attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2} of {layers}"
         )
         parts.append(f"gamma {params[GAMMA]}")
+    if siblings := params.get(SIBLINGS, 0) or params.get(WEIGHTS_SIBLINGS, 0):
+        parts.append(f"siblings {siblings}")
     return parts
 
 

@@ -21,11 +21,13 @@ from search.study.space import (
     MIN_MATCH_MAX,
     MIN_PROBABILITY,
     SHARE_PREFIX,
+    SIBLINGS,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
     WEIGHTS_DRAFT_THRESHOLD,
     WEIGHTS_DRAFT_VOCAB,
     WEIGHTS_GAMMA,
+    WEIGHTS_SIBLINGS,
     WEIGHTS_TARGET_THRESHOLD,
     SearchSpace,
     snap_threshold,
@@ -122,6 +124,9 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     for name in (SHARE_PREFIX, DRAFT_INT8):
         if name in moved and rng.random() < 0.2:
             moved[name] = not moved[name]
+    for name in (SIBLINGS, WEIGHTS_SIBLINGS):
+        if name in moved and rng.random() < 0.2:
+            moved[name] = int(np.clip(moved[name] + rng.choice([-1, 1]), 0, space.siblings_max))
     for name in (DRAFT_VOCAB, WEIGHTS_DRAFT_VOCAB):
         if name in moved and rng.random() < 0.2:
             moved[name] = int(rng.choice(space.draft_vocabs))

@@ -84,6 +84,7 @@ MASK = "12:6-11"
         (("--drafter", "hybrid", "--mask", MASK, "--gamma", 2), True, 10),
         (("--drafter", "layer_skip", "--mask", MASK, "--gamma", 2), False, 2),
         (("--mask", MASK, "--gamma", 2, "--draft-threshold", 0.3), False, 2),
+        (("--mask", MASK, "--gamma", 2, "--siblings", 2), False, 2),
     ],
 )
 def test_a_drafter_is_tried_without_a_config(flags: tuple[object, ...], looks_up: bool, gamma: int, demo_model, capsys):
@@ -95,6 +96,7 @@ def test_a_drafter_is_tried_without_a_config(flags: tuple[object, ...], looks_up
     assert len(record["drafted_by_position"]) == gamma
     assert (record["num_looked_up"] > 0) == looks_up
     assert (record["num_drafted"] > record["num_looked_up"]) == (MASK in flags)
+    assert (record["num_siblings"] > 0) == ("--siblings" in flags)
 
 
 def test_show_drafts_tells_what_was_looked_up(demo_model: LayerSkipModel, capsys) -> None:
@@ -133,6 +135,24 @@ def test_a_terminal_sees_rejected_drafts_where_they_stood(demo_model) -> None:
     )
     kept = re.sub(r"\x1b\[2;9m.*?\x1b\[0m", "", shown)
     assert re.sub(r"\x1b\[[0-9;]*m", "", kept) == output.text
+
+
+def test_an_accepted_sibling_is_shown_as_accepted(demo_model, capsys) -> None:
+    """After the drafts that it stands for, which are struck out, and before the target's own token."""
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(12, 4), gamma=4, siblings=2)
+    output = demo_model.generate(PROMPT, max_new_tokens=40, config=config)
+    assert output.ids == demo_model.generate(PROMPT, max_new_tokens=40, config=DecodeConfig.plain(12)).ids
+    found = {place: one for place, one in output.rejected.items() if output.origins[place] == "accepted"}
+    assert len(found) == output.stats.num_sibling_hits > 0
+    assert all(output.origins[place + 1] == "bonus" for place in found)
+    stream = demo_model.stream(PROMPT, max_new_tokens=40, config=config)
+    pieces = [(piece.ids[piece.rejected_from], piece.rejected) for piece in stream if piece.rejected]
+    assert pieces == [(output.ids[place], rejected) for place, rejected in output.rejected.items()]
+    flags = ("--model", DEMO_MODEL, "--device", "cpu", "--mask", "12:4-11", "--gamma", 4, "--siblings", 2)
+    assert run(*flags, "--prompt", PROMPT, "--max-new-tokens", 40, "--show-drafts") == 0
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == output.text.rstrip("\n")
+    assert f"{output.stats.num_sibling_hits} siblings accepted of {output.stats.num_siblings}" in err
 
 
 def test_rejected_drafts_add_up(demo_model) -> None:

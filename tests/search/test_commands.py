@@ -50,7 +50,7 @@ def test_end_to_end_and_again(tiny_study: list[str], tmp_path: Path, capsys: pyt
     best = DecodeConfig.load(study / "best.json")
     assert best.provenance is not None
     assert best.provenance.dtype == "float32"
-    model = LayerSkipModel.from_pretrained(best.provenance.model, config=best)
+    model = LayerSkipModel.from_config(study / "best.json")
     assert model.generate("w1 w2", max_new_tokens=4).ids
     summary = json.loads((study / "summary.json").read_text())
     assert summary["trials"]["counted"] == 4

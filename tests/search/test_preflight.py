@@ -25,6 +25,7 @@ class Sharing:
 def model_on(engine: object) -> Any:
     layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
     cannot = {"can_narrow": False, "can_int8": False, "placement": "cuda:0"}
+    cannot["siblings_refusal"] = None if isinstance(engine, Sharing) else "the engine eager or fused, got cuda_graph"
     return SimpleNamespace(engine=engine, engine_name="cuda_graph", **cannot, **layers)
 
 
@@ -45,6 +46,14 @@ def test_a_shared_prefix_is_searched_where_the_engine_can(given: bool | None, en
 def test_a_shared_prefix_that_is_asked_for_and_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="share_prefix: engine cuda_graph cannot verify behind the kept layers"):
         space_for(model_on(object()), make_spec(share_prefix=True))
+
+
+@pytest.mark.parametrize(("given", "searched"), [(None, 3), (True, 3), (False, 0)])
+def test_siblings_are_searched_where_engine_and_model_can(given: bool | None, searched: int) -> None:
+    assert space_for(model_on(Sharing()), make_spec(siblings=given)).siblings_max == searched
+    assert space_for(model_on(object()), make_spec(siblings=given and None)).siblings_max == 0
+    with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph"):
+        space_for(model_on(object()), make_spec(siblings=True))
 
 
 @pytest.mark.parametrize(("given", "searched"), [(None, 16), (8, 8), (24, 24)])

@@ -12,7 +12,7 @@ import pytest
 from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
 from studies.demo.corpus import Module
-from studies.engine import growth, lookups, results, sizes, switches
+from studies.engine import growth, lookups, results, siblings, sizes, switches
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 
 
@@ -110,6 +110,16 @@ def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, 
     assert found["suffix", "looping", 50]["mean_proposed"] > 0
     assert found["suffix", "random", 50]["share_right"] in (None, pytest.approx(0, abs=0.2))
     assert "| prompt_lookup | looping | 200 | 2.0 | 2.0 | 2.0 | 2.0 |" in (tmp_path / "lookups.md").read_text()
+
+
+def test_siblings_tells_rounds_and_where_they_pay(tmp_path: Path, capsys) -> None:
+    assert siblings.main(["--num-prompts", "3", "--new-tokens", "16", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "siblings.json").read_text())
+    assert all(one["mean_accepted_length"] == sorted(one["mean_accepted_length"]) for one in record["rounds"])
+    assert any(one["mean_accepted_length"][1] > 1.02 * one["mean_accepted_length"][0] for one in record["rounds"])
+    best = {(one["regime"], one["machine"]): [by["speedup"] for by in one["best"]] for one in record["machines"]}
+    assert best["greedy", "cpu_dear"][0] > best["greedy", "cpu_dear"][1], "where verifying is dear, none"
+    assert (tmp_path / "siblings.md").read_text() in capsys.readouterr().out
 
 
 def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:

@@ -47,6 +47,9 @@ def test_each_regime_has_its_own_ways() -> None:
         sampled = ways_in(regime, CONFIG, SUMMARIES)
         assert list(sampled) == ["exported", "n-grams as usual", "best suffix"]
         assert sampled["exported"].gamma == 1
+    others = ways_in(Regime(WARM, 12), CONFIG, SUMMARIES, {"eagle": CONFIG})
+    assert list(others) == ["exported", "n-grams as usual", "best suffix", "exported by eagle"]
+    assert others["exported by eagle"] == others["exported"]
     alone = ways_in(Regime(WARM, 12), DecodeConfig(skip_mask=MASK, gamma=2), {"greedy": SUMMARIES["greedy"]})
     assert list(alone) == ["exported", "n-grams as usual", "best layer_skip"]
 

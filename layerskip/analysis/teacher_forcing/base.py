@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.by_weights import Chains, WeightsForcing
-from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
+from layerskip.analysis.teacher_forcing.rows import MOST_RANK, ForcedText, RowGeometry
 from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
-from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, seeded_sampler
+from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, rank_of, seeded_sampler
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,21 @@ class DraftReadings:
     """Top probability of the draft's distribution: what `draft_threshold` looks at."""
     choices: Ints
     """The token that the draft proposes."""
+    ranks: Bytes | None = None
+    """How many tokens the draft holds better than the text's, 255 standing for all that are more: the siblings of a
+    wrong draft have the text's token where there are as many as that. None where it was not kept."""
 
     @property
     def nbytes(self) -> int:
-        """Of the three arrays."""
-        return self.accepted.nbytes + self.confidence.nbytes + self.choices.nbytes
+        """Of the arrays."""
+        ranks = 0 if self.ranks is None else self.ranks.nbytes
+        return self.accepted.nbytes + self.confidence.nbytes + self.choices.nbytes + ranks
 
     def select(self, texts: Sequence[int]) -> DraftReadings:
         """The readings of the texts at these places."""
         chosen = list(texts)
-        return DraftReadings(self.accepted[:, chosen], self.confidence[:, chosen], self.choices[:, chosen])
+        ranks = None if self.ranks is None else self.ranks[:, chosen]
+        return DraftReadings(self.accepted[:, chosen], self.confidence[:, chosen], self.choices[:, chosen], ranks)
 
 
 @dataclass(frozen=True)
@@ -143,17 +149,21 @@ class TeacherForcing(ABC):
             found = self.draft_logits(drafted_by, depth, texts)
         else:
             proposed = [self._by_weights.proposals(drafted_by, i, depth, self._samplers[i]) for i in places]
-            if known := [one for one in proposed if one is not None]:
-                return self._collect(known)
+            if whole := [one for one in proposed if one is not None]:
+                return self._collect(whole)
             found = (self._by_weights.logits(drafted_by, i, depth) for i in places)
         for i, logits in zip(places, found, strict=True):
             text, ids = self.texts[i], self._continuations[i]
             context, rest = [*text.prompt_ids, text.continuation_ids[0]], ids[1:]
             shaped = torch.stack([self._samplers[i].shape(level, context, rest) for level in logits])
-            chosen, top = self._choose(i, shaped, 1 + torch.arange(len(ids)))
+            tokens = 1 + torch.arange(len(ids))
+            chosen, top = self._choose(i, shaped, tokens)
             right = chosen[:, :-1] == rest
+            noise = self._noise(i, shaped, tokens)
+            rank = rank_of(shaped[:, :-1], None if noise is None else noise[:-1], rest.expand(right.shape))
+            known = torch.stack([right.double(), rank.clamp(max=MOST_RANK).double()])
             # Ids are exact in float64, and one transfer serves all.
-            readings.append(torch.stack([F.pad(right.double(), (0, 1)), top.double(), chosen.double()]))
+            readings.append(torch.cat([F.pad(known, (0, 1)), torch.stack([top.double(), chosen.double()])]))
         return self._collect(readings)
 
     def _choose(self, i: int, shaped: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,18 +173,25 @@ class TeacherForcing(ABC):
         """
         best = shaped.max(dim=-1)
         top = (best.values - shaped.logsumexp(dim=-1)).exp()
+        noise = self._noise(i, shaped, rows)
+        return (best.indices if noise is None else choose(shaped, noise)), top
+
+    def _noise(self, i: int, shaped: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """(R, V): what decides the continuation tokens `rows` (R,) of one text; None where it is greedy."""
         if self._samplers[i].greedy:
-            return best.indices, top
+            return None
         start, count = len(self.texts[i].prompt_ids), int(rows.max()) + 1
-        noise = self._samplers[i].noise(start, count, shaped.shape[-1], shaped.device)
-        return choose(shaped, noise[rows]), top
+        return self._samplers[i].noise(start, count, shaped.shape[-1], shaped.device)[rows]
 
     def _collect(self, readings: Sequence[torch.Tensor]) -> DraftReadings:
-        """One array for texts of different lengths, from (3, D + 1, T_p) each."""
-        out = np.zeros((3, readings[0].shape[1], len(readings), self.shape[1]))
+        """One array for texts of different lengths, from (4, D + 1, T_p) each."""
+        out = np.zeros((4, readings[0].shape[1], len(readings), self.shape[1]))
         for i, one in enumerate(readings):
             out[:, :, i, : one.shape[2]] = one.cpu().numpy()
-        return DraftReadings(out[0].astype(np.float32), out[1].astype(np.float32), out[2].astype(np.int64))
+        right, rank, top, chosen = out
+        return DraftReadings(
+            right.astype(np.float32), top.astype(np.float32), chosen.astype(np.int64), rank.astype(np.uint8)
+        )
 
     @torch.inference_mode()
     def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:

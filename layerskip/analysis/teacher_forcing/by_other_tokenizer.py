@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from layerskip.analysis.teacher_forcing.rows import ForcedText
+from layerskip.analysis.teacher_forcing.rows import MOST_RANK, ForcedText
 from layerskip.drafters.chain import WeightsSettings
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerSession
@@ -24,14 +24,15 @@ _LOOKED_AT = 1e-30
 def proposals(
     model: DraftModel, translation: Translation, text: ForcedText, sampler: Sampler, count: int
 ) -> torch.Tensor:
-    """(3, count, T) float64: whether right, confidence and token, row (d, k) after continuation token k, d tokens into
-    a proposal of up to `count`. What follows a wrong token of its proposal is that proposal's, too.
+    """(4, count, T) float64: whether right, rank of the text's token, confidence and token, row (d, k) after
+    continuation token k, d tokens into a proposal of up to `count`. What follows a wrong token of its proposal is that
+    proposal's, too.
 
     Cost: the drafts from every position, one after the other.
     """
     known, length = text.continuation_ids, len(text.continuation_ids)
-    found = torch.zeros(3, count, length, dtype=torch.float64)
-    found[1] = 1.0
+    found = torch.zeros(4, count, length, dtype=torch.float64)
+    found[1], found[2] = MOST_RANK, 1.0
     with _session(model, translation, text, sampler, WeightsSettings(count, _LOOKED_AT)) as session:
         for k in range(length):
             draft = session.propose([*text.prompt_ids, *known[: k + 1]], count, None)
@@ -41,9 +42,9 @@ def proposals(
             for d, (token, one) in enumerate(zip(tokens, sure, strict=False)):
                 if k + d < length:
                     right = k + d + 1 < length and known[k + d + 1] == token
-                    found[:, d, k + d] = torch.tensor([float(right), one, float(token)])
+                    found[:, d, k + d] = torch.tensor([float(right), MOST_RANK, one, float(token)])
             if not tokens:
-                found[1, 0, k] = NOTHING
+                found[2, 0, k] = NOTHING
     return found
 
 

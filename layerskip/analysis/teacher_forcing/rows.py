@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+MOST_RANK = 255
+"""Of the text's token among those that a draft chooses from; stands for all that are more."""
 ChooseNext = Callable[[torch.Tensor, Sequence[int]], tuple[int, float]]
 """The token chosen from logits (1, V) after continuation tokens, and the top probability."""
 

@@ -87,21 +87,13 @@ class WholeModelForcing(TeacherForcing):
 
     def _substituted(self, i: int, mask: SkipMask, rows: RowGeometry) -> torch.Tensor:
         cache: Any = _SubstitutedCache(self._caches[i], len(self.texts[i].prompt_ids))
-        masks = {window: self._visible(rows, len(self.texts[i].ids), window) for window in set(self._adapter.windows)}
-        if len(masks) == 1:
-            attention_mask: Any = next(iter(masks.values()))
-        else:
-            window = next(window for window in masks if window is not None)
-            attention_mask = {"full_attention": masks[None], "sliding_attention": masks[window]}
-        forced = ForcedPositions(rows.positions, attention_mask)
+        num_keys = len(self.texts[i].ids)
+        visible = {
+            window: torch.cat([rows.sees_target(num_keys, window), rows.sees_rows(window)], dim=1)
+            for window in set(self._adapter.windows)
+        }
+        forced = ForcedPositions.of(rows.positions, visible, self._adapter.dtype)
         return self._adapter.forward(rows.ids, cache, mask, num_logits=len(rows.ids), forced=forced)
-
-    def _visible(self, rows: RowGeometry, num_keys: int, window: int | None) -> torch.Tensor:
-        """Additive mask (1, 1, R, num_keys + R)."""
-        dtype = self._adapter.dtype
-        seen = torch.cat([rows.sees_target(num_keys, window), rows.sees_rows(window)], dim=1)
-        hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-        return hidden.masked_fill(seen, 0.0)[None, None]
 
 
 class _SubstitutedCache(Cache):  # type: ignore[misc]

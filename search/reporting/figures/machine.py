@@ -16,7 +16,7 @@ from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish
 from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import NOISE_SIGMA, PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, RATIOS, SKIP_MASK, SURFACES
-from search.study.space import SHARE_PREFIX, TARGET_THRESHOLD
+from search.study.space import SHARE_PREFIX, SIBLINGS, TARGET_THRESHOLD
 
 _SCALE = [[0.0, "#f3f6f9"], [0.45, "#8fbbd6"], [1.0, "#004a75"]]
 _NORMAL_95 = 1.96
@@ -160,14 +160,15 @@ def _of_mask(record: StudyRecord) -> list[FrozenTrial]:
     if choice is None:
         return []
     config = choice.config
-    wanted = str(config.skip_mask), config.target_threshold, config.share_prefix
+    wanted = str(config.skip_mask), config.target_threshold, config.share_prefix, config.siblings
     drafted = [t for t in record.measured if TARGET_THRESHOLD in t.params]  # lookups alone have no mask
     return [t for t in drafted if _place(t) == wanted]
 
 
-def _place(trial: FrozenTrial) -> tuple[str | None, float, bool]:
+def _place(trial: FrozenTrial) -> tuple[str | None, float, bool, int]:
     share_prefix = bool(trial.params.get(SHARE_PREFIX, False))
-    return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix
+    siblings = int(trial.params.get(SIBLINGS, 0))
+    return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix, siblings
 
 
 def _at(

@@ -20,7 +20,7 @@ import layerskip.decoding.loop
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, generate
 from layerskip.config.decode_config import DraftWeights
 from layerskip.config.lookup_settings import PromptLookup
-from layerskip.drafters.chain import WeightsSettings
+from layerskip.drafters.chain import Step, WeightsSettings
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import describe_weights, loaded_weights
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerSession
@@ -220,7 +220,7 @@ def test_an_end_of_text_is_drafted_as_the_targets_own() -> None:
     assert draft.translation.to_own == {target.eos_token_id: own.eos_token_id}
     session = OtherTokenizerDrafter(draft, draft.translation, Sampler(SamplingParams()), WeightsSettings(4)).begin()
     said = [*own("words are", add_special_tokens=False)["input_ids"], own.eos_token_id]
-    session._drafter.steps = lambda *_: ((torch.tensor([one]), None) for one in said)  # type: ignore[method-assign]
+    session._drafter.steps = lambda *_: (Step(torch.tensor([one]), None, None) for one in said)  # type: ignore[method-assign]
     with torch.inference_mode(), draft.engine.session(64):
         found = session.propose(target("The reader,")["input_ids"], 9, None)
     assert found is not None

@@ -40,7 +40,9 @@ class FakeForcing:
         sure = np.clip(1.0 - self._luck * (1.2 - 0.4 * agreement), 0.0, 1.0)
         confidence = (self._is_row * sure).astype(np.float32)
         stacked = [np.repeat(one[None], depth + 1, axis=0) for one in (accepted, confidence)]
-        reading = DraftReadings(stacked[0], stacked[1], np.zeros(stacked[0].shape, dtype=np.int64))
+        # Where the draft is wrong, the text's token is its second choice every other time.
+        ranks = np.where(stacked[0] > 0, 0, 1 + 9 * (np.arange(stacked[0].shape[2]) % 2)).astype(np.uint8)
+        reading = DraftReadings(stacked[0], stacked[1], np.zeros(stacked[0].shape, dtype=np.int64), ranks)
         return reading if texts is None else reading.select(texts)
 
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:

@@ -215,13 +215,14 @@ def test_variants_are_the_masks_best_settings() -> None:
     assert candidates.of(mask).log_speedup >= found[0].log_speedup - 1e-12
 
 
-@pytest.mark.parametrize("share_prefix", [False, True])
-def test_candidates_are_written_and_read_with_all_that_the_space_has(share_prefix: bool) -> None:
-    candidates, _ = candidates_of(dataclasses.replace(SPACE, share_prefix=share_prefix))
+@pytest.mark.parametrize(("share_prefix", "siblings_max"), [(False, 0), (True, 0), (False, 2), (True, 2)])
+def test_candidates_are_written_and_read_with_all_that_the_space_has(share_prefix: bool, siblings_max: int) -> None:
+    candidates, _ = candidates_of(dataclasses.replace(SPACE, share_prefix=share_prefix, siblings_max=siblings_max))
     found = [candidates.of(mask) for mask in known_masks(SPACE)]
     again = candidates.read(json.loads(json.dumps(candidates.write(found))))
     assert [one.params for one in again] == [one.params for one in found]
     assert {one.params.get("share_prefix") for one in found} == ({False, True} if share_prefix else {None})
+    assert all(("siblings" in one.params) == (siblings_max > 0) for one in found)
 
 
 def test_sharing_is_proposed_where_it_is_predicted_to_pay() -> None:

@@ -273,8 +273,7 @@ def test_the_command_end_to_end_and_again(
     assert output.count("trial 2/2") == 3
     assert "on even" in output
     assert output.isascii()
-    assert best.provenance is not None
-    model = LayerSkipModel.from_pretrained(best.provenance.model, config=best)
+    model = LayerSkipModel.from_config(study / "best.json")
     same = [model.generate("w1 w2", max_new_tokens=4, group=name).ids for name in (None, "even", "odd")]
     assert same[0] == same[1] == same[2]
     flags = ["--config", str(study / "best.json"), "--prompt", "w1 w2", "--max-new-tokens", "4"]

@@ -95,7 +95,7 @@ def test_the_last_depth_stands_for_later_ones() -> None:
 
 def test_the_reading_longest_unused_is_forgotten_first() -> None:
     num_bytes = FakeForcing(TEXTS).read(MASK).nbytes
-    assert num_bytes == 5 * 21 * (4 + 4 + 8)
+    assert num_bytes == 5 * 21 * (4 + 4 + 8 + 1)
     kept, read = KeptReadings(2 * num_bytes), []
 
     def reading_of(mask: SkipMask) -> DraftReadings:

@@ -179,7 +179,7 @@ def test_a_threshold_between_those_of_the_coarse_grid_is_found() -> None:
 
 def test_the_reading_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     forcing = forcing_of([LENGTH])
-    monkeypatch.setattr(predictor_module, "_KEPT_BYTES", 2 * 16 * LENGTH)
+    monkeypatch.setattr(predictor_module, "_KEPT_BYTES", 2 * 17 * LENGTH)
     predictor = predictor_of(forcing)
     counts = []
     for i in (0, 1, 0, 2, 0, 2, 1):

@@ -31,6 +31,7 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
         share_prefix=draw(st.booleans()),
         draft_vocab=draw(st.booleans()),
         int8=draw(st.booleans()),
+        siblings_max=draw(st.integers(0, 3)),
         drafters=draw(st.lists(st.sampled_from(UNTRAINED), min_size=1, unique=True)),
     )
 
@@ -46,6 +47,9 @@ def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
             params[name] = draw(st.integers(one.low, one.high))
         else:
             params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
+    if "siblings" in params:
+        most = 0 if params.get("share_prefix") else space.gamma_limit // params["gamma"] - 1
+        params["siblings"] = min(params["siblings"], max(0, most))
     return space, space.reduce(params)
 
 

@@ -59,6 +59,12 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert (spec.trials, spec.seed, spec.device) == (5, 3, "auto")
 
 
+def test_all_drafters_are_those_without_the_line(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL + 'drafters = ["suffix"]\n', drafters=("all",)).ways == load(tmp_path, MINIMAL).ways
+    with pytest.raises(ValueError, match="drafters"):
+        load(tmp_path, MINIMAL, drafters=("all", "suffix"))
+
+
 def test_paths_are_relative_to_what_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

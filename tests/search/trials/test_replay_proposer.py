@@ -400,20 +400,6 @@ def test_neighbours_are_looked_for_once_all_that_is_known_is_measured() -> None:
     assert len(proposal.considered or []) == 1 + lab.num_readings
 
 
-def test_neighbours_lose_what_their_parents_lost() -> None:
-    """Two masks alike on the first texts, predicted a little better there than a third; the like of one lost much."""
-    lab = Lab(num_more=9, repeat_every=0, num_readings=0)
-    lost = Candidate(key_of(plain(NEAR[0])), 0.1, first_log_speedup=0.9)
-    held = Candidate(key_of(plain(FAR[0])), 0.1, first_log_speedup=0.1)
-    near, far = (Candidate(key_of(plain(mask)), 0.95, full_fidelity=False) for mask in (NEAR[1], FAR[1]))
-    refiner = Refiner(lab.candidates, SPACE)
-    expected = refiner.expected([near, far, lost, held])
-    assert expected[0] < 0.4 < 0.7 < expected[1]
-    lab.pool = Pool((near, far, lost, held))
-    lab.propose(lab.resumed())
-    assert lab.more.masks[0] == FAR[1]
-
-
 def test_a_resume_with_more_texts_proposes_the_same() -> None:
     lab = Lab(num_more=9, measure=as_the_fake_decoder)
     lab.run(30)

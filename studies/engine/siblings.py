@@ -1,0 +1,196 @@
+"""python -m studies.engine.siblings: what siblings add to a round of the demo model, and where they would pay."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, make_teacher_forcing
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
+from layerskip.config.decode_config import MAX_SIBLINGS
+from layerskip.prompts import encode_prompt, read_prompts
+from layerskip.rounds.sampling import SamplingParams
+from search.measure.decoder import ModelDecoder
+from search.predict.costs import CostModel
+from search.predict.replay import Counts, Settings, TextRows, replay
+from studies.engine.results import FOLDER, markdown_table, say, write_study
+from studies.proving.costs import COSTS
+
+PROG = "studies.engine.siblings"
+DEMO = FOLDER.parent / "demo"
+REGIMES = {"greedy": SamplingParams(), "t0.7": SamplingParams(do_sample=True, temperature=0.7, top_k=0)}
+KEPT = (2, 3, 4, 6, 8)
+"""Masks are early exits after so many of the demo's 12 layers, and every other layer."""
+GAMMAS = (1, 2, 3, 4, 6, 8)
+SHOWN_GAMMAS = (1, 2, 4, 8)
+THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
+NUM_SIBLINGS = (0, 1, 2)
+"""Tried at every machine's prices; rounds are told of up to MAX_SIBLINGS."""
+_DEPTH = max(GAMMAS) - 1
+_UNSURE = 0.5
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """One mask on the texts of one regime."""
+
+    mask: SkipMask
+    reading: DraftReadings
+    rows: TextRows
+
+    def counts(self, settings: Settings, verify_s: Sequence[float] | None = None) -> Counts:
+        return replay(self.reading, self.rows, settings, verify_s)
+
+    def mean_accepted_length(self, gamma: int, siblings: int) -> float:
+        """Tokens that a round emits, what is cut at a text's end not counted."""
+        counts = self.counts(replace(Settings.grid([gamma], [0.0], [0.0]), siblings=siblings))
+        by_rounds = (self.rows.lengths - 1).sum() - counts.target_only.sum()
+        return float(by_rounds / counts.rounds.sum())
+
+    def log_speedups(self, cost: CostModel, siblings: int) -> NDArray[np.float64]:
+        """(S,): of every setting of the grid, mean over texts."""
+        grid = replace(Settings.grid(GAMMAS, THRESHOLDS, [0.0]), siblings=siblings)
+        counts = self.counts(grid, cost.verify_s)
+        drafts = [cost.draft_s(self.mask, threshold=threshold) for threshold in (False, True)]
+        draft_s = np.where(grid.draft_threshold > 0, drafts[1], drafts[0])[:, None]
+        seconds = counts.drafted * draft_s + counts.verify_s + counts.target_only * cost.verify_s[0]
+        plain = (self.rows.lengths - 1) * cost.verify_s[0]
+        logs: NDArray[np.float64] = np.log(plain / seconds).mean(axis=1)
+        return logs
+
+    def share_where_unsure(self) -> tuple[float, float]:
+        """(Of all places, those where the draft's top probability is below a half; of the hits of two siblings)."""
+        assert self.reading.ranks is not None
+        known = np.arange(self.rows.target_probs.shape[1]) < self.rows.lengths[:, None] - 1
+        unsure = self.reading.confidence[0] < _UNSURE
+        rank = self.reading.ranks[0]
+        hits = known & (rank > 0) & (rank <= 2)
+        return float(unsure[known].mean()), float(unsure[hits].mean())
+
+
+def masks_of(num_layers: int) -> dict[str, SkipMask]:
+    """By name."""
+    exits = {f"exit after {count}": SkipMask.early_exit(num_layers, count) for count in KEPT if count < num_layers}
+    return exits | {"every other layer": SkipMask.alternating(num_layers, offset=1)}
+
+
+def read(model: LayerSkipModel, params: SamplingParams, prompts: Sequence[Sequence[int]], new_tokens: int) -> Any:
+    """{mask's name: `Drafts`} on the target's own continuations."""
+    decoder, plain = ModelDecoder(model, new_tokens, params), DecodeConfig.plain(model.num_layers)
+    continued = [(tuple(one), tuple(decoder.decode(one, plain, seed).ids), seed) for seed, one in enumerate(prompts)]
+    texts = [ForcedText(*one) for one in continued if len(one[1]) > 1]
+    forcing = make_teacher_forcing(model, texts, params)
+    rows = TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), new_tokens)
+    return {name: Drafts(mask, forcing.read(mask, _DEPTH), rows) for name, mask in masks_of(model.num_layers).items()}
+
+
+def prices(num_layers: int) -> dict[str, CostModel]:
+    """Of the proving ground's machines. What a verification of more than 16 tokens costs goes on along the line through
+    the costs of 12 and 16."""
+    found = {}
+    for name, table in COSTS.items():
+        cost = table.model(num_layers)
+        known = cost.verify_s
+        slope = (known[-1] - known[-5]) / 4
+        most = max(GAMMAS) * (1 + max(NUM_SIBLINGS))
+        further = [known[-1] + slope * i for i in range(1, most - len(known) + 2)]
+        found[name] = replace(cost, verify_s=(*known, *further))
+    return found
+
+
+def best_on(cost: CostModel, drafts: Mapping[str, Drafts], siblings: int) -> dict[str, Any]:
+    """The mask and setting with the best predicted speedup at these prices."""
+    found = {name: one.log_speedups(cost, siblings) for name, one in drafts.items()}
+    name = max(found, key=lambda one: float(found[one].max()))
+    i = int(found[name].argmax())
+    grid = Settings.grid(GAMMAS, THRESHOLDS, [0.0])
+    return {
+        "siblings": siblings,
+        "speedup": float(np.exp(found[name][i])),
+        "mask": name,
+        "gamma": int(grid.gamma[i]),
+        "draft_threshold": float(grid.draft_threshold[i]),
+    }
+
+
+def tables(record: Mapping[str, Any]) -> str:
+    """Rounds, then machines."""
+    header = ("regime, mask, gamma", *(f"{count} siblings" for count in range(MAX_SIBLINGS + 1)))
+    rounds = [
+        [f"{one['regime']}, {one['mask']}, {one['gamma']}", *(f"{value:.2f}" for value in one["mean_accepted_length"])]
+        for one in record["rounds"]
+    ]
+    text = f"Mean accepted length, tokens a round:\n\n{markdown_table(header, rounds)}\n"
+    best = [
+        [f"{one['regime']}, {one['machine']}"]
+        + [f"{by['speedup']:.3f} ({by['mask']}, gamma {by['gamma']})" for by in one["best"]]
+        for one in record["machines"]
+    ]
+    head = ("regime, machine", *(f"{count} siblings" for count in NUM_SIBLINGS))
+    text += f"Best predicted speedup:\n\n{markdown_table(head, best)}\n"
+    unsure = [
+        [f"{one['regime']}, {one['mask']}", f"{one['places']:.0%}", f"{one['hits']:.0%}"] for one in record["unsure"]
+    ]
+    return text + (
+        "Where the draft's top probability is below a half:\n\n"
+        + markdown_table(("regime, mask", "of all places", "of those where one of two siblings is right"), unsure)
+    )
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    parser.add_argument("--num-prompts", type=int, default=48, help="of the demo's tuning prompts")
+    parser.add_argument("--new-tokens", type=int, default=48, help="most tokens of a continuation")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for siblings.json and siblings.md")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_least(arguments, num_prompts=1, new_tokens=2)
+    check_folders(arguments, "out")
+    quiet_libraries()
+    torch.set_num_threads(1)
+    model = LayerSkipModel.from_pretrained(DEMO / "model", device="cpu", dtype="float32", engine="fused")
+    told = read_prompts(DEMO / "tuning.jsonl")[: arguments.num_prompts]
+    prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in told]
+    record: dict[str, Any] = {
+        "num_prompts": len(prompts),
+        "new_tokens": arguments.new_tokens,
+        "rounds": [],
+        "machines": [],
+        "unsure": [],
+    }
+    for regime, params in REGIMES.items():
+        say(f"reading {regime} text")
+        drafts = read(model, params, prompts, arguments.new_tokens)
+        for name, one in drafts.items():
+            for gamma in SHOWN_GAMMAS:
+                lengths = [one.mean_accepted_length(gamma, count) for count in range(MAX_SIBLINGS + 1)]
+                row = {"regime": regime, "mask": name, "gamma": gamma, "mean_accepted_length": lengths}
+                record["rounds"].append(row)
+            places, hits = one.share_where_unsure()
+            record["unsure"].append({"regime": regime, "mask": name, "places": places, "hits": hits})
+        for name, cost in prices(model.num_layers).items():
+            best = [best_on(cost, drafts, count) for count in NUM_SIBLINGS]
+            record["machines"].append({"regime": regime, "machine": name, "best": best})
+    write_study(arguments.out, "siblings", record, tables(record))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,514 @@
+"""Siblings of drafted tokens: the target's own tokens still, one more in a round where a sibling is right."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layerskip.decoding.loop
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
+from layerskip.config.lookup_settings import PromptLookup
+from layerskip.decoding.loop import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
+from layerskip.drafters import make_drafter
+from layerskip.engines import choice
+from layerskip.engines.states import StatesEngine
+from layerskip.engines.tree import DraftTree, TreeEngine
+from layerskip.model import GenerateOutput
+from layerskip.rounds.sampling import Sampler, SamplingParams, choose, next_best, rank_of
+from layerskip.rounds.verifier import Sibling, Verdict, verify_tree
+from tests.layerskip import zoo
+from tests.layerskip.decoding.test_decode import SAMPLINGS
+from tests.layerskip.drafters.test_drafters import by_weights
+from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
+from tests.layerskip.rounds.test_broken_rounds import failing
+
+REFUSED = ("bloom", "mpt", "falcon-alibi")
+"""Their positions follow from the order of keys."""
+RUNS = tuple(name for name in zoo.RUNS if name not in REFUSED)
+FEW = ("llama", "mistral-sliding", "gemma3", "llama fused", "mistral-sliding fused")
+MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
+
+
+def config_of(siblings: int = 2, gamma: int = 3, **fields: Any) -> DecodeConfig:
+    return DecodeConfig(**{"skip_mask": MASK, "gamma": gamma, "siblings": siblings} | fields)
+
+
+def check_counters(out: GenerateOutput) -> None:
+    stats = out.stats
+    assert stats.num_emitted + stats.num_cut == 1 + stats.num_accepted + stats.num_rounds + stats.num_target_only
+    assert stats.num_recovered + stats.num_bonus == stats.num_rounds
+    assert sum(stats.drafted_by_position) == stats.num_drafted
+    assert sum(stats.accepted_by_position) == stats.num_accepted
+    assert all(a <= d for a, d in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
+    assert stats.num_sibling_hits <= min(stats.num_siblings, stats.num_accepted, stats.num_bonus)
+    if stats.num_cut == 0:
+        counts = [out.origins.count(origin) for origin in (RECOVERED, BONUS, TARGET_ONLY)]
+        assert counts == [stats.num_recovered, stats.num_bonus, 1 + stats.num_target_only]
+        num_rejected = sum(map(len, out.rejected.values()))
+        assert num_rejected == stats.num_drafted - stats.num_accepted + stats.num_sibling_hits
+
+
+@zoo.each(RUNS)
+def test_greedy_equals_generate(name: str) -> None:
+    model, draw = zoo.layerskip_of(name), random.Random(name)
+    assert isinstance(model.engine, TreeEngine)
+    thresholds = itertools.cycle(((0.0, 0.0), (0.4, 0.0), (0.0, 0.3)))
+    hits = 0
+    for siblings, gamma in ((1, 1), (2, 4), (4, 2), (1, 7)):
+        drawn = zoo.random_mask(zoo.NUM_LAYERS, draw, sublayers=zoo.spec_of(name).sublayers)
+        for length, mask in ((1, MASK), (11, drawn)):
+            draft_threshold, target_threshold = next(thresholds)
+            config = config_of(
+                siblings, gamma, skip_mask=mask, draft_threshold=draft_threshold, target_threshold=target_threshold
+            )
+            prompt = zoo.prompt_of(length)
+            plain = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config.model_copy(update={"siblings": 0}))
+            out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config)
+            assert out.ids == list(zoo.greedy_reference(name, prompt)), config
+            check_counters(out)
+            assert out.stats.num_siblings == siblings * out.stats.num_drafted
+            assert plain.stats.num_siblings == plain.stats.num_sibling_hits == 0
+            hits += out.stats.num_sibling_hits
+    assert hits > 0, "no sibling was ever right"
+
+
+@zoo.each(("llama", "llama fused", "gemma3", "gpt2", "mistral-sliding fused"))
+def test_sampled_equals_generate(name: str) -> None:
+    """From one seed, with every way to shape; and torch's own generator is left where `generate` leaves it."""
+    model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(4), *zoo.prompt_of(4)]
+    hits = 0
+    for seed, sampling in enumerate(SAMPLINGS * 2):
+        torch.manual_seed(seed)
+        out = model.model.generate(torch.tensor([prompt]), max_new_tokens=zoo.LONGEST, do_sample=True, **sampling)
+        expected, state = out[0, len(prompt) :].tolist(), torch.random.get_rng_state()
+        for config in (config_of(2, 4), config_of(4, 2, draft_threshold=0.3, target_threshold=0.1)):
+            torch.manual_seed(seed)
+            ours = model.generate(prompt, max_new_tokens=zoo.LONGEST, do_sample=True, config=config, **sampling)
+            assert ours.ids == expected, (sampling, config)
+            assert torch.equal(torch.random.get_rng_state(), state)
+            check_counters(ours)
+            hits += ours.stats.num_sibling_hits
+    assert hits > 0
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.6])
+def test_the_penalty_after_a_sibling_sees_the_sibling(penalty: float) -> None:
+    model, hits = zoo.layerskip_of("llama"), 0
+    for length in (1, 5, 9):
+        prompt = zoo.prompt_of(length)
+        given = {"max_new_tokens": zoo.LONGEST, "repetition_penalty": penalty}
+        expected = model.model.generate(torch.tensor([prompt]), do_sample=False, **given)[0, length:].tolist()
+        out = model.generate(prompt, config=config_of(3, 4), **given)
+        assert out.ids == expected
+        hits += out.stats.num_sibling_hits
+    assert hits > 0
+
+
+@zoo.each(("llama", "llama fused"))
+def test_every_computing_drafter_has_them(name: str) -> None:
+    """Trained weights too, which go on from the target's states at the sibling; a hybrid's lookups have none."""
+    model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(5), *zoo.prompt_of(5)]
+    lookup = PromptLookup(min_match=1, max_match=3)
+    configs = by_weights("llama") | {"hybrid": DecodeConfig(drafter="hybrid", skip_mask=MASK, gamma=3, lookup=lookup)}
+    for way, config in configs.items():
+        hits = 0
+        branched = config.model_copy(update={"siblings": 3})
+        for seed in range(4):
+            for more in ({"do_sample": False}, {"do_sample": True, "seed": seed, "temperature": 0.8, "top_k": 0}):
+                text = [*prompt, seed + 1]
+                plain = model.generate(text, max_new_tokens=24, config=DecodeConfig.plain(zoo.NUM_LAYERS), **more)
+                out = model.generate(text, max_new_tokens=24, config=branched, **more)
+                assert out.ids == plain.ids, way
+                check_counters(out)
+                assert out.stats.num_siblings == 3 * (out.stats.num_drafted - out.stats.num_looked_up)
+                hits += out.stats.num_sibling_hits
+        assert hits > 0, way
+
+
+@zoo.each(FEW)
+def test_the_cache_after_each_step_is_that_of_plain_decoding(name: str) -> None:
+    """Its length, and the keys and values of every position, those of accepted siblings among them; the target's
+    states, where they are kept."""
+    model, prompt = zoo.layerskip_of(name), zoo.prompt_of(4)
+    engine: Any = model.engine
+    hits = 0
+    for siblings, gamma in ((1, 1), (3, 4)):
+        config = DecodeConfig(
+            drafter="eagle",
+            skip_mask=SkipMask.none(zoo.NUM_LAYERS),
+            gamma=gamma,
+            draft_weights=zoo.eagle_of(zoo.architecture(name)),
+            siblings=siblings,
+        )
+        text = torch.tensor([*prompt, *zoo.greedy_reference(name, prompt)])
+        with engine.session(len(text)):
+            engine.keep_states()
+            engine.forward(text)
+            expected = [(layer.keys.clone(), layer.values.clone()) for layer in engine.cache.layers]
+            states = engine.states.clone()
+        stream, total = model.stream(prompt, max_new_tokens=20, config=config), len(prompt)
+        for piece in stream:
+            total += len(piece.ids)
+            assert engine.cache.length == total - 1
+            for layer, (keys, values) in zip(engine.cache.layers, expected, strict=True):
+                torch.testing.assert_close(layer.keys[:, :, : total - 1], keys[:, :, : total - 1], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(
+                    layer.values[:, :, : total - 1], values[:, :, : total - 1], rtol=1e-3, atol=1e-4
+                )
+            torch.testing.assert_close(engine.states[: total - 1], states[: total - 1], rtol=1e-3, atol=1e-4)
+        hits += stream.stats.num_sibling_hits
+    assert hits > 0
+
+
+@zoo.each(("llama", "mistral-sliding fused"))
+def test_the_text_may_end_at_a_sibling(name: str) -> None:
+    """At every offset of a round, a sibling and what follows it among them."""
+    model, prompt, config = zoo.layerskip_of(name), zoo.prompt_of(5), config_of(3, 4)
+    whole = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config)
+    reference, hits = list(zoo.greedy_reference(name, prompt)), whole.stats.num_sibling_hits
+    at_sibling = {place for place, one in whole.rejected.items() if one and whole.origins[place] == ACCEPTED}
+    assert len(at_sibling) >= hits - 1 > 0
+    ended = set()
+    for place, token in enumerate(reference):
+        if token in reference[:place]:
+            continue
+        for more in ({"eos_token_id": token}, {"eos_token_id": [], "max_new_tokens": place + 1}):
+            out = model.generate(prompt, **{"max_new_tokens": zoo.LONGEST, "config": config} | more)
+            assert out.ids == reference[: place + 1]
+            check_counters(out)
+        ended.add(place)
+    assert ended & at_sibling, "no text ended at a sibling"
+
+
+def test_stop_strings(text_model: LayerSkipModel, tokenizer: Any) -> None:
+    prompt = tokenizer("def read(")["input_ids"]
+    config = config_of(3, 4, skip_mask=SkipMask.from_layers(4, [1, 3]))
+    whole = text_model.generate(prompt, max_new_tokens=30, config=config)
+    assert whole.stats.num_sibling_hits > 0
+    plain = DecodeConfig.plain(zoo.NUM_LAYERS)
+    for i in range(0, 30, 2):
+        stop = tokenizer.decode(whole.ids[i : i + 2])
+        if stop and "\ufffd" not in stop:
+            outs = [
+                text_model.generate(prompt, max_new_tokens=30, config=one, stop_strings=stop) for one in (plain, config)
+            ]
+            assert outs[1].ids == outs[0].ids
+            check_counters(outs[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama fused"])
+def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
+    model, config = zoo.layerskip_of(name), config_of(2, 3)
+    expected = model.generate(zoo.prompt_of(5), max_new_tokens=12, config=config)
+    assert expected.stats.num_sibling_hits > 0
+    places = [
+        (type(model.engine), "verify_tree"),
+        (StatesEngine, "keep_sibling"),
+        (layerskip.decoding.loop, "verify_tree"),
+        (Sampler, "siblings"),
+    ]
+    for owner, attribute in places:
+        for after in (False, True):
+            with failing(monkeypatch, owner, attribute, 0, after=after), pytest.raises(PlantedError):
+                model.generate(zoo.prompt_of(5), max_new_tokens=12, config=config)
+            assert gates_on(model.model) == []
+            out = model.generate(zoo.prompt_of(5), max_new_tokens=12, config=config)
+            assert (out.ids, out.stats.counters()) == (expected.ids, expected.stats.counters())
+
+
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def not_kept(patch: pytest.MonkeyPatch) -> None:
+    """The keys of an accepted sibling stay where its row was."""
+    patch.setattr(StatesEngine, "keep_sibling", lambda *_: None)
+
+
+def sees_the_wrong_draft(patch: pytest.MonkeyPatch) -> None:
+    """A sibling sees the draft in whose place it stands."""
+    visible = DraftTree.visible
+
+    def wrong(self: DraftTree, start: int, window: int | None, device: torch.device) -> torch.Tensor:
+        seen = visible(self, start, window, device)
+        first = seen.shape[1] - self.num_rows
+        for row in range(self.num_drafts + 1, self.num_rows):
+            seen[row, first + 1 + (row - self.num_drafts - 1) // self.siblings] = True
+        return seen
+
+    patch.setattr(DraftTree, "visible", wrong)
+
+
+def sees_its_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """Rows see all rows before them, as in a chain."""
+    visible = DraftTree.visible
+
+    def wrong(self: DraftTree, start: int, window: int | None, device: torch.device) -> torch.Tensor:
+        seen = visible(self, start, window, device)
+        return seen | torch.ones_like(seen).tril(seen.shape[1] - self.num_rows)
+
+    patch.setattr(DraftTree, "visible", wrong)
+
+
+def one_late(patch: pytest.MonkeyPatch) -> None:
+    """Siblings stand one position too far on."""
+    positions = DraftTree.positions
+
+    def wrong(self: DraftTree, start: int, device: torch.device) -> torch.Tensor:
+        found = positions(self, start, device)
+        return torch.cat([found[: self.num_drafts + 1], found[self.num_drafts + 1 :] + 1])
+
+    patch.setattr(DraftTree, "positions", wrong)
+
+
+def takes_any(patch: pytest.MonkeyPatch) -> None:
+    """The first sibling is accepted, whatever the target chose."""
+
+    def wrong(ids: Any, siblings: Any, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
+        verdict = verify_tree(ids, siblings, logits, sampler, context, **more)
+        if verdict.sibling is not None or verdict.num_accepted == len(ids):
+            return verdict
+        place, count = verdict.num_accepted, siblings.shape[1]
+        row = 1 + len(ids) + place * count
+        token = int(sampler.choose(sampler.shape(logits[row : row + 1], context), len(context) + place + 1))
+        return Verdict(place + 1, token, verdict.next_token_prob, Sibling(int(siblings[place, 0]), row))
+
+    patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
+
+
+def reads_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    """The token after a sibling is read from its neighbour's row."""
+
+    def wrong(ids: Any, siblings: Any, logits: Any, *rest: Any, **more: Any) -> Verdict:
+        rows = torch.cat([logits[: len(ids) + 1], logits[len(ids) + 1 :].roll(1, 0)])
+        return verify_tree(ids, siblings, rows, *rest, **more)
+
+    patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
+
+
+def draws_anew(patch: pytest.MonkeyPatch) -> None:
+    """The token after a sibling is drawn by the numbers of the place of the sibling."""
+
+    def wrong(ids: Any, siblings: Any, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
+        verdict = verify_tree(ids, siblings, logits, sampler, context, **more)
+        if verdict.sibling is None:
+            return verdict
+        row = verdict.sibling.row
+        token = int(
+            sampler.choose(sampler.shape(logits[row : row + 1], context), len(context) + verdict.num_accepted - 1)
+        )
+        return Verdict(verdict.num_accepted, token, verdict.next_token_prob, verdict.sibling)
+
+    patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
+
+
+ANY_BUG: dict[str, Bug] = {
+    one.__name__: one
+    for one in (not_kept, sees_the_wrong_draft, sees_its_neighbour, one_late, takes_any, reads_the_next_row)
+}
+
+
+@pytest.mark.parametrize("bug", ANY_BUG)
+@zoo.each(FEW)
+def test_planted_bugs_change_greedy_text(name: str, bug: str) -> None:
+    """So what the tests above compare can tell a broken mask, position, cache or verifier."""
+    model, wrong = zoo.layerskip_of(name), 0
+    assert model.siblings_refusal is None  # asked before the bug is there
+    with pytest.MonkeyPatch.context() as patch:
+        ANY_BUG[bug](patch)
+        for length in (1, 5, 9, 11):
+            prompt = zoo.prompt_of(length)
+            out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config_of(2, 4))
+            wrong += out.ids != list(zoo.greedy_reference(name, prompt))
+    assert wrong > 0
+
+
+def test_a_wrong_place_changes_sampled_text() -> None:
+    model, prompt, wrong = zoo.layerskip_of("llama"), zoo.prompt_of(5), 0
+    drawn = {"max_new_tokens": zoo.LONGEST, "do_sample": True, "top_k": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        draws_anew(patch)
+        for seed in range(4):
+            plain = model.generate(prompt, seed=seed, config=DecodeConfig.plain(zoo.NUM_LAYERS), **drawn)
+            wrong += model.generate(prompt, seed=seed, config=config_of(4, 4), **drawn).ids != plain.ids
+    assert wrong > 0
+
+
+@pytest.mark.parametrize("bug", ["sees_the_wrong_draft", "sees_its_neighbour", "one_late", "not_kept"])
+def test_the_check_of_a_model_would_refuse_a_broken_one(bug: str) -> None:
+    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+    with pytest.MonkeyPatch.context() as patch:
+        ANY_BUG[bug](patch)
+        assert model.siblings_refusal == (
+            "a model that can be told its tokens' positions and what each sees, this one then gives other logits"
+        )
+
+
+GREEDY = Sampler(SamplingParams())
+
+
+def rows_for(*tokens: int, vocab: int = 9) -> torch.Tensor:
+    """Logits whose greedy choices are these."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float()
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ((1, 2, 8, 0, 0, 0, 0), (2, 8, None)),  # all right: what follows the siblings is not looked at
+        ((7, 0, 0, 4, 5, 6, 8), (0, 7, None)),  # the first wrong, and no sibling of it right
+        ((3, 0, 0, 4, 5, 6, 8), (1, 4, Sibling(3, 3))),  # its first sibling
+        ((4, 0, 0, 4, 5, 6, 8), (1, 5, Sibling(4, 4))),  # its second
+        ((1, 6, 0, 4, 5, 6, 8), (2, 8, Sibling(6, 6))),  # the second wrong, and its second sibling right
+        ((1, 3, 0, 4, 5, 6, 8), (1, 3, None)),  # a sibling of the first is none of the second
+    ],
+)
+def test_verdicts_by_hand(target: Sequence[int], expected: tuple[int, int, Sibling | None]) -> None:
+    """Drafts 1 and 2; siblings 3 and 4 of the first, 5 and 6 of the second."""
+    drafts, siblings = torch.tensor([1, 2]), torch.tensor([[3, 4], [5, 6]])
+    for with_prob in (False, True):
+        verdict = verify_tree(drafts, siblings, rows_for(*target), GREEDY, [0], with_prob=with_prob)
+        assert (verdict.num_accepted, verdict.next_token, verdict.sibling) == expected
+        assert (verdict.next_token_prob is None) != with_prob
+        assert verdict.num_drafts_accepted == verdict.num_accepted - (verdict.sibling is not None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.booleans(), st.integers(1, 7))
+def test_the_next_best_are_what_would_be_chosen_one_after_the_other(
+    seed: int, count: int, drawn: bool, num_possible: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 7, generator=generator)
+    logits[:, torch.randperm(7, generator=generator)[num_possible:]] = float("-inf")
+    noise = torch.empty(3, 7).exponential_(generator=generator) if drawn else None
+    chosen = choose(logits, noise)
+    found = next_best(logits, noise, chosen, count)
+    rest = logits.clone()
+    for i in range(count):
+        rest.scatter_(1, (chosen if i == 0 else found[:, i - 1]).unsqueeze(1), float("-inf"))
+        if i + 1 < num_possible:
+            assert torch.equal(found[:, i], choose(rest, noise))
+            assert rank_of(logits, noise, found[:, i]).tolist() == [i + 1] * 3
+        else:
+            assert torch.equal(found[:, i], chosen)  # never right where the chosen one is wrong
+    assert rank_of(logits, noise, chosen).tolist() == [0] * 3
+    impossible = logits.isinf().nonzero()
+    for row, token in impossible.tolist():
+        assert int(rank_of(logits, noise, torch.full((3,), token))[row]) == 7
+
+
+def test_more_than_the_vocabulary_has() -> None:
+    assert next_best(torch.tensor([[1.0, 2.0]]), None, torch.tensor([1]), 4).tolist() == [[0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 50])
+@pytest.mark.parametrize("start", [0, 4])
+def test_what_rows_see(start: int, window: int | None) -> None:
+    """Against the path of each row, token by token."""
+    tree = DraftTree(num_drafts=3, siblings=2)
+    assert tree.num_rows == 10
+    positions = tree.positions(start, torch.device("cpu")).tolist()
+    assert positions == [start + depth for depth in (0, 1, 2, 3, 1, 1, 2, 2, 3, 3)]
+    seen = tree.visible(start, window, torch.device("cpu"))
+    first = 0 if window is None else max(start - window + 1, 0)
+    assert seen.shape == (10, start + 10 - first)
+    for row, own in enumerate(positions):
+        path = [*range(start + (own - start)), start + row]  # places in the cache
+        visible = [place for place in path if window is None or place == start + row or place > own - window]
+        assert (first + seen[row].nonzero().flatten()).tolist() == visible
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"siblings": 5}, "siblings: input should be less than or equal to 4, got '5'"),
+        ({"siblings": -1}, "siblings: input should be greater than or equal to 0, got '-1'"),
+        ({"gamma": 0}, "siblings: must be 0 where gamma is 0, got 2"),
+        ({"share_prefix": True}, "siblings: must be 0 where share_prefix is on, got 2"),
+        (
+            {
+                "drafter": "prompt_lookup",
+                "skip_mask": SkipMask.none(4),
+                "lookup": PromptLookup(min_match=1, max_match=3),
+            },
+            "siblings: must be left out where the drafter is prompt_lookup, which drafts alone",
+        ),
+    ],
+)
+def test_configs_that_have_none(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config_of(**fields)
+
+
+def test_a_config_of_before_has_none() -> None:
+    old = '{"schema_version": 1, "skip_mask": "4:1", "gamma": 2}'
+    assert DecodeConfig.from_json(old).siblings == 0
+    assert not DecodeConfig.from_json(old).has_siblings
+    assert DecodeConfig.from_json(config_of(3).to_json()) == config_of(3)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_take_positions_from_their_keys_are_refused(name: str) -> None:
+    model = zoo.layerskip_of(name)
+    said = "siblings: need a model that can be told its tokens' positions and what each sees"
+    with pytest.raises(ValueError, match=said):
+        model.config = config_of()
+    with pytest.raises(ValueError, match=said):
+        model.generate(zoo.prompt_of(3), config=config_of(), max_new_tokens=3)
+    assert model.generate(zoo.prompt_of(3), config=config_of(0), max_new_tokens=3).ids
+
+
+def test_cuda_graph_is_refused() -> None:
+    model = zoo.layerskip_of("llama graph")
+    with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph"):
+        model.generate(zoo.prompt_of(3), config=config_of(), max_new_tokens=3)
+    with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph and 2"):
+        make_drafter(config_of(), model.engine, GREEDY)
+
+
+def test_auto_leaves_cuda_graph_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the config comes."""
+    asked = []
+    monkeypatch.setattr(choice, "_has_graphs", lambda _device: True)
+
+    def graphs(*_: Any) -> Any:
+        asked.append(True)
+        raise choice.UnsupportedModelError("none here")
+
+    monkeypatch.setattr(choice, "_cuda_graph", graphs)
+    hf = zoo.model_of("llama")
+    LayerSkipModel(hf, config=config_of())
+    assert asked == []
+    model = LayerSkipModel(hf)
+    assert asked == [True]
+    graph_engine = zoo.layerskip_of("llama graph").engine
+    monkeypatch.setattr(type(graph_engine), "close", lambda _: asked.append(False))
+    model._engine = graph_engine
+    model.config = config_of()
+    assert (model.engine_name in ("eager", "fused"), asked) == (True, [True, False])
+    assert model.generate(zoo.prompt_of(5), max_new_tokens=8).ids == list(
+        zoo.greedy_reference("llama", zoo.prompt_of(5))[:8]
+    )
+
+
+def test_groups_and_regimes_are_checked_too() -> None:
+    plain = config_of(0)
+    grouped = DecodeConfig(**dict(plain) | {"groups": {"code": {"skip_mask": "4:1", "gamma": 2, "siblings": 1}}})
+    assert grouped.has_siblings
+    with pytest.raises(ValueError, match="siblings: need a model"):
+        zoo.layerskip_of("bloom").config = grouped
+
+
+def test_hugging_faces_generate_takes_them() -> None:
+    prompt = zoo.prompt_of(5)
+    out = zoo.model_of("llama").generate(
+        torch.tensor([prompt]), max_new_tokens=12, custom_generate=custom_generate(config_of(), engine="fused")
+    )
+    assert out[0, 5:].tolist() == list(zoo.greedy_reference("llama", prompt)[:12])
