@@ -154,9 +154,9 @@ class _HeadsStep:
 def step_seconds(
     model: LayerSkipModel, text: Sequence[int], drafts: dict[str, Any], count: int, params: SamplingParams, repeats: int
 ) -> dict[str, list[float]]:
-    """Median seconds of this thread after a text, which do not count what else the machine does: "verify" of 0 to `count` draft tokens, and of each draft 1 to `count` tokens.
+    """Median seconds after a text: "verify" of 0 to `count` draft tokens, and of each draft 1 to `count` tokens.
 
-    drafts: `Heads` or `DraftWeights` by name. Each step comes after one of the other sort, as in decoding; all are
+    They are this thread's own, which do not count what else the machine does. drafts: `Heads` or `DraftWeights` by name. Each step comes after one of the other sort, as in decoding; all are
     interleaved.
     """
     engine: Any = model.engine
