@@ -156,8 +156,8 @@ def step_seconds(
 ) -> dict[str, list[float]]:
     """Median seconds after a text: "verify" of 0 to `count` draft tokens, and of each draft 1 to `count` tokens.
 
-    They are this thread's own, which do not count what else the machine does. drafts: `Heads` or `DraftWeights` by name. Each step comes after one of the other sort, as in decoding; all are
-    interleaved.
+    They are this thread's own, which do not count what else the machine does. drafts: `Heads` or `DraftWeights` by
+    name. Each step comes after one of the other sort, as in decoding; all are interleaved.
     """
     engine: Any = model.engine
     sampler = seeded_sampler(params, 0, model.device)
