@@ -35,7 +35,7 @@ from search.measure.pairs import PromptCase, time_able
 from search.measure.subject import Subject
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
-from search.rivals.leave_one_out import LeaveOneOut
+from search.rivals.by_throughput import LeaveOneOut
 from search.stop import StopSignal
 from search.study.fingerprint import FingerprintMismatch
 from search.study.space import SearchSpace
