@@ -664,11 +664,6 @@ def test_ours_is_told_as_a_part_of_the_best_in_the_end() -> None:
     assert _of_best_lines(None) == _of_best_lines(told | {"checkpoints": told["checkpoints"][-1:]}) == []
 
 
-def test_confirmed_without_ratios_has_no_speedup() -> None:
-    assert Confirmed((), excluded="why").speedup is None
-    assert Confirmed((1.0, 4.0)).speedup == pytest.approx(2.0)
-
-
 OURS = {"strategies": ("ours", "random"), "trials": 4, "checkpoints": (4,)}
 
 
