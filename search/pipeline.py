@@ -65,8 +65,7 @@ from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase
 from search.trials.setup import TrialSetup
 from search.workers.crew import Crew
-from search.workers.device import computing_on
-from search.workers.unlike import as_seen_on
+from search.workers.device import as_seen_on, computing_on
 
 
 @dataclass(frozen=True)
