@@ -27,11 +27,12 @@ from search.measure.reference import Reference
 from search.storages.opening import open_storage
 from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
+from search.terminal.event import Told as ReadyMade
 from search.terminal.live import LiveReporter, make_reporter
 from search.terminal.progress import Progress
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
-from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
+from search.terminal.result_events import group_verdict, written
 from search.terminal.view import LiveView, Pace
 from tests.search.conftest import quiet
 from tests.search.helpers.fakes import Bench, FakeClock, FakeDecoder
@@ -113,12 +114,12 @@ LINES: list[tuple[Event, list[str]]] = [
     (Note(None, "| a |\n| b |"), ["| a |", "| b |"]),
     (Warned("beware"), ["beware"]),
     (
-        Written("d/best.json and summary.json", ("d/best.json",), {"load": 8.2, "total": 3661}),
+        written("d/best.json and summary.json", ("d/best.json",), {"load": 8.2, "total": 3661}),
         ["written   d/best.json and summary.json (load 0:08, total 1:01:01)"],
     ),
-    (Written("out: table.md", ("out/table.md",), {}), ["written   out: table.md"]),
+    (written("out: table.md", ("out/table.md",), {}), ["written   out: table.md"]),
     (
-        GroupVerdict("demo/b", "b", DecodeConfig.plain(12, reason="too slow")),
+        group_verdict("demo/b", "b", DecodeConfig.plain(12, reason="too slow")),
         ["result    'b': plain decoding (too slow)"],
     ),
 ]
@@ -278,7 +279,8 @@ def test_json_lines_hold_the_run_in_numbers(told: Told) -> None:
 def test_json_of_wrong_outputs_and_of_numbers_that_are_none(wrong: Told) -> None:
     output = io.StringIO()
     told_to(JsonReporter(output), wrong)
-    JsonReporter(output).tell(PredictionsChecked({"replay": {"p95": float("nan")}, "prediction": float("inf")}))
+    facts = {"replay": {"p95": float("nan")}, "prediction": float("inf")}
+    JsonReporter(output).tell(ReadyMade("prediction", [], facts))
     *events, last = strictly(output.getvalue())
     assert last == {"event": "prediction", "replay": {"p95": None}, "prediction": None}
     pruned = [one for one in events if one["event"] == "trial" and one["state"] == "pruned"]
