@@ -577,6 +577,17 @@ def test_what_lasts_tells_how_far_it_is_and_what_is_over_soon_says_nothing() -> 
     assert said == ["3 of 8 texts, about 0:20 left", "6 of 8 texts, about 0:08 left"]
 
 
+def test_what_comes_before_the_first_step_is_not_the_steps() -> None:
+    clock, said = FakeClock(), list[str]()
+    progress = Progress(said.append, "sublayers", clock)
+    clock.advance(60.0)
+    progress(0, 4)
+    for done in range(1, 5):
+        clock.advance(5.0)
+        progress(done, 4)
+    assert said == ["2 of 4 sublayers, about 0:10 left"]
+
+
 @pytest.mark.parametrize(("pace", "told"), [(1.0, set()), (0.01, {"tuning texts", "prompts", "pairs"})])
 def test_the_phases_of_a_slow_model_tell_how_far_they_are(bench: Bench, pace: float, told: set[str]) -> None:
     bench.decoder.pace = pace
