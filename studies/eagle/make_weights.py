@@ -31,15 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(PROG, lambda: _run(arguments))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def training_files() -> list[Path]:
+    """Writes the text; files for `layerskip.train --data`."""
     text = HERE / ".work" / "corpus.txt"
     text.parent.mkdir(exist_ok=True)
     modules = corpus.split_modules(corpus.read_modules()).train
     text.write_text(corpus.END_OF_TEXT.join(one.text for one in modules), encoding="utf-8")
+    return [text, DEMO / "tuning.jsonl"]
+
+
+def _run(arguments: argparse.Namespace) -> int:
     return train.main(
         [
             *("--model", arguments.model, "--out", str(arguments.out), "--device", "cpu"),
-            *("--data", str(text), str(DEMO / "tuning.jsonl")),
+            *("--data", *map(str, training_files())),
             *("--minutes", str(arguments.minutes), "--threads", str(arguments.threads)),
             # Small batches: within minutes on a CPU more steps are worth more than smoother ones.
             *("--batch", "2", "--depth", "4"),

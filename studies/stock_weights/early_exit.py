@@ -29,6 +29,7 @@ from layerskip.machine.host import git_commit
 from layerskip.model import LayerSkipModel
 from search.predict.costs import CostModel
 from studies.demo import corpus
+from studies.stock_weights.head_figures import best_speedup as chained_speedup
 
 PROG = "studies.stock_weights.early_exit"
 HERE = Path(__file__).resolve().parent
@@ -93,11 +94,8 @@ def best_speedup(agreement: float, draft: float, verify: Sequence[float]) -> tup
     verify: entry n, verifying n drafts. No threshold stops a draft, which costs a little, and nothing but the steps is
     counted, which flatters.
     """
-    found = [(1.0, 0)]
-    for gamma in range(1, len(verify)):
-        emitted = sum(agreement**i for i in range(gamma + 1))
-        found.append((emitted / (gamma * draft + verify[gamma]), gamma))
-    return max(found)
+    counts = range(1, len(verify))
+    return chained_speedup([agreement**i for i in counts], [draft * i for i in counts], verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
