@@ -58,15 +58,14 @@ from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
 from search.terminal.event import Stopped
 from search.terminal.progress import Progress
-from search.terminal.progress_events import Foreseen, ReferenceKnown, StudyOpened
-from search.terminal.result_events import CandidateSeen, PredictionsChecked, Result, Ties, Written
+from search.terminal.progress_events import ReferenceKnown, StudyOpened, foreseen
+from search.terminal.result_events import Result, candidate_seen, predictions_checked, ties_among, written
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase
 from search.trials.setup import TrialSetup
 from search.workers.crew import Crew
-from search.workers.device import computing_on
-from search.workers.unlike import as_seen_on
+from search.workers.device import as_seen_on, computing_on
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ class SearchRun:
             clock=self._tools.clock,
             tell=self._progress("outlook", "sublayers, each left out and left in"),
         )
-        self._say.tell(Foreseen(outlook))
+        self._say.tell(foreseen(outlook))
         return outlook
 
     def _search(self, study: optuna.Study, reference: Reference, outlook: Outlook) -> str | None:
@@ -302,7 +301,7 @@ class SearchRun:
         prompts = HeldOutPrompts(reporting, choosing)
         result = confirm(subject.decoder, prompts, entries, options, tell, lambda what: self._progress("confirm", what))
         for candidate in result.candidates:
-            self._say.tell(CandidateSeen(candidate))
+            self._say.tell(candidate_seen(candidate))
         return result
 
     def _finish(self, study: optuna.Study, reference: Reference, confirmation: Confirmation) -> int:
@@ -322,7 +321,7 @@ class SearchRun:
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
         checks = check_predictions(trials, reference.noise_sigma)
-        self._say.tell(PredictionsChecked(checks))
+        self._say.tell(predictions_checked(checks))
         summary = summarise_run(
             SummaryInput(
                 facts=facts,
@@ -344,12 +343,12 @@ class SearchRun:
         self.outcome = RunOutcome(config, confirmation, reference, summary, self._spec.max_new_tokens)
         self._write(study, config, summary, confirmation)
         self._say.tell(Result(study.study_name, confirmation))
-        if (ties := Ties.among(trials, confirmation.measured, summary["rounding"], self._spec)) is not None:
+        if (ties := ties_among(trials, confirmation.measured, summary["rounding"], self._spec)) is not None:
             self._say.tell(ties)
         if self._exports:
             text = f"{near(self._paths.best)} and {self._paths.summary.name}"
             files = (str(self._paths.best), str(self._paths.summary))
-            self._say.tell(Written(text, files, self._seconds))
+            self._say.tell(written(text, files, self._seconds))
         for line in violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
         return 1 if violations else 0

@@ -18,7 +18,7 @@ from search.reporting.publish import Publisher
 from search.storages.opening import close_storage, open_storage
 from search.study.attributes import BY_REGIME
 from search.study.spec import StudyPaths, StudySpec
-from search.terminal.result_events import RegimeVerdict
+from search.terminal.result_events import regime_verdict
 
 
 class RegimeRun:
@@ -94,7 +94,7 @@ class RegimeRun:
         summary["not_lossless"] = [line for one in outcomes.values() for line in one.summary["not_lossless"]]
         save_summary(summary, self._paths)
         for name, outcome in outcomes.items():
-            self._tools.reporter.tell(RegimeVerdict(outcome.summary["study"]["name"], name, outcome.confirmation))
+            self._tools.reporter.tell(regime_verdict(outcome.summary["study"]["name"], name, outcome.confirmation))
         self._publish(regime_facts(summary[BY_REGIME]))  # last: what is above is written, and this is extra
 
     def _publish(self, facts: str) -> None:

@@ -341,11 +341,12 @@ def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
 
 def _tell_plan(reporter: Reporter, spec: StudySpec, subject: Subject) -> None:
     from search.study.grouping import count_groups
-    from search.terminal.progress_events import Preflight
+    from search.terminal.progress_events import preflight_passed
 
     groups = count_groups(subject.tuning, subject.held_out) if spec.per_group else None
     regimes = spec.regimes or (subject.sampling.name,)
-    reporter.tell(Preflight(subject, spec.held_out is None, spec.group_field, regimes, groups))
+    is_split = spec.held_out is None
+    reporter.tell(preflight_passed(subject, spec.group_field, regimes, groups, is_split=is_split))
 
 
 def _tell_time(reporter: Reporter, spec: StudySpec, paths: StudyPaths, subject: Subject) -> None:

@@ -3,7 +3,7 @@
 from layerskip.drafters.base import Draft, Drafter, DraftOnDevice, DraftSession, Proposal
 from layerskip.drafters.choice import make_drafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
-from layerskip.drafters.text_store import TextStore
+from layerskip.drafters.lookups.text_store import TextStore
 
 __all__ = [
     "Draft",

@@ -12,9 +12,9 @@ from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleDrafter
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
-from layerskip.drafters.lookup import LookupDrafter
+from layerskip.drafters.lookups.drafter import LookupDrafter
+from layerskip.drafters.lookups.text_store import TextStore
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter
-from layerskip.drafters.text_store import TextStore
 from layerskip.engines import Engine
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import TreeEngine

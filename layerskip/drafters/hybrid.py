@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from layerskip.drafters.base import Drafter, DraftSession, Proposal
-from layerskip.drafters.lookup import LookupDrafter, LookupSession
+from layerskip.drafters.lookups.drafter import LookupDrafter, LookupSession
 from layerskip.rounds.preparation import Starts
 
 

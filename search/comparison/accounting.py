@@ -49,22 +49,17 @@ class Ledger:
 
     def has(self, question: Hashable) -> bool:
         """Whether there is an answer, and it has not been dropped."""
-        entry = self._entries.get(question)
-        return entry is not None and entry.is_kept
+        return question in self._entries and self._entries[question].is_kept
 
     def answer(self, question: Hashable) -> Any:
-        """The answer that is there. Raises: KeyError if there is none."""
-        if not self.has(question):
-            raise KeyError(question)
+        """The answer that is there."""
         self._entries.move_to_end(question)
         return self._entries[question].answer
 
     def put(self, question: Hashable, answer: object, seconds: float) -> None:
         """Keep an answer; an earlier cost stands."""
         first = self.first_cost_s(question)
-        num_bytes = int(getattr(answer, "nbytes", 0))
-        self._entries[question] = _Entry(seconds if first is None else first, answer, num_bytes)
-        self._entries.move_to_end(question)
+        self._entries[question] = _Entry(seconds if first is None else first, answer, getattr(answer, "nbytes", 0))
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +87,7 @@ class Account:
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
-        self._ledger, self._clock = ledger, clock
+        self.ledger, self._clock = ledger, clock
         self._asked: set[Hashable] = set()
         self._charged_s = 0.0
 
@@ -100,28 +95,20 @@ class Account:
         """Seconds on the clock and what was charged."""
         return self._clock() + self._charged_s
 
-    def first_cost_s(self, question: Hashable) -> float | None:
-        """Seconds that an answer took whoever asked first; None where nobody has asked."""
-        return self._ledger.first_cost_s(question)
-
-    def remember(self, question: Hashable, answer: object, seconds: float) -> None:
-        """An answer that was worked out before this process began."""
-        self._ledger.put(question, answer, seconds)
-
     def ask(self, question: Hashable, work: Callable[[], T]) -> T:
         """The answer from the ledger, or from `work`, which may ask in turn only what this run has asked before."""
-        cost_s = self._ledger.first_cost_s(question)
-        if not self._ledger.has(question):
+        cost_s = self.ledger.first_cost_s(question)
+        if not self.ledger.has(question):
             start = self.now()
             answer = work()
             seconds = self.now() - start
-            self._ledger.put(question, answer, seconds)
+            self.ledger.put(question, answer, seconds)
             if cost_s is not None:
                 self._charged_s -= seconds
         if cost_s is not None and question not in self._asked:
             self._charged_s += cost_s
         self._asked.add(question)
-        return cast(T, self._ledger.answer(question))
+        return cast(T, self.ledger.answer(question))
 
 
 class SharedForcing:

@@ -57,10 +57,11 @@ class ModelHints:
             return float(accepted.sum() / max(1, int((np.asarray(forcing.lengths) - 1).sum())))
 
         question = ("agreement", mask)
-        is_new = self._account.first_cost_s(question) is None
+        ledger = self._account.ledger
+        is_new = ledger.first_cost_s(question) is None
         value = self._account.ask(question, work)
         if is_new:
-            seconds = self._account.first_cost_s(question)
+            seconds = ledger.first_cost_s(question)
             self._journal.append({"mask": str(mask), "agreement": value, "seconds": seconds})
         return value
 
@@ -93,7 +94,7 @@ class ModelHints:
     def recall(self) -> None:
         """Put the journal's agreements where all runs find them. Raises: ValueError naming file and line."""
         for mask, agreement, seconds in read_agreements(self._journal):
-            self._account.remember(("agreement", mask), agreement, seconds)
+            self._account.ledger.put(("agreement", mask), agreement, seconds)
 
     @cached_property
     def _forcing(self) -> SharedForcing:

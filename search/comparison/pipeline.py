@@ -31,7 +31,7 @@ from search.study.spec import StudySpec
 from search.terminal.comparison_events import PicksAdvanced
 from search.terminal.event import Stopped
 from search.terminal.progress_events import ReferenceKnown
-from search.terminal.result_events import Written
+from search.terminal.result_events import written
 
 SCHEMA_VERSION = 1
 _SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"
@@ -180,7 +180,7 @@ class ComparisonRun:
         self._say.phase(None, table.rstrip("\n"))
         names = (*RESULTS, RECORD)
         text = f"{near(self._out)}: {', '.join(names[:-1])} and {names[-1]}"
-        self._say.tell(Written(text, tuple(str(self._out / name) for name in names), {}))
+        self._say.tell(written(text, tuple(str(self._out / name) for name in names), {}))
         for line in record.violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
         return 1 if record.violations else 0

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.config.decode_config import DecodeConfig, write_atomically
@@ -18,8 +17,8 @@ from search.compact import read_lines, write_lines
 from search.comparison.confirm import Confirmed, check_measurement, sum_up
 from search.comparison.plan import ComparisonPlan
 from search.comparison.plot import make_plot
-from search.comparison.results import Run, make_table, picks_of, summarise
-from search.comparison.runs import TrialRecord, trials_of
+from search.comparison.results import make_table, picks_of, summarise
+from search.comparison.runs import Run, trials_of
 from search.study.attributes import (
     FORECAST_RATIOS,
     FORECAST_SPEEDUP,
@@ -29,7 +28,6 @@ from search.study.attributes import (
     STOPPED_EARLY,
     VIOLATION,
 )
-from search.study.leaderboard import Entry, make_standings
 from search.study.space import SearchSpace
 
 FILE = "record.jsonl.xz"
@@ -87,42 +85,6 @@ class Record:
         ]
 
 
-@dataclass(frozen=True)
-class RecordedRun:
-    """A run as its record tells it."""
-
-    seed: int
-    records: Sequence[TrialRecord]
-    space: SearchSpace
-    noise_sigma: float
-    num_per_trial: int
-
-    @cached_property
-    def _trials(self) -> list[FrozenTrial]:
-        """As a study would hold them. Made by hand: `create_trial` checks again what was checked when the record was
-        read, which takes a quarter of a minute for a large one."""
-        return [
-            FrozenTrial(
-                number=record.number,
-                trial_id=record.number,
-                state=TrialState[record.state],
-                value=record.value,
-                params=record.params,
-                distributions=self.space.distributions,
-                user_attrs=record.user_attrs,
-                system_attrs={},
-                intermediate_values={},
-                datetime_start=None,
-                datetime_complete=None,
-            )
-            for record in self.records
-        ]
-
-    def leader(self, num_trials: int) -> Entry | None:
-        """See `StrategyRun.leader`."""
-        return make_standings(self._trials[:num_trials], self.space, self.noise_sigma, self.num_per_trial).leader
-
-
 class _Header(BaseModel):
     """The first line."""
 
@@ -169,7 +131,7 @@ def read_record(file: Path) -> Record:
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file}: line 1: facts.reference: must have noise_sigma and num_per_trial") from None
     trials = trials_of(_filled_in(lines), file, header.space)
-    runs = {key: RecordedRun(key[1], records, header.space, *numbers) for key, records in trials.items()}
+    runs = {key: Run(key[1], records, header.space, *numbers) for key, records in trials.items()}
     measurements = [(number, one) for number, one in enumerate(lines, start=1) if "pick" in one]
     for number, one in measurements:
         check_measurement(one, f"{file}: line {number}")

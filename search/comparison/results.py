@@ -5,34 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from layerskip.config.decode_config import DecodeConfig
 from search.comparison.confirm import Confirmed, pick_key
 from search.comparison.plan import ComparisonPlan
-from search.comparison.runs import TrialRecord
+from search.comparison.runs import Run
 from search.measure.statistics import CI_LEVEL, geometric_mean
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from search.study.config_words import describe
-from search.study.leaderboard import Entry
-
-
-class Run(Protocol):
-    """A run of one strategy with one seed, as far as results go."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def records(self) -> Sequence[TrialRecord]:
-        """Its trials."""
-
-    def leader(self, num_trials: int) -> Entry | None:
-        """See `StrategyRun.leader`."""
-
 
 Runs = Mapping[tuple[str, int], Run]
 

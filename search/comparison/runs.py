@@ -28,13 +28,13 @@ from search.measure.reference import Reference
 from search.measure.subject import Subject
 from search.rivals import STRATEGIES, Setup
 from search.study.attributes import FAILURE
-from search.study.leaderboard import Entry
+from search.study.leaderboard import Entry, make_standings
 from search.study.opening import set_sampler
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
 from search.study.trials import counted
 from search.terminal.comparison_events import ComparisonBegins, RunAdvanced
-from search.trials.objective import Objective, TrialFailed, standings_of
+from search.trials.objective import Objective, TrialFailed
 from search.trials.proposals import ProposeOptions
 from search.trials.sampler import ProposalSampler
 
@@ -78,6 +78,39 @@ class TrialRecord:
 _TRIAL_RECORD = TypeAdapter(TrialRecord)
 
 
+@dataclass
+class Run:
+    """The trials of one strategy with one seed, at work or read from a record."""
+
+    seed: int
+    records: list[TrialRecord]
+    space: SearchSpace
+    noise_sigma: float
+    num_per_trial: int
+
+    def leader(self, num_trials: int) -> Entry | None:
+        """The config with the best pooled lower bound after so many trials."""
+        trials = [self._seen(record) for record in self.records[:num_trials]]
+        return make_standings(trials, self.space, self.noise_sigma, self.num_per_trial).leader
+
+    def _seen(self, record: TrialRecord) -> FrozenTrial:
+        """As far as standings go. Made by hand: `create_trial` checks again what was checked when the record was read,
+        which takes a quarter of a minute for a large one."""
+        return FrozenTrial(
+            number=record.number,
+            trial_id=record.number,
+            state=TrialState[record.state],
+            value=record.value,
+            params=record.params,
+            distributions=self.space.distributions,
+            user_attrs=record.user_attrs,
+            system_attrs={},
+            intermediate_values={},
+            datetime_start=None,
+            datetime_complete=None,
+        )
+
+
 @dataclass(frozen=True)
 class Shared:
     """What all runs share."""
@@ -94,17 +127,17 @@ class Shared:
         return ModelHints(self.subject, self.reference, account, Journal(self.out / _AGREEMENTS))
 
 
-class StrategyRun:
-    """One strategy with one seed. Follows from its records: a resume goes on as if it had never stopped."""
+class StrategyRun(Run):
+    """A run at work. Follows from its records: a resume goes on as if it had never stopped."""
 
     def __init__(self, name: str, seed: int, shared: Shared, records: Sequence[TrialRecord]) -> None:
-        self.name, self.seed = name, seed
-        self.records = list(records)
-        self._shared = shared
+        reference, space = shared.reference, shared.subject.space
+        super().__init__(seed, list(records), space, reference.noise_sigma, reference.num_per_trial)
+        self.name, self._shared = name, shared
         self._account = Account(shared.ledger, shared.tools.clock)
         # The objective stops hopeless trials itself; see `search.study.opening`.
         self._study = optuna.create_study(direction="maximize", pruner=NopPruner())
-        self._study.add_trials([record.to_trial(shared.subject.space) for record in self.records])
+        self._study.add_trials([record.to_trial(space) for record in self.records])
         self._ours: OurWay | None = None
         self._proposer: TimedProposer | None = None
 
@@ -127,11 +160,6 @@ class StrategyRun:
             if self._shared.tools.stop.received is not None:
                 raise KeyboardInterrupt
             self._refuse_a_row_of_failures()
-
-    def leader(self, num_trials: int) -> Entry | None:
-        """The config with the best pooled lower bound after so many trials."""
-        trials = self._study.get_trials(deepcopy=False)[:num_trials]
-        return standings_of(trials, self._shared.subject.space, self._shared.reference).leader
 
     def _set_up(self, total: int) -> tuple[TimedProposer, Objective]:
         """Proposer, sampler and objective. The one place that knows how a proposer becomes an Optuna sampler."""

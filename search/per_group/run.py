@@ -29,7 +29,7 @@ from search.study.opening import quiet_optuna
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
 from search.terminal.event import Stopped
-from search.terminal.result_events import GroupVerdict, Written
+from search.terminal.result_events import group_verdict, written
 
 
 def group_subjects(subject: Subject) -> dict[str, Subject]:
@@ -155,7 +155,7 @@ class GroupRun:
         self._publish(summary)
         text = f"{near(self._paths.best)} and {self._paths.summary.name}"
         files = (str(self._paths.best), str(self._paths.summary))
-        self._say.tell(Written(text, files, {"matrix": matrix_s, "total": total_s}))
+        self._say.tell(written(text, files, {"matrix": matrix_s, "total": total_s}))
         return 1 if violations_of(matrix) else 0
 
     def _publish(self, summary: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class GroupRun:
         head = "speedup over plain decoding, 95 % interval; * = what the group gets"
         self._say.phase("matrix", "\n".join([head, *table(matrix, chosen)]))
         for name in decisions:
-            self._say.tell(GroupVerdict(self._study_name(name), name, config.for_group(name)))
+            self._say.tell(group_verdict(self._study_name(name), name, config.for_group(name)))
 
 
 def _compare(study: optuna.Study, subject: Subject) -> None:

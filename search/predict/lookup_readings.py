@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.config.lookup_settings import LookupSettings
-from layerskip.drafters.lookup import LookupSession
+from layerskip.drafters.lookups.drafter import LookupSession
 
 Ints = NDArray[np.int64]
 

@@ -69,6 +69,7 @@ def measure_sensitivity(
     base_bits = space.to_bits(base)
     base_agreement = agreement(space.to_mask(base_bits))
     worths: dict[str, SublayerWorth] = {}
+    tell(0, len(space.bit_names))
     for name in _spread(space.bit_names) if seconds is not None else space.bit_names:
         if worths and seconds is not None and clock() - start > seconds:
             break

@@ -93,8 +93,16 @@ class StudyRecord:
 
     @cached_property
     def leaders(self) -> Sequence[tuple[int, Entry]]:
-        """What led after each trial. Cost: a fit of the standings per trial, up to 200."""
-        return leaders(self.measured, self.reference) if self.measured else []
+        """(trial number, leader once that trial was in): after every trial, or some 200 of them; none before any led.
+
+        Cost: a fit over all earlier trials each. Raises: MissingData if the study keeps no reference.
+        """
+        if not (trials := self.measured):
+            return []
+        space, num_points = space_of(trials), min(len(trials), _MAX_STANDINGS)
+        counts = np.unique(np.linspace(1, len(trials), num_points).round().astype(int)).tolist()
+        found = [(trials[n - 1].number, standings_of(trials[:n], space, self.reference).leader) for n in counts]
+        return [(number, leader) for number, leader in found if leader is not None]
 
     @property
     def leader(self) -> Entry | None:
@@ -165,18 +173,6 @@ def _weights_of(trials: Sequence[FrozenTrial], drafters: Sequence[str]) -> tuple
         missing = [DraftWeights(drafter=drafter, path=name, fingerprint=name) for name in names or ("unknown",)]
         found += [of_name.get(one.path, one) for one in missing] if names else known[:1] or missing
     return tuple(found)
-
-
-def leaders(trials: Sequence[FrozenTrial], reference: Reference) -> list[tuple[int, Entry]]:
-    """(trial number, leader once that trial was in): after every trial, or after some 200 of them; none before any led.
-
-    Cost: a fit over all earlier trials each.
-    """
-    ordered = sorted(trials, key=lambda trial: trial.number)
-    space = space_of(ordered)
-    counts = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_STANDINGS)).round().astype(int)).tolist()
-    found = [(ordered[count - 1].number, standings_of(ordered[:count], space, reference).leader) for count in counts]
-    return [(number, leader) for number, leader in found if leader is not None]
 
 
 def read_record(study: optuna.Study, summary: Mapping[str, Any] | None = None) -> StudyRecord:

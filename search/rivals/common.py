@@ -1,9 +1,9 @@
-"""What the rivals share: what they are built with, lists of configs, measuring again, and the throughput of a round."""
+"""What the rivals share: what they are built with, lists of configs, and measuring again."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -188,37 +188,3 @@ def mean_confidences(reading: DraftReadings, lengths: NDArray[Any]) -> tuple[flo
     right, sure = reading.accepted[0] > 0, reading.confidence[0]
     is_draft = np.arange(right.shape[1]) < np.asarray(lengths)[:, None] - 1
     return tuple(float(sure[one].mean()) if one.any() else 0.0 for one in (right & is_draft, ~right & is_draft))  # type: ignore[return-value]
-
-
-def saved_seconds(mask: SkipMask, cost: CostModel) -> float:
-    """Seconds of a draft step that the mask saves."""
-    return cost.draft_s(SkipMask.none(mask.num_layers), threshold=False) - cost.draft_s(mask, threshold=False)
-
-
-def throughput(agreement: float, draft_s: float, gamma: int, verify_s: float) -> float:
-    """Expected tokens/s of rounds of exactly `gamma` draft tokens, each accepted with the same probability.
-
-    Ref: Leviathan et al. 2023, theorem 3.8; KnapSpec's tokens per time.
-    """
-    return sum(agreement**i for i in range(gamma + 1)) / (gamma * draft_s + verify_s)
-
-
-def by_throughput(
-    agreements: Mapping[SkipMask, float], cost: CostModel, gamma_max: int, make: Callable[[SkipMask, int], DecodeConfig]
-) -> list[DecodeConfig]:
-    """Every mask at its best gamma, best estimate first; then every mask at its other gammas, likewise.
-
-    make: (mask, gamma) -> config, at the method's thresholds.
-    """
-    ranked: list[tuple[bool, float, int, DecodeConfig]] = []
-    for mask, agreement in agreements.items():
-        estimates = []
-        for config in (make(mask, gamma) for gamma in range(1, gamma_max + 1)):
-            draft_s = cost.draft_s(mask, threshold=config.draft_threshold > 0)
-            verify_s = cost.verifications_s(mask, share_prefix=config.share_prefix)[config.gamma]
-            estimates.append((throughput(agreement, draft_s, config.gamma, verify_s), config))
-        best = max(value for value, _ in estimates)
-        first = next(config for value, config in estimates if value == best)
-        ranked += [(config is not first, -value, config.gamma, config) for value, config in estimates]
-    ranked.sort(key=lambda one: one[:3])
-    return [config for *_, config in ranked]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,8 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.predict.costs import CostModel
 from search.predict.predictor import LayerStates
-from search.rivals.common import Departure, Listed, Plan, Setup, bits_of, by_throughput, union
+from search.rivals.by_throughput import ByThroughput
+from search.rivals.common import Departure, Plan, Setup, bits_of, union
 from search.study.space import SearchSpace
 from search.study.trials import key_of
 from search.trials.proposals import Proposal, measured_keys
@@ -86,7 +87,7 @@ class Clasp:
         yield from sorted(grid, key=lambda one: (one[0] != best[0] and one[1] != best[1], _steps_between(one, best)))
 
 
-class KnapSpec(Listed):
+class KnapSpec(ByThroughput):
     """KnapSpec (2602.20217): attention and MLP apart, a knapsack of seconds saved with cosine as the value.
 
     Latencies are whole multiples, 1 to 5, of the cheaper kind of sublayer; per number of multiples saved, dynamic
@@ -107,18 +108,16 @@ class KnapSpec(Listed):
     def __init__(self, setup: Setup) -> None:
         super().__init__("knapspec", setup)
 
-    def configs(self) -> Iterable[DecodeConfig]:
-        """All surviving masks and gammas, best estimate first; the whole model as its own draft if none survived."""
-        hints, space = self._setup.hints, self._setup.space
+    def agreements(self) -> Mapping[SkipMask, float]:
+        """Of all surviving masks; of the whole model as its own draft if none survived."""
+        hints = self._setup.hints
         plan = hints.sublayer_plan(*latency_weights(hints.cost))
         masks = [mask for mask in plan.values() if mask.num_skipped]
-        agreements = {mask: hints.agreement(mask) for mask in masks} or {SkipMask.none(space.num_layers): 1.0}
-        return by_throughput(
-            agreements,
-            hints.cost,
-            space.gamma_max,
-            lambda mask, gamma: DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=self.DRAFT_THRESHOLD),
-        )
+        return {mask: hints.agreement(mask) for mask in masks} or {SkipMask.none(self._setup.space.num_layers): 1.0}
+
+    def config(self, mask: SkipMask, gamma: int) -> DecodeConfig:
+        """At the authors' threshold."""
+        return DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=self.DRAFT_THRESHOLD)
 
 
 def layer_plan(states: LayerStates, space: SearchSpace) -> Plan:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from search.rivals.bayesian import DraftVerify, Swift
 from search.rivals.blind import EarlyExitGrid, RandomSearch, RawTpe
+from search.rivals.by_throughput import DynamicExit, LeaveOneOut
 from search.rivals.common import Departure, Setup, WithRepeats
-from search.rivals.dynamic_exit import DynamicExit
 from search.rivals.hidden_states import Clasp, KnapSpec
-from search.rivals.leave_one_out import LeaveOneOut
 from search.trials.proposals import Proposer
 
 OURS = "ours"
@@ -29,12 +28,15 @@ class StrategyInfo:
     """arXiv id or where else it comes from."""
     factory: Callable[[Setup], Proposer] | None
     """None for the study's own machinery, which `comparison.ours` sets up."""
-    departures: tuple[Departure, ...] = ()
-    """Where it is not what its source has."""
     uses_states: bool = False
     """Whether it needs hidden states layer by layer, which not every engine gives."""
     with_settings: bool = False
     """See `WITH_SETTINGS`."""
+
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        """Where it is not what its source has."""
+        return getattr(self.factory, "DEPARTURES", ())
 
     def proposer(self, setup: Setup) -> Proposer:
         """The rival, measuring leaders again as ours does. Raises: ValueError for ours, which is none."""
@@ -47,40 +49,12 @@ class StrategyInfo:
 _RIVALS = (
     StrategyInfo("random", "every parameter uniform", "-", RandomSearch),
     StrategyInfo("raw-tpe", "Optuna's TPE on the raw bits, no warm start", "the seed of this project", RawTpe),
-    StrategyInfo(
-        "draft-verify",
-        "Gaussian process on relaxed bits, by measured speed",
-        "2309.08168",
-        DraftVerify,
-        DraftVerify.DEPARTURES,
-    ),
-    StrategyInfo(
-        "layerskip",
-        "grid of exit layer and gamma, in random order",
-        "2404.16710",
-        EarlyExitGrid,
-        EarlyExitGrid.DEPARTURES,
-    ),
-    StrategyInfo("del", "exit layer and gamma by expected tokens/s", "2504.05598", DynamicExit, DynamicExit.DEPARTURES),
-    StrategyInfo(
-        "swift", "fixed skip ratio, random and Bayesian steps by agreement", "2410.06916", Swift, Swift.DEPARTURES
-    ),
-    StrategyInfo(
-        "clasp",
-        "whole layers by dynamic programming on cosine",
-        "2505.24196",
-        Clasp,
-        Clasp.DEPARTURES,
-        uses_states=True,
-    ),
-    StrategyInfo(
-        "knapspec",
-        "sublayers by a knapsack of latency and cosine",
-        "2602.20217",
-        KnapSpec,
-        KnapSpec.DEPARTURES,
-        uses_states=True,
-    ),
+    StrategyInfo("draft-verify", "Gaussian process on relaxed bits, by measured speed", "2309.08168", DraftVerify),
+    StrategyInfo("layerskip", "grid of exit layer and gamma, in random order", "2404.16710", EarlyExitGrid),
+    StrategyInfo("del", "exit layer and gamma by expected tokens/s", "2504.05598", DynamicExit),
+    StrategyInfo("swift", "fixed skip ratio, random and Bayesian steps by agreement", "2410.06916", Swift),
+    StrategyInfo("clasp", "whole layers by dynamic programming on cosine", "2505.24196", Clasp, uses_states=True),
+    StrategyInfo("knapspec", "sublayers by a knapsack of latency and cosine", "2602.20217", KnapSpec, uses_states=True),
     StrategyInfo("leave-one-out", "product of single-removal agreements per second saved", "-", LeaveOneOut),
 )
 STRATEGIES = {

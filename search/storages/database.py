@@ -6,7 +6,6 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -19,26 +18,11 @@ from search.storages.patient import PatientStorage, RetryPolicy
 if TYPE_CHECKING:
     from sqlalchemy.engine import Engine, ExceptionContext
 
-HEARTBEAT_S = 60
-GRACE_S = 900
-"""A trial without a sign of life for this long is dead. Far above any pause of a live worker, which would crash; more
-than `RetryPolicy.limit_s`, after which no worker waits for a server any more."""
 _CONNECT_TIMEOUT_S = 5
 _LOCK_TIMEOUT_S = 60
 _TABLE_ATTEMPTS = 8
 _KEEPALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
 """Notices within a minute that a server's host vanished without a word. Known to libpq."""
-
-
-class SqliteStorage(RDBStorage):
-    """A file: it cannot go away, but fill its disk."""
-
-    def record_heartbeat(self, trial_id: int) -> None:
-        """Never raises for a full disk: it runs in a thread of its own; the trial's own writes tell."""
-        try:
-            super().record_heartbeat(trial_id)
-        except StorageFull:
-            return
 
 
 def open_sqlite(url: str) -> BaseStorage:
@@ -49,7 +33,7 @@ def open_sqlite(url: str) -> BaseStorage:
     """
     from sqlalchemy import event
 
-    storage = _with_tables(SqliteStorage, url, {"connect_args": {"timeout": _LOCK_TIMEOUT_S}})
+    storage = _with_tables(url, {"connect_args": {"timeout": _LOCK_TIMEOUT_S}})
 
     def on_connect(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver begins nothing by itself; on_begin does
@@ -68,7 +52,7 @@ def open_sqlite(url: str) -> BaseStorage:
 
 def open_server(url: str, policy: RetryPolicy | None = None) -> PatientStorage:
     """A database server; one that restarts under a run is waited for."""
-    storage = _with_tables(RDBStorage, url, {"pool_pre_ping": True, "connect_args": _connect_args(url)})
+    storage = _with_tables(url, {"pool_pre_ping": True, "connect_args": _connect_args(url)})
     _name_errors(storage.engine, url)
 
     def judge(error: Exception) -> Exception:
@@ -92,13 +76,16 @@ def connect_once(url: str) -> None:
         engine.dispose()
 
 
-def _with_tables(kind: Callable[..., RDBStorage], url: str, engine_kwargs: dict[str, Any]) -> RDBStorage:
-    """Workers that start together on an empty database all create its tables: who is late looks again."""
+def _with_tables(url: str, engine_kwargs: dict[str, Any]) -> RDBStorage:
+    """Workers that start together on an empty database all create its tables: who is late looks again.
+
+    Without Optuna's heartbeat, which a journal and the proxy do not have: the roster of the workers has its own.
+    """
     from sqlalchemy.exc import DBAPIError
 
     for attempts_left in reversed(range(_TABLE_ATTEMPTS)):
         try:
-            return kind(url, engine_kwargs=engine_kwargs, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
+            return RDBStorage(url, engine_kwargs=engine_kwargs)
         except DBAPIError as error:
             if not attempts_left or not re.search("already exists|duplicate key|UNIQUE constraint", str(error.orig)):
                 raise

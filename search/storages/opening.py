@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from pathlib import Path
 
-import optuna
 from optuna.storages import BaseStorage
 
 from search.storages.address import GRPC, JOURNAL, SQLITE, redact, storage_file
@@ -24,17 +22,15 @@ def open_storage(url: str, *, policy: RetryPolicy | None = None) -> BaseStorage:
     Raises: StorageError in one line.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats: no change since 2.x
-            if url.startswith(JOURNAL):
-                return open_journal(url)
-            if url.startswith(SQLITE):
-                return open_sqlite(url)
-            if url.startswith(GRPC):
-                from search.storages.proxy_client import open_proxy
+        if url.startswith(JOURNAL):
+            return open_journal(url)
+        if url.startswith(SQLITE):
+            return open_sqlite(url)
+        if url.startswith(GRPC):
+            from search.storages.proxy_client import open_proxy
 
-                return open_proxy(url, policy)
-            return open_server(url, policy)
+            return open_proxy(url, policy)
+        return open_server(url, policy)
     except StorageFull:
         raise
     except Exception as error:  # noqa: BLE001 (drivers raise what they like; each is the user's to read in one line)
@@ -43,13 +39,13 @@ def open_storage(url: str, *, policy: RetryPolicy | None = None) -> BaseStorage:
 
 def close_storage(storage: BaseStorage) -> None:
     """Close connections, so that SQLite folds its write-ahead log into the one file."""
-    if isinstance(storage, PatientStorage):
-        storage.close()
-        return
-    storage.remove_session()
-    engine = getattr(storage, "engine", None)
-    if engine is not None:
+    inner = storage.inner if isinstance(storage, PatientStorage) else storage
+    inner.remove_session()
+    backend = getattr(inner, "_backend", inner)  # Optuna's cache around a database
+    if (engine := getattr(backend, "engine", None)) is not None:
         engine.dispose()
+    elif hasattr(backend, "close"):
+        backend.close()
 
 
 def check_storage(url: str) -> None:

@@ -6,20 +6,16 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
-import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.storages._cached_storage import _CachedStorage
-from optuna.storages._heartbeat import BaseHeartbeat
-from optuna.study import StudyDirection
-from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.storages.errors import ConnectionLost, StorageLost
@@ -41,7 +37,17 @@ class RetryPolicy:
     """Pauses double up to this; each is cut by a random part, so that workers do not come back all at once."""
 
 
-class PatientStorage(BaseStorage, BaseHeartbeat):
+def _made_again(method: Callable[..., Any]) -> Any:
+    """A method that makes the same call of the storage inside, as often as it takes: twice is as good as once."""
+    name = method.__name__
+
+    def call(self: PatientStorage, *arguments: Any, **named: Any) -> Any:
+        return self._persist(lambda _again: getattr(self.inner, name)(*arguments, **named))
+
+    return call
+
+
+class PatientStorage(BaseStorage):
     """Makes a call again whose connection was lost, until it is answered or `RetryPolicy.limit_s` is over.
 
     A lost connection does not tell whether the call took effect. Setting attributes, parameters and intermediate
@@ -72,19 +78,22 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
         self._away_since: float | None = None
         self._given_up = False
 
-    def close(self) -> None:
-        """Close all connections."""
-        self.inner.remove_session()
-        backend = getattr(self.inner, "_backend", self.inner)  # Optuna's cache around a database
-        if (engine := getattr(backend, "engine", None)) is not None:
-            engine.dispose()
-        elif hasattr(backend, "close"):
-            backend.close()
-
-    # Studies
-
-    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
-        return self._call(self.inner.create_new_study, directions, study_name)
+    create_new_study: Any = _made_again(BaseStorage.create_new_study)
+    set_study_user_attr: Any = _made_again(BaseStorage.set_study_user_attr)
+    set_study_system_attr: Any = _made_again(BaseStorage.set_study_system_attr)
+    get_study_id_from_name: Any = _made_again(BaseStorage.get_study_id_from_name)
+    get_study_name_from_id: Any = _made_again(BaseStorage.get_study_name_from_id)
+    get_study_directions: Any = _made_again(BaseStorage.get_study_directions)
+    get_study_user_attrs: Any = _made_again(BaseStorage.get_study_user_attrs)
+    get_study_system_attrs: Any = _made_again(BaseStorage.get_study_system_attrs)
+    get_all_studies: Any = _made_again(BaseStorage.get_all_studies)
+    set_trial_intermediate_value: Any = _made_again(BaseStorage.set_trial_intermediate_value)
+    set_trial_user_attr: Any = _made_again(BaseStorage.set_trial_user_attr)
+    set_trial_system_attr: Any = _made_again(BaseStorage.set_trial_system_attr)
+    get_trial: Any = _made_again(BaseStorage.get_trial)
+    get_trial_id_from_study_id_trial_number: Any = _made_again(BaseStorage.get_trial_id_from_study_id_trial_number)
+    get_all_trials: Any = _made_again(BaseStorage.get_all_trials)
+    get_best_trial: Any = _made_again(BaseStorage.get_best_trial)
 
     def delete_study(self, study_id: int) -> None:
         def attempt(again: bool) -> None:
@@ -95,32 +104,6 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
                     raise
 
         self._persist(attempt)
-
-    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
-        self._call(self.inner.set_study_user_attr, study_id, key, value)
-
-    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
-        self._call(self.inner.set_study_system_attr, study_id, key, value)
-
-    def get_study_id_from_name(self, study_name: str) -> int:
-        return self._call(self.inner.get_study_id_from_name, study_name)
-
-    def get_study_name_from_id(self, study_id: int) -> str:
-        return self._call(self.inner.get_study_name_from_id, study_id)
-
-    def get_study_directions(self, study_id: int) -> list[StudyDirection]:
-        return self._call(self.inner.get_study_directions, study_id)
-
-    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
-        return self._call(self.inner.get_study_user_attrs, study_id)
-
-    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
-        return self._call(self.inner.get_study_system_attrs, study_id)
-
-    def get_all_studies(self) -> list[FrozenStudy]:
-        return self._call(self.inner.get_all_studies)
-
-    # Trials
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         trial = create_trial(state=TrialState.RUNNING) if template_trial is None else copy(template_trial)
@@ -173,59 +156,8 @@ class PatientStorage(BaseStorage, BaseHeartbeat):
 
         return self._persist(attempt)
 
-    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
-        self._call(self.inner.set_trial_intermediate_value, trial_id, step, intermediate_value)
-
-    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        self._call(self.inner.set_trial_user_attr, trial_id, key, value)
-
-    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        self._call(self.inner.set_trial_system_attr, trial_id, key, value)
-
-    def get_trial(self, trial_id: int) -> FrozenTrial:
-        return self._call(self.inner.get_trial, trial_id)
-
-    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
-        return self._call(self.inner.get_trial_id_from_study_id_trial_number, study_id, trial_number)
-
-    def get_all_trials(
-        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
-    ) -> list[FrozenTrial]:
-        return self._call(self.inner.get_all_trials, study_id, deepcopy, states)
-
-    def get_best_trial(self, study_id: int) -> FrozenTrial:
-        return self._call(self.inner.get_best_trial, study_id)
-
     def remove_session(self) -> None:
         self.inner.remove_session()
-
-    # Heartbeats: only where the storage has them
-
-    def record_heartbeat(self, trial_id: int) -> None:
-        """Never raises for a lost server: it runs in a thread of its own, whose next beat tries again."""
-        try:
-            self._call(self._beating.record_heartbeat, trial_id)
-        except (StorageLost, OSError) as error:
-            _logger.debug("no heartbeat: %s", error)
-
-    def get_heartbeat_interval(self) -> int | None:
-        return self.inner.get_heartbeat_interval() if isinstance(self.inner, BaseHeartbeat) else None
-
-    def get_heartbeat_stale_trial_callback(self) -> Callable[[optuna.Study, FrozenTrial], None] | None:
-        return self._beating.get_heartbeat_stale_trial_callback()
-
-    def _get_stale_trial_ids(self, study_id: int) -> list[int]:
-        return self._call(self._beating._get_stale_trial_ids, study_id)
-
-    @property
-    def _beating(self) -> BaseHeartbeat:
-        assert isinstance(self.inner, BaseHeartbeat)
-        return self.inner
-
-    # Waiting
-
-    def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        return self._persist(lambda _again: function(*arguments))
 
     def _persist(self, attempt: Callable[[bool], _T]) -> _T:
         """`attempt` is told whether an earlier one may have taken effect."""

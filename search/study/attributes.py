@@ -1,7 +1,7 @@
 """Attributes: every name under which studies and their trials keep something in the storage.
 
 Workers on unlike devices may share a study. What is measured or predicted on a device before the trials is then kept
-once per device, see `search.workers.unlike`; all else is shared. Each name of a study is in one of two sets at the end,
+once per device, see `search.workers.device`; all else is shared. Each name of a study is in one of two sets at the end,
 and a view of a device takes no other name: none can be forgotten here and read from another device by mistake. The
 other names are those of trials: each is measured by one worker, so nobody shares them.
 """

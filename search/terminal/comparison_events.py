@@ -48,16 +48,10 @@ class RunAdvanced(Event):
         return [Line(f"{self.num_done}/{self.num_trials}  {run}, eta {duration(self.eta_s)}", "run")]
 
     def fields(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "num_run_trials": self.num_run_trials,
-            "num_done": self.num_done,
-            "num_trials": self.num_trials,
-            "best_speedup": self.leader.speedup if self.leader else None,
-            "best_speedup_lower": self.leader.lower if self.leader else None,
-            "eta_s": self.eta_s,
-        }
+        facts = super().fields()
+        leader = facts.pop("leader")
+        best = (leader.speedup, leader.lower) if leader else (None, None)
+        return facts | dict(zip(("best_speedup", "best_speedup_lower"), best, strict=True))
 
 
 @dataclass(frozen=True)

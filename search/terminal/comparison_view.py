@@ -5,17 +5,12 @@ from __future__ import annotations
 from statistics import geometric_mean
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from search.terminal.comparison_events import ComparisonBegins, PicksAdvanced, RunAdvanced
 from search.terminal.event import Event, Note
 from search.terminal.text import duration
-
-_LABEL_WIDTH = 8
-"""Of the names in front, with a blank."""
-_BAR_WIDTH = 40
+from search.terminal.view import bar_row, labelled_rows
 
 
 class ComparisonView:
@@ -53,29 +48,18 @@ class ComparisonView:
         return isinstance(event, Note) and event.phase is None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(options.max_width - _LABEL_WIDTH, 8)
-        table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column(width=_LABEL_WIDTH - 1, no_wrap=True, style="bold cyan")
-        table.add_column(max_width=width, overflow="fold")
+        table, width = labelled_rows(options)
+        left = "" if self._eta_s is None else f", {duration(self._eta_s)} left"
+        said = f"{self._done} of {self._total}{left}" if self._total else "about to start"
         table.add_row("phase", Text(f"[{self._stage}]", "bold"))
-        table.add_row(self._unit, self._progress_row(width))
-        if self._latest is not None:
-            one = self._latest
+        table.add_row(self._unit, bar_row(self._done, self._total, said, width))
+        if (one := self._latest) is not None:
             table.add_row("run", Text(f"{one.strategy}, seed {one.seed}: {one.num_run_trials} trials"))
         rows = [self._strategy_row(name) for name in self._strategies if any(key[0] == name for key in self._runs)]
         room = max(1, options.size.height - 4)  # for the rows above and the cursor's line
         for i, row in enumerate(rows[:room]):
             table.add_row("" if i else "best", row)
         yield table
-
-    def _progress_row(self, width: int) -> Table:
-        left = "" if self._eta_s is None else f", {duration(self._eta_s)} left"
-        said = f"{self._done} of {self._total}{left}" if self._total else "about to start"
-        row = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-        bar_width = max(4, min(_BAR_WIDTH, width - len(said) - 1))
-        bar = ProgressBar(max(self._total, 1), self._done, width=bar_width, complete_style="cyan")
-        row.add_row(bar, Text(said, no_wrap=True))
-        return row
 
     def _strategy_row(self, name: str) -> Text:
         """Of the runs that have had a turn since this command began; an earlier part's are known after their next."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from layerskip.config.decode_config import DecodeConfig
 
@@ -23,7 +24,7 @@ class Line:
 class Event:
     """Base of all. `fields` are JSON values, though numbers may not be finite; keys are never left out."""
 
-    name: ClassVar[str]
+    name: str
 
     def lines(self) -> list[Line]:
         """As the plain view prints it."""
@@ -32,6 +33,21 @@ class Event:
     def fields(self) -> dict[str, Any]:
         """As the JSON view writes it, beside `event`, the name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Told(Event):
+    """An event that no view looks into: its words and fields, ready made."""
+
+    name: str
+    said: Sequence[Line]
+    facts: Mapping[str, Any]
+
+    def lines(self) -> list[Line]:
+        return list(self.said)
+
+    def fields(self) -> dict[str, Any]:
+        return dict(self.facts)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from types import TracebackType
 from typing import IO
 
 from rich.console import Console
@@ -33,9 +32,7 @@ class LiveReporter(Reporter):
         self._live: Live | None = None
         self._logs: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._stop()
 
     def tell(self, event: Event) -> None:
@@ -56,11 +53,7 @@ class LiveReporter(Reporter):
         # No refreshing thread: it would run beside the timed decodings. The view changes when an event is told, and
         # none is told while the clock runs.
         self._live = Live(
-            self._view,
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stderr=errors_show,
+            self._view, console=self._console, auto_refresh=False, transient=True, redirect_stderr=errors_show
         )
         if errors_show:
             handlers = [one for one in logging.root.handlers if isinstance(one, logging.StreamHandler)]

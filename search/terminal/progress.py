@@ -20,8 +20,10 @@ class Progress:
         self._start = self._told = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """See `Tell`."""
+        """See `Tell`. Nothing done: the first step begins now."""
         now = self._clock()
+        if done == 0:
+            self._start = self._told = now
         if now - self._told < EVERY_S or done >= total:
             return
         self._told = now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from search.outlook.outlook import Outlook, describe_outlook
 from search.study.attributes import LOOKUP, TRIAL_DRAFTER
 from search.study.leaderboard import Entry
 from search.study.trials import tokens_per_s_of
-from search.terminal.event import Event, Line, config_fields
+from search.terminal.event import Event, Line, Told, config_fields
 from search.terminal.text import duration, trial_line
 
 _NOTABLE_DRIFT = 0.1
@@ -25,66 +25,53 @@ LONG_S = 1800.0
 """A run that will take longer is told that it need not."""
 
 
-@dataclass(frozen=True)
-class Preflight(Event):
-    """The model and the prompts are fit to be searched."""
+def preflight_passed(
+    subject: Subject,
+    group_field: str,
+    regimes: Sequence[str],
+    groups: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    is_split: bool,
+) -> Event:
+    """The model and the prompts are fit to be searched.
 
-    name = "preflight"
-    subject: Subject
-    is_split: bool
-    """The held-out prompts were split off from the tuning prompts."""
-    group_field: str
-    regimes: tuple[str, ...]
-    """Ways to choose tokens, each searched apart."""
-    groups: Mapping[str, tuple[int, int]] | None = None
-    """Tuning and held-out prompts of each group, in a per-group search."""
-
-    def lines(self) -> list[Line]:
-        subject, space, print_ = self.subject, self.subject.space, self.subject.fingerprint
-        threads = "thread" if print_.num_threads == 1 else "threads"
-        split = " (split off, by content hash)" if self.is_split else ""
-        texts = [
-            f"{subject.origin.model}: {print_.model_class}, {space.num_layers} layers, {print_.dtype} on "
-            f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
-            f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
-            f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
-            + (", a shared prefix or none" if space.share_prefix else "")
-            + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else "")
-            + (", weights as they are or of 8 bits" if space.int8 else "")
-            + (f", 0..{space.siblings_max} siblings" if space.siblings_max else ""),
-        ]
-        if space.uses_masks and not subject.can_share_prefix:
-            texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")
-        texts.append(f"drafters {', '.join(space.drafters)}; {', '.join(self.regimes)}")
-        if subject.threads is not None:
-            texts.insert(1, str(subject.threads))
-        if self.groups is not None:
-            counts = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in self.groups.items())
-            texts.append(f"tuning and held-out prompts by {self.group_field!a}: {counts}")
-        return [Line(text, "preflight") for text in texts]
-
-    def fields(self) -> dict[str, Any]:
-        subject, print_ = self.subject, self.subject.fingerprint
-        return {
-            "model": subject.origin.model,
-            "model_class": print_.model_class,
-            "num_layers": subject.space.num_layers,
-            "dtype": print_.dtype,
-            "device": print_.device,
-            "num_threads": print_.num_threads,
-            "ms_by_threads": None if subject.threads is None else dict(subject.threads.ms_by_threads),
-            "engine": print_.engine,
-            "num_tuning_prompts": len(subject.tuning),
-            "num_held_out_prompts": len(subject.held_out),
-            "num_mask_bits": len(subject.space.bit_names),
-            "gamma_max": subject.space.gamma_max,
-            "share_prefix": subject.space.share_prefix,
-            "int8": subject.space.int8,
-            "siblings_max": subject.space.siblings_max,
-            "drafters": list(subject.space.drafters),
-            "regimes": list(self.regimes),
-            "groups": self.groups,
-        }
+    regimes: ways to choose tokens, each searched apart; groups: tuning and held-out prompts of each, in a per-group
+    search; is_split: the held-out prompts were split off from the tuning prompts.
+    """
+    space, print_ = subject.space, subject.fingerprint
+    threads = "thread" if print_.num_threads == 1 else "threads"
+    split = " (split off, by content hash)" if is_split else ""
+    texts = [
+        f"{subject.origin.model}: {print_.model_class}, {space.num_layers} layers, {print_.dtype} on "
+        f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
+        f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
+        f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
+        + (", a shared prefix or none" if space.share_prefix else "")
+        + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else "")
+        + (", weights as they are or of 8 bits" if space.int8 else "")
+        + (f", 0..{space.siblings_max} siblings" if space.siblings_max else ""),
+    ]
+    if space.uses_masks and not subject.can_share_prefix:
+        texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")
+    texts.append(f"drafters {', '.join(space.drafters)}; {', '.join(regimes)}")
+    if subject.threads is not None:
+        texts.insert(1, str(subject.threads))
+    if groups is not None:
+        counts = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in groups.items())
+        texts.append(f"tuning and held-out prompts by {group_field!a}: {counts}")
+    facts = {
+        "model": subject.origin.model,
+        **{name: getattr(print_, name) for name in ("model_class", "dtype", "device", "num_threads", "engine")},
+        **{name: getattr(space, name) for name in ("num_layers", "gamma_max", "share_prefix", "int8", "siblings_max")},
+        "ms_by_threads": None if subject.threads is None else dict(subject.threads.ms_by_threads),
+        "num_tuning_prompts": len(subject.tuning),
+        "num_held_out_prompts": len(subject.held_out),
+        "num_mask_bits": len(space.bit_names),
+        "drafters": list(space.drafters),
+        "regimes": list(regimes),
+        "groups": groups,
+    }
+    return Told("preflight", [Line(text, "preflight") for text in texts], facts)
 
 
 @dataclass(frozen=True)
@@ -181,26 +168,18 @@ class ReferenceKnown(Event):
         }
 
 
-@dataclass(frozen=True)
-class Foreseen(Event):
+def foreseen(outlook: Outlook) -> Event:
     """What is predicted before the first trial."""
-
-    name = "outlook"
-    outlook: Outlook
-
-    def lines(self) -> list[Line]:
-        return [Line(text, "outlook") for text in describe_outlook(self.outlook)]
-
-    def fields(self) -> dict[str, Any]:
-        cost, best = self.outlook.predictor.cost, self.outlook.pool.best
-        return {
-            "target_token_ms": 1000 * cost.verify_s[0],
-            "verify_ms": [1000 * seconds for seconds in cost.verify_s],
-            "num_masks": len(self.outlook.pool.candidates),
-            "num_texts": self.outlook.predictor.num_texts,
-            "best_speedup": math.exp(best.log_speedup),
-            **config_fields(self.outlook.space.to_config(dict(best.params))),
-        }
+    cost, best = outlook.predictor.cost, outlook.pool.best
+    facts = {
+        "target_token_ms": 1000 * cost.verify_s[0],
+        "verify_ms": [1000 * seconds for seconds in cost.verify_s],
+        "num_masks": len(outlook.pool.candidates),
+        "num_texts": outlook.predictor.num_texts,
+        "best_speedup": math.exp(best.log_speedup),
+        **config_fields(outlook.space.to_config(dict(best.params))),
+    }
+    return Told("outlook", [Line(text, "outlook") for text in describe_outlook(outlook)], facts)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from types import TracebackType
 from typing import IO
 
 from rich.console import Console
@@ -29,9 +28,7 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         return None
 
     def tell(self, event: Event) -> None:
@@ -79,9 +76,7 @@ class QuietReporter(Reporter):
 class JsonReporter(Reporter):
     """One JSON object a line: `event`, its name, and its fields. Numbers that are not finite become null."""
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """An error that ends a run is its last event; people read of it on stderr, scripts can do without."""
         if isinstance(error, KeyboardInterrupt):
             self.tell(Stopped("interrupted"))

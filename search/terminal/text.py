@@ -14,10 +14,9 @@ def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
     attrs = trial.user_attrs
     head = f"trial {done:>{len(str(total))}}/{total}"
     origin = origin_of(trial)
-    if trial.state == TrialState.PRUNED:
-        return f"{head}  NOT LOSSLESS: {attrs.get(names.VIOLATION)}; mask {attrs.get(names.SKIP_MASK)}  [{origin}]"
-    if trial.state == TrialState.FAIL or trial.value is None:
-        return f"{head}  failed: {attrs.get(names.FAILURE, 'no reason kept')}  [{origin}]"
+    if (trouble := trouble_of(trial)) is not None:
+        mask = f"; mask {attrs.get(names.SKIP_MASK)}" if trial.state == TrialState.PRUNED else ""
+        return f"{head}  {trouble}{mask}  [{origin}]"
     stopped = "<" if attrs.get(names.STOPPED_EARLY) else " "
     parts = [
         f"{head} {stopped}{tokens_per_s_of(trial):7.1f} tok/s",
@@ -31,6 +30,15 @@ def trial_line(trial: FrozenTrial, done: int, total: int, best: str) -> str:
     return "  ".join(parts)
 
 
+def trouble_of(trial: FrozenTrial) -> str | None:
+    """Why a trial has no numbers; None if it has some."""
+    if trial.state == TrialState.PRUNED:
+        return f"NOT LOSSLESS: {trial.user_attrs.get(names.VIOLATION)}"
+    if trial.state == TrialState.FAIL or trial.value is None:
+        return f"failed: {trial.user_attrs.get(names.FAILURE, 'no reason kept')}"
+    return None
+
+
 def _drafting(trial: FrozenTrial) -> list[str]:
     """How a trial drafted: by lookup, under a mask, or both."""
     attrs, params = trial.user_attrs, trial.params
@@ -40,10 +48,8 @@ def _drafting(trial: FrozenTrial) -> list[str]:
         method = params.get(LOOKUP_METHOD, params.get(DRAFTER))
         parts.append(f"{method} {params[MIN_MATCH]}+ gamma {params[LOOKUP_GAMMA]}")
     if GAMMA in params:
-        parts.append(
-            f"skip attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2} of {layers}"
-        )
-        parts.append(f"gamma {params[GAMMA]}")
+        skipped = f"attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2}"
+        parts += [f"skip {skipped} of {layers}", f"gamma {params[GAMMA]}"]
     if siblings := params.get(SIBLINGS, 0) or params.get(WEIGHTS_SIBLINGS, 0):
         parts.append(f"siblings {siblings}")
     return parts
@@ -65,8 +71,7 @@ def interval_of(trial: FrozenTrial) -> str:
 
 def duration(seconds: float) -> str:
     """`m:ss` or `h:mm:ss`."""
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 

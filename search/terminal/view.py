@@ -14,21 +14,14 @@ from rich.text import Text
 
 from layerskip.config.skip_mask import SkipMask
 from search.measure.reference import Reference
-from search.study.attributes import (
-    FAILURE,
-    PLAIN_TOKENS_PER_S_BY_PROMPT,
-    PROMPT_STEPS,
-    SPEEDUP,
-    STOPPED_EARLY,
-    VIOLATION,
-)
+from search.study.attributes import PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, SPEEDUP, STOPPED_EARLY
 from search.study.config_words import describe
 from search.study.leaderboard import Entry
 from search.study.trials import tokens_per_s_of
 from search.terminal.event import Event, Note
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
 from search.terminal.result_events import Result
-from search.terminal.text import duration, interval_of, origin_of
+from search.terminal.text import duration, interval_of, origin_of, trouble_of
 
 STAGES = ("reference", "outlook", "search", "confirm")
 _NUM_LATEST = 5
@@ -88,15 +81,13 @@ class LiveView:
         return isinstance(event, Result)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(options.max_width - _LABEL_WIDTH, 8)
-        table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column(width=_LABEL_WIDTH - 1, no_wrap=True, style="bold cyan")
-        table.add_column(max_width=width, overflow="fold")
+        table, width = labelled_rows(options)
         best, machine = self._best_rows(width), self._machine_rows(wide=width >= _WIDE)
         room = max(1, options.size.height - len(best) - len(machine) - 3)  # for phase, trials and the cursor's line
         latest = [_trial_row(one.trial, wide=width >= _WIDE) for one in list(self._latest)[:room]]
         table.add_row("phase", self._phase_row(width))
-        table.add_row("trials", self._trials_row(width))
+        left = "" if self._eta_s is None else f", {duration(self._eta_s)} left"
+        table.add_row("trials", bar_row(self._done, self._total, f"{self._done} of {self._total}{left}", width))
         for label, rows in (("best", best), ("latest", latest), ("machine", machine)):
             for i, row in enumerate(rows):
                 table.add_row("" if i else label, row)
@@ -110,15 +101,6 @@ class LiveView:
             row.append(" > " if i else "", "dim")
             here = name == self._stage
             row.append(f"[{name}]" if here else name, "bold" if here else "dim")
-        return row
-
-    def _trials_row(self, width: int) -> Table:
-        left = "" if self._eta_s is None else f", {duration(self._eta_s)} left"
-        said = f"{self._done} of {self._total}{left}"
-        row = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-        bar_width = max(4, min(_BAR_WIDTH, width - len(said) - 1))
-        bar = ProgressBar(max(self._total, 1), self._done, width=bar_width, complete_style="cyan")
-        row.add_row(bar, Text(said, no_wrap=True))
         return row
 
     def _best_rows(self, width: int) -> list[Text]:
@@ -150,6 +132,23 @@ class LiveView:
         return rows
 
 
+def labelled_rows(options: ConsoleOptions) -> tuple[Table, int]:
+    """A table of rows with a name in front, and how wide they may be."""
+    width = max(options.max_width - _LABEL_WIDTH, 8)
+    table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(width=_LABEL_WIDTH - 1, no_wrap=True, style="bold cyan")
+    table.add_column(max_width=width, overflow="fold")
+    return table, width
+
+
+def bar_row(done: int, total: int, said: str, width: int) -> Table:
+    """A bar, and beside it how far it is in words."""
+    row = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    bar_width = max(4, min(_BAR_WIDTH, width - len(said) - 1))
+    row.add_row(ProgressBar(max(total, 1), done, width=bar_width, complete_style="cyan"), Text(said, no_wrap=True))
+    return row
+
+
 class Pace:
     """How fast the machine is now: plain decoding in the last trials against the usual speed on the same prompts."""
 
@@ -178,19 +177,14 @@ class Pace:
 
 def _trial_row(trial: FrozenTrial, *, wide: bool) -> Text:
     head = f"#{trial.number:<4} "
-    if trial.state == TrialState.PRUNED:
-        return _one_line(head, (f"NOT LOSSLESS: {trial.user_attrs.get(VIOLATION)}", "bold red"))
-    if trial.state == TrialState.FAIL or trial.value is None:
-        return _one_line(head, (f"failed: {trial.user_attrs.get(FAILURE, 'no reason kept')}", "red"))
+    if (trouble := trouble_of(trial)) is not None:
+        return _one_line(head, (trouble, "bold red" if trial.state == TrialState.PRUNED else "red"))
     interval = "stopped early" if trial.user_attrs.get(STOPPED_EARLY) else interval_of(trial)
     speed = f"{trial.user_attrs[SPEEDUP]:.2f}x {interval:<13}"
     style = "dim" if trial.user_attrs.get(STOPPED_EARLY) else ""
-    rest = (
-        f"  {tokens_per_s_of(trial):7.1f} tok/s  gamma {trial.params.get('gamma', '?')}  {origin_of(trial)}"
-        if wide
-        else ""
-    )
-    return _one_line(head, (speed + rest, style))
+    if wide:
+        speed += f"  {tokens_per_s_of(trial):7.1f} tok/s  gamma {trial.params.get('gamma', '?')}  {origin_of(trial)}"
+    return _one_line(head, (speed, style))
 
 
 def _one_line(*parts: str | tuple[str, str]) -> Text:

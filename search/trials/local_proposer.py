@@ -130,7 +130,9 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     for name in (DRAFT_VOCAB, WEIGHTS_DRAFT_VOCAB):
         if name in moved and rng.random() < 0.2:
             moved[name] = int(rng.choice(space.draft_vocabs))
-    if moved == dict(params):
+    # Siblings that a shared prefix or a long draft leaves no room for would be another name of the same config.
+    moved, before = (space.to_params(space.to_config(one)) for one in (moved, params))
+    if moved == before:
         thresholds = (DRAFT_THRESHOLD, WEIGHTS_DRAFT_THRESHOLD, LOOKUP_THRESHOLD)
         name = str(rng.choice(bits)) if bits else next(one for one in thresholds if one in moved)
         moved[name] = not moved[name] if bits else snap_threshold(0.5 if moved[name] != 0.5 else 0.0)

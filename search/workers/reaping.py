@@ -53,7 +53,8 @@ class Reaper:
     def _find(self) -> tuple[list[FrozenTrial], list[FrozenTrial]] | None:
         """(Running trials of dead workers, failed ones that nobody has queued again); None if there are neither.
 
-        The latter were failed by the storage's heartbeat, or by a worker that died before it could say why.
+        The latter were failed by a worker that died before it could say why, or by Optuna's heartbeat, which studies of
+        earlier versions have.
         """
         trials = self._study.get_trials(deepcopy=False)
         orphans = self._roster.orphans(trials)
@@ -89,7 +90,7 @@ class Reaper:
         if again and not retried:
             queue_again(self._study, trial, attempt=attempt + 1)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # the heartbeat was faster
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # its own end came meanwhile
             self._storage.set_trial_user_attr(trial_id, FAILURE, failure)  # first: finished trials take no attributes
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
         return Reaped(trial.number, failure, again)

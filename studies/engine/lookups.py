@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES
-from layerskip.drafters.lookup import LookupSession
+from layerskip.drafters.lookups.drafter import LookupSession
 from studies.demo.corpus import read_modules
 from studies.engine.results import FOLDER, markdown_table, write_study
 

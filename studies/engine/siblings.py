@@ -1,8 +1,9 @@
-"""python -m studies.engine.siblings: what siblings add to a round of the demo model, and where they would pay."""
+"""python -m studies.engine.siblings: what siblings add to a round of the demo model, and where they pay."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, make_teacher_forcing
 from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.config.decode_config import MAX_SIBLINGS
+from layerskip.drafters.draft_weights import describe_weights
 from layerskip.prompts import encode_prompt, read_prompts
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
@@ -34,6 +37,9 @@ SHOWN_GAMMAS = (1, 2, 4, 8)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 NUM_SIBLINGS = (0, 1, 2)
 """Tried at every machine's prices; rounds are told of up to MAX_SIBLINGS."""
+EAGLE = FOLDER.parent / "eagle" / "weights"
+TIMED_EXIT, TIMED_GAMMA, TIMED_SIBLINGS = 3, 4, (0, 1, 2, 3)
+"""What is decoded: the early exit of the fastest mask, and trained weights where there are any, all at one gamma."""
 _DEPTH = max(GAMMAS) - 1
 _UNSURE = 0.5
 
@@ -121,14 +127,95 @@ def best_on(cost: CostModel, drafts: Mapping[str, Drafts], siblings: int) -> dic
     }
 
 
+def timed_configs(model: LayerSkipModel, weights: Path | None) -> dict[str, DecodeConfig]:
+    """By drafter. Raises: ValueError or OSError for weights that are not for this model."""
+    exit_mask = SkipMask.early_exit(model.num_layers, TIMED_EXIT)
+    found = {f"exit after {TIMED_EXIT}": DecodeConfig(skip_mask=exit_mask, gamma=TIMED_GAMMA)}
+    if weights is not None:
+        own = describe_weights(weights)
+        none = SkipMask.none(model.num_layers)
+        found[own.drafter] = DecodeConfig(drafter=own.drafter, skip_mask=none, gamma=TIMED_GAMMA, draft_weights=own)
+        model.check_config(found[own.drafter])
+    return found
+
+
+def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], config: DecodeConfig, repeats: int) -> Any:
+    """[What was decoded with each number of siblings], in turns with plain decoding and with one another, prompt by
+    prompt; the order turns from one to the next. Rates and ratios are medians of a prompt's repeats.
+
+    Cost: repeats x prompts x 5 decodings, and a pass over two prompts before.
+    """
+    plain = DecodeConfig.plain(config.skip_mask.num_layers)
+    configs = [plain, *(config.model_copy(update={"siblings": count}) for count in TIMED_SIBLINGS)]
+    num_ways = len(configs)
+    rates = np.zeros((repeats, len(prompts), num_ways))
+    accepted, rounds, identical = np.zeros((3, num_ways), dtype=np.int64)
+    for one in configs:
+        for place, prompt in enumerate(prompts[:2]):
+            decoder.decode(prompt, one, place)
+    for repeat, (place, prompt) in itertools.product(range(repeats), enumerate(prompts)):
+        outputs = {}
+        for way in np.roll(np.arange(num_ways), repeat + place).tolist():
+            outputs[way] = decoder.decode(prompt, configs[way], place)
+            rates[repeat, place, way] = outputs[way].stats.tokens_per_s or np.nan
+        for way, one in outputs.items():
+            accepted[way] += one.stats.num_accepted
+            rounds[way] += one.stats.num_rounds
+            identical[way] += one.ids == outputs[0].ids
+    known = np.isfinite(rates).all(axis=(0, 2))  # a text of one token has no rate
+    rates = rates[:, known]
+    return [
+        {
+            "siblings": count,
+            "mean_accepted_length": float((accepted[way] + rounds[way]) / rounds[way]),
+            "tokens_per_s": geometric_mean(np.median(rates[:, :, way], axis=0).tolist()),
+            "speedup": _ratios(rates[:, :, way] / rates[:, :, 0]),
+            "over_none": _ratios(rates[:, :, way] / rates[:, :, 1]),
+            "num_identical": int(identical[way]),
+            "num_outputs": repeats * len(prompts),
+        }
+        for way, count in enumerate(TIMED_SIBLINGS, 1)
+    ]
+
+
+def _ratios(ratios: NDArray[np.float64]) -> dict[str, Any]:
+    """Of (repeats, prompts): mean and interval over prompts, and what it is made of."""
+    by_prompt = np.median(ratios, axis=0).tolist()
+    interval = ratio_interval(by_prompt, seed=0)
+    ends = None if interval is None else [interval.low, interval.high]
+    return {"mean": geometric_mean(by_prompt), "interval": ends, "raw": " ".join(f"{one:.4f}" for one in ratios.flat)}
+
+
+def timed_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One drafter and number of siblings a row."""
+    told = []
+    for one in rows:
+        for by in one["by_siblings"]:
+            more = by["over_none"]
+            ends = "" if more["interval"] is None else " ({:.3f}..{:.3f})".format(*more["interval"])
+            told.append(
+                [
+                    f"{one['regime']}, {one['drafter']}, {by['siblings']}",
+                    f"{by['mean_accepted_length']:.2f}",
+                    f"{by['tokens_per_s']:.1f}",
+                    f"{by['speedup']['mean']:.3f}",
+                    f"{more['mean']:.3f}{ends}" if by["siblings"] else "",
+                    f"{by['num_identical']} of {by['num_outputs']}",
+                ]
+            )
+    head = ("regime, drafter, siblings", "mean accepted length", "tokens/s", "speedup", "over none", "identical")
+    return f"Decoded at gamma {TIMED_GAMMA}:\n\n{markdown_table(head, told)}\n"
+
+
 def tables(record: Mapping[str, Any]) -> str:
-    """Rounds, then machines."""
+    """What was decoded, rounds, then machines."""
     header = ("regime, mask, gamma", *(f"{count} siblings" for count in range(MAX_SIBLINGS + 1)))
     rounds = [
         [f"{one['regime']}, {one['mask']}, {one['gamma']}", *(f"{value:.2f}" for value in one["mean_accepted_length"])]
         for one in record["rounds"]
     ]
-    text = f"Mean accepted length, tokens a round:\n\n{markdown_table(header, rounds)}\n"
+    text = timed_table(record["timed"])
+    text += f"Mean accepted length, tokens a round:\n\n{markdown_table(header, rounds)}\n"
     best = [
         [f"{one['regime']}, {one['machine']}"]
         + [f"{by['speedup']:.3f} ({by['mask']}, gamma {by['gamma']})" for by in one["best"]]
@@ -150,6 +237,14 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("--num-prompts", type=int, default=48, help="of the demo's tuning prompts")
     parser.add_argument("--new-tokens", type=int, default=48, help="most tokens of a continuation")
+    parser.add_argument("--timed-prompts", type=int, default=16, help="of these that are decoded for their time")
+    parser.add_argument("--repeats", type=int, default=2, help="of decoding each")
+    parser.add_argument(
+        "--draft-weights",
+        type=Path,
+        default=EAGLE if EAGLE.is_dir() else None,
+        help="folder of weights that draft too (default: those of studies.eagle.make_weights, if they are there)",
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for siblings.json and siblings.md")
     return parser
 
@@ -161,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_least(arguments, num_prompts=1, new_tokens=2)
+    check_least(arguments, num_prompts=1, new_tokens=2, timed_prompts=1, repeats=1)
     check_folders(arguments, "out")
     quiet_libraries()
     torch.set_num_threads(1)
@@ -171,11 +266,20 @@ def _run(arguments: argparse.Namespace) -> int:
     record: dict[str, Any] = {
         "num_prompts": len(prompts),
         "new_tokens": arguments.new_tokens,
+        "timed_gamma": TIMED_GAMMA,
+        "repeats": arguments.repeats,
+        "timed": [],
         "rounds": [],
         "machines": [],
         "unsure": [],
     }
+    configs = timed_configs(model, arguments.draft_weights)
     for regime, params in REGIMES.items():
+        decoder = ModelDecoder(model, arguments.new_tokens, params)
+        for name, config in configs.items():
+            say(f"decoding {regime} text, {name}")
+            by_siblings = timed(decoder, prompts[: arguments.timed_prompts], config, arguments.repeats)
+            record["timed"].append({"regime": regime, "drafter": name, "by_siblings": by_siblings})
         say(f"reading {regime} text")
         drafts = read(model, params, prompts, arguments.new_tokens)
         for name, one in drafts.items():

@@ -10,7 +10,7 @@ import pytest
 
 from search.measure.subject import Subject
 from search.preflight import space_for
-from search.terminal.progress_events import Preflight
+from search.terminal.progress_events import preflight_passed
 from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
 
 
@@ -64,7 +64,7 @@ def test_up_to_sixteen_drafts_unless_the_spec_says(given: int | None, searched: 
 def told(**changes: Any) -> list[str]:
     """What preflight prints of a subject."""
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6), FINGERPRINT, ORIGIN)
-    event = Preflight(replace(subject, **changes), is_split=False, group_field="category", regimes=("greedy",))
+    event = preflight_passed(replace(subject, **changes), "category", ["greedy"], is_split=False)
     return [line.text for line in event.lines()]
 
 

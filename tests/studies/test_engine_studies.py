@@ -113,8 +113,22 @@ def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, 
 
 
 def test_siblings_tells_rounds_and_where_they_pay(tmp_path: Path, capsys) -> None:
-    assert siblings.main(["--num-prompts", "3", "--new-tokens", "16", "--out", str(tmp_path)]) == 0
+    sizes = ["--num-prompts", "3", "--timed-prompts", "2", "--repeats", "2", "--new-tokens", "16"]
+    # The model itself, which drafts its own next token.
+    weights = ["--draft-weights", str(siblings.DEMO / "model")]
+    assert siblings.main([*sizes, *weights, "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "siblings.json").read_text())
+    assert [(one["regime"], one["drafter"]) for one in record["timed"]] == [
+        (regime, drafter) for regime in ("greedy", "t0.7") for drafter in ("exit after 3", "draft_model")
+    ]
+    for one in record["timed"]:
+        by_siblings = one["by_siblings"]
+        assert [by["siblings"] for by in by_siblings] == [0, 1, 2, 3]
+        assert all(by["num_identical"] == by["num_outputs"] == 4 for by in by_siblings)
+        lengths = [by["mean_accepted_length"] for by in by_siblings]
+        assert lengths[0] < lengths[3] if one["drafter"] != "draft_model" else lengths[0] == lengths[3] > 4.0
+        assert by_siblings[0]["over_none"]["mean"] == 1.0
+        assert len(by_siblings[2]["over_none"]["raw"].split()) == 4
     assert all(one["mean_accepted_length"] == sorted(one["mean_accepted_length"]) for one in record["rounds"])
     assert any(one["mean_accepted_length"][1] > 1.02 * one["mean_accepted_length"][0] for one in record["rounds"])
     best = {(one["regime"], one["machine"]): [by["speedup"] for by in one["best"]] for one in record["machines"]}

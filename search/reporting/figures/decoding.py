@@ -9,11 +9,18 @@ from statistics import median
 import plotly.graph_objects as go
 
 from search.reporting.figures.counters import Shown, Times, counters_of, times_of
-from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, PURPLE, finish
+from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, PURPLE, add_bars, finish
 from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import FINGERPRINT
 
-_HATCH = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}
+_PARTS = (
+    ("draft", ORANGE, "/"),
+    ("verify", BLUE, ""),
+    ("target-only", PURPLE, "x"),
+    ("loop", GREEN, "."),
+    ("target step", GREY, ""),
+)
+"""Of a token's time, with their looks."""
 _NAME_WIDTH = 18
 _ROW = 22
 """Pixels of one prompt."""
@@ -64,18 +71,15 @@ def held_out_figure(record: StudyRecord) -> go.Figure:
             + name
             + " %{x:.1f} tokens/s, speedup %{customdata[1]:.2f}<extra></extra>",
         )
-    figure.update_xaxes(title=f"tokens/s, {held_out.average}", rangemode="tozero")
-    figure.update_yaxes(
-        tickvals=rows,
-        ticktext=[f"{_short(held_out.prompt_ids[i])}  {ratios[i]:.2f}×" for i in order],
-        range=[-0.7, len(rows) - 0.3],
-    )
-    figure.update_layout(height=150 + _ROW * len(rows))
     slower = sum(ratio < 1.0 for ratio in ratios)
     facts = (
         f"{len(ratios)} prompts × {len(held_out.tokens_per_s[0])} passes; speedup of a prompt from "
         f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}; slower than plain decoding on {slower}"
     )
+    names = [f"{_short(held_out.prompt_ids[i])}  {ratios[i]:.2f}×" for i in order]
+    figure.update_xaxes(title=f"tokens/s, {held_out.average}", rangemode="tozero")
+    figure.update_yaxes(tickvals=rows, ticktext=names, range=[-0.7, len(rows) - 0.3])
+    figure.update_layout(height=150 + _ROW * len(rows))
     return finish(figure, "Plain against speculative, prompt by prompt", facts)
 
 
@@ -113,15 +117,15 @@ def position_figure(record: StudyRecord) -> go.Figure:
         hovertemplate="texts cut after %{x} tokens: speedup %{y:.2f}<extra></extra>",
     )
     figure.add_hline(y=1.0, line=DOTTED)
-    figure.update_xaxes(title="token of the continuation", range=[1, kept.longest + 1])
-    figure.update_yaxes(title="speedup", rangemode="tozero")
-    figure.update_layout(height=430)
     places = sorted({max(0, len(ends) // part - 1) for part in (4, 2, 1)})
     lengths = ", ".join(f"{up_to[place]:.2f} after {ends[place]}" for place in places)
     facts = (
         f"{len(held_out.prompt_ids)} held-out prompts × {len(held_out.tokens_per_s[0])} passes, all tokens together; "
         f"speedup of the same texts, had they been cut: {lengths} tokens; the first token of a text is not timed"
     )
+    figure.update_xaxes(title="token of the continuation", range=[1, kept.longest + 1])
+    figure.update_yaxes(title="speedup", rangemode="tozero")
+    figure.update_layout(height=430)
     return finish(figure, "Speedup over position", facts)
 
 
@@ -138,35 +142,39 @@ def acceptance_figure(record: StudyRecord) -> go.Figure:
     accepted = (*accepted, *(0,) * (len(drafted) - len(accepted)))
     positions = list(range(1, len(drafted) + 1))
     rounds = counters.num_rounds
-    figure = go.Figure()
     kept = [100 * one / rounds for one in accepted]
     lost = [100 * (one - other) / rounds for one, other in zip(drafted, accepted, strict=True)]
-    rates = [one / other if other else 0.0 for one, other in zip(accepted, drafted, strict=True)]
-    for name, values, colour, pattern in (("accepted", kept, BLUE, ""), ("rejected", lost, ORANGE, "/")):
-        figure.add_bar(
+    counts = list(zip(accepted, drafted, strict=True))
+    rates = [f"{one / total:.2f}" if total else "" for one, total in counts]
+    figure = go.Figure()
+    for name, values, colour, pattern, texts in (
+        ("accepted", kept, BLUE, "", rates),
+        ("rejected", lost, ORANGE, "/", None),
+    ):
+        add_bars(
+            figure,
+            name,
+            colour,
+            pattern,
             x=positions,
             y=values,
-            name=name,
-            marker={"color": colour, "pattern": {"shape": pattern, **_HATCH}},
-            text=[f"{rate:.2f}" if total else "" for rate, total in zip(rates, drafted, strict=True)]
-            if name == "accepted"
-            else None,
+            text=texts,
             textposition="inside",
             insidetextanchor="end",
             textangle=0,
             textfont={"color": "white"},
-            customdata=[[one, total] for one, total in zip(accepted, drafted, strict=True)],
+            customdata=counts,
             hovertemplate=f"position %{{x}}: {name} in %{{y:.1f}} % of rounds<br>"
             "%{customdata[0]} of %{customdata[1]} accepted<extra></extra>",
         )
-    figure.update_xaxes(title="position in the draft", dtick=1 if len(positions) <= 16 else 4)
-    figure.update_yaxes(title="share of rounds (%)", range=[0, 104])
-    figure.update_layout(barmode="stack", height=430, bargap=0.25, legend={"traceorder": "normal"})
     facts = (
         f"{shown.source}: {sum(accepted)} of {sum(drafted)} draft tokens accepted "
         f"({sum(accepted) / sum(drafted):.2f}) in {rounds} rounds, mean accepted length "
         f"{(counters.num_accepted + rounds) / rounds:.2f}; the number in a bar is the acceptance rate at that position"
     )
+    figure.update_xaxes(title="position in the draft", dtick=1 if len(positions) <= 16 else 4)
+    figure.update_yaxes(title="share of rounds (%)", range=[0, 104])
+    figure.update_layout(barmode="stack", height=430, bargap=0.25, legend={"traceorder": "normal"})
     return finish(figure, "Acceptance by draft position", facts)
 
 
@@ -180,27 +188,19 @@ def time_figure(record: StudyRecord) -> go.Figure:
     if not counters.num_drafted or not counters.num_tokens:
         raise MissingData(f"draft_s: study {record.name!r} keeps no drafts of this config")
     times = times_of(counters)
-    rows = _rows(times)
+    spent = {"draft": times.draft, "verify": times.verify, "target-only": times.target_only, "loop": times.loop}
+    rows = {
+        "plain": {"target step": times.plain},
+        "speculative": spent,
+        "verifying =<br>one step": {"draft": times.draft, "target step": times.free_drafts},
+        "and drafts<br>free": {"target step": times.free_drafts},
+    }
     figure = go.Figure()
-    parts = (
-        ("draft", ORANGE, "/"),
-        ("verify", BLUE, ""),
-        ("target-only", PURPLE, "x"),
-        ("loop", GREEN, "."),
-        ("target step", GREY, ""),
-    )
-    for part, colour, pattern in parts:
+    for part, colour, pattern in _PARTS:
         values = [row.get(part, 0.0) for row in rows.values()]
-        if not any(values):
-            continue
-        figure.add_bar(
-            x=values,
-            y=list(rows),
-            orientation="h",
-            name=part,
-            marker={"color": colour, "pattern": {"shape": pattern, **_HATCH}},
-            hovertemplate="%{x:.3f} ms a token<extra>" + part + "</extra>",
-        )
+        if any(values):
+            hover = "%{x:.3f} ms a token<extra>" + part + "</extra>"
+            add_bars(figure, part, colour, pattern, x=values, y=list(rows), orientation="h", hovertemplate=hover)
     totals = [sum(row.values()) for row in rows.values()]
     figure.add_scatter(
         x=totals,
@@ -217,21 +217,6 @@ def time_figure(record: StudyRecord) -> go.Figure:
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(barmode="stack", height=380, bargap=0.35, legend={"traceorder": "normal"})
     return finish(figure, "Where the time goes", _time_facts(record, shown, times))
-
-
-def _rows(times: Times) -> dict[str, dict[str, float]]:
-    ideal = times.free_drafts
-    return {
-        "plain": {"target step": times.plain},
-        "speculative": {
-            "draft": times.draft,
-            "verify": times.verify,
-            "target-only": times.target_only,
-            "loop": times.loop,
-        },
-        "verifying =<br>one step": {"draft": times.draft, "target step": ideal},
-        "and drafts<br>free": {"target step": ideal},
-    }
 
 
 def _time_facts(record: StudyRecord, shown: Shown, times: Times) -> str:

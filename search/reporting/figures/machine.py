@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
 import plotly.graph_objects as go
 from optuna.trial import FrozenTrial
-from plotly.subplots import make_subplots
 
+from layerskip.config.decode_config import DecodeConfig
 from search.measure.statistics import geometric_mean, log_spread
 from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish
@@ -41,7 +42,7 @@ def surface_figure(record: StudyRecord) -> go.Figure:
         colorbar={"thickness": 10, "outlinewidth": 0, "tickformat": ".2f"},
         hovertemplate="gamma %{y}, draft_threshold %{x}: predicted %{z:.3f}<extra></extra>",
     )
-    tried = sorted({(t.params["draft_threshold"], t.params["gamma"]) for t in _of_mask(record)})
+    tried = sorted({(t.params["draft_threshold"], t.params["gamma"]) for t in _of_mask(record.measured, choice.config)})
     if tried:
         figure.add_scatter(
             x=[x for x, _ in tried],
@@ -99,36 +100,26 @@ def machine_figure(record: StudyRecord) -> go.Figure:
     )
     if not drift:
         raise MissingData(f"plain_tokens_per_s_by_prompt: no prompt of study {record.name!r} was measured twice")
-    shown = [(drift, "plain tokens/s", BLUE, "circle-open")]
-    heads = ["plain tokens/s against its median<br>on the same prompt"]
-    if again:
-        shown.append((again, "paired speedup", ORANGE, "diamond-open"))
-        heads.append("paired speedup, measured again")
-    rows = len(shown)
-    figure = make_subplots(
-        rows=rows, shared_xaxes=True, shared_yaxes="all", vertical_spacing=0.14 if again else None, subplot_titles=heads
-    )
-    for row, (points, name, colour, symbol) in enumerate(shown, start=1):
+    sigma, figure = record.attrs.get(NOISE_SIGMA), go.Figure()
+    for points, name, colour, symbol in (
+        (drift, "plain tokens/s, against its prompt's median", BLUE, "circle-open"),
+        (again, "speedup measured again, against its mean", ORANGE, "diamond-open"),
+    ):
         figure.add_scatter(
             x=[number for number, _ in points],
             y=[round(value, 4) for _, value in points],
             mode="markers",
             name=name,
             marker={"color": colour, "symbol": symbol, "size": 6},
-            hovertemplate="trial %{x}: %{y:.3f}<extra>" + name + "</extra>",
-            row=row,
-            col=1,
+            hovertemplate="trial %{x}: %{y:.3f}",
         )
-        figure.add_hline(y=1.0, line=DOTTED, row=row, col=1)
-    sigma = record.attrs.get(NOISE_SIGMA)
+    figure.add_hline(y=1.0, line=DOTTED)
     if sigma and again:
         low, high = math.exp(-_NORMAL_95 * sigma), math.exp(_NORMAL_95 * sigma)
-        figure.add_hrect(y0=low, y1=high, fillcolor="#888888", opacity=0.18, line_width=0, row=rows, col=1)
-    figure.update_xaxes(title="trial", row=rows)
-    figure.update_yaxes(title="of its median", type="log", row=1)
-    if again:
-        figure.update_yaxes(title="of its mean", type="log", row=2)
-    figure.update_layout(height=560 if again else 360, showlegend=False)
+        figure.add_hrect(y0=low, y1=high, fillcolor="#888888", opacity=0.18, line_width=0)
+    figure.update_xaxes(title="trial")
+    figure.update_yaxes(title="of its usual value", type="log")
+    figure.update_layout(height=480, showlegend=True)  # says what is drawn where one is alone, too
     values = [value for _, value in drift]
     facts = (
         f"plain speed varied by {100 * log_spread(values):.1f} % (standard deviation) on the same prompt over the run, "
@@ -155,19 +146,14 @@ def _spread_within(groups: dict[tuple[object, ...], list[tuple[int, float]]]) ->
     return math.sqrt(squares / freedom) if freedom else 0.0
 
 
-def _of_mask(record: StudyRecord) -> list[FrozenTrial]:
-    choice = record.choice
-    if choice is None:
-        return []
-    config = choice.config
+def _of_mask(trials: Sequence[FrozenTrial], config: DecodeConfig) -> list[FrozenTrial]:
+    """Trials of a config's mask, target_threshold, share_prefix and siblings; lookups alone have none."""
     wanted = str(config.skip_mask), config.target_threshold, config.share_prefix, config.siblings
-    drafted = [t for t in record.measured if TARGET_THRESHOLD in t.params]  # lookups alone have no mask
-    return [t for t in drafted if _place(t) == wanted]
+    return [t for t in trials if TARGET_THRESHOLD in t.params and _place(t) == wanted]
 
 
 def _place(trial: FrozenTrial) -> tuple[str | None, float, bool, int]:
-    share_prefix = bool(trial.params.get(SHARE_PREFIX, False))
-    siblings = int(trial.params.get(SIBLINGS, 0))
+    share_prefix, siblings = bool(trial.params.get(SHARE_PREFIX, False)), int(trial.params.get(SIBLINGS, 0))
     return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix, siblings
 
 

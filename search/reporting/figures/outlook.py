@@ -6,15 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import optuna
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from layerskip.config.skip_mask import SkipMask
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.sensitivity import Sensitivity, SublayerWorth
-from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, finish
-from search.reporting.record import MissingData
+from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, add_bars, finish
+from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import COSTS, SENSITIVITY
 
 _KINDS = {
@@ -26,24 +25,23 @@ _KINDS = {
 _CURVES = {"first": (GREY, "dash", "circle-open"), "in the trials": (ORANGE, "dot", "diamond")}
 """How a measurement of the costs looks; the latest one like none of these."""
 _NUM_NAMED = 3
-_HATCH = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}
 _LOSSES = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 """Ticks of the axis of agreement, as 1 - agreement."""
 
 
-def cost_figure(study: optuna.Study) -> go.Figure:
+def cost_figure(record: StudyRecord) -> go.Figure:
     """Measured costs in steps of the target: of verifying n draft tokens, and of a draft token by its terms.
 
     The first and the latest measurement, each against the target step measured with it, so that a clock that merely
     runs slower shows in the legend and a cost that changed shows in the curve; and what the trials' own steps taught.
     Raises: MissingData if the study keeps no costs.
     """
-    history: list[str] = json.loads(study.user_attrs.get(COSTS, "[]"))
+    history: list[str] = json.loads(record.attrs.get(COSTS, "[]"))
     costs: list[dict[str, Any]] = [json.loads(one) for one in history]
     if not costs:
-        raise MissingData(f"{COSTS}: study {study.study_name!r} keeps no measured costs")
+        raise MissingData(f"{COSTS}: study {record.name!r} keeps no measured costs")
     shown = {"first": costs[0], "latest": costs[-1]} if len(costs) > 1 else {"only": costs[0]}
-    if (learnt := learnt_costs_of(study, history)) is not None:
+    if (learnt := learnt_costs_of(record.study, history)) is not None:
         shown["in the trials"] = json.loads(learnt.to_json())
     figure = make_subplots(
         rows=2,
@@ -71,14 +69,14 @@ def cost_figure(study: optuna.Study) -> go.Figure:
     return finish(figure, "What a step costs", facts)
 
 
-def sensitivity_figure(study: optuna.Study) -> go.Figure:
+def sensitivity_figure(record: StudyRecord) -> go.Figure:
     """By layer, attention and MLP apart: agreement of the draft without it, and agreement that it adds to a thin draft.
 
     Raises: MissingData if the study keeps no sensitivity.
     """
-    stored = study.user_attrs.get(SENSITIVITY)
+    stored = record.attrs.get(SENSITIVITY)
     if stored is None:
-        raise MissingData(f"{SENSITIVITY}: study {study.study_name!r} keeps none")
+        raise MissingData(f"{SENSITIVITY}: study {record.name!r} keeps none")
     sensitivity = Sensitivity.from_json(stored)
     base = SkipMask.parse(sensitivity.base)
     figure = make_subplots(
@@ -142,13 +140,15 @@ def _add_terms(figure: go.Figure, shown: Mapping[str, Mapping[str, Any]]) -> Non
     for name, field, colour, pattern, words in terms:
         seconds = [sum(cost[field]) if isinstance(cost[field], list) else cost[field] for cost in shown.values()]
         steps = [one / cost["verify_s"][0] for one, cost in zip(seconds, shown.values(), strict=True)]
-        figure.add_bar(
+        add_bars(
+            figure,
+            words,
+            colour,
+            pattern,
             x=steps,
             y=list(shown),
             orientation="h",
-            name=words,
             width=0.7,
-            marker={"color": colour, "pattern": {"shape": pattern, **_HATCH}},
             text=[f"{name} {value:.2f}" for value in steps],
             textfont={"color": "white"},
             textposition="inside",

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from search.reporting.figures.decoding import acceptance_figure, held_out_figure, position_figure, time_figure
 from search.reporting.figures.machine import machine_figure, surface_figure
-from search.reporting.figures.masks import mask_figure, tried_figure
+from search.reporting.figures.masks import mask_figure
 from search.reporting.figures.outlook import cost_figure, sensitivity_figure
 from search.reporting.figures.trials import convergence_figure, prediction_figure
 from search.reporting.record import StudyRecord
@@ -58,7 +58,7 @@ CHAPTERS = (
             ),
             Picture(
                 "speedup-by-trial",
-                lambda record: convergence_figure(record.study, record.leaders),
+                convergence_figure,
                 "Speedup by trial",
                 "Points are single trials on a few tuning prompts, so the highest one was lucky. Trust the line, a "
                 "lower bound over all trials of what leads; once it is flat, more trials change little. The diamond "
@@ -72,20 +72,14 @@ CHAPTERS = (
             Picture(
                 "mask",
                 mask_figure,
-                "The mask",
-                "Cells with a cross are left out while drafting. The lower rows tell how often the trials skipped "
-                "each: near 0 % or 100 % the search was sure.",
-            ),
-            Picture(
-                "masks-tried",
-                tried_figure,
-                "Masks tried, trial by trial",
-                "A column is a trial. A stripe that stays dark is a sublayer that the search learnt, or knew, to keep; "
-                "scattered rows are where it tried both.",
+                "The mask, and those tried",
+                "A column is a trial, the wide one at the right the chosen mask, whose crosses are left out while "
+                "drafting. A stripe that stays dark is a sublayer that the search learnt, or knew, to keep; scattered "
+                "rows are where it tried both.",
             ),
             Picture(
                 "which-sublayers-matter",
-                lambda record: sensitivity_figure(record.study),
+                sensitivity_figure,
                 "Which sublayers matter",
                 "Above: a low point is a sublayer whose loss costs the most agreement, so it is kept first. Below: "
                 "what a sublayer adds to a thin draft.",
@@ -120,7 +114,7 @@ CHAPTERS = (
             ),
             Picture(
                 "what-a-step-costs",
-                lambda record: cost_figure(record.study),
+                cost_figure,
                 "What a step costs",
                 "The flatter the upper curve, the cheaper it is to verify many tokens at once; the shorter the lower "
                 "bar, the cheaper a draft token is before anything is skipped.",
@@ -132,7 +126,7 @@ CHAPTERS = (
         (
             Picture(
                 "predicted-and-measured",
-                lambda record: prediction_figure(record.study),
+                prediction_figure,
                 "Predicted against measured",
                 "On the dotted line a prediction came true. A cloud beside it is a bias that the search corrects; one "
                 "without a slope means that predictions did not help here.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -41,6 +42,12 @@ def look(place: int) -> tuple[str, str]:
     return LOOKS[place % len(LOOKS)]
 
 
+def add_bars(figure: go.Figure, name: str, colour: str, pattern: str, **trace: Any) -> None:
+    """Bars told apart by a hatching too; `trace` is what else Plotly takes."""
+    hatch = {"shape": pattern, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7, "solidity": 0.12}
+    figure.add_bar(name=name, marker={"color": colour, "pattern": hatch}, **trace)
+
+
 def finish(figure: go.Figure, title: str, facts: str) -> go.Figure:
     """Give the figure its title, facts below it, the template, and a legend at the foot; returns it.
 
@@ -66,25 +73,24 @@ def fit_card(figure: go.Figure) -> go.Figure:
 
 def fit_page(figure: go.Figure) -> go.Figure:
     """Make a finished figure part of a page that has its title and facts as text, and scrolls by touch; returns it."""
-    heading = [one.text.count("<br>") + 1 for one in figure.layout.annotations[:1] if one.yref == "paper"]
-    figure.update_layout(
-        title=None,
-        dragmode=False,  # a finger on the plot scrolls the page
-        margin={"t": 12 + _LINE * sum(heading), "l": 14, "r": 14, "b": 40},
-    )
-    return figure
+    # A finger on the plot scrolls the page.
+    return figure.update_layout(title=None, dragmode=False, margin=_margin(figure, 12, 0))
 
 
 def _titled(figure: go.Figure, width: int, above: int) -> go.Figure:
     """The title with its facts in lines of so many characters, so many pixels from the top."""
     lines = textwrap.wrap(figure.layout.meta["facts"], width)
     small = [f"<span style='font-size:{_SMALL}px'>{line}</span>" for line in lines]
-    heading = [one.text.count("<br>") + 1 for one in figure.layout.annotations[:1] if one.yref == "paper"]
-    figure.update_layout(
+    return figure.update_layout(
         title={"text": "<br>".join([figure.layout.meta["title"], *small]), "pad": {"t": above, "l": 14}},
-        margin={"t": above + _LINE * (1 + len(lines) + sum(heading)), "l": 14, "r": 14, "b": 40},
+        margin=_margin(figure, above, 1 + len(lines)),
     )
-    return figure
+
+
+def _margin(figure: go.Figure, above: int, lines: int) -> dict[str, int]:
+    """Room for so many lines at the top, and for the heading of the first plot where there are several."""
+    heading = [one.text.count("<br>") + 1 for one in figure.layout.annotations[:1] if one.yref == "paper"]
+    return {"t": above + _LINE * (lines + sum(heading)), "l": 14, "r": 14, "b": 40}
 
 
 def _template() -> go.layout.Template:

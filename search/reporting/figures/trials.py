@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import optuna
 import plotly.graph_objects as go
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
-from search.measure.reference import Reference
 from search.predict.accuracy import (
     PredictionCheck,
     describe_ranks,
@@ -21,18 +19,15 @@ from search.predict.accuracy import (
     replay_check_of,
 )
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, ORANGE, PURPLE, finish, look
-from search.reporting.record import MissingData, leaders
+from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import (
     CONFIRMED,
     ORIGIN,
     PLAIN_TOKENS_PER_S,
     POOL,
     PREDICTED_SPEEDUP,
-    REFERENCE,
     SKIP_MASK,
-    SPEEDUP,
 )
-from search.study.leaderboard import Entry
 from search.study.space import (
     DRAFT_THRESHOLD,
     DRAFTER,
@@ -51,27 +46,21 @@ _DISPLAY = {
 }
 
 
-def prediction_figure(study: optuna.Study) -> go.Figure:
+def prediction_figure(record: StudyRecord) -> go.Figure:
     """Predicted against measured speedup, a point per trial, each on the prompts that it was measured on.
 
     Raises: MissingData if no trial has both.
     """
-    trials = study.get_trials(deepcopy=False)
+    trials = record.trials
     found = [(trial, pair) for trial in trials if (pair := predicted_and_measured(trial)) is not None]
     check = prediction_check_of(trials)
     if not found or check is None:
-        raise MissingData(f"predicted_ratios: no trial of study {study.study_name!r} has them and a measurement")
+        raise MissingData(f"predicted_ratios: no trial of study {record.name!r} has them and a measurement")
     values = [value for _, pair in found for value in pair]
     low, high = 0.95 * min(values), 1.05 * max(values)
     figure = go.Figure()
-    figure.add_scatter(
-        x=[low, high],
-        y=[low, high],
-        mode="lines",
-        name="measured = predicted",
-        line=DOTTED,
-        hoverinfo="skip",
-    )
+    ends = [low, high]
+    figure.add_scatter(x=ends, y=ends, mode="lines", name="measured = predicted", line=DOTTED, hoverinfo="skip")
     groups = dict.fromkeys(_origin(trial) for trial, _ in found)
     for place, origin in enumerate(groups):
         some = [(trial, pair) for trial, pair in found if _origin(trial) == origin]
@@ -82,7 +71,7 @@ def prediction_figure(study: optuna.Study) -> go.Figure:
             y=[measured for _, (_, measured) in some],
             mode="markers",
             name=f"{_DISPLAY.get(origin, origin)} ({len(some)})",
-            marker={"color": colour, "size": 9, "symbol": [_symbol(symbol, trial) for trial, _ in some]},
+            marker={"color": colour, "size": 9, "symbol": [symbol + "-open" * (not is_full(t)) for t, _ in some]},
             customdata=[_about(trial) for trial, _ in some],
             hovertemplate="%{customdata}<br>predicted %{x:.3f}, measured %{y:.3f}<extra></extra>",
         )
@@ -92,33 +81,39 @@ def prediction_figure(study: optuna.Study) -> go.Figure:
     return finish(figure, "Predicted against measured", _prediction_facts(check, trials))
 
 
-def convergence_figure(study: optuna.Study, led: Sequence[tuple[int, Entry]] | None = None) -> go.Figure:
+def convergence_figure(record: StudyRecord) -> go.Figure:
     """Measured and predicted speedup of every trial, and the pooled lower bound of whatever led after it.
 
-    Predictions are drawn where there are some. `led` is what `leaders` returns, for a caller that knows it already.
+    Predictions are drawn where there are some. Cost: as `StudyRecord.leaders`.
     Raises: MissingData if no trial has been measured, or the study keeps no reference.
     """
-    trials = study.get_trials(deepcopy=False)
-    measured = [trial for trial in trials if trial.state == TrialState.COMPLETE and SPEEDUP in trial.user_attrs]
+    trials, measured = record.trials, record.measured
     if not measured:
-        raise MissingData(f"speedup: no trial of study {study.study_name!r} has been measured")
-    if REFERENCE not in study.user_attrs:
-        raise MissingData(f"{REFERENCE}: study {study.study_name!r} keeps none")
+        raise MissingData(f"speedup: no trial of study {record.name!r} has been measured")
+    led = record.leaders
     figure = go.Figure()
     full, partial = ([trial for trial in measured if is_full(trial) == wanted] for wanted in (True, False))
     _add_trials(figure, full, "speedup", "measured", (BLUE, "circle"))
     _add_trials(figure, partial, "speedup", "measured, stopped early", (BLUE, "circle-open"))
     predicted = [trial for trial in trials if PREDICTED_SPEEDUP in trial.user_attrs]
     _add_trials(figure, predicted, "predicted_speedup", "predicted", (ORANGE, "x-thin-open"))
-    _add_leader(figure, leaders(measured, Reference.from_json(study.user_attrs[REFERENCE])) if led is None else led)
-    confirmed = study.user_attrs.get(CONFIRMED)
-    if confirmed:
+    if led:
+        figure.add_scatter(
+            x=[number for number, _ in led],
+            y=[entry.lower for _, entry in led],
+            mode="lines",
+            name="leader, pooled lower bound",
+            line={"color": GREEN, "width": 2.5, "shape": "hv"},
+            customdata=[f"#{e.trials[0]}, {len(e.trials)} trials, pooled {e.speedup:.3f}" for _, e in led],
+            hovertemplate="leader %{customdata}<br>lower bound %{y:.3f}<extra></extra>",
+        )
+    if confirmed := record.attrs.get(CONFIRMED):
         _add_confirmed(figure, len(trials) + 1 + len(trials) // 30, confirmed)
     figure.add_hline(y=1.0, line=DOTTED, annotation={"text": "plain decoding"}, annotation_position="bottom right")
     figure.update_xaxes(title="trial")
     figure.update_yaxes(title="speedup over plain decoding")
     figure.update_layout(height=560)
-    return finish(figure, "Speedup by trial", _convergence_facts(study, trials))
+    return finish(figure, "Speedup by trial", _convergence_facts(record))
 
 
 def _add_trials(
@@ -136,20 +131,6 @@ def _add_trials(
         marker={"color": colour, "symbol": symbol, "size": 8, "line": {"width": 2, "color": colour}},
         customdata=[_about(trial) for trial in trials] if tells else None,
         hovertemplate=("%{customdata}" if tells else "#%{x}") + f"<br>{words} %{{y:.3f}}<extra></extra>",
-    )
-
-
-def _add_leader(figure: go.Figure, found: Sequence[tuple[int, Entry]]) -> None:
-    if not found:
-        return
-    figure.add_scatter(
-        x=[number for number, _ in found],
-        y=[entry.lower for _, entry in found],
-        mode="lines",
-        name="leader, pooled lower bound",
-        line={"color": GREEN, "width": 2.5, "shape": "hv"},
-        customdata=[f"#{e.trials[0]}, {len(e.trials)} trials, pooled {e.speedup:.3f}" for _, e in found],
-        hovertemplate="leader %{customdata}<br>lower bound %{y:.3f}<extra></extra>",
     )
 
 
@@ -187,10 +168,6 @@ def _origin(trial: FrozenTrial) -> str:
     return str(trial.user_attrs.get(ORIGIN, "?")).partition(":")[0]
 
 
-def _symbol(symbol: str, trial: FrozenTrial) -> str:
-    return symbol if is_full(trial) else f"{symbol}-open"
-
-
 def _prediction_facts(check: PredictionCheck, trials: Sequence[FrozenTrial]) -> str:
     text = (
         f"{check.num_trials} trials: median error {100 * check.median_abs_error:.1f} %, "
@@ -203,7 +180,7 @@ def _prediction_facts(check: PredictionCheck, trials: Sequence[FrozenTrial]) -> 
     return text
 
 
-def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> str:
+def _convergence_facts(record: StudyRecord) -> str:
     words = {
         "measured": "in full",
         "stopped_early": "stopped early",
@@ -211,12 +188,12 @@ def _convergence_facts(study: optuna.Study, trials: Sequence[FrozenTrial]) -> st
         "failed": "failed",
         "interrupted": "interrupted",
     }
-    counts = trials_by_state(list(trials))
+    counts = trials_by_state(list(record.trials))
     parts = [f"{counts[state]} {said}" for state, said in words.items() if counts[state]]
-    text = f"{len(trials)} trials: {', '.join(parts)}"
-    if (plain := study.user_attrs.get(PLAIN_TOKENS_PER_S)) is not None:
+    text = f"{len(record.trials)} trials: {', '.join(parts)}"
+    if (plain := record.attrs.get(PLAIN_TOKENS_PER_S)) is not None:
         text += f"; plain decoding {plain:.1f} tokens/s"
-    pool = json.loads(study.user_attrs.get(POOL, "[]"))
+    pool = json.loads(record.attrs.get(POOL, "[]"))
     if pool:
         text += f"; best of {len(pool)} predicted before the first trial {math.exp(pool[0][4]):.2f}"
     return text

@@ -16,7 +16,7 @@ from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask, custo
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.decoding.loop import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY, DecodeLoop, DecodeRequest
 from layerskip.drafters import TextStore
-from layerskip.drafters.lookup import LookupSession
+from layerskip.drafters.lookups.drafter import LookupSession
 from layerskip.model import GenerateOutput
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo

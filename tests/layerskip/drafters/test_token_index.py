@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerskip.config.lookup_settings import MAX_MATCH, LookupSettings, PromptLookup, SuffixLookup
-from layerskip.drafters.lookup import LookupSession
-from layerskip.drafters.text_store import TextStore
-from layerskip.drafters.token_index import MAX_PLACES, Place, TokenIndex, continue_from, vote
+from layerskip.drafters.lookups.drafter import LookupSession
+from layerskip.drafters.lookups.text_store import TextStore
+from layerskip.drafters.lookups.token_index import MAX_PLACES, Place, TokenIndex, continue_from, vote
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 

@@ -35,7 +35,7 @@ from search.measure.pairs import PromptCase, time_able
 from search.measure.subject import Subject
 from search.rivals import STRATEGIES, StrategyInfo
 from search.rivals.blind import EarlyExitGrid
-from search.rivals.leave_one_out import LeaveOneOut
+from search.rivals.by_throughput import LeaveOneOut
 from search.stop import StopSignal
 from search.study.fingerprint import FingerprintMismatch
 from search.study.space import SearchSpace
@@ -662,11 +662,6 @@ def test_ours_is_told_as_a_part_of_the_best_in_the_end() -> None:
         "after 5; 0.960 (seeds 0.960..0.960, prompts 0.960..0.960) after 25."
     )
     assert _of_best_lines(None) == _of_best_lines(told | {"checkpoints": told["checkpoints"][-1:]}) == []
-
-
-def test_confirmed_without_ratios_has_no_speedup() -> None:
-    assert Confirmed((), excluded="why").speedup is None
-    assert Confirmed((1.0, 4.0)).speedup == pytest.approx(2.0)
 
 
 OURS = {"strategies": ("ours", "random"), "trials": 4, "checkpoints": (4,)}

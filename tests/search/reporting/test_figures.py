@@ -30,7 +30,7 @@ from search.reporting.dashboard_page import FIGURES, YOURS, note, push_figures
 from search.reporting.figures.outlook import cost_figure, sensitivity_figure
 from search.reporting.figures.style import fit_card
 from search.reporting.figures.trials import convergence_figure, prediction_figure
-from search.reporting.record import MissingData, StudyRecord, leaders, read_record, space_of
+from search.reporting.record import MissingData, StudyRecord, read_record, space_of
 from search.storages.opening import close_storage, open_storage
 from search.study.attributes import COSTS, SENSITIVITY
 from search.study.space import SearchSpace
@@ -40,7 +40,7 @@ from tests.search.helpers.fakes import SPACE, Bench
 from tests.search.predict.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
-Draw = Callable[[optuna.Study], go.Figure]
+Draw = Callable[[StudyRecord], go.Figure]
 FAST: dict[str, Any] = {"trials": 2, "num_confirm_prompts": 5, "confirm_repeats": 1}
 """Too few prompts for a bootstrap."""
 PREDICTED = {"predicted_ratios", "predicted_speedup", "predicted_tokens_per_s", "replayed_forwards"}
@@ -122,7 +122,7 @@ def with_costs(*costs: CostModel) -> optuna.Study:
 
 def test_costs_are_drawn_in_steps_of_their_own_target() -> None:
     middle, latest = cost(verify_s=(1.0, 2.0, 3.0)), cost(verify_s=(0.02, 0.03, 0.04), mlp_s=(0.008, 0.004))
-    figure = cost_figure(with_costs(cost(), middle, latest))
+    figure = cost_figure(read_record(with_costs(cost(), middle, latest)))
     drawn = traces(figure)
     first = drawn["first: target step 10.00 ms"]
     assert first.x == (0, 1, 2)
@@ -144,7 +144,7 @@ def test_what_trials_taught_of_the_costs_is_drawn_beside_them() -> None:
     study = with_costs(CHEAP)
     study.add_trials(trials_of(20))
     learnt = CostLearner().learn(CHEAP, trials_of(20))
-    drawn = traces(cost_figure(study))
+    drawn = traces(cost_figure(read_record(study)))
     steps = [seconds / ALONE for seconds in learnt.verify_s]
     assert drawn["in the trials: target step 10.00 ms"].y == pytest.approx(steps)
     assert drawn["fixed"].y == ("only", "in the trials")
@@ -152,7 +152,7 @@ def test_what_trials_taught_of_the_costs_is_drawn_beside_them() -> None:
 
 
 def test_one_measurement_of_costs_is_drawn_once() -> None:
-    figure = cost_figure(with_costs(cost()))
+    figure = cost_figure(read_record(with_costs(cost())))
     assert [name for name in traces(figure) if "target step" in name] == ["only: target step 10.00 ms"]
     assert traces(figure)["fixed"].y == ("only",)
     assert facts(figure).startswith("1 measurement on")
@@ -167,7 +167,9 @@ def with_worths(*worths: tuple[str, float, float], base: str) -> optuna.Study:
 
 def test_worths_are_drawn_by_layer_and_kind() -> None:
     worths = [("attn.00", 0.5, 0.2), ("attn.01", 1.0, 0.1), ("mlp.00", 0.1, 0.3), ("mlp.01", 0.96, -0.1)]
-    figure = sensitivity_figure(with_worths(*((f"skip.{name}", *rest) for name, *rest in worths), base="2:1"))
+    figure = sensitivity_figure(
+        read_record(with_worths(*((f"skip.{name}", *rest) for name, *rest in worths), base="2:1"))
+    )
     attention, mlp, attention_gain, mlp_gain = figure.data
     assert [trace.name for trace in figure.data] == ["attention", "MLP"] * 2
     assert all(trace.x == (0, 1) for trace in figure.data)
@@ -190,9 +192,9 @@ def test_whole_layers_have_all_figures(tmp_path: Path) -> None:
     space = outlook_fakes.space_of(6, whole=True)
     run_on(tmp_path, space, **FAST)
     study = study_in(tmp_path)
-    assert {trace.name for trace in sensitivity_figure(study).data} == {"whole layer"}
+    assert {trace.name for trace in sensitivity_figure(read_record(study)).data} == {"whole layer"}
     stored = Sensitivity.from_json(study.user_attrs[SENSITIVITY])
-    assert sensitivity_figure(study).data[1].y == tuple(one.keep_one_out for one in stored.sublayers)
+    assert sensitivity_figure(read_record(study)).data[1].y == tuple(one.keep_one_out for one in stored.sublayers)
     assert space_of(study.get_trials()) == space
     for draw in FIGURES.values():
         assert draw(read_record(study)).data
@@ -203,7 +205,7 @@ def run_on(folder: Path, space: SearchSpace, **spec: object) -> None:
 
 
 def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished: optuna.Study) -> None:
-    figure = prediction_figure(finished)
+    figure = prediction_figure(read_record(finished))
     drawn: dict[int, tuple[float, float, bool]] = {}
     for trace in figure.data[1:]:
         for x, y, symbol, about in zip(trace.x, trace.y, trace.marker.symbol, trace.customdata, strict=True):
@@ -224,7 +226,7 @@ def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished
 
 
 def test_groups_of_predictions_are_told_apart_and_counted(finished: optuna.Study) -> None:
-    groups = prediction_figure(finished).data[1:]
+    groups = prediction_figure(read_record(finished)).data[1:]
     origins = [trial.user_attrs["origin"] for trial in finished.get_trials(states=(TrialState.COMPLETE,))]
     assert f"neighbour by replay ({origins.count('replay')})" in {trace.name for trace in groups}
     assert f"measured again ({origins.count('repeat')})" in {trace.name for trace in groups}
@@ -235,7 +237,7 @@ def test_groups_of_predictions_are_told_apart_and_counted(finished: optuna.Study
 
 
 def test_convergence_draws_every_trial_and_what_led(finished: optuna.Study) -> None:
-    figure = convergence_figure(finished)
+    figure = convergence_figure(read_record(finished))
     drawn = traces(figure)
     for name, early in (("measured", False), ("measured, stopped early", True)):
         some = complete(finished, early=early)
@@ -264,7 +266,7 @@ def test_convergence_draws_every_trial_and_what_led(finished: optuna.Study) -> N
 
 def test_the_confirmed_number_stands_beside_the_trials(finished: optuna.Study, study: optuna.Study) -> None:
     confirmed = finished.user_attrs["confirmed"]
-    point = traces(convergence_figure(finished))["confirmed, 95 % interval"]
+    point = traces(convergence_figure(read_record(finished)))["confirmed, 95 % interval"]
     assert point.x[0] > finished.get_trials()[-1].number
     assert point.y == (confirmed["speedup"],)
     assert point.y[0] + point.error_y.array[0] == pytest.approx(confirmed["speedup_ci_high"])
@@ -272,13 +274,13 @@ def test_the_confirmed_number_stands_beside_the_trials(finished: optuna.Study, s
     # One prompt has no interval; a bar a thousand times as high would hide everything else.
     alone = {"num_prompts": 1, "speedup_ci_low": 0.001, "speedup_ci_high": 1300.0}
     study.set_user_attr("confirmed", confirmed | alone)
-    assert traces(convergence_figure(study))["confirmed on one prompt"].error_y.array is None
+    assert traces(convergence_figure(read_record(study)))["confirmed on one prompt"].error_y.array is None
 
 
 def test_long_studies_have_a_curve_of_some_points(finished: optuna.Study, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("search.reporting.record._MAX_STANDINGS", 5)
     trials = finished.get_trials(states=(TrialState.COMPLETE,))
-    found = leaders(trials, Reference.from_json(finished.user_attrs["reference"]))
+    found = read_record(finished).leaders
     assert [number for number, _ in found] == sorted({number for number, _ in found})
     assert len(found) == 5
     assert found[-1][0] == trials[-1].number
@@ -286,12 +288,12 @@ def test_long_studies_have_a_curve_of_some_points(finished: optuna.Study, monkey
 
 def test_a_study_without_predictions_has_convergence_alone(finished: optuna.Study) -> None:
     bare = copy_of(finished, without=[*PREDICTED, COSTS, SENSITIVITY, "pool"])
-    drawn = traces(convergence_figure(bare))
+    drawn = traces(convergence_figure(read_record(bare)))
     assert "predicted" not in drawn
-    assert drawn["measured"].y == traces(convergence_figure(finished))["measured"].y
+    assert drawn["measured"].y == traces(convergence_figure(read_record(finished)))["measured"].y
     for draw in (cost_figure, sensitivity_figure, prediction_figure):
         with pytest.raises(MissingData):
-            draw(bare)
+            draw(read_record(bare))
     assert set(FIGURES) - set(push_figures(bare)) == {
         "which-sublayers-matter",
         "what-a-step-costs",
@@ -317,16 +319,16 @@ def test_studies_of_other_samplers_have_all_figures(bench: Bench) -> None:
 def test_what_is_missing_is_named(draw: Draw, field: str) -> None:
     study = optuna.create_study(study_name="empty one")
     with pytest.raises(MissingData, match=rf"^{field}: .*study 'empty one'"):
-        draw(study)
+        draw(read_record(study))
 
 
 def test_convergence_needs_the_reference(finished: optuna.Study) -> None:
     with pytest.raises(MissingData, match=r"^reference: study "):
-        convergence_figure(copy_of(finished, without=["reference"]))
+        convergence_figure(read_record(copy_of(finished, without=["reference"])))
 
 
 def test_text_fits_a_phone_and_the_dashboards_cards() -> None:
-    figure = cost_figure(with_costs(cost()))
+    figure = cost_figure(read_record(with_costs(cost())))
     heights = []
     for width in (46, 80):
         title, *lines = [re.sub("<.*?>", "", line) for line in figure.layout.title.text.split("<br>")]
@@ -372,7 +374,7 @@ def test_a_second_push_replaces_the_first(study: optuna.Study, monkeypatch: pyte
     assert len(study._storage.get_study_system_attrs(study._study_id)) == before
     assert get_note(study).count(YOURS) == 1
     # A smaller figure leaves nothing of the larger one.
-    monkeypatch.setitem(FIGURES, "what-a-step-costs", lambda _record: cost_figure(with_costs(cost())))
+    monkeypatch.setitem(FIGURES, "what-a-step-costs", lambda _record: cost_figure(read_record(with_costs(cost()))))
     push_figures(study)
     assert "2 MLPs" in {trace["name"] for trace in stored_figures(study)["what-a-step-costs"]["data"]}
 

@@ -29,7 +29,7 @@ from search.reporting.digest import digest_of
 from search.reporting.figures.counters import counters_of, times_of
 from search.reporting.figures.decoding import acceptance_figure, held_out_figure, position_figure, time_figure
 from search.reporting.figures.machine import machine_figure, surface_figure
-from search.reporting.figures.masks import mask_figure, tried_figure
+from search.reporting.figures.masks import mask_figure
 from search.reporting.figures.pictures import PICTURES
 from search.reporting.publish import Publisher
 from search.reporting.record import MissingData, StudyRecord, read_record, read_summary, space_of
@@ -353,22 +353,22 @@ def test_a_study_that_searched_share_prefix_is_read_whole(tmp_path: Path) -> Non
 
 
 def test_masks_are_drawn_layer_by_layer(record: StudyRecord) -> None:
-    mask = DecodeConfig(**record.attrs["config"]).skip_mask
-    chosen, shares = mask_figure(record).data
-    assert [list(map(bool, row)) for row in chosen.z] == [list(mask.attention), list(mask.mlp)]
-    assert [["×" if skipped else "" for skipped in row] for row in chosen.z] == [list(row) for row in chosen.text]
-    masks = [SkipMask.parse(trial.user_attrs["skip_mask"]) for trial in record.measured]
-    assert shares.z[0][3] == pytest.approx(sum(one.attention[3] for one in masks) / len(masks))
-    attention, mlp = tried_figure(record).data
-    assert attention.x == tuple(trial.number for trial in record.measured)
-    for column, one in enumerate(masks):
-        assert tuple(bool(row[column]) for row in attention.z) == one.attention
-        assert tuple(bool(row[column]) for row in mlp.z) == one.mlp
+    attention, chosen_attention, mlp, chosen_mlp = mask_figure(record).data
+    assert attention.x == mlp.x == tuple(trial.number for trial in record.measured)
+    for column, trial in enumerate(record.measured):
+        mask = SkipMask.parse(trial.user_attrs["skip_mask"])
+        assert tuple(bool(row[column]) for row in attention.z) == mask.attention
+        assert tuple(bool(row[column]) for row in mlp.z) == mask.mlp
+    chosen = DecodeConfig(**record.attrs["config"]).skip_mask
+    for drawn, flags in ((chosen_attention, chosen.attention), (chosen_mlp, chosen.mlp)):
+        assert [list(row) for row in drawn.z] == [[int(one)] for one in flags]
+        assert [list(row) for row in drawn.text] == [["×" if one else ""] for one in flags]
+        assert drawn.x[0] > attention.x[-1]
 
 
 def test_long_studies_draw_some_of_their_masks(record: StudyRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("search.reporting.figures.masks._MAX_COLUMNS", 4)
-    shown = tried_figure(record).data[0].x
+    shown = mask_figure(record).data[0].x
     numbers = [trial.number for trial in record.measured]
     assert len(shown) == 4
     assert (shown[0], shown[-1]) == (numbers[0], numbers[-1])

@@ -16,8 +16,8 @@ from layerskip.analysis.teacher_forcing import DraftReadings
 from layerskip.config.skip_mask import SkipMask
 from search.rivals import STRATEGIES, Setup, departures_table, hidden_states
 from search.rivals.bayesian import DraftVerify, Swift
-from search.rivals.common import bits_of, mean_confidences, throughput, union
-from search.rivals.dynamic_exit import DynamicExit
+from search.rivals.by_throughput import DynamicExit, LeaveOneOut, throughput
+from search.rivals.common import bits_of, mean_confidences, union
 from search.rivals.gaussian_process import GaussianProcess, upper_bound_points
 from search.rivals.hidden_states import (
     Clasp,
@@ -29,7 +29,6 @@ from search.rivals.hidden_states import (
     plan_facts,
     sublayer_plan,
 )
-from search.rivals.leave_one_out import LeaveOneOut
 from search.study.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
 from search.study.trials import counted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys

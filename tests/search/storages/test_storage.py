@@ -130,15 +130,6 @@ def test_signals_end_a_trial_cleanly(
     assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
 
 
-def test_journal_storage_works_too(bench: Bench) -> None:
-    url = f"journal:{bench.folder / 'study.log'}"
-    assert bench.run(trials=3, storage=url) == 0
-    assert bench.run(trials=5, storage=url) == 0
-    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(url))
-    assert len(study.trials) == 5
-    assert study.metric_names == ["tokens_per_s"]
-
-
 def test_a_journal_study_that_others_delete_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from search.outlook.outlook import OutlookOptions
 from search.storages.opening import open_storage
 from search.study import attributes
 from search.study.attributes import MORE, PER_DEVICE, POOL, SHARED, WORKER_ENTRY
-from search.workers.unlike import StudyOnDevice, as_seen_on
+from search.workers.device import StudyOnDevice, as_seen_on
 from tests.search.conftest import quiet
 from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench, prompts
 from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder

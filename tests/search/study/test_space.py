@@ -82,6 +82,21 @@ def test_a_local_move_is_another_point_of_the_space(point: tuple[SearchSpace, di
     assert space.to_params(space.to_config(moved)) == moved
 
 
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_a_local_move_has_no_siblings_that_its_config_has_not(share_prefix: bool) -> None:
+    """It once named siblings beside a shared prefix, or more than a round may verify: the same config a second time."""
+    model = SimpleNamespace(num_layers=4, whole_layers_only=(False,) * 4, vocab_size=4096)
+    space = SearchSpace.for_model(
+        model, gamma_max=12, granularity="sublayer", share_prefix=share_prefix, siblings_max=3
+    )
+    params = space.to_params(DecodeConfig(skip_mask=SkipMask.from_layers(4, [2]), gamma=8, siblings=1))
+    for seed in range(200):
+        moved = local_move(params, space, np.random.default_rng(seed))
+        assert space.to_params(space.to_config(moved)) == moved
+        assert space.to_config(moved) != space.to_config(params)
+        params = moved
+
+
 @given(points(), st.data())
 def test_flips_are_the_untried_neighbours(point: tuple[SearchSpace, dict[str, Any]], data: st.DataObject) -> None:
     space, params = point

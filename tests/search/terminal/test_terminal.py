@@ -27,11 +27,12 @@ from search.measure.reference import Reference
 from search.storages.opening import open_storage
 from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
+from search.terminal.event import Told as ReadyMade
 from search.terminal.live import LiveReporter, make_reporter
 from search.terminal.progress import Progress
 from search.terminal.progress_events import Drifted, ReferenceKnown, SearchBegins, StudyOpened, TrialDone
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
-from search.terminal.result_events import GroupVerdict, PredictionsChecked, Written
+from search.terminal.result_events import group_verdict, written
 from search.terminal.view import LiveView, Pace
 from tests.search.conftest import quiet
 from tests.search.helpers.fakes import Bench, FakeClock, FakeDecoder
@@ -113,12 +114,12 @@ LINES: list[tuple[Event, list[str]]] = [
     (Note(None, "| a |\n| b |"), ["| a |", "| b |"]),
     (Warned("beware"), ["beware"]),
     (
-        Written("d/best.json and summary.json", ("d/best.json",), {"load": 8.2, "total": 3661}),
+        written("d/best.json and summary.json", ("d/best.json",), {"load": 8.2, "total": 3661}),
         ["written   d/best.json and summary.json (load 0:08, total 1:01:01)"],
     ),
-    (Written("out: table.md", ("out/table.md",), {}), ["written   out: table.md"]),
+    (written("out: table.md", ("out/table.md",), {}), ["written   out: table.md"]),
     (
-        GroupVerdict("demo/b", "b", DecodeConfig.plain(12, reason="too slow")),
+        group_verdict("demo/b", "b", DecodeConfig.plain(12, reason="too slow")),
         ["result    'b': plain decoding (too slow)"],
     ),
 ]
@@ -278,7 +279,8 @@ def test_json_lines_hold_the_run_in_numbers(told: Told) -> None:
 def test_json_of_wrong_outputs_and_of_numbers_that_are_none(wrong: Told) -> None:
     output = io.StringIO()
     told_to(JsonReporter(output), wrong)
-    JsonReporter(output).tell(PredictionsChecked({"replay": {"p95": float("nan")}, "prediction": float("inf")}))
+    facts = {"replay": {"p95": float("nan")}, "prediction": float("inf")}
+    JsonReporter(output).tell(ReadyMade("prediction", [], facts))
     *events, last = strictly(output.getvalue())
     assert last == {"event": "prediction", "replay": {"p95": None}, "prediction": None}
     pruned = [one for one in events if one["event"] == "trial" and one["state"] == "pruned"]
@@ -573,6 +575,17 @@ def test_what_lasts_tells_how_far_it_is_and_what_is_over_soon_says_nothing() -> 
         clock.advance(4.0)
         progress(done, 8)
     assert said == ["3 of 8 texts, about 0:20 left", "6 of 8 texts, about 0:08 left"]
+
+
+def test_what_comes_before_the_first_step_is_not_the_steps() -> None:
+    clock, said = FakeClock(), list[str]()
+    progress = Progress(said.append, "sublayers", clock)
+    clock.advance(60.0)
+    progress(0, 4)
+    for done in range(1, 5):
+        clock.advance(5.0)
+        progress(done, 4)
+    assert said == ["2 of 4 sublayers, about 0:10 left"]
 
 
 @pytest.mark.parametrize(("pace", "told"), [(1.0, set()), (0.01, {"tuning texts", "prompts", "pairs"})])

@@ -37,7 +37,6 @@ from tests.search.helpers.crew_member import CONTEXT, Order, start
 from tests.search.helpers.fakes import FINGERPRINT, SPACE, Bench
 from tests.search.test_search import trials_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat of storage is supposed to be used")
 ELSEWHERE = "another-host 4711 99"
 ENDLESS = Patience(beat_s=0.02, dead_after_s=1e9, nameless_after_s=1e9, poll_s=0.01)
 SHORT = Patience(beat_s=0.02, dead_after_s=0.3, nameless_after_s=0.2, poll_s=0.01)
@@ -339,7 +338,7 @@ def test_a_reaper_that_dies_between_queueing_and_failing_queues_nothing_twice(st
     crew.leave()
 
 
-def test_what_the_storages_heartbeat_failed_is_queued_as_well(storage: BaseStorage) -> None:
+def test_what_failed_without_a_reason_is_queued_as_well(storage: BaseStorage) -> None:
     crew, study = make_crew(storage)
     number = running(study, process=ELSEWHERE, claim=params_of(3))
     study.tell(number, state=TrialState.FAIL)  # says no reason, and Optuna's own retry would keep its constraints

@@ -9,8 +9,8 @@ import torch
 
 from layerskip.config.lookup_settings import MAX_MATCH, LookupSettings, PromptLookup, SuffixLookup
 from layerskip.drafters.base import Draft
-from layerskip.drafters.text_store import TextStore
-from layerskip.drafters.token_index import Match, TokenIndex, continue_from, vote
+from layerskip.drafters.lookups.text_store import TextStore
+from layerskip.drafters.lookups.token_index import Match, TokenIndex, continue_from, vote
 from layerskip.rounds.preparation import Starts
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from layerskip.config.lookup_settings import MAX_MATCH
-from layerskip.drafters.token_index import Match, TokenIndex
+from layerskip.drafters.lookups.token_index import Match, TokenIndex
 
 
 class TextStore:

@@ -1,0 +1,1 @@
+"""Drafters that look tokens up in the text so far, and what they look into."""
