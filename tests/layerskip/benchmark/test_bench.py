@@ -169,6 +169,7 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         "draft_threshold": 0.0,
         "target_threshold": 0.0,
         "share_prefix": False,
+        "siblings": 0,
     }
     assert (speculative["identical"], speculative["num_outputs"]) == (1, 1)
 
