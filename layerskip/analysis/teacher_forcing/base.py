@@ -157,27 +157,18 @@ class TeacherForcing(ABC):
             context, rest = [*text.prompt_ids, text.continuation_ids[0]], ids[1:]
             shaped = torch.stack([self._samplers[i].shape(level, context, rest) for level in logits])
             tokens = 1 + torch.arange(len(ids))
-            chosen, top = self._choose(i, shaped, tokens)
-            right = chosen[:, :-1] == rest
             noise = self._noise(i, shaped, tokens)
+            chosen, top = _chosen(shaped, noise)
+            right = chosen[:, :-1] == rest
             rank = rank_of(shaped[:, :-1], None if noise is None else noise[:-1], rest.expand(right.shape))
             known = torch.stack([right.double(), rank.clamp(max=MOST_RANK).double()])
             # Ids are exact in float64, and one transfer serves all.
             readings.append(torch.cat([F.pad(known, (0, 1)), torch.stack([top.double(), chosen.double()])]))
         return self._collect(readings)
 
-    def _choose(self, i: int, shaped: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens chosen from shaped logits (..., R, V) of one text, and the top probabilities; (..., R) both.
-
-        rows: (R,) which continuation tokens they are proposed for, the one after the last included.
-        """
-        best = shaped.max(dim=-1)
-        top = (best.values - shaped.logsumexp(dim=-1)).exp()
-        noise = self._noise(i, shaped, rows)
-        return (best.indices if noise is None else choose(shaped, noise)), top
-
     def _noise(self, i: int, shaped: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """(R, V): what decides the continuation tokens `rows` (R,) of one text; None where it is greedy."""
+        """(R, V): what decides the continuation tokens `rows` (R,) of one text, the one after the last included; None
+        where it is greedy."""
         if self._samplers[i].greedy:
             return None
         start, count = len(self.texts[i].prompt_ids), int(rows.max()) + 1
@@ -219,7 +210,7 @@ class TeacherForcing(ABC):
                     chains = [chain for chain, _ in place]
                     shaped = self._shape_chains(i, last, [(wrong[c], tokens[c]) for c in chains])
                     rows_after = [wrong[c].row - wrong[c].drafted + len(tokens[c]) for c in chains]
-                    chosen, top = self._choose(i, shaped, torch.tensor(rows_after))
+                    chosen, top = _chosen(shaped, self._noise(i, shaped, torch.tensor(rows_after)))
                     for chain, token, sure in zip(chains, chosen.tolist(), top.tolist(), strict=True):
                         found[chain] = (token, sure)
             for chain, (token, _) in found.items():
@@ -257,7 +248,8 @@ class TeacherForcing(ABC):
 
         def choose_next(logits: torch.Tensor, drafted: Sequence[int]) -> tuple[int, float]:
             seen = [*text.prompt_ids, *text.continuation_ids[: start + 1], *drafted]
-            chosen, top = self._choose(i, sampler.shape(logits, seen), torch.tensor([start + 1 + len(drafted)]))
+            shaped = sampler.shape(logits, seen)
+            chosen, top = _chosen(shaped, self._noise(i, shaped, torch.tensor([start + 1 + len(drafted)])))
             return int(chosen), float(top)
 
         begun = [*text.continuation_ids[start + 1 : wrong.row + 1], wrong.token]
@@ -304,3 +296,11 @@ class TeacherForcing(ABC):
         ids = self._continuations[i]
         shaped = self._samplers[i].shape(logits[: len(ids)], self.texts[i].prompt_ids, ids[:-1])
         self.target_probs[i, : len(ids)] = chosen_probability(shaped, ids).cpu().numpy()
+
+
+def _chosen(shaped: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens chosen from shaped logits (..., R, V) of one text by noise (R, V), and the top probabilities; (..., R)
+    both."""
+    best = shaped.max(dim=-1)
+    top = (best.values - shaped.logsumexp(dim=-1)).exp()
+    return (best.indices if noise is None else choose(shaped, noise)), top
