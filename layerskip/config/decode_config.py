@@ -223,7 +223,7 @@ class _Setting(Frozen):
     """Verification starts behind the layers that the mask keeps whole from layer 0 on, with the hidden states that
     drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
     siblings: Annotated[int, Field(ge=0, le=MAX_SIBLINGS)] = 0
-    """Of every drafted token so many that the draft holds next best are verified too, in the same forward: where the
+    """Of a drafted token so many that the draft holds next best are verified too, in the same forward: where the
     token is wrong and one of them is right, the round goes on by one token. 0 = off."""
     sibling_threshold: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     """Only drafted tokens with a draft top probability below this have siblings: a draft is seldom wrong where it is

@@ -132,8 +132,8 @@ def test_replay_counts_the_rounds_of_walk(seed: int) -> None:
 
 
 def test_siblings_of_unsure_drafts_by_hand() -> None:
-    """Rounds of four drafts; the second of the text is unsure, the third too, and its sibling right. Those beyond the text
-    count as unsure."""
+    """Rounds of four drafts. The text's second is unsure, its third too, whose sibling is right; those beyond it count
+    as unsure."""
     accepted = np.array([[[1, 1, 0, 1, 1, 0]]], dtype=np.float32)
     confidence = np.array([[[0.9, 0.4, 0.3, 0.9, 0.9, 0.9]]], dtype=np.float32)
     ranks = np.array([[[0, 0, 1, 0, 0, 0]]], dtype=np.uint8)
