@@ -7,6 +7,7 @@ Confidences are kept as places among some thresholds: between these, a threshold
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import lzma
@@ -34,7 +35,7 @@ _CONFIDENCES = np.array([THRESHOLDS[0] - 0.025, *(one + 0.075 for one in THRESHO
 _ARRAYS = ("codes", "target_levels", "prompts", "continuations")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Readings of every mask of `space` on P texts of a prompt and T tokens of the target's own continuation."""
 
@@ -62,6 +63,20 @@ class Table:
                 f"prompts: must be tuning, confirming and reporting ones, got {self.num_tuning}, "
                 f"{self.num_confirming} and {texts[0]} in all"
             )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the readings and texts: two tables with the same one are the same table, in whichever process."""
+        found = hashlib.sha256(repr((self.space, self.num_tuning, self.num_confirming)).encode())
+        for name in _ARRAYS:
+            found.update(getattr(self, name).tobytes())
+        return found.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @property
     def reporting(self) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from search.measure.decoder import Decoded
 from search.predict.predictor import no_reading
-from search.predict.replay import Round, TextRows, drafts_before, walk
+from search.predict.replay import Counts, Floats, Round, Settings, TextRows, drafts_before, walk
 from studies.proving.costs import Prices
 from studies.proving.table import Table
+from studies.proving.truth import GridSteps
 
 _PREFILL_STEPS = 2.0
 """What a prompt's own forward takes, in target steps; no speed is told with it."""
@@ -86,7 +88,6 @@ class TabularDecoder:
     devices: tuple[Any, ...] = (None,)
     is_sampled: bool = False
     _places: dict[tuple[int, ...], int] = field(init=False, repr=False)
-    _kept: dict[tuple[int, DecodeConfig], list[Round]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         prompts = [tuple(one) for one in self.table.prompts.tolist()]
@@ -117,8 +118,7 @@ class TabularDecoder:
         return IdentityReport(identical=tuple(ids) == tuple(reference_ids), is_tie=False)
 
     def free_memory(self) -> None:
-        """Forget which rounds configs took."""
-        self._kept.clear()
+        """A table has none to free."""
 
     def watch_machine(self) -> NothingToWatch:
         """A simulated machine has no state."""
@@ -135,12 +135,7 @@ class TabularDecoder:
 
     def rounds(self, place: int, config: DecodeConfig) -> list[Round]:
         """What decoding the text at this place under `config` does, wrong drafts' own drafts included."""
-        key = (place, config)
-        if key not in self._kept:
-            forcing = TabularForcing(self.table, [place])
-            rows = self.table.rows([place])
-            self._kept[key] = whole_rounds(forcing, rows, config)
-        return self._kept[key]
+        return _rounds(self.table, place, config)
 
     def _place(self, prompt_ids: Sequence[int]) -> int:
         place = self._places.get(tuple(prompt_ids))
@@ -202,6 +197,12 @@ class TabularForcing:
         self._tick(len(places))
         return self._table.reading(mask, places, depth)
 
+    def replay(self, mask: SkipMask, settings: Settings, verify_s: Floats) -> Counts:
+        """See `search.predict.predictor.Replays`. Raises: ValueError for settings that look tokens up or have siblings."""
+        if settings.lookups != (None,) or settings.siblings:
+            raise ValueError("settings: a table knows drafts under a mask alone, got lookups or siblings")
+        return GridSteps.of(self._table, mask).replay(settings, self._all_places, verify_s)
+
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """As replay has it: after a wrong token confidence is that along the right text."""
         found = []
@@ -250,6 +251,11 @@ class NothingToWatch:
         moment = {"gpus": [], "load": None}
         facts = {"attention_backend": "none", "num_preparations": 0, "peak_resident_bytes": None}
         return facts | {"before": moment, "after": moment}
+
+
+@lru_cache(maxsize=1 << 14)
+def _rounds(table: Table, place: int, config: DecodeConfig) -> list[Round]:
+    return whole_rounds(TabularForcing(table, [place]), table.rows([place]), config)
 
 
 def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) -> list[Round]:
