@@ -109,9 +109,9 @@ def benchmark(args: argparse.Namespace) -> int:
     strategies = [OURS, *(f"{OURS}:{part}" for part in parts)] if parts else args.strategies
     jobs = [
         Job(Case(model, table, COSTS[costs], strategy, seed, args.trials, noise), optima[model][costs], checkpoints)
-        for seed in range(args.seeds)
         for model, table in tables.items()
         for costs in args.costs
+        for seed in range(args.seeds)
         for strategy in strategies
     ]
     command = f"python -m {PROG} {shlex.join(args.command)}".strip()
@@ -172,10 +172,8 @@ def load_tables(folder: Path, names: Sequence[str] | None) -> dict[str, Table]:
 
 def _line(one: Score) -> str:
     regrets = ", ".join(f"{regret:.1f} after {count}" for count, regret in one.regrets.items())
-    return (
-        f"{one.model} {one.costs} {one.strategy} {one.seed}: optimum {one.optimum:.3f}x, regret {regrets}, exported "
-        f"{one.regret:.1f}, proposing {one.proposing_s:.1f} s"
-    )
+    name = f"{one.model} {one.costs} {one.strategy} {one.seed}"
+    return f"{name}: optimum {one.optimum:.3f}x, regret {regrets}, exported {one.regret:.1f}"
 
 
 def _say(line: str) -> None:

@@ -27,13 +27,18 @@ class Job:
         return Score.of(self.case, run_case(self.case, self.checkpoints), self.optimum)
 
 
+_JOBS_AT_ONCE = 26
+"""Given to a process: its table goes along once for all of them."""
+
+
 def scores_of(jobs: Sequence[Job], num_processes: int) -> Iterator[Score]:
-    """Every job's, in order; in this process where one is asked for."""
+    """Every job's, in order; in this process where one is asked for. Jobs of one model should follow each other: a
+    process keeps what it worked out of the latest table."""
     if num_processes == 1:
         yield from map(Job.score, jobs)
         return
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), _one_thread) as pool:
-        yield from pool.map(Job.score, jobs)
+        yield from pool.map(Job.score, jobs, chunksize=_JOBS_AT_ONCE)
 
 
 def _one_thread() -> None:

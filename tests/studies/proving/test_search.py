@@ -245,7 +245,7 @@ def test_a_run_follows_from_its_seed(strategy: str) -> None:
 
 
 def score_of(model: str, strategy: str, regret: float) -> Score:
-    return Score(model, "cpu", strategy, 0, 1.2, 0.1, {1: regret}, regret, False, False, False, 1, 0.5)
+    return Score(model, "cpu", strategy, 0, 1.2, 0.1, {1: regret}, regret, False, False, False, 1)
 
 
 def test_strategies_are_compared_model_by_model() -> None:
