@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import optuna
 from optuna.pruners import NopPruner
-from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
@@ -48,7 +48,7 @@ from studies.proving.costs import COSTS, CostTable, Prices
 from studies.proving.table import Table
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder, TabularForcing
 
-Note = Callable[[optuna.Study, FrozenTrial], None]
+Note = Callable[[], None]
 PROMPTS_PER_TRIAL = 5
 """As the demo's search has it."""
 
@@ -95,13 +95,16 @@ def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
     leaders: dict[int, DecodeConfig] = {}
     wanted = sorted(checkpoints)
 
-    def note(study: optuna.Study, _trial: FrozenTrial) -> None:
-        if (count := len(study.get_trials(deepcopy=False))) in wanted:
+    def note() -> None:
+        if (count := len(run.study.get_trials(deepcopy=False))) in wanted:
             leaders[count] = run.leader()
 
     name, _, part = case.strategy.partition(":")
     with left_out(part):
-        (run.by_ours if name == OURS else run.by_rival)(note)
+        if name == OURS:
+            run.by_ours(note)
+        else:
+            run.by_rival(sorted({*wanted, case.trials}), note)
         for count in wanted:
             leaders.setdefault(count, run.leader())
         exported = run.exported()
@@ -144,12 +147,12 @@ class _Run:
             clock=self.tools.clock,
         )
         setup = TrialSetup(self.study, self.subject, self.spec, self.reference, outlook, self.tools)
-        broken = TrialPhase(setup).run([note])
+        broken = TrialPhase(setup).run([lambda *_: note()])
         if broken is not None:
             raise RuntimeError(f"{self.case.model}: the search broke off: {broken}")
 
-    def by_rival(self, note: Note) -> None:
-        """All trials, as `search.comparison.runs` sets a rival up."""
+    def by_rival(self, stops: Sequence[int], note: Note) -> None:
+        """All trials, as `search.comparison.runs` sets a rival up; `note` is called after so many."""
         subject, case, tools = self.subject, self.case, self.tools
         options = ProposeOptions.of(self.spec, self.reference)
         hints = TabularHints.of(case.table, case.costs, case.model)
@@ -157,7 +160,9 @@ class _Run:
         sampler = ProposalSampler(subject.space, rival, case.seed)
         set_sampler(self.study, sampler)
         objective = Objective(subject.decoder, subject.space, self.reference, sampler, tools.stop, tools.clock)
-        self.study.optimize(objective, n_trials=case.trials, catch=(TrialFailed,), callbacks=[note])
+        for before, stop in pairwise((0, *stops)):  # not as a callback, for which Optuna copies every trial
+            self.study.optimize(objective, n_trials=stop - before, catch=(TrialFailed,))
+            note()
 
     def leader(self) -> DecodeConfig:
         leader = self._standings().leader

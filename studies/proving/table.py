@@ -90,7 +90,7 @@ class Table:
 
     def text(self, place: int) -> ForcedText:
         """Prompt and continuation."""
-        return ForcedText(tuple(self.prompts[place].tolist()), tuple(self.continuations[place].tolist()))
+        return self._texts[place]
 
     def rows(self, places: Sequence[int]) -> TextRows:
         """What replay needs of these texts besides the readings."""
@@ -111,6 +111,11 @@ class Table:
             raise ValueError(f"skip_mask: must be one of the {len(self.masks)} masks of the space, got {mask}")
         most = self.depth if depth is None else depth
         return decode(self.codes[: most + 1, ..., self._places[mask]][:, list(places)])
+
+    @cached_property
+    def _texts(self) -> tuple[ForcedText, ...]:
+        pairs = zip(self.prompts.tolist(), self.continuations.tolist(), strict=True)
+        return tuple(ForcedText(tuple(prompt), tuple(continuation)) for prompt, continuation in pairs)
 
     @cached_property
     def _places(self) -> dict[SkipMask, int]:

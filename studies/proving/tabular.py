@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,8 @@ class TabularDecoder:
     devices: tuple[Any, ...] = (None,)
     is_sampled: bool = False
     _places: dict[tuple[int, ...], int] = field(init=False, repr=False)
+    _prices: dict[DecodeConfig, tuple[float, tuple[float, ...]]] = field(init=False, repr=False, default_factory=dict)
+    """Seconds of a draft token and of verifications."""
 
     def __post_init__(self) -> None:
         prompts = [tuple(one) for one in self.table.prompts.tolist()]
@@ -103,7 +106,7 @@ class TabularDecoder:
         """The target's continuation, with the seconds that `config` takes for it."""
         place = self._place(prompt_ids)
         text = self.table.text(place)
-        stats = self._stats(len(text.prompt_ids), len(text.continuation_ids), self.rounds(place, config), config)
+        stats = self._stats(_steps_of(self.table, place, config), config)
         self.machine.pass_time(stats.prefill_s + stats.decode_s)
         return Decoded(text.continuation_ids, stats)
 
@@ -133,10 +136,6 @@ class TabularDecoder:
         """Tells the machine's prices."""
         return TabularTimer.at_a_moment(self.machine)
 
-    def rounds(self, place: int, config: DecodeConfig) -> list[Round]:
-        """What decoding the text at this place under `config` does, wrong drafts' own drafts included."""
-        return _rounds(self.table, place, config)
-
     def _place(self, prompt_ids: Sequence[int]) -> int:
         place = self._places.get(tuple(prompt_ids))
         if place is None:
@@ -147,30 +146,32 @@ class TabularDecoder:
         """A reading is taken to cost a target step a text: a draft forward over it, many positions at once."""
         self.machine.pass_time(num_texts * self.machine.prices.alone_s)
 
-    def _stats(self, num_prompt: int, length: int, rounds: Sequence[Round], config: DecodeConfig) -> DecodeStats:
-        machine = self.machine
+    def _stats(self, taken: _Steps, config: DecodeConfig) -> DecodeStats:
+        machine, stats = self.machine, copy.copy(taken.counts)
         factor, alone_s = machine.factor(), machine.verify_s(0)
-        prices = machine.prices
-        draft_s = prices.draft_s(config.skip_mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
-        table = prices.verifications_s(config.skip_mask, share_prefix=config.share_prefix)
-        stats = DecodeStats(num_prompt_tokens=num_prompt, prefill_s=_PREFILL_STEPS * alone_s * factor)
-        stats.make_room(config.gamma)
-        for one in rounds:
-            if not one.drafted:
-                stats.num_target_only += 1
+        stats.prefill_s = _PREFILL_STEPS * alone_s * factor
+        stats.round_s_by_drafted, stats.token_s = [0.0] * config.gamma, []
+        draft_s, table = self._prices_of(config)
+        seconds = {n: (n * draft_s * factor, machine.verify_s(n, table) * factor) for n in {n for n, _ in taken.steps}}
+        for drafted, num_tokens in taken.steps:
+            if not drafted:
                 stats.target_only_s += alone_s * factor
                 stats.add_step(alone_s * factor, 1)
                 continue
-            drafts_s, verify_s = one.drafted * draft_s * factor, machine.verify_s(one.drafted, table) * factor
-            stats.count_round(one.drafted, one.accepted, looked_up=False)
-            stats.count_seconds(one.drafted, drafts_s + verify_s, looked_up=False)
+            drafts_s, verify_s = seconds[drafted]
+            stats.count_seconds(drafted, drafts_s + verify_s, looked_up=False)
             stats.draft_s += drafts_s
             stats.verify_s += verify_s
-            stats.add_step(drafts_s + verify_s, one.accepted + 1)
-        stats.num_emitted = length
-        stats.num_cut = max(0, len(stats.token_s) + 1 - length)
-        del stats.token_s[length - 1 :]
+            stats.add_step(drafts_s + verify_s, num_tokens)
+        del stats.token_s[stats.num_emitted - 1 :]
         return stats
+
+    def _prices_of(self, config: DecodeConfig) -> tuple[float, tuple[float, ...]]:
+        if config not in self._prices:
+            prices, mask = self.machine.prices, config.skip_mask
+            draft_s = prices.draft_s(mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
+            self._prices[config] = draft_s, prices.verifications_s(mask, share_prefix=config.share_prefix)
+        return self._prices[config]
 
 
 class TabularForcing:
@@ -253,9 +254,30 @@ class NothingToWatch:
         return facts | {"before": moment, "after": moment}
 
 
-@lru_cache(maxsize=1 << 14)
-def _rounds(table: Table, place: int, config: DecodeConfig) -> list[Round]:
-    return whole_rounds(TabularForcing(table, [place]), table.rows([place]), config)
+@dataclass(frozen=True)
+class _Steps:
+    """What decoding one text under one config does, wrong drafts' own drafts included; no seconds yet."""
+
+    counts: DecodeStats
+    steps: tuple[tuple[int, int], ...]
+    """(Tokens drafted, 0 for the target alone; tokens emitted) of each."""
+
+
+@lru_cache(maxsize=1 << 13)
+def _steps_of(table: Table, place: int, config: DecodeConfig) -> _Steps:
+    """The same in every run, so all runs of a process share it."""
+    rounds = whole_rounds(TabularForcing(table, [place]), table.rows([place]), config)
+    text = table.text(place)
+    counts = DecodeStats(num_prompt_tokens=len(text.prompt_ids), num_emitted=len(text.continuation_ids))
+    counts.make_room(config.gamma)
+    for one in rounds:
+        if one.drafted:
+            counts.count_round(one.drafted, one.accepted, looked_up=False)
+        else:
+            counts.num_target_only += 1
+    steps = tuple((one.drafted, one.accepted + 1) for one in rounds)
+    counts.num_cut = max(0, 1 + sum(num_tokens for _, num_tokens in steps) - counts.num_emitted)
+    return _Steps(counts, steps)
 
 
 def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) -> list[Round]:
