@@ -475,12 +475,18 @@ class Predictor:
         table = _verifications_s(cost, drafted_by, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
-        forcing = self._forcing if full_fidelity else self._first
-        if isinstance(forcing, Replays):
-            counts = forcing.replay(drafted_by, grid, table[0])
+        parts = [self._first] if self._more is None or not full_fidelity else [self._first, self._more]
+        able = [one for one in parts if isinstance(one, Replays)]
+        if len(able) == len(parts):
+            counts = Counts.join([one.replay(drafted_by, grid, table[0]) for one in able])
         else:
-            lookup = lambda one: self._lookup(one).select(texts).narrowed(width)  # noqa: E731
-            counts = replay(readings, rows, grid, table, lookup)
+            counts = replay(
+                readings,
+                rows,
+                grid,
+                table,
+                lambda one: self._lookup(one).select(texts).narrowed(width),
+            )
         plain, watched = (cost.draft_s(drafted_by, threshold=threshold) for threshold in (False, True))
         watches = (grid.draft_threshold > 0) | (grid.sibling_threshold < 1.0)
         return _logs_at(cost, counts, rows, np.where(watches, watched, plain))

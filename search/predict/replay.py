@@ -14,7 +14,7 @@ What a lookup proposes follows from the text alone, so rounds of looked-up token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,12 @@ class Counts:
     target_only: Floats
     verify_s: Floats
     """Seconds of the rounds' verifications, from the table given; zero without one."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Counts]) -> Counts:
+        """Of the same settings on several sets of texts, one after the other."""
+        arrays = ([getattr(one, each.name) for one in parts] for each in fields(cls))
+        return cls(*(np.concatenate(one, axis=1) for one in arrays))
 
     def total(self) -> Floats:
         """(S, 3): drafts of both kinds, verifications and target-only steps over all texts."""

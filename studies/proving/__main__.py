@@ -19,7 +19,7 @@ from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from studies.proving.ablations import ABLATIONS, AT_HALF_AND_DOUBLE
 from studies.proving.costs import COSTS
-from studies.proving.jobs import Job, scores_of
+from studies.proving.jobs import Job, in_turns, scores_of
 from studies.proving.make import READINGS, SUFFIX
 from studies.proving.optima import known_optima, table_names
 from studies.proving.runner import Case
@@ -117,7 +117,7 @@ def benchmark(args: argparse.Namespace) -> int:
     command = f"python -m {PROG} {shlex.join(args.command)}".strip()
     journal = None if args.out is None else Journal(args.out.with_suffix(".runs.jsonl"))
     scores = finished_runs(journal, {"command": command, "commit": commit})
-    for score in scores_of(jobs[len(scores) :], args.processes):
+    for score in scores_of(in_turns(jobs, args.processes)[len(scores) :], args.processes):
         scores.append(score)
         if journal is not None:
             journal.append(asdict(score))

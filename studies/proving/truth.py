@@ -39,16 +39,18 @@ class Steps:
         Cost: a tenth of a second for 1,296 settings on 100 texts of 32 tokens.
         """
         moves = _moves(table, mask, settings, places, depth)
-        width = moves.shape[-1]
-        flat, starts = moves.reshape(-1), np.arange(moves.shape[0] * moves.shape[1]) * width
-        counts = np.zeros((*moves.shape[:2], table.space.gamma_max + 1), dtype=np.uint8)
-        flat_counts, row = counts.reshape(-1), np.zeros(len(starts), dtype=np.int64)
-        alive = np.arange(len(starts))
-        while len(alive):
-            move = flat[starts[alive] + row[alive]]
-            flat_counts[alive * counts.shape[-1] + move // _MOVE] += 1
-            row[alive] += move % _MOVE
-            alive = alive[row[alive] < width - 1]
+        width, num_counts = moves.shape[-1], table.space.gamma_max + 1
+        counts = np.zeros((*moves.shape[:2], num_counts), dtype=np.uint8)
+        flat, flat_counts = moves.reshape(-1), counts.reshape(-1)
+        walker = np.arange(moves.shape[0] * moves.shape[1], dtype=np.int32)
+        at, base = walker * width, walker * num_counts
+        end = at + (width - 1)
+        while len(at):
+            move = flat.take(at)
+            flat_counts[base + move // _MOVE] += 1
+            at += move % _MOVE
+            goes_on = at < end
+            at, base, end = at[goes_on], base[goes_on], end[goes_on]
         return cls(settings, counts, width - 1)
 
     def log_speedups(self, prices: Prices, mask: SkipMask, *, share_prefix: bool = False) -> Floats:
