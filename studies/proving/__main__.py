@@ -32,6 +32,7 @@ CHECKPOINTS = (1, 5, 25, 100, 200)
 RUNS = ".runs.jsonl.xz"
 """Ends the name of the file beside the output that holds every run."""
 TRIALS = 25
+SEEDS = 20
 DEFAULT_STRATEGIES = (
     OURS,
     *(f"{name}{more}" for name in ("layerskip", "draft-verify", "random") for more in ("", "+settings")),
@@ -60,7 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"who proposes, of {', '.join(STRATEGIES)}, or {OURS}:PART[+PART] without these parts of it, of "
         f"{', '.join(ABLATIONS)}, or with a constant at half or double, as in {next(iter(AT_HALF_AND_DOUBLE))}",
     )
-    add("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ... [1]")
+    add("--seeds", type=int, default=SEEDS, help=f"runs of each, seeds 0, 1, ... [{SEEDS}]")
     add("--trials", type=int, default=TRIALS, help=f"of each run [{TRIALS}]")
     add("--ablations", action="store_true", help="ours with each of its parts left out, instead of --strategies")
     add("--constants", action="store_true", help="ours with each of its constants at half and double, likewise")

@@ -66,8 +66,9 @@ class Table:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the readings and texts: two tables with the same one are the same table, in whichever process."""
-        found = hashlib.sha256(repr((self.space, self.num_tuning, self.num_confirming)).encode())
+        """Of all that it holds: two tables with the same one are the same table, in whichever process."""
+        facts = json.dumps(dict(self.facts), sort_keys=True)
+        found = hashlib.sha256(repr((self.space, self.num_tuning, self.num_confirming, facts)).encode())
         for name in _ARRAYS:
             found.update(getattr(self, name).tobytes())
         return found.digest()

@@ -199,7 +199,7 @@ class TabularForcing:
         return self._table.reading(mask, places, depth)
 
     def replay(self, mask: SkipMask, settings: Settings, verify_s: Floats) -> Counts:
-        """See `search.predict.predictor.Replays`. Raises: ValueError for settings that look tokens up or have siblings."""
+        """See `search.predict.predictor.Replays`. Raises: ValueError for settings with lookups or siblings."""
         if settings.lookups != (None,) or settings.siblings:
             raise ValueError("settings: a table knows drafts under a mask alone, got lookups or siblings")
         return GridSteps.of(self._table, mask).replay(settings, self._all_places, verify_s)
