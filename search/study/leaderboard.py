@@ -203,19 +203,20 @@ class _Fit:
         self.pairs = np.bincount(config)
         self.interaction_weight: float = 1.0 if all_forecast else 0.0
         centred = interaction - (np.bincount(config, interaction) / self.pairs)[config]
+        total = float(centred @ centred) + _INTERACTION_PRIOR
         seen = np.bincount(prompt)
+        strength = seen + 1
         self.prompts = np.zeros(len(seen))
         first, unseen = np.flatnonzero(seen[:num_first]), seen == 0
         adjusted = log - self.interaction_weight * interaction
         for _ in range(_SWEEPS):
             self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
-            self.prompts = np.bincount(prompt, adjusted - self.configs[config]) / (seen + 1)
-            shift = self.prompts[first].mean() if len(first) else 0.0
-            self.prompts -= shift
+            self.prompts = np.bincount(prompt, adjusted - self.configs[config]) / strength
+            if len(first):
+                self.prompts -= np.add.reduce(self.prompts[first]) / len(first)
             self.prompts[unseen] = 0.0
             if all_forecast:
                 followed = float(centred @ (log - self.prompts[prompt])) + _INTERACTION_PRIOR
-                total = float(centred @ centred) + _INTERACTION_PRIOR
                 self.interaction_weight = min(max(followed / total, 0.0), 1.0)
                 adjusted = log - self.interaction_weight * interaction
         self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs

@@ -150,20 +150,20 @@ class TabularDecoder:
         machine, stats = self.machine, copy.copy(taken.counts)
         factor, alone_s = machine.factor(), machine.verify_s(0)
         stats.prefill_s = _PREFILL_STEPS * alone_s * factor
-        stats.round_s_by_drafted, stats.token_s = [0.0] * config.gamma, []
         draft_s, table = self._prices_of(config)
-        seconds = {n: (n * draft_s * factor, machine.verify_s(n, table) * factor) for n in {n for n, _ in taken.steps}}
-        for drafted, num_tokens in taken.steps:
-            if not drafted:
-                stats.target_only_s += alone_s * factor
-                stats.add_step(alone_s * factor, 1)
-                continue
-            drafts_s, verify_s = seconds[drafted]
-            stats.count_seconds(drafted, drafts_s + verify_s, looked_up=False)
-            stats.draft_s += drafts_s
-            stats.verify_s += verify_s
-            stats.add_step(drafts_s + verify_s, num_tokens)
-        del stats.token_s[stats.num_emitted - 1 :]
+        drafting = {n: n * draft_s * factor for n, _ in taken.steps}
+        verifying = {n: machine.verify_s(n, table) * factor for n in drafting}
+        step_s = {n: drafting[n] + verifying[n] for n in drafting} | {0: alone_s * factor}
+        seconds = [(step_s[n], num_tokens) for n, num_tokens in taken.steps]
+        rounds = [n for n, _ in taken.steps if n]
+        stats.decode_s = sum([one for one, _ in seconds])
+        stats.draft_s, stats.verify_s = (sum([by_number[n] for n in rounds]) for by_number in (drafting, verifying))
+        stats.target_only_s = sum([step_s[0]] * stats.num_target_only)
+        stats.round_s_by_drafted = [0.0] * config.gamma
+        for n in rounds:
+            stats.count_seconds(n, step_s[n], looked_up=False)
+        each = [one / num_tokens for one, num_tokens in seconds for _ in range(num_tokens)]
+        stats.token_s = each[: stats.num_emitted - 1]
         return stats
 
     def _prices_of(self, config: DecodeConfig) -> tuple[float, tuple[float, ...]]:
