@@ -62,16 +62,6 @@ def test_a_record_leaves_out_what_no_result_is_made_of(bench: Comparison) -> Non
     assert all("value" not in one and "process" not in one["user_attrs"] for one in trials)
 
 
-def test_the_record_of_a_record_is_the_same(bench: Comparison, tmp_path: Path) -> None:
-    bench.run()
-    record = read_record(bench.out / FILE)
-    write_record(record, tmp_path / FILE)
-    assert (tmp_path / FILE).read_bytes() == (bench.out / FILE).read_bytes()
-    assert [run.records[-1].seconds for run in record.runs.values()] == [
-        one["seconds"] for one in sorted(bench.trials(), key=_by_run) if one["number"] == 4
-    ]
-
-
 def test_a_record_from_before_the_ngrams_makes_its_results_without_them(bench: Comparison, tmp_path: Path) -> None:
     """And the others to the last digit."""
     bench.run()
@@ -98,10 +88,6 @@ def _with_tokens(strategies: dict[str, Any], plain: float) -> dict[str, Any]:
         for row in strategy["checkpoints"]:
             row["tokens_per_s"] = row["speedup"] * plain
     return strategies
-
-
-def _by_run(trial: dict[str, Any]) -> tuple[str, int]:
-    return trial["strategy"], trial["seed"]
 
 
 def test_a_comparison_is_not_continued_from_its_record(bench: Comparison) -> None:
