@@ -188,17 +188,6 @@ def _interrupt() -> Exception:
     raise KeyboardInterrupt
 
 
-@pytest.mark.publishes
-def test_an_archive_that_cannot_be_written_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_arguments: object) -> None:
-        raise OSError("no room\nat all")
-
-    monkeypatch.setattr("search.reporting.archive.write_lines", fail)
-    assert bench.run(trials=2, num_confirm_prompts=5, confirm_repeats=1) == 0
-    assert bench.output.getvalue().count(f"\nno {ARCHIVE}: OSError: no room\n") == 1
-    assert bench.paths.report.exists()
-
-
 def test_the_command_writes_it_and_from_an_archive_the_same_again(
     finished: Path, archived: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
