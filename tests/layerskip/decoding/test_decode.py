@@ -137,7 +137,7 @@ def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str) -> No
 
 
 @zoo.each(("llama", "mistral-sliding fused", "gpt2", "mistral-sliding graph"))
-@pytest.mark.parametrize("gamma", [1, 4, 7])
+@pytest.mark.parametrize("gamma", [1, 7])
 def test_end_of_text_at_every_offset_of_a_round(name: str, gamma: int) -> None:
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(5)
     reference = zoo.greedy_reference(name, prompt)
@@ -180,7 +180,7 @@ def test_end_of_text_comes_from_the_models_generation_config() -> None:
     assert model.generate(prompt, max_new_tokens=24, eos_token_id=[]).ids == reference
 
 
-@pytest.mark.parametrize("penalty", [1.3, 3.0, 0.6])
+@pytest.mark.parametrize("penalty", [1.3, 0.6])
 @zoo.each(("llama", "gemma2", "gpt2"))
 def test_repetition_penalty_equals_generate(name: str, penalty: float) -> None:
     model = zoo.layerskip_of(name)
