@@ -155,16 +155,6 @@ def test_an_accepted_sibling_is_shown_as_accepted(demo_model, capsys) -> None:
     assert f"{output.stats.num_sibling_hits} siblings accepted of {output.stats.num_siblings}" in err
 
 
-def test_rejected_drafts_add_up(demo_model) -> None:
-    """All that were drafted and not accepted, but for a last round that was cut before its recovered token."""
-    for gamma, budget in ((1, 30), (3, 31), (7, 33)):
-        out = demo_model.generate(
-            PROMPT, max_new_tokens=budget, config=DecodeConfig(skip_mask=SkipMask.early_exit(12, 3), gamma=gamma)
-        )
-        if out.stats.num_cut == 0:
-            assert sum(map(len, out.rejected.values())) == out.stats.num_drafted - out.stats.num_accepted
-
-
 def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
     arguments = ("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 16, "--compare", "--json")
     assert run(*arguments, "--repeats", 1) == 0
@@ -234,9 +224,6 @@ def test_a_group_has_its_own_setting_and_the_same_text(
     record = json.loads(capsys.readouterr().out)
     assert record["tokens"] == plain.ids
     assert len(record["drafted_by_position"]) == gamma
-    arguments = ("--config", grouped_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--json")
-    assert run(*arguments, "--repeats", 1, *group) == 0
-    assert len(json.loads(capsys.readouterr().out)["drafted_by_position"]) == gamma
 
 
 def test_an_unknown_group_is_one_line(grouped_file: Path, config_file: Path, capsys) -> None:
@@ -286,11 +273,10 @@ def test_it_says_which_regimes_setting_is_used(
     compared = capsys.readouterr()
     assert said in compared.err
     assert re.findall(r"confirmed by the search: ([\d.]+)x", compared.err) == ([] if speedup is None else [speedup])
-    for more in ((), ("--compare", "--repeats", 1)):
-        assert run(*arguments, "--json", *more) == 0
-        record = json.loads(capsys.readouterr().out)
-        assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
-        assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
+    assert run(*arguments, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
+    assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
 
 
 def test_a_config_that_does_not_know_its_regime_says_nothing_of_it(config_file: Path, capsys) -> None:
@@ -333,7 +319,6 @@ BAD_INPUT = {
         ["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--temperature", "-1"],
         "temperature: must be above 0",
     ),
-    "top_p": (["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--top-p", "2"], "top_p: must be in (0, 1]"),
     "threads": (["--model", str(DEMO_MODEL), "--prompt", "x", "--threads", "-2"], "--threads: must be at least 1"),
     "dtype": (["--model", str(DEMO_MODEL), "--prompt", "x", "--dtype", "int3"], "dtype: must be 'auto' or one of"),
     "chat without a template": (["--model", str(DEMO_MODEL), "--chat", "hi"], "has no chat template"),
@@ -351,17 +336,9 @@ BAD_INPUT = {
         ["--model", "m", "--prompt", "x", "--drafter", "suffix", "--max-match", "3"],
         "--max-match: is nothing that suffix has",
     ),
-    "n below 1": (
-        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--min-match", "0"],
-        "min_match: input should be greater than or equal to 1, got '0'",
-    ),
     "longest below shortest": (
         ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--min-match", "3", "--max-match", "2"],
         "max_match: must be at least min_match, 3, got 2",
-    ),
-    "no draft": (
-        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--gamma", "0"],
-        "gamma: must be at least 1 where the drafter is prompt_lookup, got 0",
     ),
     "device": (["--model", str(DEMO_MODEL), "--prompt", "x", "--device", "toaster"], "device: must be"),
 }
@@ -378,30 +355,18 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, capsys) -> None:
     assert expected in err
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a CUDA device")
-def test_cuda_where_there_is_none(config_file: Path, capsys) -> None:
-    assert run("--config", config_file, "--prompt", "x", "--device", "cuda") == 2
-    assert "this machine has 0 of them" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ("[]", "must be a JSON object, got list"),
-        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": -1}', "gamma: input should be greater than"),
-        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": 1, "draft_threshold": 1.5}', "draft_threshold: input"),
         ('{"schema_version": 1, "skip_mask": "12:none", "gamma": 1, "turbo": true}', "turbo: unknown field"),
         ('{"schema_version": 1, "skip_mask": "9:none", "gamma": 1}', "must have the model's 12 layers, got 9"),
     ],
 )
-def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_path: Path, capsys) -> None:
+def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_path: Path, refused) -> None:
     path = tmp_path / "best.json"
     path.write_text(text)
-    assert run("--config", path, "--model", DEMO_MODEL, "--prompt", "x") == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    err = refused(run, "--config", path, "--model", DEMO_MODEL, "--prompt", "x")
     assert expected in err
     assert path.read_text() == text
 

@@ -134,6 +134,8 @@ def test_bad_input_has_the_right_status_and_names_the_field(
     assert len(answer["error"]["message"]) < 1000
     assert answer["error"]["type"] == "invalid_request_error"
     assert headers["x-request-id"]
+    assert headers["content-type"] == "application/json"
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
 def test_the_server_lives_on_after_all_of_it(server: Serving, model: LayerSkipModel) -> None:
