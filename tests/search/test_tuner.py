@@ -219,7 +219,9 @@ GROUPED = [{"prompt": text, "category": "odd" if i % 2 else "even"} for i, text 
 def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The held-out prompts are split off group by group; the config holds a setting for each."""
     study = tmp_path / "study"
-    config = search.tune(*loaded, GROUPED, **FAST | {"per_group": True, "trials": 1, "study": study})
+    records = [{"prompt": one["prompt"], "topic": one["category"]} for one in GROUPED]
+    options = FAST | {"per_group": True, "group_field": "topic", "trials": 1, "study": study}
+    config = search.tune(*loaded, records, **options)
     assert config.groups is not None
     assert list(config.groups) == ["even", "odd"]
     assert config == DecodeConfig.load(study / "best.json")
@@ -230,14 +232,6 @@ def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: py
     for group in config.groups:
         assert model.generate(ids, max_new_tokens=8, group=group).ids == plain
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-def test_groups_of_a_search_that_is_not_kept(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    records = [{"prompt": one["prompt"], "topic": one["category"]} for one in GROUPED]
-    config = search.tune(*loaded, records, **FAST | {"per_group": True, "group_field": "topic", "trials": 1})
-    assert config.groups is not None
-    assert set(config.groups) == {"even", "odd"}
 
 
 @pytest.mark.parametrize(

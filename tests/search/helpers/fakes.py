@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, DecodeStats
 from layerskip.analysis.identity import IdentityReport
@@ -22,6 +26,7 @@ from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
 from search.regime_run import RegimeRun
 from search.stop import StopSignal
+from search.storages.opening import open_storage
 from search.study.fingerprint import Fingerprint, Origin
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
@@ -245,6 +250,18 @@ class Bench:
     def url(self) -> str:
         """Of the storage, where a run is not given another."""
         return f"sqlite:///{self.folder / 'study.db'}" if self.in_sqlite else f"journal:{self.folder / 'study.log'}"
+
+    def study(self, part: str | None = None) -> optuna.Study:
+        """That of the whole, or of a group or regime."""
+        name = f"{self.folder.name}/{part}" if part else self.folder.name
+        return optuna.load_study(study_name=name, storage=open_storage(self.url))
+
+    def trials(self, part: str | None = None) -> list[FrozenTrial]:
+        return self.study(part).get_trials()
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads(self.paths.summary.read_text())
+        return summary
 
     @property
     def tools(self) -> Tools:
