@@ -161,6 +161,8 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         MIN_MATCH_MAX,
         MIN_PROBABILITY,
         SHARE_PREFIX,
+        SIBLING_THRESHOLD,
+        SIBLING_THRESHOLDS,
         SIBLINGS,
         TARGET_THRESHOLD,
         THRESHOLD_MAX,
@@ -188,6 +190,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         params[DRAFT_INT8] = bool(rng.integers(2))
     if space.siblings_max:
         params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
+        params[SIBLING_THRESHOLD] = float(rng.choice(SIBLING_THRESHOLDS))
     if not space.lookup_methods:
         return params
     params |= {

@@ -35,6 +35,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--siblings", type=int, help="of every computed draft token so many next best are verified too; 0 = off"
     )
+    group.add_argument(
+        "--sibling-threshold", type=float, help="only draft tokens below this confidence have siblings; default: all"
+    )
     group.add_argument("--min-match", type=int, help=f"fewest tokens that a lookup goes by; else {NGRAMS.min_match}")
     group.add_argument(
         "--max-match", type=int, help=f"most tokens that n-grams are told apart by; else {NGRAMS.max_match}"
@@ -64,10 +67,10 @@ def setting_by_hand(arguments: argparse.Namespace) -> Callable[[int], DecodeConf
 
 def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> DecodeConfig:
     """The part that computes its drafts."""
-    threshold, siblings = arguments.draft_threshold or 0.0, arguments.siblings or 0
+    names = ("draft_threshold", "siblings", "sibling_threshold")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.draft_weights is None:
-        mask = SkipMask.parse(arguments.mask)
-        return DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold, siblings=siblings)
+        return DecodeConfig(skip_mask=SkipMask.parse(arguments.mask), gamma=gamma, **given)
     from layerskip.drafters.draft_weights import describe_weights
 
     weights = describe_weights(arguments.draft_weights)
@@ -75,9 +78,8 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
         drafter=weights.drafter,
         skip_mask=SkipMask.none(num_layers),
         gamma=gamma,
-        draft_threshold=threshold,
-        siblings=siblings,
         draft_weights=weights,
+        **given,
     )
 
 
@@ -95,7 +97,7 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
                 raise ValueError(f"{flag}: needs --{name.replace('_', '-')}")
     needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": (*TRAINED, "hybrid")}
-    needed |= {"siblings": _COMPUTED}
+    needed |= {"siblings": _COMPUTED, "sibling_threshold": _COMPUTED}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

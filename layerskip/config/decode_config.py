@@ -223,8 +223,11 @@ class _Setting(Frozen):
     """Verification starts behind the layers that the mask keeps whole from layer 0 on, with the hidden states that
     drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
     siblings: Annotated[int, Field(ge=0, le=MAX_SIBLINGS)] = 0
-    """Of every drafted token so many that the draft holds next best are verified too, in the same forward: where the
+    """Of a drafted token so many that the draft holds next best are verified too, in the same forward: where the
     token is wrong and one of them is right, the round goes on by one token. 0 = off."""
+    sibling_threshold: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    """Only drafted tokens with a draft top probability below this have siblings: a draft is seldom wrong where it is
+    sure. 1 = all."""
     lookup: LookupSettings | None = None
     """How tokens are looked up, for every drafter but `layer_skip`."""
     draft_weights: DraftWeights | None = None
@@ -277,6 +280,8 @@ class _Setting(Frozen):
             raise ValueError(f"siblings: must be 0 where gamma is 0, got {self.siblings}")
         if self.siblings and self.share_prefix:
             raise ValueError(f"siblings: must be 0 where share_prefix is on, got {self.siblings}")
+        if self.sibling_threshold < 1.0 and not self.siblings:
+            raise ValueError(f"sibling_threshold: must be 1 where siblings is 0, got {self.sibling_threshold}")
 
     def _check_lookup_alone(self) -> None:
         """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
@@ -315,6 +320,11 @@ class _Setting(Frozen):
     def max_verified(self) -> int:
         """Most tokens that any round verifies, siblings among them."""
         return max(self.gamma * (1 + self.siblings), self.lookup_gamma)
+
+    @property
+    def watches_confidence(self) -> bool:
+        """Whether drafting looks at the top probability of each token that it computes."""
+        return self.draft_threshold > 0.0 or self.sibling_threshold < 1.0
 
     @property
     def drafts_by_mask(self) -> bool:

@@ -21,7 +21,7 @@ from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
-from layerskip.rounds.verifier import Verdict, verify, verify_tree
+from layerskip.rounds.verifier import Siblings, Verdict, verify, verify_tree
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
 LOOKED_UP = "looked-up"
@@ -202,7 +202,7 @@ class DecodeLoop:
         run.stats.draft_s += clock.lap()
         verdict = self._verify_draft(draft, run.context)
         run.stats.verify_s += clock.lap()
-        num_siblings = 0 if draft.siblings is None else draft.siblings.numel()
+        num_siblings = 0 if draft.siblings is None else draft.siblings.ids.numel()
         return _Round(draft.ids.tolist(), verdict, looked_up=draft.looked_up, num_siblings=num_siblings)
 
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
@@ -225,11 +225,11 @@ class DecodeLoop:
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
 
-    def _verify_siblings(self, draft_ids: torch.Tensor, siblings: torch.Tensor, context: Sequence[int]) -> Verdict:
+    def _verify_siblings(self, draft_ids: torch.Tensor, siblings: Siblings, context: Sequence[int]) -> Verdict:
         engine = cast(TreeEngine, self._engine)
         cache = self._engine.cache
-        start, tree = cache.length, DraftTree(*siblings.shape)
-        ids = torch.cat([draft_ids.new_tensor(context[-1:]), draft_ids, siblings.flatten()])
+        start, tree = cache.length, DraftTree(len(draft_ids), siblings.ids.shape[1], siblings.branches)
+        ids = torch.cat([draft_ids.new_tensor(context[-1:]), draft_ids, siblings.ids.flatten()])
         logits = engine.verify_tree(ids, tree)
         verdict = verify_tree(draft_ids, siblings, logits, self._sampler, context, with_prob=self._with_prob)
         if verdict.sibling is not None:

@@ -12,6 +12,7 @@ import torch
 from layerskip.engines.prefix import PrefixStates
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import Starts
+from layerskip.rounds.verifier import Siblings
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class Draft:
     """Found in text and not computed."""
     prefix: PrefixStates | None = None
     """Hidden states that the verification may start from."""
-    siblings: torch.Tensor | None = None
-    """(G, k) int64: in the place of each token so many others to verify."""
+    siblings: Siblings | None = None
 
 
 @dataclass(frozen=True)

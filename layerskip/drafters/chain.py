@@ -11,6 +11,7 @@ import torch
 
 from layerskip.drafters.base import Draft
 from layerskip.rounds.sampling import Sampler, top_probability
+from layerskip.rounds.verifier import Siblings
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,17 @@ class ChainSettings:
     draft_threshold: float = 0.0
     target_threshold: float = 0.0
     siblings: int = 0
+    sibling_threshold: float = 1.0
+
+    @property
+    def watches_confidence(self) -> bool:
+        """See `DecodeConfig`."""
+        return self.draft_threshold > 0.0 or self.sibling_threshold < 1.0
+
+    def branches_at(self, sure: float | None) -> bool:
+        """Whether a token of this top probability has siblings."""
+        everywhere = self.sibling_threshold == 1.0
+        return self.siblings > 0 and (everywhere or (sure is not None and sure < self.sibling_threshold))
 
 
 @dataclass(frozen=True)
@@ -68,11 +80,12 @@ class ChainDrafter(Generic[SettingsT]):
     def chain(
         self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]
     ) -> Draft:
-        """Up to `count` tokens after the context, and what comes next best in the place of each, where that is asked;
-        see `steps`."""
+        """Up to `count` tokens after the context, and what comes next best in their places, where that is asked; see
+        `steps`."""
         steps = list(self.steps(context, count, next_logits))
-        siblings = [one.siblings for one in steps if one.siblings is not None]
-        return Draft(torch.cat([one.token for one in steps]), siblings=torch.cat(siblings) if siblings else None)
+        found = {place: one.siblings for place, one in enumerate(steps) if one.siblings is not None}
+        siblings = Siblings(torch.cat(list(found.values())), tuple(found)) if found else None
+        return Draft(torch.cat([one.token for one in steps]), siblings=siblings)
 
     def steps(
         self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]
@@ -82,7 +95,7 @@ class ChainDrafter(Generic[SettingsT]):
         next_logits: (1, V) after the token just drafted, or after the context for None. Cost: one device sync a token
         with a threshold or a penalty, else none.
         """
-        sampler, threshold, num_siblings = self._sampler, self._settings.draft_threshold, self._settings.siblings
+        sampler, own = self._sampler, self._settings
         needs_ids = sampler.params.repetition_penalty != 1.0
         seen, last = list(context) if needs_ids else context, None
         for place in range(len(context), len(context) + count):
@@ -90,9 +103,10 @@ class ChainDrafter(Generic[SettingsT]):
             last = sampler.choose(logits, place)
             if needs_ids:
                 seen = [*seen, int(last)]
-            sure = float(top_probability(logits)) if threshold > 0.0 else None
-            yield Step(last, sure, sampler.siblings(logits, place, last, num_siblings) if num_siblings else None)
-            if sure is not None and sure < threshold:
+            sure = float(top_probability(logits)) if own.watches_confidence else None
+            siblings = sampler.siblings(logits, place, last, own.siblings) if own.branches_at(sure) else None
+            yield Step(last, sure, siblings)
+            if sure is not None and sure < own.draft_threshold:
                 break
 
 
@@ -104,4 +118,4 @@ class Step:
     sure: float | None
     """The top probability, where a threshold looks at it."""
     siblings: torch.Tensor | None
-    """(1, k): what comes next best in its place; None where that is not asked."""
+    """(1, k): what comes next best in its place; None where it has none."""

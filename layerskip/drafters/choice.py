@@ -47,6 +47,7 @@ def make_drafter(
         config.draft_threshold,
         config.target_threshold,
         config.siblings,
+        config.sibling_threshold,
         skip_mask=config.skip_mask,
         share_prefix=config.share_prefix,
     )
@@ -63,6 +64,7 @@ def _by_weights(
         config.draft_threshold,
         config.target_threshold,
         config.siblings,
+        config.sibling_threshold,
         draft_vocab=weights.draft_vocab,
     )
     found = loaded_weights(engine, weights)

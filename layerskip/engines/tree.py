@@ -1,4 +1,4 @@
-"""DraftTree: drafted tokens and, beside each, siblings of it, in one verification: where they stand, what they see."""
+"""DraftTree: drafted tokens and siblings beside some of them, in one verification: where they stand, what they see."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from layerskip.huggingface.rounding import logit_difference
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Rows of a verification: the last emitted token, the drafts, then the siblings of the first draft, of the second,
-    and so on. A sibling is a leaf: it stands at the position of the draft in whose place it is, and sees what comes
-    before that, and itself.
+    """Rows of a verification: the last emitted token, the drafts, then the siblings of the first draft that has any, of
+    the second, and so on. A sibling is a leaf: it stands at the position of the draft in whose place it is, and sees
+    what comes before that, and itself.
     """
 
     num_drafts: int
     siblings: int
-    """Of each draft."""
+    """Of each draft that has any."""
+    branches: tuple[int, ...]
+    """Which of the drafts have, counted from 0, ascending."""
 
     @property
     def num_rows(self) -> int:
-        return 1 + self.num_drafts * (1 + self.siblings)
+        return 1 + self.num_drafts + len(self.branches) * self.siblings
 
     def positions(self, start: int, device: torch.device) -> torch.Tensor:
         """(R,) int64, the last emitted token standing at `start`."""
-        chain = torch.arange(start, start + self.num_drafts + 1, device=device)
-        return torch.cat([chain, chain[1:].repeat_interleave(self.siblings)])
+        own = [start + 1 + place for place in self.branches for _ in range(self.siblings)]
+        return torch.tensor([*range(start, start + self.num_drafts + 1), *own], device=device)
 
     def visible(self, start: int, window: int | None, device: torch.device) -> torch.Tensor:
         """(R, keys) boolean: which keys each row sees. The keys are those of the cache from the first position that any
@@ -59,7 +61,7 @@ class TreeEngine(Protocol):
         ...
 
 
-_CONTEXT, _TREE = 5, DraftTree(num_drafts=3, siblings=2)
+_CONTEXT, _TREE = 5, DraftTree(num_drafts=3, siblings=2, branches=(0, 2))
 
 
 def tree_refusal(engine: Engine, adapter: ModelAdapter) -> str | None:
@@ -89,7 +91,8 @@ def _matches_chains(engine: Any, adapter: ModelAdapter) -> bool:
     context, chain, siblings = ids[:start], ids[start:end], ids[end:]
     last = len(siblings) - 1
     """A sibling of the last draft, which is accepted."""
-    paths = [torch.cat([chain[: 1 + i // tree.siblings], siblings[i : i + 1]]) for i in range(last + 1)]
+    places = [place for place in tree.branches for _ in range(tree.siblings)]
+    paths = [torch.cat([chain[: 1 + place], siblings[i : i + 1]]) for i, place in enumerate(places)]
     expected = []
     for path in (chain, *paths, torch.cat([paths[last], context[:1]])):
         with engine.session(len(context) + len(path)):

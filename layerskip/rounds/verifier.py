@@ -37,6 +37,16 @@ class Sibling:
     """Among all rows of the verification."""
 
 
+@dataclass(frozen=True, eq=False)
+class Siblings:
+    """Tokens to verify besides, each in the place of a drafted one."""
+
+    ids: torch.Tensor
+    """(B, k) int64: of each draft that has any."""
+    branches: tuple[int, ...]
+    """Which of the drafts have, (B,), counted from 0, ascending."""
+
+
 def verify(
     draft_ids: torch.Tensor, target_logits: torch.Tensor, sampler: Sampler, place: int, *, with_prob: bool = True
 ) -> Verdict:
@@ -70,7 +80,7 @@ def verify(
 
 def verify_tree(
     draft_ids: torch.Tensor,
-    siblings: torch.Tensor,
+    siblings: Siblings,
     logits: torch.Tensor,
     sampler: Sampler,
     context: Sequence[int],
@@ -81,21 +91,22 @@ def verify_tree(
 
     The target chooses as ever, and a sibling is accepted only if it is that choice: nothing else can be emitted.
 
-    Shapes: draft_ids (G,) and siblings (G, k) int64; logits (1 + G + G * k, V), not shaped: those of the drafts, as in
-    `verify`, then row by row those that follow each sibling. Cost: one device sync, a second where a draft token is
+    Shapes: draft_ids (G,) int64; logits (1 + G + B * k, V), not shaped: those of the drafts, as in `verify`, then row
+    by row those that follow each sibling. Cost: one device sync, a second where a draft token that has siblings is
     wrong, a third where a sibling is right.
     """
-    num_drafts, count = siblings.shape
+    num_drafts, count = len(draft_ids), siblings.ids.shape[1]
     chain = sampler.shape(logits[: num_drafts + 1], context, draft_ids)
     verdict = verify(draft_ids, chain, sampler, len(context), with_prob=with_prob)
     place = verdict.num_accepted
-    if place == num_drafts:
+    if place not in siblings.branches:
         return verdict
-    others: list[int] = siblings[place].tolist()
+    branch = siblings.branches.index(place)
+    others: list[int] = siblings.ids[branch].tolist()
     if verdict.next_token not in others:
         return verdict
     token = verdict.next_token
-    row = 1 + num_drafts + place * count + others.index(token)
+    row = 1 + num_drafts + branch * count + others.index(token)
     so_far = [*context, *draft_ids[:place].tolist(), token]
     after = verify(
         draft_ids[:0], sampler.shape(logits[row : row + 1], so_far), sampler, len(so_far), with_prob=with_prob

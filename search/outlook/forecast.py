@@ -155,7 +155,7 @@ class Candidates:
             share = [config.share_prefix] if self._space.share_prefix else []
             first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
             lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
-            siblings = [config.siblings] if self._space.siblings_max else []
+            siblings = [[config.siblings, config.sibling_threshold]] if self._space.siblings_max else []
             rows.append([*row, round(one.log_speedup, 5), *share, *siblings, *first, *lookup])
         return rows
 
@@ -165,7 +165,7 @@ class Candidates:
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
             share = bool(more and more.pop(0)) if self._space.share_prefix else False
-            siblings = int(more.pop(0)) if self._space.siblings_max else 0
+            siblings, below = more.pop(0) if self._space.siblings_max else (0, 1.0)
             weights = self._weights_called(mask)
             alone: DrafterName = "layer_skip" if weights is None else weights.drafter
             config = DecodeConfig(
@@ -177,6 +177,7 @@ class Candidates:
                 target_threshold=target_threshold,
                 share_prefix=share,
                 siblings=siblings,
+                sibling_threshold=below,
                 lookup=lookup,
             )
             first = float(more[0]) if more else None

@@ -8,7 +8,7 @@ next, while that of the trials hardly moves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,12 @@ from search.study.attributes import (
     DRAFT_WEIGHTS,
     LOOKUP_COUNTS,
     LOOKUP_ROUNDS,
+    NUM_SIBLINGS,
     PLAIN_STEP,
     ROUNDS,
     SKIP_MASK,
 )
-from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX, SIBLINGS, WEIGHTS_SIBLINGS
+from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX, SIBLING_THRESHOLD, SIBLINGS
 
 Floats = NDArray[np.float64]
 
@@ -67,8 +68,8 @@ class _Steps:
     num_drafted: int
     rounds: tuple[tuple[int, int, float], ...]
     """(drafts, how many rounds had so many, one such round), all drafted under the mask."""
-    siblings: int
-    """Of each of these drafts, verified beside it."""
+    siblings: float
+    """Of each of these drafts on average, verified beside it."""
     prefix: int
     """Layers behind which these verify, 0 where they share none."""
     lookups: tuple[tuple[int, int, float], ...]
@@ -82,6 +83,8 @@ def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStat
         return {}
     attributes: dict[str, Any] = {PLAIN_STEP: steps.decode_s / steps.num_target_only}
     attributes |= {ROUNDS: rounds.round_s_by_drafted, COUNTS: rounds.rounds_by_drafted}
+    if rounds.num_siblings:
+        attributes |= {NUM_SIBLINGS: rounds.num_siblings}
     if rounds.num_lookup_rounds:
         attributes |= {LOOKUP_ROUNDS: rounds.lookup_round_s_by_drafted, LOOKUP_COUNTS: rounds.lookup_rounds_by_drafted}
     return attributes
@@ -146,14 +149,20 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     return _Steps(
         weights=named(DraftWeights(**weights)) if (weights := attrs.get(DRAFT_WEIGHTS)) else None,
         mask=mask,
-        kept=(*kept_of(mask), float(trial.params.get(DRAFT_THRESHOLD, 0.0) > 0.0)),
+        kept=(*kept_of(mask), float(_watches_confidence(trial.params))),
         draft=draft,
         num_drafted=num_drafted,
         rounds=_rounds(counts, round_s, plain_s),
-        siblings=0 if prefix else int(trial.params.get(SIBLINGS, trial.params.get(WEIGHTS_SIBLINGS, 0))),
+        siblings=attrs.get(NUM_SIBLINGS, 0) / max(1, num_drafted),
         prefix=0 if prefix is None else prefix.depth,
         lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
     )
+
+
+def _watches_confidence(params: Mapping[str, Any]) -> bool:
+    """Whether a draft under a mask looks at its confidence."""
+    branches_there = params.get(SIBLINGS, 0) > 0 and params.get(SIBLING_THRESHOLD, 1.0) < 1.0
+    return bool(branches_there or params.get(DRAFT_THRESHOLD, 0.0) > 0.0)
 
 
 def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> tuple[tuple[int, int, float], ...]:
@@ -241,7 +250,7 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
         # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
         shared = one.prefix * layer
         by_mask = [
-            (n * (1 + one.siblings), count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
+            (round(n * (1 + one.siblings)), count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
             for n, count, seconds in one.rounds
             if shared < _MOST_SHARED
         ]

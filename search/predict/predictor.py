@@ -20,12 +20,13 @@ from search.predict.costs import CostModel
 from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
 from search.predict.learnt_costs import CostLearner
 from search.predict.lookup_readings import LookupReadings, read_lookups
-from search.predict.replay import Counts, Floats, Round, Settings, TextRows, replay, walk
+from search.predict.replay import Counts, Floats, Round, Settings, SiblingRows, TextRows, replay, walk
 from search.study.lookup_choice import LookupChoice
 from search.study.space import (
     FACTORS,
     LOOKUP_GAMMA_MAX,
     MIN_MATCH_MAX,
+    SIBLING_THRESHOLDS,
     THRESHOLD_MAX,
     THRESHOLD_STEP,
     lookup_settings,
@@ -277,33 +278,43 @@ class Predictor:
         return Predicted(config, float(np.exp(log)))
 
     def with_siblings(self, one: Predicted, most: int, *, full_fidelity: bool = False) -> Predicted | None:
-        """The same thresholds with the best number of siblings, 1..most, and the gamma that suits it, as far as costs
-        of verifying so many are known; None where not even one is worth it. Cost: a replay of a few gammas, or two."""
-        config, best = one.config, one
+        """The same thresholds with the best number of siblings, 1..most, where to have them, and the gamma that suits,
+        as far as costs of verifying so many are known; None where not even one is worth it.
+
+        Cost: four replays of a few gammas for each number of siblings up to the first that is not worth it."""
+        best = one
         for siblings in range(1, most + 1):
-            gammas = range(1, min(config.gamma + 1, self._most_drafts(siblings)) + 1)
-            if not gammas:
+            found = [self._with_siblings(one.config, siblings, below, full_fidelity) for below in SIBLING_THRESHOLDS]
+            better = [each for each in found if each is not None and each.speedup > best.speedup]
+            if not better:
                 break
-            thresholds = [config.draft_threshold], [config.target_threshold]
-            grid = replace(Settings.grid(list(gammas), *thresholds, [LookupChoice.of(config)]), siblings=siblings)
-            found = self._best(config.drafted_by, grid, full_fidelity=full_fidelity)
-            if found.speedup <= best.speedup:
-                break
-            best = found
+            best = max(better, key=lambda each: each.speedup)
         return None if best is one else best
+
+    def _with_siblings(
+        self, config: DecodeConfig, siblings: int, below: float, full_fidelity: bool
+    ) -> Predicted | None:
+        gammas = range(1, min(config.gamma + 1, self._most_drafts(siblings)) + 1)
+        if not gammas:
+            return None
+        thresholds = [config.draft_threshold], [config.target_threshold]
+        grid = Settings.grid(list(gammas), *thresholds, [LookupChoice.of(config)])
+        grid = replace(grid, siblings=siblings, sibling_threshold=below)
+        return self._best(config.drafted_by, grid, full_fidelity=full_fidelity)
 
     def _most_drafts(self, siblings: int) -> int:
         """Of a round whose verification has a measured cost."""
         return min(self._gamma_max, (len(self.cost.verify_s) - 1) // (1 + siblings))
 
-    def surface(
-        self, mask: SkipMask, target_threshold: float, *, share_prefix: bool = False, siblings: int = 0
-    ) -> tuple[Floats, Floats, Floats]:
-        """(gammas, draft thresholds, speedups (gammas, thresholds)) of a mask on all texts, for plotting."""
+    def surface(self, config: DecodeConfig) -> tuple[Floats, Floats, Floats]:
+        """(gammas, draft thresholds, speedups (gammas, thresholds)) on all texts of what else this config has, for
+        plotting."""
         thresholds = np.arange(0.0, THRESHOLD_MAX + 1e-9, THRESHOLD_STEP)
-        gammas = np.arange(1, self._most_drafts(siblings) + 1)
-        grid = replace(Settings.grid(gammas.tolist(), thresholds.tolist(), [target_threshold]), siblings=siblings)
-        logs = self._text_logs(mask, grid, full_fidelity=True, share_prefix=share_prefix).mean(axis=1)
+        gammas = np.arange(1, self._most_drafts(config.siblings) + 1)
+        grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [config.target_threshold])
+        grid = replace(grid, siblings=config.siblings, sibling_threshold=config.sibling_threshold)
+        share_prefix = config.share_prefix
+        logs = self._text_logs(config.skip_mask, grid, full_fidelity=True, share_prefix=share_prefix).mean(axis=1)
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
 
@@ -343,7 +354,7 @@ class Predictor:
         """One computed draft token; 0 where none is."""
         if not config.computes_drafts:
             return 0.0
-        return self.cost.draft_s(config.drafted_by, threshold=config.draft_threshold > 0)
+        return self.cost.draft_s(config.drafted_by, threshold=config.watches_confidence)
 
     def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
         """Counts (1, P) of one config on the texts at these places, ascending; on all without.
@@ -377,6 +388,7 @@ class Predictor:
                 strict=True,
             )
         )
+        siblings = None if config.siblings == 0 else SiblingRows(reading, Settings.of(config))
         by_mask_s, looked_up_s = _verifications_s(self.cost, config.drafted_by, share_prefix=config.share_prefix)
         drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
         for one in rounds:
@@ -386,7 +398,9 @@ class Predictor:
             looked_up[0, one.text] += one.looked_up
             num_rounds[0, one.text] += count > 0
             alone[0, one.text] += count == 0
-            verified = by_mask * (1 + config.siblings) + one.looked_up
+            verified = by_mask + one.looked_up
+            if siblings is not None:
+                verified += int(siblings.count(one.text, one.row, by_mask))
             verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[verified] if count else 0.0
         return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
@@ -417,6 +431,7 @@ class Predictor:
             draft_threshold=snap_threshold(float(grid.draft_threshold[i])),
             target_threshold=snap_threshold(float(grid.target_threshold[i])),
             siblings=grid.siblings,
+            sibling_threshold=grid.sibling_threshold,
             **fields,
         )
 
@@ -460,7 +475,8 @@ class Predictor:
             lambda one: self._lookup(one).select(texts).narrowed(width),
         )
         plain, watched = (cost.draft_s(drafted_by, threshold=threshold) for threshold in (False, True))
-        return _logs_at(cost, counts, rows, np.where(grid.draft_threshold > 0, watched, plain))
+        watches = (grid.draft_threshold > 0) | (grid.sibling_threshold < 1.0)
+        return _logs_at(cost, counts, rows, np.where(watches, watched, plain))
 
     def _lookup(self, settings: LookupSettings) -> LookupReadings:
         """On all texts; those on the first ones are its first rows."""

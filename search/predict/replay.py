@@ -71,7 +71,9 @@ class Settings:
     lookups: tuple[LookupChoice | None, ...] = (None,)
     """None: nothing is looked up."""
     siblings: int = 0
-    """Of every computed draft token, the same for all settings."""
+    """Of a computed draft token, the same for all settings."""
+    sibling_threshold: float = 1.0
+    """Tokens whose top probability is below it have them; the same for all settings."""
 
     @classmethod
     def grid(
@@ -107,7 +109,7 @@ class Settings:
         if choice is not None and not config.computes_drafts:
             return cls.of_lookups([choice])
         one = cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
-        return replace(one, siblings=config.siblings)
+        return replace(one, siblings=config.siblings, sibling_threshold=config.sibling_threshold)
 
     @property
     def most_verified(self) -> int:
@@ -233,7 +235,9 @@ def walk(
             accepted = drafted - wrong
             hit = False
             if wrong and config.siblings and reading.ranks is not None:
-                hit = 0 < reading.ranks[min(accepted, depth), text, row + accepted] <= config.siblings
+                at = min(accepted, depth), text, row + accepted
+                unsure_there = config.sibling_threshold >= 1.0 or reading.confidence[at] < config.sibling_threshold
+                hit = bool(unsure_there and 0 < reading.ranks[at] <= config.siblings)
             open_ended = wrong and not unsure and drafted < room
             found.append(Round(text, row, drafted, accepted, room, open_ended, hit=hit))
             emitted += accepted + hit + 1
@@ -359,8 +363,8 @@ def _run(reading: DraftReadings, steps: _Steps, table: Floats) -> Counts:
     """Every (setting, text) walks through its rounds, all of them side by side."""
     shape = (len(steps.settings), steps.num_texts)
     until_wrong = drafts_before(reading.accepted == 0.0)
-    siblings = steps.settings.siblings
-    is_hit = _hits(reading.ranks, until_wrong, siblings) if siblings and reading.ranks is not None else None
+    siblings = SiblingRows(reading, steps.settings) if steps.settings.siblings else None
+    is_hit = None if siblings is None else siblings.hits(until_wrong)
     drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
     setting, text = (axis.reshape(-1) for axis in np.indices(shape))
     emitted = np.ones(len(setting), dtype=np.int64)
@@ -375,7 +379,9 @@ def _run(reading: DraftReadings, steps: _Steps, table: Floats) -> Counts:
         looked_up[alive] += step.looked_up
         rounds[alive] += ~alone
         target_only[alive] += alone
-        verified = step.drafted * (1 + siblings) + step.looked_up
+        verified = step.drafted + step.looked_up
+        if siblings is not None:
+            verified += siblings.count(where, at - 1, step.drafted)
         verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), verified])
         right = until_wrong[where, at - 1]
         kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, right))
@@ -386,12 +392,34 @@ def _run(reading: DraftReadings, steps: _Steps, table: Floats) -> Counts:
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
 
 
-def _hits(ranks: NDArray[np.uint8], until_wrong: Ints, siblings: int) -> NDArray[np.bool_]:
-    """(P, T): whether a sibling of the first wrong draft of a round that starts at each place is right."""
-    places = np.minimum(np.arange(ranks.shape[2]) + until_wrong, ranks.shape[2] - 1)
-    rank = ranks[np.minimum(until_wrong, len(ranks) - 1), np.arange(ranks.shape[1])[:, None], places]
-    found: NDArray[np.bool_] = (rank > 0) & (rank <= siblings)
-    return found
+class SiblingRows:
+    """Siblings of the drafts of a round that starts at each place of each text."""
+
+    def __init__(self, reading: DraftReadings, settings: Settings) -> None:
+        flags = np.full(reading.accepted.shape, fill_value=True)
+        if settings.sibling_threshold < 1.0:
+            flags = reading.confidence < settings.sibling_threshold
+        self._flags = flags
+        """At every depth and place, whether the draft there has any."""
+        self._reading, self._settings = reading, settings
+        # Drafts beyond the text are taken to be unsure.
+        ahead = [_ahead(flags[min(d, len(flags) - 1)], d, filler=True) for d in range(int(settings.gamma.max()))]
+        self._until = settings.siblings * np.cumsum([np.zeros_like(ahead[0], dtype=np.int64), *ahead], axis=0)
+
+    def count(self, text: Ints | int, row: Ints | int, drafted: Ints | int) -> Ints:
+        """Of rounds that start at these places, of so many drafts."""
+        found: Ints = self._until[drafted, text, row]
+        return found
+
+    def hits(self, until_wrong: Ints) -> NDArray[np.bool_]:
+        """(P, T): whether one of a round's first wrong draft, which comes after so many right ones, is right."""
+        ranks = self._reading.ranks
+        assert ranks is not None
+        depth, num_texts, width = ranks.shape
+        places = np.minimum(np.arange(width) + until_wrong, width - 1)
+        at = np.minimum(until_wrong, depth - 1), np.arange(num_texts)[:, None], places
+        found: NDArray[np.bool_] = self._flags[at] & (ranks[at] > 0) & (ranks[at] <= self._settings.siblings)
+        return found
 
 
 def drafts_before(flags: NDArray[np.bool_]) -> Ints:
@@ -409,7 +437,7 @@ def drafts_before(flags: NDArray[np.bool_]) -> Ints:
     return distance
 
 
-def _ahead(values: NDArray[Any], count: int, filler: int) -> NDArray[Any]:
+def _ahead(values: NDArray[Any], count: int, filler: int | bool) -> NDArray[Any]:
     """(P, T): what stands `count` places further on."""
     padding = np.full((len(values), count), filler, dtype=values.dtype)
     return np.concatenate([values[:, count:], padding], axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import optuna
 
@@ -32,24 +33,20 @@ def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[
 
     Cost: a reading per mask that is not known any more, some ten milliseconds and about a kilobyte each.
     """
-    around = dict.fromkeys(_place(one.config) for one in entries if one.config.drafter == "layer_skip")
-    stored = []
-    for mask, target_threshold, share_prefix, siblings in around:
-        gammas, thresholds, speedups = predictor.surface(
-            mask, target_threshold, share_prefix=share_prefix, siblings=siblings
-        )
-        stored.append(
+    found: list[dict[str, Any]] = []
+    for config in (one.config for one in entries if one.config.drafter == "layer_skip"):
+        if any(_place(config).items() <= one.items() for one in found):
+            continue
+        gammas, thresholds, speedups = predictor.surface(config)
+        found.append(
             {
-                "skip_mask": str(mask),
-                "target_threshold": target_threshold,
-                "share_prefix": share_prefix,
-                "siblings": siblings,
+                **_place(config),
                 "gammas": [int(one) for one in gammas],
                 "draft_thresholds": [round(float(one), 3) for one in thresholds],
                 "speedups": [[round(float(one), 4) for one in row] for row in speedups],
             }
         )
-    study.set_user_attr(SURFACES, json.dumps(stored, separators=(",", ":")))
+    study.set_user_attr(SURFACES, json.dumps(found, separators=(",", ":")))
 
 
 def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
@@ -57,12 +54,11 @@ def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
     if config.drafter != "layer_skip":
         return None
     for one in json.loads(stored or "[]"):
-        mask = SkipMask.parse(one["skip_mask"])
         # Studies from before there were siblings say nothing of them.
-        if (mask, one["target_threshold"], one["share_prefix"], one.get("siblings", 0)) == _place(config):
+        if _place(config).items() <= ({"siblings": 0, "sibling_threshold": 1.0} | one).items():
             return Surface(
-                mask,
-                one["target_threshold"],
+                config.skip_mask,
+                config.target_threshold,
                 tuple(one["gammas"]),
                 tuple(one["draft_thresholds"]),
                 tuple(tuple(row) for row in one["speedups"]),
@@ -70,6 +66,7 @@ def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
     return None
 
 
-def _place(config: DecodeConfig) -> tuple[SkipMask, float, bool, int]:
+def _place(config: DecodeConfig) -> dict[str, Any]:
     """What a surface does not vary."""
-    return config.skip_mask, config.target_threshold, config.share_prefix, config.siblings
+    names = {"target_threshold", "share_prefix", "siblings", "sibling_threshold"}
+    return {"skip_mask": str(config.skip_mask), **config.model_dump(include=names)}

@@ -22,6 +22,8 @@ from search.study.space import (
     DRAFT_VOCAB,
     GAMMA,
     SHARE_PREFIX,
+    SIBLING_THRESHOLD,
+    SIBLING_THRESHOLDS,
     SIBLINGS,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
@@ -160,6 +162,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
         params[DRAFT_INT8] = bool(rng.integers(2))
     if space.siblings_max:
         params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
+        params[SIBLING_THRESHOLD] = float(rng.choice(SIBLING_THRESHOLDS))
     return params
 
 

@@ -100,6 +100,8 @@ NUM_TARGET_ONLY, FORWARDS = "num_target_only", "forwards"
 DRAFT_S, VERIFY_S, SECONDS = "draft_s", "verify_s", "seconds"
 PLAIN_STEP, ROUNDS, COUNTS = "plain_step_s", "round_s_by_drafted", "rounds_by_drafted"
 """A plain step beside its own steps, and its rounds' seconds and numbers by number of drafts."""
+NUM_SIBLINGS = "num_siblings"
+"""Verified in these rounds; only where there are any."""
 LOOKUP_ROUNDS, LOOKUP_COUNTS = "lookup_round_s_by_drafted", "lookup_rounds_by_drafted"
 """The same of rounds that were looked up; only where there are any."""
 

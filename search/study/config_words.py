@@ -35,5 +35,6 @@ def _describe_computed(config: DecodeConfig) -> str:
     if config.target_threshold:
         text += f", target_threshold {config.target_threshold:g}"
     if config.siblings:
-        text += f", {config.siblings} sibling{'s' if config.siblings > 1 else ''} each"
+        where = "each" if config.sibling_threshold == 1.0 else f"where below {config.sibling_threshold:g}"
+        text += f", {config.siblings} sibling{'s' if config.siblings > 1 else ''} {where}"
     return text + (", share_prefix" if config.share_prefix else "")

@@ -29,6 +29,9 @@ DRAFT_THRESHOLD = "draft_threshold"
 TARGET_THRESHOLD = "target_threshold"
 SHARE_PREFIX = "share_prefix"
 SIBLINGS, WEIGHTS_SIBLINGS = "siblings", "weights.siblings"
+SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD = "sibling_threshold", "weights.sibling_threshold"
+_NEWER = {"drafter", SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD}
+"""Parameters that trials of studies from before there were such do not have."""
 DRAFT_VOCAB = "draft_vocab"
 DRAFT_INT8 = "draft_int8"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
@@ -43,6 +46,8 @@ THRESHOLD_MAX = 0.95
 MIN_MATCH_MAX = 6
 SIBLINGS_MAX = 3
 """Of each draft token: a fourth guess is hardly ever right where three are wrong."""
+SIBLING_THRESHOLDS = (1.0, 0.7, 0.5, 0.3)
+"""Those predicted; any other multiple of the step may be asked for."""
 GAMMA_MAX = 16
 """Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""
 LOOKUP_GAMMA_MAX = 24
@@ -202,6 +207,7 @@ class SearchSpace:
     def distributions(self) -> dict[str, BaseDistribution]:
         """Optuna's view of the space: every parameter that any trial of a study may have."""
         threshold = FloatDistribution(0.0, THRESHOLD_MAX, step=THRESHOLD_STEP)
+        below = FloatDistribution(THRESHOLD_STEP, 1.0, step=THRESHOLD_STEP)
         found: dict[str, BaseDistribution] = {}
         if self.uses_masks:
             found |= {name: CategoricalDistribution([False, True]) for name in self.bit_names}
@@ -217,7 +223,7 @@ class SearchSpace:
             if self.int8:
                 found[DRAFT_INT8] = CategoricalDistribution([False, True])
             if self.siblings_max:
-                found[SIBLINGS] = IntDistribution(0, self.siblings_max)
+                found |= {SIBLINGS: IntDistribution(0, self.siblings_max), SIBLING_THRESHOLD: below}
         if self.uses_weights:
             found |= {
                 WEIGHTS_GAMMA: IntDistribution(1, self.gamma_max),
@@ -227,7 +233,7 @@ class SearchSpace:
             if self._weights_vocabs:
                 found[WEIGHTS_DRAFT_VOCAB] = CategoricalDistribution(self._weights_vocabs)
             if self.has_weights_siblings:
-                found[WEIGHTS_SIBLINGS] = IntDistribution(0, self.siblings_max)
+                found |= {WEIGHTS_SIBLINGS: IntDistribution(0, self.siblings_max), WEIGHTS_SIBLING_THRESHOLD: below}
             found |= {
                 weights_of(one): CategoricalDistribution(self._names_of(one))
                 for one in TRAINED
@@ -255,11 +261,11 @@ class SearchSpace:
             names += [SHARE_PREFIX] if self.share_prefix else []
             names += [DRAFT_VOCAB] if self.draft_vocabs else []
             names += [DRAFT_INT8] if self.int8 else []
-            names += [SIBLINGS] if self.siblings_max else []
+            names += [SIBLINGS, SIBLING_THRESHOLD] if self.siblings_max else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
             names += [WEIGHTS_DRAFT_VOCAB] if self._weights_vocabs else []
-            names += [WEIGHTS_SIBLINGS] if self.has_weights_siblings else []
+            names += [WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD] if self.has_weights_siblings else []
             names += [weights_of(kind)] if self._has_choice(kind := trained_by(drafter)) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
@@ -275,8 +281,7 @@ class SearchSpace:
         if drafter not in self.drafters:
             return False
         expected = set(self.names_for(drafter, params.get(LOOKUP_METHOD)))
-        # Studies from before there were drafters have trials without this parameter.
-        return params.keys() | {DRAFTER} == expected | {DRAFTER}
+        return params.keys() | _NEWER == expected | _NEWER
 
     def reduce(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Of a value for every parameter, those that the drafter has."""
@@ -317,13 +322,15 @@ class SearchSpace:
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         share_prefix = bool(params.get(SHARE_PREFIX, False))
+        siblings = 0 if share_prefix else self._siblings_of(params, SIBLINGS, GAMMA)
         return {
             "skip_mask": self.to_mask(params),
             "gamma": int(params[GAMMA]),
             "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
             "share_prefix": share_prefix,
-            "siblings": 0 if share_prefix else self._siblings_of(params, SIBLINGS, GAMMA),
+            "siblings": siblings,
+            "sibling_threshold": _sibling_threshold(params, SIBLING_THRESHOLD) if siblings else 1.0,
         }
 
     def _siblings_of(self, params: Mapping[str, Any], name: str, gamma: str) -> int:
@@ -333,12 +340,14 @@ class SearchSpace:
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
         drafter = trained_by(way)
         name = params[weights_of(drafter)] if self._has_choice(drafter) else self._names_of(drafter)[0]
+        siblings = self._siblings_of(params, WEIGHTS_SIBLINGS, WEIGHTS_GAMMA)
         return {
             "skip_mask": SkipMask.none(self.num_layers),
             "gamma": int(params[WEIGHTS_GAMMA]),
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
-            "siblings": self._siblings_of(params, WEIGHTS_SIBLINGS, WEIGHTS_GAMMA),
+            "siblings": siblings,
+            "sibling_threshold": _sibling_threshold(params, WEIGHTS_SIBLING_THRESHOLD) if siblings else 1.0,
             "draft_weights": self.weights_by_name[name].narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB))),
         }
 
@@ -391,6 +400,7 @@ class SearchSpace:
                 params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
             if self.has_weights_siblings:
                 params[WEIGHTS_SIBLINGS] = min(config.siblings, self.siblings_max)
+                params[WEIGHTS_SIBLING_THRESHOLD] = config.sibling_threshold
             if self._has_choice(drafter):
                 fingerprint = config.draft_weights.fingerprint
                 params[weights_of(drafter)] = next(
@@ -403,7 +413,9 @@ class SearchSpace:
                 TARGET_THRESHOLD: snap_threshold(config.target_threshold),
             }
             params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
-            params |= {SIBLINGS: min(config.siblings, self.siblings_max)} if self.siblings_max else {}
+            if self.siblings_max:
+                params[SIBLINGS] = min(config.siblings, self.siblings_max)
+                params[SIBLING_THRESHOLD] = config.sibling_threshold
         if DRAFTER in self.distributions:
             params[DRAFTER] = config.way
         if (choice := LookupChoice.of(config)) is None:
@@ -457,6 +469,10 @@ def _ask(trial: optuna.Trial, name: str, one: BaseDistribution) -> Any:
 def snap_threshold(value: float) -> float:
     """The nearest threshold on the grid 0, 0.05, ..., 0.95, without binary dust."""
     return round(min(max(round(value / THRESHOLD_STEP), 0), round(THRESHOLD_MAX / THRESHOLD_STEP)) * THRESHOLD_STEP, 2)
+
+
+def _sibling_threshold(params: Mapping[str, Any], name: str) -> float:
+    return round(round(float(params.get(name, 1.0)) / THRESHOLD_STEP) * THRESHOLD_STEP, 2)
 
 
 def _layers(names: Iterable[str], kind: str) -> set[int]:

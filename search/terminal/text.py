@@ -5,7 +5,17 @@ from __future__ import annotations
 from optuna.trial import FrozenTrial, TrialState
 
 from search.study import attributes as names
-from search.study.space import DRAFTER, GAMMA, LOOKUP_GAMMA, LOOKUP_METHOD, MIN_MATCH, SIBLINGS, WEIGHTS_SIBLINGS
+from search.study.space import (
+    DRAFTER,
+    GAMMA,
+    LOOKUP_GAMMA,
+    LOOKUP_METHOD,
+    MIN_MATCH,
+    SIBLING_THRESHOLD,
+    SIBLINGS,
+    WEIGHTS_SIBLING_THRESHOLD,
+    WEIGHTS_SIBLINGS,
+)
 from search.study.trials import tokens_per_s_of
 
 
@@ -51,7 +61,8 @@ def _drafting(trial: FrozenTrial) -> list[str]:
         skipped = f"attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2}"
         parts += [f"skip {skipped} of {layers}", f"gamma {params[GAMMA]}"]
     if siblings := params.get(SIBLINGS, 0) or params.get(WEIGHTS_SIBLINGS, 0):
-        parts.append(f"siblings {siblings}")
+        below = params.get(SIBLING_THRESHOLD, params.get(WEIGHTS_SIBLING_THRESHOLD, 1.0))
+        parts.append(f"siblings {siblings}" + (f" below {below:g}" if below < 1.0 else ""))
     return parts
 
 

@@ -21,12 +21,15 @@ from search.study.space import (
     MIN_MATCH_MAX,
     MIN_PROBABILITY,
     SHARE_PREFIX,
+    SIBLING_THRESHOLD,
+    SIBLING_THRESHOLDS,
     SIBLINGS,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
     WEIGHTS_DRAFT_THRESHOLD,
     WEIGHTS_DRAFT_VOCAB,
     WEIGHTS_GAMMA,
+    WEIGHTS_SIBLING_THRESHOLD,
     WEIGHTS_SIBLINGS,
     WEIGHTS_TARGET_THRESHOLD,
     SearchSpace,
@@ -127,6 +130,9 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     for name in (SIBLINGS, WEIGHTS_SIBLINGS):
         if name in moved and rng.random() < 0.2:
             moved[name] = int(np.clip(moved[name] + rng.choice([-1, 1]), 0, space.siblings_max))
+    for name in (SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD):
+        if name in moved and rng.random() < 0.2:
+            moved[name] = float(rng.choice(SIBLING_THRESHOLDS))
     for name in (DRAFT_VOCAB, WEIGHTS_DRAFT_VOCAB):
         if name in moved and rng.random() < 0.2:
             moved[name] = int(rng.choice(space.draft_vocabs))

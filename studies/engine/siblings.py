@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.predict.costs import CostModel
 from search.predict.replay import Counts, Settings, TextRows, replay
+from search.study.space import SIBLING_THRESHOLDS
 from studies.engine.results import FOLDER, markdown_table, say, write_study
 from studies.proving.costs import COSTS
 
@@ -35,13 +37,14 @@ KEPT = (2, 3, 4, 6, 8)
 GAMMAS = (1, 2, 3, 4, 6, 8)
 SHOWN_GAMMAS = (1, 2, 4, 8)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
-NUM_SIBLINGS = (0, 1, 2)
+NUM_SIBLINGS = (1, 2, 3)
 """Tried at every machine's prices; rounds are told of up to MAX_SIBLINGS."""
+WHERE = {"everywhere": (1.0,), "where unsure": tuple(one for one in SIBLING_THRESHOLDS if one < 1.0)}
+"""Each with its values of `sibling_threshold`."""
 EAGLE = FOLDER.parent / "eagle" / "weights"
-TIMED_EXIT, TIMED_GAMMA, TIMED_SIBLINGS = 3, 4, (0, 1, 2, 3)
+TIMED_EXIT, TIMED_GAMMA, TIMED_SIBLINGS = 3, 4, ((0, 1.0), (1, 1.0), (1, 0.5), (3, 1.0), (3, 0.5))
 """What is decoded: the early exit of the fastest mask, and trained weights where there are any, all at one gamma."""
 _DEPTH = max(GAMMAS) - 1
-_UNSURE = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,15 @@ class Drafts:
         by_rounds = (self.rows.lengths - 1).sum() - counts.target_only.sum()
         return float(by_rounds / counts.rounds.sum())
 
-    def log_speedups(self, cost: CostModel, siblings: int) -> NDArray[np.float64]:
-        """(S,): of every setting of the grid, mean over texts."""
-        grid = replace(Settings.grid(GAMMAS, THRESHOLDS, [0.0]), siblings=siblings)
+    def log_speedups(self, cost: CostModel, grid: Settings) -> NDArray[np.float64]:
+        """(S,): of every setting, mean over texts."""
         counts = self.counts(grid, cost.verify_s)
         drafts = [cost.draft_s(self.mask, threshold=threshold) for threshold in (False, True)]
-        draft_s = np.where(grid.draft_threshold > 0, drafts[1], drafts[0])[:, None]
+        draft_s = np.where((grid.draft_threshold > 0) | (grid.sibling_threshold < 1.0), drafts[1], drafts[0])[:, None]
         seconds = counts.drafted * draft_s + counts.verify_s + counts.target_only * cost.verify_s[0]
         plain = (self.rows.lengths - 1) * cost.verify_s[0]
         logs: NDArray[np.float64] = np.log(plain / seconds).mean(axis=1)
         return logs
-
-    def share_where_unsure(self) -> tuple[float, float]:
-        """(Of all places, those where the draft's top probability is below a half; of the hits of two siblings)."""
-        assert self.reading.ranks is not None
-        known = np.arange(self.rows.target_probs.shape[1]) < self.rows.lengths[:, None] - 1
-        unsure = self.reading.confidence[0] < _UNSURE
-        rank = self.reading.ranks[0]
-        hits = known & (rank > 0) & (rank <= 2)
-        return float(unsure[known].mean()), float(unsure[hits].mean())
 
 
 def masks_of(num_layers: int) -> dict[str, SkipMask]:
@@ -99,8 +92,9 @@ def read(model: LayerSkipModel, params: SamplingParams, prompts: Sequence[Sequen
 
 
 def prices(num_layers: int) -> dict[str, CostModel]:
-    """Of the proving ground's machines. What a verification of more than 16 tokens costs goes on along the line through
-    the costs of 12 and 16."""
+    """Of the proving ground's machines, where verifications of more than 16 tokens cost what the line through the costs
+    of 12 and 16 says; and of the measured one with verifications as dear as in `studies/smollm2`, by packed matrices.
+    """
     found = {}
     for name, table in COSTS.items():
         cost = table.model(num_layers)
@@ -109,22 +103,27 @@ def prices(num_layers: int) -> dict[str, CostModel]:
         most = max(GAMMAS) * (1 + max(NUM_SIBLINGS))
         further = [known[-1] + slope * i for i in range(1, most - len(known) + 2)]
         found[name] = replace(cost, verify_s=(*known, *further))
+    packed = json.loads((FOLDER.parent / "smollm2" / "summary.json").read_text())["costs"]["last"]["verify_s"]
+    shares = np.array(packed) / packed[0]
+    found["cpu_packed"] = replace(found["cpu"], verify_s=tuple((found["cpu"].verify_s[0] * shares).tolist()))
     return found
 
 
-def best_on(cost: CostModel, drafts: Mapping[str, Drafts], siblings: int) -> dict[str, Any]:
-    """The mask and setting with the best predicted speedup at these prices."""
-    found = {name: one.log_speedups(cost, siblings) for name, one in drafts.items()}
-    name = max(found, key=lambda one: float(found[one].max()))
-    i = int(found[name].argmax())
+def best_on(
+    cost: CostModel, drafts: Mapping[str, Drafts], counts: Sequence[int], thresholds: Sequence[float]
+) -> dict[str, Any]:
+    """The mask, setting, number of siblings and their threshold with the best predicted speedup at these prices, as far
+    as these go."""
     grid = Settings.grid(GAMMAS, THRESHOLDS, [0.0])
-    return {
-        "siblings": siblings,
-        "speedup": float(np.exp(found[name][i])),
-        "mask": name,
-        "gamma": int(grid.gamma[i]),
-        "draft_threshold": float(grid.draft_threshold[i]),
-    }
+    found = []
+    for siblings, below, (name, one) in itertools.product(counts, thresholds, drafts.items()):
+        fitting = grid.select(np.flatnonzero(grid.gamma * (1 + siblings) < len(cost.verify_s)))
+        logs = one.log_speedups(cost, replace(fitting, siblings=siblings, sibling_threshold=below))
+        i = int(logs.argmax())
+        chosen = {"siblings": siblings, "sibling_threshold": below, "mask": name, "gamma": int(fitting.gamma[i])}
+        chosen |= {"draft_threshold": float(fitting.draft_threshold[i])}
+        found.append({"speedup": float(np.exp(logs[i])), **chosen})
+    return max(found, key=lambda one: one["speedup"])
 
 
 def timed_configs(model: LayerSkipModel, weights: Path | None) -> dict[str, DecodeConfig]:
@@ -146,7 +145,8 @@ def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], config: Decod
     Cost: repeats x prompts x 5 decodings, and a pass over two prompts before.
     """
     plain = DecodeConfig.plain(config.skip_mask.num_layers)
-    configs = [plain, *(config.model_copy(update={"siblings": count}) for count in TIMED_SIBLINGS)]
+    branched = [{"siblings": count, "sibling_threshold": below} for count, below in TIMED_SIBLINGS]
+    configs = [plain, *(config.model_copy(update=one) for one in branched)]
     num_ways = len(configs)
     rates = np.zeros((repeats, len(prompts), num_ways))
     accepted, rounds, identical = np.zeros((3, num_ways), dtype=np.int64)
@@ -166,7 +166,7 @@ def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], config: Decod
     rates = rates[:, known]
     return [
         {
-            "siblings": count,
+            **branched[way - 1],
             "mean_accepted_length": float((accepted[way] + rounds[way]) / rounds[way]),
             "tokens_per_s": geometric_mean(np.median(rates[:, :, way], axis=0).tolist()),
             "speedup": _ratios(rates[:, :, way] / rates[:, :, 0]),
@@ -174,7 +174,7 @@ def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], config: Decod
             "num_identical": int(identical[way]),
             "num_outputs": repeats * len(prompts),
         }
-        for way, count in enumerate(TIMED_SIBLINGS, 1)
+        for way in range(1, num_ways)
     ]
 
 
@@ -195,7 +195,7 @@ def timed_table(rows: Sequence[Mapping[str, Any]]) -> str:
             ends = "" if more["interval"] is None else " ({:.3f}..{:.3f})".format(*more["interval"])
             told.append(
                 [
-                    f"{one['regime']}, {one['drafter']}, {by['siblings']}",
+                    f"{one['regime']}, {one['drafter']}, {_branching(by)}",
                     f"{by['mean_accepted_length']:.2f}",
                     f"{by['tokens_per_s']:.1f}",
                     f"{by['speedup']['mean']:.3f}",
@@ -205,6 +205,11 @@ def timed_table(rows: Sequence[Mapping[str, Any]]) -> str:
             )
     head = ("regime, drafter, siblings", "mean accepted length", "tokens/s", "speedup", "over none", "identical")
     return f"Decoded at gamma {TIMED_GAMMA}:\n\n{markdown_table(head, told)}\n"
+
+
+def _branching(by: Mapping[str, Any]) -> str:
+    below = by["sibling_threshold"]
+    return str(by["siblings"]) if below == 1.0 else f"{by['siblings']} below {below:g}"
 
 
 def tables(record: Mapping[str, Any]) -> str:
@@ -218,18 +223,11 @@ def tables(record: Mapping[str, Any]) -> str:
     text += f"Mean accepted length, tokens a round:\n\n{markdown_table(header, rounds)}\n"
     best = [
         [f"{one['regime']}, {one['machine']}"]
-        + [f"{by['speedup']:.3f} ({by['mask']}, gamma {by['gamma']})" for by in one["best"]]
+        + [f"{by['speedup']:.3f} ({by['mask']}, gamma {by['gamma']}, {_branching(by)})" for by in one["best"].values()]
         for one in record["machines"]
     ]
-    head = ("regime, machine", *(f"{count} siblings" for count in NUM_SIBLINGS))
-    text += f"Best predicted speedup:\n\n{markdown_table(head, best)}\n"
-    unsure = [
-        [f"{one['regime']}, {one['mask']}", f"{one['places']:.0%}", f"{one['hits']:.0%}"] for one in record["unsure"]
-    ]
-    return text + (
-        "Where the draft's top probability is below a half:\n\n"
-        + markdown_table(("regime, mask", "of all places", "of those where one of two siblings is right"), unsure)
-    )
+    head = ("regime, machine", "no siblings", *WHERE)
+    return text + f"Best predicted speedup:\n\n{markdown_table(head, best)}"
 
 
 def build_parser() -> OneLineParser:
@@ -271,7 +269,6 @@ def _run(arguments: argparse.Namespace) -> int:
         "timed": [],
         "rounds": [],
         "machines": [],
-        "unsure": [],
     }
     configs = timed_configs(model, arguments.draft_weights)
     for regime, params in REGIMES.items():
@@ -287,10 +284,9 @@ def _run(arguments: argparse.Namespace) -> int:
                 lengths = [one.mean_accepted_length(gamma, count) for count in range(MAX_SIBLINGS + 1)]
                 row = {"regime": regime, "mask": name, "gamma": gamma, "mean_accepted_length": lengths}
                 record["rounds"].append(row)
-            places, hits = one.share_where_unsure()
-            record["unsure"].append({"regime": regime, "mask": name, "places": places, "hits": hits})
         for name, cost in prices(model.num_layers).items():
-            best = [best_on(cost, drafts, count) for count in NUM_SIBLINGS]
+            best = {"none": best_on(cost, drafts, (0,), (1.0,))}
+            best |= {where: best_on(cost, drafts, NUM_SIBLINGS, below) for where, below in WHERE.items()}
             record["machines"].append({"regime": regime, "machine": name, "best": best})
     write_study(arguments.out, "siblings", record, tables(record))
     return 0

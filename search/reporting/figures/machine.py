@@ -17,7 +17,7 @@ from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish
 from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import NOISE_SIGMA, PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, RATIOS, SKIP_MASK, SURFACES
-from search.study.space import SHARE_PREFIX, SIBLINGS, TARGET_THRESHOLD
+from search.study.space import SHARE_PREFIX, SIBLING_THRESHOLD, SIBLINGS, TARGET_THRESHOLD
 
 _SCALE = [[0.0, "#f3f6f9"], [0.45, "#8fbbd6"], [1.0, "#004a75"]]
 _NORMAL_95 = 1.96
@@ -147,14 +147,17 @@ def _spread_within(groups: dict[tuple[object, ...], list[tuple[int, float]]]) ->
 
 
 def _of_mask(trials: Sequence[FrozenTrial], config: DecodeConfig) -> list[FrozenTrial]:
-    """Trials of a config's mask, target_threshold, share_prefix and siblings; lookups alone have none."""
-    wanted = str(config.skip_mask), config.target_threshold, config.share_prefix, config.siblings
+    """Trials of a config's mask, target_threshold, share_prefix, siblings and where it has them; lookups alone have
+    none."""
+    siblings = config.siblings, config.sibling_threshold
+    wanted = str(config.skip_mask), config.target_threshold, config.share_prefix, siblings
     return [t for t in trials if TARGET_THRESHOLD in t.params and _place(t) == wanted]
 
 
-def _place(trial: FrozenTrial) -> tuple[str | None, float, bool, int]:
+def _place(trial: FrozenTrial) -> tuple[str | None, float, bool, tuple[int, float]]:
     share_prefix, siblings = bool(trial.params.get(SHARE_PREFIX, False)), int(trial.params.get(SIBLINGS, 0))
-    return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix, siblings
+    below = float(trial.params.get(SIBLING_THRESHOLD, 1.0)) if siblings else 1.0
+    return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix, (siblings, below)
 
 
 def _at(

@@ -22,7 +22,7 @@ from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree, TreeEngine
 from layerskip.model import GenerateOutput
 from layerskip.rounds.sampling import Sampler, SamplingParams, choose, next_best, rank_of
-from layerskip.rounds.verifier import Sibling, Verdict, verify_tree
+from layerskip.rounds.verifier import Sibling, Siblings, Verdict, verify_tree
 from tests.layerskip import zoo
 from tests.layerskip.decoding.test_decode import SAMPLINGS
 from tests.layerskip.drafters.test_drafters import by_weights
@@ -239,7 +239,7 @@ def sees_the_wrong_draft(patch: pytest.MonkeyPatch) -> None:
         seen = visible(self, start, window, device)
         first = seen.shape[1] - self.num_rows
         for row in range(self.num_drafts + 1, self.num_rows):
-            seen[row, first + 1 + (row - self.num_drafts - 1) // self.siblings] = True
+            seen[row, first + 1 + self.branches[(row - self.num_drafts - 1) // self.siblings]] = True
         return seen
 
     patch.setattr(DraftTree, "visible", wrong)
@@ -272,12 +272,13 @@ def takes_any(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(ids: Any, siblings: Any, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
         verdict = verify_tree(ids, siblings, logits, sampler, context, **more)
-        if verdict.sibling is not None or verdict.num_accepted == len(ids):
+        place = verdict.num_accepted
+        if verdict.sibling is not None or place not in siblings.branches:
             return verdict
-        place, count = verdict.num_accepted, siblings.shape[1]
-        row = 1 + len(ids) + place * count
+        branch = siblings.branches.index(place)
+        row = 1 + len(ids) + branch * siblings.ids.shape[1]
         token = int(sampler.choose(sampler.shape(logits[row : row + 1], context), len(context) + place + 1))
-        return Verdict(place + 1, token, verdict.next_token_prob, Sibling(int(siblings[place, 0]), row))
+        return Verdict(place + 1, token, verdict.next_token_prob, Sibling(int(siblings.ids[branch, 0]), row))
 
     patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
 
@@ -371,12 +372,51 @@ def rows_for(*tokens: int, vocab: int = 9) -> torch.Tensor:
 )
 def test_verdicts_by_hand(target: Sequence[int], expected: tuple[int, int, Sibling | None]) -> None:
     """Drafts 1 and 2; siblings 3 and 4 of the first, 5 and 6 of the second."""
-    drafts, siblings = torch.tensor([1, 2]), torch.tensor([[3, 4], [5, 6]])
+    drafts, siblings = torch.tensor([1, 2]), Siblings(torch.tensor([[3, 4], [5, 6]]), (0, 1))
     for with_prob in (False, True):
         verdict = verify_tree(drafts, siblings, rows_for(*target), GREEDY, [0], with_prob=with_prob)
         assert (verdict.num_accepted, verdict.next_token, verdict.sibling) == expected
         assert (verdict.next_token_prob is None) != with_prob
         assert verdict.num_drafts_accepted == verdict.num_accepted - (verdict.sibling is not None)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ((3, 0, 0, 0, 5, 6), (0, 3, None)),  # the first wrong, which has no siblings
+        ((1, 6, 0, 0, 5, 8), (2, 8, Sibling(6, 5))),  # the second wrong, and its second sibling right
+        ((1, 2, 6, 8, 0, 0), (3, 8, None)),  # all right
+        ((1, 2, 6, 7, 0, 0), (3, 7, None)),
+    ],
+)
+def test_verdicts_where_one_draft_has_siblings(
+    target: Sequence[int], expected: tuple[int, int, Sibling | None]
+) -> None:
+    """Drafts 1, 2 and 6; siblings 5 and 6 of the second."""
+    drafts, siblings = torch.tensor([1, 2, 6]), Siblings(torch.tensor([[5, 6]]), (1,))
+    verdict = verify_tree(drafts, siblings, rows_for(*target), GREEDY, [0])
+    assert (verdict.num_accepted, verdict.next_token, verdict.sibling) == expected
+
+
+@zoo.each(("llama", "llama fused"))
+def test_only_unsure_drafts_have_them(name: str) -> None:
+    """As many as the draft's own top probabilities say, and the target's tokens as ever."""
+    model, hits, counts = zoo.layerskip_of(name), 0, []
+    for below in (0.05, 0.2, 0.5, 1.0):
+        config, count = config_of(3, 4, sibling_threshold=below), 0
+        for length in (1, 5, 9, 11):
+            prompt = zoo.prompt_of(length)
+            out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config)
+            assert out.ids == list(zoo.greedy_reference(name, prompt))
+            check_counters(out)
+            hits += out.stats.num_sibling_hits
+            count += out.stats.num_siblings
+            assert out.stats.num_siblings <= 3 * out.stats.num_drafted
+            assert below < 1.0 or out.stats.num_siblings == 3 * out.stats.num_drafted
+        counts.append(count)
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert hits > 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -408,13 +448,13 @@ def test_the_next_best_are_what_would_be_chosen_one_after_the_other(
 @pytest.mark.parametrize("start", [0, 4])
 def test_what_rows_see(start: int, window: int | None) -> None:
     """Against the path of each row, token by token."""
-    tree = DraftTree(num_drafts=3, siblings=2)
-    assert tree.num_rows == 10
+    tree = DraftTree(num_drafts=3, siblings=2, branches=(0, 2))
+    assert tree.num_rows == 8
     positions = tree.positions(start, torch.device("cpu")).tolist()
-    assert positions == [start + depth for depth in (0, 1, 2, 3, 1, 1, 2, 2, 3, 3)]
+    assert positions == [start + depth for depth in (0, 1, 2, 3, 1, 1, 3, 3)]
     seen = tree.visible(start, window, torch.device("cpu"))
     first = 0 if window is None else max(start - window + 1, 0)
-    assert seen.shape == (10, start + 10 - first)
+    assert seen.shape == (8, start + 8 - first)
     for row, own in enumerate(positions):
         path = [*range(start + (own - start)), start + row]  # places in the cache
         visible = [place for place in path if window is None or place == start + row or place > own - window]
@@ -428,6 +468,8 @@ def test_what_rows_see(start: int, window: int | None) -> None:
         ({"siblings": -1}, "siblings: input should be greater than or equal to 0, got '-1'"),
         ({"gamma": 0}, "siblings: must be 0 where gamma is 0, got 2"),
         ({"share_prefix": True}, "siblings: must be 0 where share_prefix is on, got 2"),
+        ({"sibling_threshold": 0.0}, "sibling_threshold: input should be greater than 0, got '0.0'"),
+        ({"siblings": 0, "sibling_threshold": 0.5}, "sibling_threshold: must be 1 where siblings is 0, got 0.5"),
         (
             {
                 "drafter": "prompt_lookup",

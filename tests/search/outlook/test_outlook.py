@@ -128,13 +128,13 @@ def test_a_recheck_appends_pools_and_tells_the_drift() -> None:
     study, timer = new_study(), PlantedTimer(verify_share=0.03)
     outlook = open_(study, WatchedDecoder(step_times=timer))
     calls, mask = timer.num_calls, SkipMask.contiguous(6, 1, 4)
-    before = outlook.predictor.surface(mask, 0.0)[2]
+    before = outlook.predictor.surface(DecodeConfig(skip_mask=mask, gamma=1))[2]
     timer.verify_share = 0.12
     assert outlook.recheck(study) == pytest.approx(1.48 / 1.12)
     assert timer.num_calls - calls == NUM_RECHECK_CALLS
     assert len(outlook.costs) == 2
     assert outlook.predictor.cost.verify_s == pytest.approx([0.01 * (1 + 0.075 * n) for n in range(7)])
-    assert (outlook.predictor.surface(mask, 0.0)[2] < before).all()
+    assert (outlook.predictor.surface(DecodeConfig(skip_mask=mask, gamma=1))[2] < before).all()
     for _ in range(2):
         outlook.recheck(study)
     assert outlook.predictor.cost.verify_s == pytest.approx([0.01 * (1 + 0.12 * n) for n in range(7)])

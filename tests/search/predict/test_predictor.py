@@ -113,7 +113,7 @@ def test_best_settings_come_best_first_and_are_told_apart() -> None:
 
 def test_the_surface_holds_predicted_speedups() -> None:
     predictor = predictor_of(forcing_of([LENGTH] * 3))
-    gammas, thresholds, speedups = predictor.surface(MASKS[1], 0.3)
+    gammas, thresholds, speedups = predictor.surface(DecodeConfig(skip_mask=MASKS[1], gamma=1, target_threshold=0.3))
     assert (gammas[0], gammas[-1], thresholds[0], thresholds[-1]) == (1, GAMMA_MAX, 0.0, pytest.approx(0.95))
     for i, k in [(0, 0), (3, 5), (7, 19), (7, 0)]:
         config = DecodeConfig(
@@ -140,7 +140,10 @@ def test_configs_are_ranked_at_the_first_prices() -> None:
     predictor = predictor_of(forcing)
     reference, other = (DecodeConfig(skip_mask=MASKS[1], gamma=gamma) for gamma in (4, 1))
     before = [predictor.forecast(config, [])[1] for config in (reference, other)]
-    best, surface = predictor.best_setting(MASKS[1]).speedup, predictor.surface(MASKS[1], 0.0)[2]
+    best, surface = (
+        predictor.best_setting(MASKS[1]).speedup,
+        predictor.surface(DecodeConfig(skip_mask=MASKS[1], gamma=1))[2],
+    )
     predictor.set_reference_config(reference, COST)
     assert predictor.forecast(reference, [])[1] == before[0]
     predictor.set_costs(dataclasses.replace(COST, verify_s=(COST.verify_s[0], *(3 * s for s in COST.verify_s[1:]))))
@@ -148,7 +151,7 @@ def test_configs_are_ranked_at_the_first_prices() -> None:
     assert after[0] == pytest.approx(before[0])
     assert after[1] < before[1]  # many verifications
     assert predictor.best_setting(MASKS[1]).speedup == pytest.approx(best, rel=0.2)
-    assert (predictor.surface(MASKS[1], 0.0)[2] < 0.7 * surface).all()
+    assert (predictor.surface(DecodeConfig(skip_mask=MASKS[1], gamma=1))[2] < 0.7 * surface).all()
     predictor.set_costs(COST)
     assert [predictor.forecast(config, [])[1] for config in (reference, other)] == pytest.approx(before)
 
@@ -281,7 +284,9 @@ def test_what_is_said_of_a_config_is_on_all_texts() -> None:
     told = [each.trial(config, [4, 0, 2]) for each in (tiers, together)]
     assert told[0] == told[1]
     assert len(told[0].forwards) == 3
-    shown = [each.surface(MASKS[1], 0.2) for each in (tiers, together)]
+    shown = [
+        each.surface(DecodeConfig(skip_mask=MASKS[1], gamma=1, target_threshold=0.2)) for each in (tiers, together)
+    ]
     assert all(np.array_equal(one, other) for one, other in zip(*shown, strict=True))
 
 

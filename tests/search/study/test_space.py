@@ -50,6 +50,7 @@ def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
     if "siblings" in params:
         most = 0 if params.get("share_prefix") else space.gamma_limit // params["gamma"] - 1
         params["siblings"] = min(params["siblings"], max(0, most))
+        params["sibling_threshold"] = draw(st.sampled_from([0.05, 0.35, 1.0])) if params["siblings"] else 1.0
     return space, space.reduce(params)
 
 
