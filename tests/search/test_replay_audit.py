@@ -98,7 +98,7 @@ def test_long_rounds_with_wrong_and_sure_drafts_are_counted_exactly(
 
     monkeypatch.setattr(replay_audit, "random_params", settings)
     out = tmp_path / "audit.json"
-    assert run_main("--study", DEMO, "--settings", 4, "--prompts", 3, "--out", out) == 0
+    assert run_main("--study", DEMO, "--settings", 4, "--prompts", 2, "--out", out) == 0
     result = json.loads(out.read_text())
     assert all(one["live"][1] >= 3 for one in result["settings"])  # there are rounds to count
     exact = [one["sharp"] == one["live"] for one in result["settings"]]

@@ -169,8 +169,6 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         ([], "give --config FILE, or --model NAME"),
         (["--config", "none.json"], "--config: no such file: none.json"),
         (["--config", "BEST", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
-        (["--config", "BEST", "--num-prompts", "0"], "--num-prompts: must be at least 1, got 0"),
-        (["--config", "BEST", "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0"),
         (["--config", "BEST", "--only", "fastest"], "argument --only: invalid choice: 'fastest'"),
         (["--config", "BEST", "--prompts", "none.jsonl"], "--prompts: no such file: none.jsonl"),
         (["--config", "BEST", "--prompts", "x", "--prompt", "y"], "--prompts, --prompt: give one of them, not both"),
@@ -179,12 +177,10 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
         (["--model", "MODEL"], "--prompts: is required, or --prompt"),
         (["--model", "MODEL", "--mask", "4:1"], "--mask: needs --gamma"),
         (["--model", "MODEL", "--gamma", "2"], "--gamma: needs --mask or --drafter"),
-        (["--model", "MODEL", "--mask", "4:7", "--gamma", "2"], "item must name layers in 0..3, got '7'"),
         (
             ["--model", "MODEL", "--prompt", "a", "--mask", "5:1", "--gamma", "2"],
             "must have the model's 4 layers, got 5",
         ),
-        (["--config", "BEST", "--threads", "0"], "--threads: must be at least 1, got 0"),
         (["--config", "BEST", "--max-new-tokens", "96"], "do not fit the model's 96 positions"),
     ],
 )

@@ -177,18 +177,12 @@ def with_field(path: str, value: Any) -> dict[str, Any]:
     [
         ("gamma", -1, "gamma: input should be greater than or equal to 0, got '-1'"),
         ("gamma", MAX_GAMMA + 1, f"gamma: input should be less than or equal to {MAX_GAMMA}, got"),
-        ("gamma", "2", "gamma: input should be a valid integer, got '2'"),
-        ("gamma", None, "gamma: input should be a valid integer, got 'None'"),
         ("draft_threshold", 1.5, "draft_threshold: input should be less than or equal to 1, got '1.5'"),
         ("target_threshold", 1.01, "target_threshold: input should be less than or equal to 1"),
         ("skip_mask", "4:1,a9", r"skip_mask: item must name layers in 0..3, got 'a9'"),
-        ("skip_mask", [True, False], "skip_mask: must be text such as '12:4-7,a2', got list"),
         ("skip_mask", "5:1", r"skip_mask: must have provenance.num_layers = 4 layers, got 5"),
         ("schema_version", 2, "schema_version: input should be 1, got '2'"),
         ("gama", 3, "gama: unknown field"),
-        ("provenance.gpu", "x", "provenance.gpu: unknown field"),
-        ("provenance.num_layers", 0, "provenance.num_layers: input should be greater than or equal to 1"),
-        ("provenance.model", 3, "provenance.model: input should be a valid string, got '3'"),
         ("confirmed.speedup", 0.0, "confirmed.speedup: input should be greater than 0, got '0.0'"),
         ("confirmed.ci_level", 1.0, "confirmed.ci_level: input should be less than 1"),
         ("confirmed.mean_accepted_length", 0.9, "confirmed.mean_accepted_length: input should be greater than or"),
@@ -198,15 +192,6 @@ def test_bad_values_name_field_rule_and_value(path: str, value: Any, message: st
     with pytest.raises(ValueError, match=message) as error:
         DecodeConfig.from_json(json.dumps(with_field(path, value)))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("path", ["skip_mask", "gamma", "schema_version", "provenance.model", "confirmed.speedup"])
-def test_missing_fields_are_named(path: str) -> None:
-    data = with_field(path, None)
-    *parents, last = path.split(".")
-    del (data[parents[0]] if parents else data)[last]
-    with pytest.raises(ValueError, match=f"{path}: is required"):
-        DecodeConfig.from_json(json.dumps(data))
 
 
 def test_a_file_from_before_may_have_a_field_that_decides_nothing_any_more() -> None:
@@ -223,13 +208,10 @@ def test_several_faults_come_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not valid JSON"),
         ("{", "not valid JSON"),
         ("[1]", "must be a JSON object, got list"),
-        ("null", "must be a JSON object, got NoneType"),
         ("[" * 100_000, "not valid JSON"),
         (json.dumps(FULL).replace("0.25", "NaN"), "draft_threshold: input should be"),
-        (json.dumps(FULL).replace("0.25", "Infinity"), "draft_threshold: input should be"),
         (json.dumps(FULL).replace("1.5", "1e999"), "confirmed.speedup: input should be a finite number"),
         (json.dumps(FULL).replace('"gamma": 3', '"gamma": 3, "gamma": 4'), "gamma: is given twice"),
         (json.dumps(FULL | {"reason": "\ud800"}), "reason: must be text, got half of a surrogate pair"),
@@ -289,17 +271,11 @@ CODE = GROUPS["code"]
     [
         ({"code": CODE | {"skip_mask": "5:2"}}, "groups.code.skip_mask: must have the default's 4 layers, got 5"),
         ({"code": CODE | {"turbo": 1}}, "groups.code.turbo: unknown field"),
-        ({"code": CODE | {"provenance": PROVENANCE}}, "groups.code.provenance: unknown field"),
-        ({"code": CODE | {"groups": GROUPS}}, "groups.code.groups: unknown field"),
         ({"code": CODE | {"gamma": 65}}, "groups.code.gamma: input should be less than or equal to 64, got '65'"),
-        ({"code": {"gamma": 3}}, "groups.code.skip_mask: is required"),
-        ({"code": None}, "groups.code: input should be"),
         ({}, "groups: dictionary should have at least 1 item"),
-        ([CODE], "groups: input should be a valid dictionary"),
         ({f"g{i}": CODE for i in range(MAX_GROUPS + 1)}, f"groups: dictionary should have at most {MAX_GROUPS} items"),
         ({"": CODE}, "group name must be text of 1 to 64 printable characters.*, got ''"),
         ({"default": CODE}, "groups.default: group name must be .* not 'default', got 'default'"),
-        ({" code": CODE}, "group name must be .* without blanks at its ends"),
         ({"two\nlines": CODE}, r"groups.'two\\nlines': group name must be"),
         ({"x" * (MAX_GROUP_NAME + 1): CODE}, "group name must be text of 1 to 64"),
     ],
@@ -485,11 +461,7 @@ WARM, HOT = REGIMES
             {"regimes": [WARM, HOT | {"skip_mask": "5:1"}]},
             "regimes.1.skip_mask: must have the default's 4 layers, got 5",
         ),
-        ({"regimes": [HOT | {"turbo": 1}]}, "regimes.0.turbo: unknown field"),
-        ({"regimes": [HOT | {"provenance": PROVENANCE}]}, "regimes.0.provenance: unknown field"),
-        ({"regimes": [HOT | {"regimes": REGIMES}]}, "regimes.0.regimes: unknown field"),
         ({"regimes": [{"skip_mask": "4:1", "gamma": 1}]}, "regimes.0.sampling: is required"),
-        ({"regimes": [HOT | {"sampling": None}]}, "regimes.0.sampling: input should be"),
         ({"sampling": {"do_sample": True, "temperature": 0}}, "^sampling: temperature: must be above 0 .*, got 0.0$"),
         ({"sampling": {"temperature": 0.7}}, "^sampling: temperature: must be left out where .*; got 0.7$"),
         ({"sampling": {"do_sample": True, "top_p": 1.5}}, r"^sampling: top_p: must be in \(0, 1\], got 1.5$"),
@@ -555,7 +527,6 @@ def test_a_failing_write_leaves_the_old_file(part: str, tmp_path: Path, monkeypa
     [
         (b"{", "best.json: not valid JSON"),
         (b"\xff\xfe", "best.json: not UTF-8 text"),
-        (b"", "best.json: not valid JSON"),
         (b" " * ((1 << 20) + 1), "best.json: a decode config is at most 1048576 bytes, got 1048577"),
         (json.dumps(FULL | {"gamma": -2}).encode(), "best.json: gamma: input should be"),
     ],

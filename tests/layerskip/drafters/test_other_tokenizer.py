@@ -27,7 +27,8 @@ from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherToken
 from layerskip.drafters.translation import OwnContext, TokenText, Translation
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.drafters.test_drafters import PROMPT, again, check_counters
+from tests.layerskip.decoding.counters import check_counters
+from tests.layerskip.drafters.test_drafters import PROMPT, again
 from tests.layerskip.huggingface.test_adapter import PlantedError
 from tests.layerskip.rounds.test_broken_rounds import failing
 from tests.layerskip.tape import TapeRecorder, on_graphs

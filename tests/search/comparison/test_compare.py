@@ -347,26 +347,6 @@ def test_a_broken_journal_is_refused_by_line(bench: Comparison) -> None:
         bench.run()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"repeat": "0"}, r"confirm\.jsonl: line 2: repeat: must be of type int, got '0'"),
-        ({"is_tie": None}, r"line 2: is_tie: must be of type bool, got None"),
-        ({"excluded": "out of memory"}, r"line 2: lossless: must be of type bool, got None"),
-    ],
-)
-def test_a_line_of_the_confirm_journal_that_is_no_measurement_is_named(
-    bench: Comparison, change: dict[str, Any], message: str
-) -> None:
-    bench.run()
-    file = bench.out / "confirm.jsonl"
-    lines = file.read_text().splitlines()
-    lines[1] = json.dumps(json.loads(lines[1]) | change)
-    file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=message):
-        bench.run()
-
-
 def test_another_fingerprint_is_refused(bench: Comparison) -> None:
     bench.run()
     assert as_before(make_spec(), bench.out).engine == "eager"
@@ -573,9 +553,7 @@ def test_a_broken_store_of_ours_is_named(tmp_path: Path) -> None:
         ),
         (["--checkpoints", "10,5"], "--checkpoints: must ascend, got 10,5"),
         (["--checkpoints", "a"], "--checkpoints: must be whole numbers, got 'a'"),
-        (["--confirm-repeats", "0"], "--confirm-repeats: must be at least 1, got 0"),
         (["--study", "/no/such/study"], "no such file"),
-        (["--seeds", "x"], "--seeds"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags: list[str], message: str, refused: Any) -> None:
