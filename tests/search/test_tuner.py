@@ -69,7 +69,7 @@ def test_sampled_text_is_replayed_exactly_and_drawn_as_transformers_draws_it(
     loaded: tuple[Any, Any], tmp_path: Path
 ) -> None:
     model, tokenizer = loaded
-    options = FAST | {"trials": 30, "regimes": ["t1.3", "greedy"], "force": True, "study": tmp_path}
+    options = FAST | {"trials": 16, "regimes": ["t1.3", "greedy"], "force": True, "study": tmp_path}
     config = search.tune(model, tokenizer, TEXTS, **options)
     assert config.regime_names == ("t1.3", "greedy")
     for folder in (tmp_path, tmp_path / "greedy"):

@@ -53,7 +53,7 @@ def minutes(bench: Bench) -> float:
     return bench.decoder.clock.now / 60
 
 
-@pytest.mark.parametrize("budget", [4.0, 15.0])
+@pytest.mark.parametrize("budget", [4.0, pytest.param(15.0, marks=pytest.mark.slow)])
 def test_the_whole_run_keeps_to_its_budget_and_uses_most_of_it(tmp_path: Path, budget: float) -> None:
     bench = slow_bench(tmp_path)
     assert bench.run(trials=200, budget_minutes=budget) == 0

@@ -164,7 +164,7 @@ def test_a_run_beside_an_archive_begins_a_new_study(archived: Path, capsys: pyte
 
 @pytest.mark.publishes
 def test_a_run_writes_the_archive_once_it_has_a_verdict(bench: Bench) -> None:
-    bench.decoder.break_on = lambda _config: _interrupt() if bench.decoder.num_decoded > 150 else None
+    bench.decoder.break_on = lambda _config: _interrupt() if bench.decoder.num_decoded > 100 else None
     with pytest.raises(KeyboardInterrupt):
         bench.run(trials=30)
     assert bench.paths.report.exists()

@@ -65,6 +65,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
     pytest.fail("the child did not get there")
 
 
+@pytest.mark.slow
 def test_queued_trials_are_run_once_by_several_processes(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 's.db'}"
     study = optuna.create_study(study_name="s", storage=open_storage(url))

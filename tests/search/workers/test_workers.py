@@ -140,7 +140,7 @@ def count_up(url: str, folder: Path, times: int) -> None:
             file.write_text(str(number + 1))
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "journal", pytest.param("postgres", marks=pytest.mark.slow)])
 def test_one_process_at_a_time_holds_a_lease_and_nothing_is_left_of_it(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -487,7 +487,7 @@ def log_of(order: Order) -> str:
     return (order.folder / order.log).read_text()
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("journal", marks=pytest.mark.slow)])
 def test_workers_share_one_study_and_its_total(tmp_path: Path, kind: str) -> None:
     file = "study.db" if kind == "sqlite" else "study.log"
     storage = f"{'sqlite:///' if kind == 'sqlite' else 'journal:'}{tmp_path / file}"
