@@ -171,15 +171,6 @@ def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
     assert counted == record["num_emitted"] + record["num_cut"]
 
 
-def test_compare_says_whether_the_tokens_were_identical(config_file: Path, capsys) -> None:
-    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--repeats", 1) == 0
-    err = capsys.readouterr().err
-    assert "tokens identical: yes" in err
-    assert re.search(r"speculative +[\d.]+ tokens/s   speedup [\d.]+x", err)
-    assert re.search(r"end to end, prompt included: [\d.]+ against [\d.]+ tokens/s, speedup [\d.]+x", err)
-    assert re.search(r"repeated 4-grams: \d+% of the output's", err)
-
-
 def test_the_length_defaults_to_what_the_config_was_tuned_for(config_file: Path, capsys) -> None:
     config = DecodeConfig.load(config_file)
     assert config.provenance is not None
@@ -277,12 +268,6 @@ def test_it_says_which_regimes_setting_is_used(
     record = json.loads(capsys.readouterr().out)
     assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
     assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
-
-
-def test_a_config_that_does_not_know_its_regime_says_nothing_of_it(config_file: Path, capsys) -> None:
-    for more in (("--show-drafts",), ("--compare", "--repeats", 1)):
-        assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, *more) == 0
-        assert "regime" not in capsys.readouterr().err
 
 
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:

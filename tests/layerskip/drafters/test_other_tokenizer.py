@@ -99,16 +99,6 @@ def test_both_may_run_on_recorded_steps(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_the_cache_after_each_step_holds_all_but_the_last_token(place: int) -> None:
-    model, weights = words_of("llama fused")
-    total = len(PROMPT)
-    for piece in model.stream(PROMPT, max_new_tokens=20, config=configs_of(weights, zoo.NUM_LAYERS)[place]):
-        total += len(piece.ids)
-        assert model.engine.cache.length == total - 1
-    assert total == len(PROMPT) + 20
-
-
-@pytest.mark.parametrize("place", range(4))
 def test_end_of_text_at_every_offset_of_a_round(place: int) -> None:
     model, weights = words_of("llama fused")
     config, prompt = configs_of(weights, zoo.NUM_LAYERS)[place], again("llama fused")

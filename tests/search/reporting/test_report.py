@@ -359,14 +359,6 @@ def test_masks_are_drawn_layer_by_layer(record: StudyRecord) -> None:
         assert drawn.x[0] > attention.x[-1]
 
 
-def test_long_studies_draw_some_of_their_masks(record: StudyRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.reporting.figures.masks._MAX_COLUMNS", 4)
-    shown = mask_figure(record).data[0].x
-    numbers = [trial.number for trial in record.measured]
-    assert len(shown) == 4
-    assert (shown[0], shown[-1]) == (numbers[0], numbers[-1])
-
-
 def test_drift_is_drawn_against_the_same_prompt(record: StudyRecord) -> None:
     drift = machine_figure(record).data[0]
     by_step: dict[int, list[float]] = {}

@@ -283,17 +283,6 @@ def test_clasp_sweeps_numbers_first_and_then_around_the_leader() -> None:
     assert set(seen[9:11]) == {(3, 8), (3, 12)}
 
 
-def test_one_off_work_is_done_once() -> None:
-    hints = FakeHints(SPACE)
-    clasp, loo = (rival(make_setup(SPACE, hints)) for rival in (Clasp, LeaveOneOut))
-    follow(clasp, SPACE, 1)
-    num_run = hints.states.num_run
-    follow(clasp, SPACE, 10)
-    assert hints.states.num_run == num_run > 0
-    follow(loo, SPACE, 10)
-    assert hints.num_asked == 12
-
-
 @pytest.mark.parametrize("rival", [KnapSpec, LeaveOneOut])
 def test_the_first_configs_are_the_masks_at_their_best_gamma_by_expected_throughput(rival: Any) -> None:
     hints = FakeHints(SPACE)

@@ -104,17 +104,6 @@ def test_forward_without_skips_is_the_models_own() -> None:
     assert torch.equal(at_exit, skipped)
 
 
-def test_recipe_off_drops_nothing_and_takes_no_exit_loss() -> None:
-    rng = random.Random(0)
-    stock = RECIPES["stock"]
-    assert stock.draw_skip(12, rng) == [(False, False)] * 12
-    assert stock.draw_exit(12, rng, 0.0) is None
-    run = tiny_run(tiny_settings(stock))
-    ids, labels = training.batch_of(run.stream, run.settings, 0)
-    loss, target = training_loss(run.model, ids, labels, stock, rng)
-    assert loss.item() == target
-
-
 def test_late_exit_learns_the_targets_distribution() -> None:
     run = tiny_run()
     ids, labels = training.batch_of(run.stream, run.settings, 0)
@@ -205,23 +194,6 @@ def test_a_budget_of_time_moves_rate_and_recipe_by_its_share(tmp_path: Path, mon
     assert [rate / peak for _, rate in seen[::2]] == pytest.approx([1 / 100, 2 / 20, 3 / 20, 4 / 20, 5 / 20])
     assert training.lr_scale(50, 0.9, settings) == pytest.approx(0.2)  # the last half of the budget: linear to zero
     assert training.lr_scale(50, 1.0, settings) == 0
-
-
-def test_a_step_in_parts_is_the_step_in_one() -> None:
-    stock = RECIPES["stock"]
-    parts = tiny_settings(stock)
-    whole = dataclasses.replace(parts, size=dataclasses.replace(parts.size, num_parts=1), dtype=torch.float32)
-    parts = dataclasses.replace(parts, dtype=torch.float32)
-    runs = [tiny_run(parts), tiny_run(whole)]
-    before = {name: value.clone() for name, value in runs[0].model.named_parameters()}
-    for run in runs:
-        run.train_step()
-    assert runs[0].recent_loss == pytest.approx(runs[1].recent_loss, rel=1e-5)
-    for name, value in runs[0].model.named_parameters():
-        torch.testing.assert_close(value, dict(runs[1].model.named_parameters())[name], rtol=1e-3, atol=1e-3)
-        assert not torch.equal(value, before[name])
-    with pytest.raises(ValueError, match="batch must be a positive multiple of 2"):
-        dataclasses.replace(parts.size, batch=3)
 
 
 def test_the_maker_refuses_bad_flags_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
