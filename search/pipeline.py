@@ -371,7 +371,10 @@ class SearchRun:
             self._say.tell(lossy_seen(rungs))
             if self._exports:
                 save_summary(outcome.summary, self._paths)
-                self._say.phase("lossy", f"{near(save_ladder(rungs, outcome.config, self._paths.folder))}")
+                files = save_ladder(rungs, outcome.config, self._paths.folder)
+                self._say.tell(
+                    written(f"{near(files[0].parent)}: {len(files)} lossy configs", list(map(str, files)), {})
+                )
         if rungs or LOSSY in study.user_attrs:  # an earlier verdict's
             study.set_user_attr(LOSSY, json.dumps([one.to_dict() for one in rungs]))
 

@@ -94,12 +94,9 @@ def _rung(
 ) -> LossyRung:
     """place: of the rung among a prompt's runs, of which plain decoding is the first and the winner the second."""
     pairs = [Pair(prompt.prompt_id, _timed(runs[0], runs[0]), _timed(runs[place], runs[0])) for prompt, runs in seen]
-    distance = decoder.distance(
-        [
-            Emitted(one.ids, runs[place].ids, runs[0].ids, continuation_seed(seed, one.ids, _CONTINUATION))
-            for one, runs in seen
-        ]
-    )
+    seeds = [continuation_seed(seed, prompt.ids, _CONTINUATION) for prompt, _ in seen]
+    outputs = [Emitted(one.ids, runs[place].ids, runs[0].ids, by) for (one, runs), by in zip(seen, seeds, strict=True)]
+    distance = decoder.distance(outputs)
     # What is not identical was counted as a tie, which it is not.
     measured = summarise([pairs], seed=seed).model_copy(update={"num_ties": 0, "distance": distance})
     lossless = [_timed(runs[1], runs[0]).tokens_per_s for _, runs in seen]
@@ -116,15 +113,14 @@ def _timed(out: Decoded, plain: Decoded) -> Timed:
     return Timed(rate, end_to_end, out.ids != plain.ids, out.stats)
 
 
-def save_ladder(rungs: Sequence[LossyRung], best: DecodeConfig, folder: Path) -> Path:
-    """Write each rung as `lossy/RULE.json` beside best.json, with that one's origin; returns the folder."""
-    place = folder / "lossy"
-    place.mkdir(exist_ok=True)
+def save_ladder(rungs: Sequence[LossyRung], best: DecodeConfig, folder: Path) -> list[Path]:
+    """Write each rung as `lossy/RULE.json` beside best.json, with that one's origin; returns the files."""
+    (folder / "lossy").mkdir(exist_ok=True)
     origin = best.provenance
     if origin is not None:
         changes = {"searched_tokens_per_s": None, "model": one_folder_down(origin.model)}
         origin = origin.model_copy(update=changes)
-    for rung in rungs:
-        update = {"provenance": origin, "sampling": best.sampling}
-        rung.config.model_copy(update=update).save(place / f"{rung.name}.json")
-    return place
+    files = [folder / "lossy" / f"{rung.name}.json" for rung in rungs]
+    for rung, file in zip(rungs, files, strict=True):
+        rung.config.model_copy(update={"provenance": origin, "sampling": best.sampling}).save(file)
+    return files

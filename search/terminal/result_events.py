@@ -81,7 +81,7 @@ class Result(Event):
 def lossy_seen(rungs: Sequence[LossyRung]) -> Event:
     """What lossy rules would make of the winner."""
     first = "LOSSY, not in best.json; the same config with further draft tokens accepted:"
-    lines = [Line(text, "lossy", style="yellow") for text in (first, *map(str, rungs))]
+    lines = [Line(text, "result", style="yellow") for text in (first, *map(str, rungs))]
     return Told("lossy", lines, {"rungs": [one.to_dict() for one in rungs]})
 
 
