@@ -362,21 +362,22 @@ class SearchRun:
         so that the verdict is safe whatever happens here."""
         rungs: tuple[LossyRung, ...] = ()
         subject, outcome = self._subject, self.outcome
-        if self._spec.allow_lossy and confirmation.winner and confirmation.held_out and outcome:
+        if self._spec.allow_lossy and confirmation.winner and confirmation.held_out:
             prompts = [one for one in subject.held_out if one.prompt_id in confirmation.held_out.prompt_ids]
             with self._phase("lossy"):
                 progress = self._progress("lossy", "prompts under every lossy rule")
                 rungs = measure_ladder(subject.decoder, prompts, confirmation.config, self._spec.seed, progress)
-            outcome.summary["lossy"] = [one.to_dict() for one in rungs]
-            self._say.tell(lossy_seen(rungs))
-            if self._exports:
-                save_summary(outcome.summary, self._paths)
-                files = save_ladder(rungs, outcome.config, self._paths.folder)
-                self._say.tell(
-                    written(f"{near(files[0].parent)}: {len(files)} lossy configs", list(map(str, files)), {})
-                )
-        if rungs or LOSSY in study.user_attrs:  # an earlier verdict's
+        if rungs or LOSSY in study.user_attrs:  # of an earlier verdict
             study.set_user_attr(LOSSY, json.dumps([one.to_dict() for one in rungs]))
+        if not rungs or outcome is None:
+            return
+        self._say.tell(lossy_seen(rungs))
+        outcome.summary[LOSSY] = [one.to_dict() for one in rungs]
+        if self._exports:
+            save_summary(outcome.summary, self._paths)
+            files = save_ladder(rungs, outcome.config, self._paths.folder)
+            text = f"{near(files[0].parent)}: {len(files)} lossy configs"
+            self._say.tell(written(text, [str(one) for one in files], {}))
 
     def _write(
         self, study: optuna.Study, config: DecodeConfig, summary: dict[str, Any], confirmation: Confirmation
