@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command, split_list
 from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.machine.host import cpu_name, git_commit
+from layerskip.machine.watch import MachineWatch, describe_machine
 from layerskip.model import LayerSkipModel
 from search.confirm.lossy import measure_ladder
 from search.measure.decoder import ModelDecoder
@@ -24,7 +25,7 @@ from studies.engine.results import markdown_table
 from studies.regimes import REGIMES, ways_in
 
 WAYS = ("exported", "best layer_skip")
-_NAMES = ("greedy, 48 tokens", "t0.7, 96 tokens")
+_NAMES = ("greedy", "t0.7")
 _HEADER = (
     "rule",
     "times plain (95 %)",
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m studies.lossy", description=__doc__)
     parser.add_argument("--study", type=Path, default=Path("studies/demo"), help="its folder")
     parser.add_argument("--prompts", type=int, default=32, help="held-out prompts, the first so many")
+    parser.add_argument("--regimes", type=split_list, default=_NAMES, metavar="LIST", help=f"of {', '.join(_NAMES)}")
     parser.add_argument("--tokens", type=int, help="new tokens in every regime")
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
     arguments = parser.parse_args(given)
@@ -90,30 +92,37 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     model = LayerSkipModel.from_config(paths.best, allow_lossy=True)
-    regimes = [one for one in REGIMES if one.name in _NAMES]
+    if unknown := set(arguments.regimes) - set(_NAMES):
+        raise ValueError(f"--regimes: must be of {', '.join(_NAMES)}, got {', '.join(unknown)}")
+    firsts = {one.sampling.name: one for one in reversed(REGIMES)}
+    regimes = [firsts[name] for name in arguments.regimes]
     regimes = [replace(one, max_new_tokens=arguments.tokens or one.max_new_tokens) for one in regimes]
     files = {name: regime_study(spec, paths, name)[1].summary for name in model.config.regime_names}
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
     room = max(one.max_new_tokens for one in regimes)
     held_out = encode_prompts(load_prompts(spec.prompts, spec.held_out)[1], model, room=room)[: arguments.prompts]
-    found: dict[str, dict[str, Any]] = {}
-    for regime in regimes:
-        ways = {name: way for name, way in ways_in(regime, model.config, summaries).items() if name in WAYS}
-        decoder = ModelDecoder(model, regime.max_new_tokens, regime.sampling.params())
-        measure(decoder, ways, held_out[:1])  # allocators, caches and kernels settle
-        found[regime.name] = measure(decoder, ways, held_out)
-        for name, one in found[regime.name].items():
-            sys.stdout.write(f"\n{regime.name}, {name}, LOSSY:\n\n{table(one['rungs'])}")
-    result = {
+    result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "studies.lossy", *argv]),
         "commit": git_commit(Path(__file__).parent),
         "cpu": cpu_name(),
         "engine": model.engine_name,
         "num_threads": torch.get_num_threads(),
-        "regimes": found,
+        "machine": {},
+        "regimes": {},
     }
-    if arguments.out is not None:
-        write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
+    for regime in regimes:
+        ways = {name: way for name, way in ways_in(regime, model.config, summaries).items() if name in WAYS}
+        decoder = ModelDecoder(model, regime.max_new_tokens, regime.sampling.params())
+        measure(decoder, ways, held_out[:1])  # allocators, caches and kernels settle
+        watch = MachineWatch(model)
+        found = measure(decoder, ways, held_out)
+        result["regimes"][regime.name] = found
+        result["machine"][regime.name] = describe_machine(watch.record())
+        for name, one in found.items():
+            sys.stdout.write(f"\n{regime.name}, {name}, LOSSY:\n\n{table(one['rungs'])}")
+        sys.stdout.flush()
+        if arguments.out is not None:  # each regime at once: a run that is cut off keeps what it has
+            write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 
