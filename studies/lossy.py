@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     check_least(arguments, prompts=2)
+    if unknown := set(arguments.regimes) - set(_NAMES):
+        raise ValueError(f"--regimes: must be of {', '.join(_NAMES)}, got {', '.join(unknown)}")
     quiet_libraries()
     import torch
 
@@ -92,8 +94,6 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     model = LayerSkipModel.from_config(paths.best, allow_lossy=True)
-    if unknown := set(arguments.regimes) - set(_NAMES):
-        raise ValueError(f"--regimes: must be of {', '.join(_NAMES)}, got {', '.join(unknown)}")
     firsts = {one.sampling.name: one for one in reversed(REGIMES)}
     regimes = [firsts[name] for name in arguments.regimes]
     regimes = [replace(one, max_new_tokens=arguments.tokens or one.max_new_tokens) for one in regimes]
