@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,6 +52,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(first.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must end with exit code 2 and one line on stderr; returns that line."""
+
+    def run(command: Callable[..., int], *arguments: object) -> str:
+        try:
+            code = command(*arguments)
+        except SystemExit as ended:  # as argparse ends
+            code = int(ended.code or 0)
+        error = capsys.readouterr().err
+        assert (code, error.count("\n")) == (2, 1), error
+        return error
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -38,8 +38,6 @@ from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX, SIBLING_THRESHOLD,
 
 Floats = NDArray[np.float64]
 
-_HALF_LIFE = 100
-"""Trials after which a trial counts half: a machine's cost of a step drifts."""
 _MOMENT = 0.05
 """Standard deviation, relative, of what a step costs from one trial to the next, in plain steps."""
 _MOST_SHARED = 0.9
@@ -102,12 +100,10 @@ class CostLearner:
         Only ratios to the target's step are learnt, which keeps its measured seconds.
         Cost: some ten microseconds a trial.
         """
-        found = [(trial.number, steps) for trial in trials if (steps := self._steps(trial)) is not None]
-        if not found:
+        informative = [steps for trial in trials if (steps := self._steps(trial)) is not None]
+        if not informative:
             return measured
-        informative, weights = [steps for _, steps in found], _age_weights([number for number, _ in found])
-        drafts = _learn_weights(_learn_drafts(measured, informative, weights), informative, weights)
-        return _learn_verifications(drafts, informative, weights)
+        return _learn_verifications(_learn_weights(_learn_drafts(measured, informative), informative), informative)
 
     def _steps(self, trial: FrozenTrial) -> _Steps | None:
         if trial.state != TrialState.COMPLETE:
@@ -115,13 +111,6 @@ class CostLearner:
         if trial.number not in self._read:
             self._read[trial.number] = _steps_of(trial)
         return self._read[trial.number]
-
-
-def _age_weights(numbers: Sequence[int]) -> Floats:
-    """(N,): what trials with these numbers still count for."""
-    ages = len(numbers) - 1 - np.argsort(np.argsort(numbers))
-    weights: Floats = 0.5 ** (ages / _HALF_LIFE)
-    return weights
 
 
 def learnt_costs_of(study: optuna.Study, history: Sequence[str]) -> CostModel | None:
@@ -170,11 +159,10 @@ def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> 
     return tuple((n, m, s / m / plain_s) for n, (m, s) in pairs if m > 0)
 
 
-def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+def _learn_drafts(cost: CostModel, trials: Sequence[_Steps]) -> CostModel:
     """Terms of a draft step, with weights as they are and of 8 bits."""
     measured = (cost.fixed_s, float(np.mean(cost.attention_s)), float(np.mean(cost.mlp_s)))
-    pairs = list(zip(trials, weights, strict=True))
-    if (learnt := _learn_terms(cost, measured, [pair for pair in pairs if not pair[0].mask.int8])) is not None:
+    if (learnt := _learn_terms(cost, measured, [one for one in trials if not one.mask.int8])) is not None:
         fixed, attention, mlp, threshold = learnt
         cost = dataclasses.replace(
             cost,
@@ -183,7 +171,7 @@ def _learn_drafts(cost: CostModel, trials: Sequence[_Steps], weights: Floats) ->
             mlp_s=(mlp,) * len(cost.mlp_s),
             threshold_s=threshold,
         )
-    in_int8 = [pair for pair in pairs if pair[0].mask.int8]
+    in_int8 = [one for one in trials if one.mask.int8]
     if cost.int8_s is not None and (learnt := _learn_terms(cost, cost.int8_s, in_int8)) is not None:
         cost = dataclasses.replace(cost, int8_s=learnt[:3])
     return cost
@@ -196,22 +184,22 @@ def _terms(cost: CostModel, mask: SkipMask) -> tuple[float, float, float, float]
 
 
 def _learn_terms(
-    cost: CostModel, measured: tuple[float, float, float], trials: Sequence[tuple[_Steps, float]]
+    cost: CostModel, measured: tuple[float, float, float], trials: Sequence[_Steps]
 ) -> tuple[float, float, float, float] | None:
-    """(Fixed, attention, MLP, threshold): least squares over trials and their weights, the measured terms counted in as
-    what they are. None where no trial tells."""
+    """(Fixed, attention, MLP, threshold): least squares over trials, the measured terms counted in as what they are.
+    None where no trial tells."""
     alone = cost.verify_s[0]
     timed = [
-        (one, one.draft + cost.saved_s(one.mask) / alone, weight)
-        for one, weight in trials
+        (one, one.draft + cost.saved_s(one.mask) / alone)
+        for one in trials
         if one.draft is not None and one.weights is None
     ]
     if not timed:
         return None
     terms = np.array([*measured, cost.threshold_s]) / alone
     prior_sigma = np.append(np.maximum(_TERM * terms[:3], 1e-4), _THRESHOLD)
-    kept, draft = np.array([one.kept for one, _, _ in timed]), np.array([share for _, share, _ in timed])
-    variances = [(_MOMENT**2 + _SINGLE**2 / one.num_drafted) / weight for one, _, weight in timed]
+    kept, draft = np.array([one.kept for one, _ in timed]), np.array([share for _, share in timed])
+    variances = [_MOMENT**2 + _SINGLE**2 / one.num_drafted for one, _ in timed]
     errors = draft * np.sqrt(variances)
     matrix = np.concatenate([kept / errors[:, None], np.diag(1 / prior_sigma)])
     learnt = np.linalg.lstsq(matrix, np.append(draft / errors, terms / prior_sigma), rcond=None)[0]
@@ -219,28 +207,28 @@ def _learn_terms(
     return fixed, attention, mlp, threshold
 
 
-def _learn_weights(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+def _learn_weights(cost: CostModel, trials: Sequence[_Steps]) -> CostModel:
     """A draft token of trained weights: the trials' mean, the measured one counted in as what it is. What a round goes
     over again, and the prompt, are in the trials' alone."""
     alone = cost.verify_s[0]
     learnt = dict(cost.weights_s)
     for name in {one.weights for one in trials if one.weights is not None}:
         shares, certainties = [cost.by_weights_s(name) / alone], [1 / _TERM**2]
-        for one, weight in zip(trials, weights, strict=True):
+        for one in trials:
             if one.weights == name and one.draft is not None:
                 shares.append(one.draft)
-                certainties.append(weight / (_MOMENT**2 + _SINGLE**2 / one.num_drafted))
+                certainties.append(1 / (_MOMENT**2 + _SINGLE**2 / one.num_drafted))
         learnt[name] = alone * float(np.average(shares, weights=certainties))
     return dataclasses.replace(cost, weights_s=learnt)
 
 
-def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Floats) -> CostModel:
+def _learn_verifications(cost: CostModel, trials: Sequence[_Steps]) -> CostModel:
     """Verifications by number of drafts: what the trials' rounds cost besides their drafts, and between them and
     the measured ones the most likely, where an error is partly that of all numbers and partly one's own."""
     alone, size = cost.verify_s[0], len(cost.verify_s)
     certainties, sums = np.zeros((2, size))
     layer = (cost.attention_s[0] + cost.mlp_s[0]) / alone
-    for one, weight in zip(trials, weights, strict=True):
+    for one in trials:
         by_terms = (
             (float(np.dot(_terms(cost, one.mask), one.kept)) - cost.saved_s(one.mask)) / alone
             if one.weights is None
@@ -256,7 +244,7 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps], weights: Flo
         ]
         for n, count, seconds, certain in (*by_mask, *((*lookup, 1.0) for lookup in one.lookups)):
             if n < size:
-                certainty = certain * weight / (_MOMENT**2 + _SINGLE**2 / count)
+                certainty = certain / (_MOMENT**2 + _SINGLE**2 / count)
                 certainties[n] += certainty
                 sums[n] += certainty * (seconds * alone / cost.verify_s[n] - 1.0)
     seen = np.flatnonzero(certainties)

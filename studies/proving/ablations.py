@@ -101,7 +101,7 @@ ABLATIONS: dict[str, Patches] = {
 
 CONSTANTS: dict[str, ModuleType] = {
     **dict.fromkeys(("_INTERACTION_PRIOR", "_PRIOR_FORECAST_SIGMA", "_FORECAST_PRIOR", "PRIOR_SIGMA"), leaderboard),
-    **dict.fromkeys(("_HALF_LIFE", "_MOMENT", "_SINGLE", "_COMMON", "_OWN", "_TERM"), learnt_costs),
+    **dict.fromkeys(("_MOMENT", "_SINGLE", "_COMMON", "_OWN", "_TERM"), learnt_costs),
     **dict.fromkeys(("_NUM_AHEAD",), refinement),
     **dict.fromkeys(("_NUM_ELITE", "_NUM_ORDERED"), forecast),
     **dict.fromkeys(("_NUM_PARENTS", "_NUM_VARIANTS"), replay_proposer),

@@ -155,16 +155,6 @@ def test_an_accepted_sibling_is_shown_as_accepted(demo_model, capsys) -> None:
     assert f"{output.stats.num_sibling_hits} siblings accepted of {output.stats.num_siblings}" in err
 
 
-def test_rejected_drafts_add_up(demo_model) -> None:
-    """All that were drafted and not accepted, but for a last round that was cut before its recovered token."""
-    for gamma, budget in ((1, 30), (3, 31), (7, 33)):
-        out = demo_model.generate(
-            PROMPT, max_new_tokens=budget, config=DecodeConfig(skip_mask=SkipMask.early_exit(12, 3), gamma=gamma)
-        )
-        if out.stats.num_cut == 0:
-            assert sum(map(len, out.rejected.values())) == out.stats.num_drafted - out.stats.num_accepted
-
-
 def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
     arguments = ("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 16, "--compare", "--json")
     assert run(*arguments, "--repeats", 1) == 0
@@ -179,15 +169,6 @@ def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
     assert 0.0 <= record["repeated_ngram_share"] <= 1.0
     counted = 1 + record["num_accepted"] + record["num_rounds"] + record["num_target_only"]
     assert counted == record["num_emitted"] + record["num_cut"]
-
-
-def test_compare_says_whether_the_tokens_were_identical(config_file: Path, capsys) -> None:
-    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--repeats", 1) == 0
-    err = capsys.readouterr().err
-    assert "tokens identical: yes" in err
-    assert re.search(r"speculative +[\d.]+ tokens/s   speedup [\d.]+x", err)
-    assert re.search(r"end to end, prompt included: [\d.]+ against [\d.]+ tokens/s, speedup [\d.]+x", err)
-    assert re.search(r"repeated 4-grams: \d+% of the output's", err)
 
 
 def test_the_length_defaults_to_what_the_config_was_tuned_for(config_file: Path, capsys) -> None:
@@ -234,9 +215,6 @@ def test_a_group_has_its_own_setting_and_the_same_text(
     record = json.loads(capsys.readouterr().out)
     assert record["tokens"] == plain.ids
     assert len(record["drafted_by_position"]) == gamma
-    arguments = ("--config", grouped_file, "--prompt", PROMPT, "--max-new-tokens", 8, "--compare", "--json")
-    assert run(*arguments, "--repeats", 1, *group) == 0
-    assert len(json.loads(capsys.readouterr().out)["drafted_by_position"]) == gamma
 
 
 def test_an_unknown_group_is_one_line(grouped_file: Path, config_file: Path, capsys) -> None:
@@ -286,17 +264,10 @@ def test_it_says_which_regimes_setting_is_used(
     compared = capsys.readouterr()
     assert said in compared.err
     assert re.findall(r"confirmed by the search: ([\d.]+)x", compared.err) == ([] if speedup is None else [speedup])
-    for more in ((), ("--compare", "--repeats", 1)):
-        assert run(*arguments, "--json", *more) == 0
-        record = json.loads(capsys.readouterr().out)
-        assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
-        assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
-
-
-def test_a_config_that_does_not_know_its_regime_says_nothing_of_it(config_file: Path, capsys) -> None:
-    for more in (("--show-drafts",), ("--compare", "--repeats", 1)):
-        assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, *more) == 0
-        assert "regime" not in capsys.readouterr().err
+    assert run(*arguments, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
+    assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
 
 
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:
@@ -327,13 +298,11 @@ BAD_INPUT = {
     "neither config nor model": (["--prompt", "x"], "give --config FILE, or --model NAME"),
     "unknown model folder": (["--model", "./nosuch", "--prompt", "x"], "no such folder: ./nosuch"),
     "empty prompt": (["--model", str(DEMO_MODEL), "--prompt", ""], "prompt: must hold at least one token"),
-    "no tokens": (["--model", str(DEMO_MODEL), "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens: must be"),
     "too long": (["--model", str(DEMO_MODEL), "--prompt", "x", "--max-new-tokens", "5000"], "positions, got"),
     "temperature": (
         ["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--temperature", "-1"],
         "temperature: must be above 0",
     ),
-    "top_p": (["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--top-p", "2"], "top_p: must be in (0, 1]"),
     "threads": (["--model", str(DEMO_MODEL), "--prompt", "x", "--threads", "-2"], "--threads: must be at least 1"),
     "dtype": (["--model", str(DEMO_MODEL), "--prompt", "x", "--dtype", "int3"], "dtype: must be 'auto' or one of"),
     "chat without a template": (["--model", str(DEMO_MODEL), "--chat", "hi"], "has no chat template"),
@@ -342,7 +311,6 @@ BAD_INPUT = {
         "--drafter hybrid: needs --mask",
     ),
     "mask without gamma": (["--model", "m", "--prompt", "x", "--mask", "4:1"], "--mask: needs --gamma"),
-    "gamma alone": (["--model", "m", "--prompt", "x", "--gamma", "3"], "--gamma: needs --mask or --drafter"),
     "mask of a lookup": (
         ["--model", "m", "--prompt", "x", "--drafter", "suffix", "--mask", "4:1"],
         "--mask: is nothing that suffix has",
@@ -350,18 +318,6 @@ BAD_INPUT = {
     "n-gram": (
         ["--model", "m", "--prompt", "x", "--drafter", "suffix", "--max-match", "3"],
         "--max-match: is nothing that suffix has",
-    ),
-    "n below 1": (
-        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--min-match", "0"],
-        "min_match: input should be greater than or equal to 1, got '0'",
-    ),
-    "longest below shortest": (
-        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--min-match", "3", "--max-match", "2"],
-        "max_match: must be at least min_match, 3, got 2",
-    ),
-    "no draft": (
-        ["--model", "m", "--prompt", "x", "--drafter", "prompt_lookup", "--gamma", "0"],
-        "gamma: must be at least 1 where the drafter is prompt_lookup, got 0",
     ),
     "device": (["--model", str(DEMO_MODEL), "--prompt", "x", "--device", "toaster"], "device: must be"),
 }
@@ -378,30 +334,18 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, capsys) -> None:
     assert expected in err
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a CUDA device")
-def test_cuda_where_there_is_none(config_file: Path, capsys) -> None:
-    assert run("--config", config_file, "--prompt", "x", "--device", "cuda") == 2
-    assert "this machine has 0 of them" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ("[]", "must be a JSON object, got list"),
-        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": -1}', "gamma: input should be greater than"),
-        ('{"schema_version": 1, "skip_mask": "12:none", "gamma": 1, "draft_threshold": 1.5}', "draft_threshold: input"),
         ('{"schema_version": 1, "skip_mask": "12:none", "gamma": 1, "turbo": true}', "turbo: unknown field"),
         ('{"schema_version": 1, "skip_mask": "9:none", "gamma": 1}', "must have the model's 12 layers, got 9"),
     ],
 )
-def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_path: Path, capsys) -> None:
+def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_path: Path, refused) -> None:
     path = tmp_path / "best.json"
     path.write_text(text)
-    assert run("--config", path, "--model", DEMO_MODEL, "--prompt", "x") == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    err = refused(run, "--config", path, "--model", DEMO_MODEL, "--prompt", "x")
     assert expected in err
     assert path.read_text() == text
 

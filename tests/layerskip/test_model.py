@@ -114,29 +114,16 @@ def test_target_logits_are_the_full_models() -> None:
 
 BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no tokens": ([1], {"max_new_tokens": 0}, "max_new_tokens: must be a whole number of at least 1, got 0"),
-    "negative": ([1], {"max_new_tokens": -3}, "max_new_tokens: must be a whole number of at least 1, got -3"),
     "a flag": ([1], {"max_new_tokens": True}, "max_new_tokens: must be .*got True"),
-    "a fraction": ([1], {"max_new_tokens": 2.5}, "max_new_tokens: must be .*got 2.5"),
-    "text for a number": ([1], {"max_new_tokens": "9"}, "max_new_tokens: must be .*got '9'"),
     "empty ids": ([], {}, "prompt: must hold at least one token, got none"),
-    "empty tensor": (torch.empty(0), {}, "prompt: must hold at least one token, got none"),
     "id beyond": ([1, zoo.VOCAB], {}, rf"prompt: token ids must be in 0..{zoo.VOCAB - 1}, got {zoo.VOCAB}"),
     "id below": ([-1], {}, r"prompt: token ids must be in 0..60, got -1"),
     "a batch": (torch.ones(2, 3).long(), {}, r"prompt: must be text or one row of token ids, got shape \(2, 3\)"),
-    "a scalar": (torch.tensor(3), {}, r"prompt: must be text or one row of token ids, got shape \(\)"),
     "floats": ([1.0, 2.0], {}, "prompt: must be text or one row of token ids"),
     "text, no tokenizer": ("hello", {}, "prompt: this model has no tokenizer, give token ids instead of text"),
     "too long": ([1] * 90, {"max_new_tokens": 7}, "must fit the model's 96 positions, got 90 \\+ 7"),
-    "seed twice": (
-        [1],
-        {"seed": 1, "generator": torch.Generator()},
-        "seed: give either a seed or a generator, not both",
-    ),
-    "stop, no tokenizer": (
-        [1],
-        {"max_new_tokens": 3, "stop_strings": "x"},
-        "stop_strings: this model has no tokenizer",
-    ),
+    "seed twice": ([1], {"seed": 1, "generator": torch.Generator()}, "seed: give either a seed or a generator"),
+    "stop, no tokenizer": ([1], {"stop_strings": "x"}, "stop_strings: this model has no tokenizer"),
     "mask": ([1], {"config": DecodeConfig.plain(3)}, "skip_mask: must have the model's 4 layers, got 3"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,19 +53,18 @@ def plain_ids(name: str, prompt: tuple[int, ...]) -> list[int]:
     return model_of(name).generate(prompt, max_new_tokens=NUM_TOKENS).ids
 
 
-def judged(name: str) -> list[IdentityReport]:
+def judged(name: str) -> Iterator[IdentityReport]:
     """Speculative outputs under random configs against plain decoding without the bug, prompt by prompt."""
-    model, draw, reports = model_of(name), random.Random(1), []
+    model, draw = model_of(name), random.Random(1)
     for seed in range(NUM_PROMPTS):
         prompt = zoo.prompt_of(6, seed)
         ids = model.generate(prompt, config=draw_config(zoo.NUM_LAYERS, draw), max_new_tokens=NUM_TOKENS).ids
-        reports.append(check_identity(model, prompt, ids, plain_ids(name, prompt)))
-    return reports
+        yield check_identity(model, prompt, ids, plain_ids(name, prompt))
 
 
 @zoo.few((*_ON, "qwen2 fused", "olmo2", "qwen3-moe"))
 def test_honest_outputs_pass(name: str) -> None:
-    reports = judged(name)
+    reports = list(judged(name))
     assert all(report.lossless for report in reports), reports
     assert sum(report.identical for report in reports) >= NUM_PROMPTS / 2
 
@@ -74,9 +74,7 @@ def test_planted_bugs_fail(name: str, bug: str) -> None:
     for seed in range(NUM_PROMPTS):
         plain_ids(name, zoo.prompt_of(6, seed))  # before the bug is there
     with planted(_ON[name][bug]):
-        reports = judged(name)
-    assert any(not report.lossless for report in reports), reports
-    assert any((report.logit_gap or 0.0) > 2 * (report.tolerance or 0.0) for report in reports)
+        assert any((one.logit_gap or 0.0) > 2 * (one.tolerance or 0.0) for one in judged(name) if not one.lossless)
 
 
 @functools.cache
@@ -89,19 +87,17 @@ def demo_cases() -> tuple[LayerSkipModel, list[tuple[list[int], list[int]]]]:
     return model, [(ids, model.generate(ids, max_new_tokens=48, do_sample=False).ids) for ids in prompts]
 
 
-def judged_demo() -> list[IdentityReport]:
+def judged_demo() -> Iterator[IdentityReport]:
     (model, cases), draw = demo_cases(), random.Random(1)
-    reports = []
     for prompt, plain in cases:
         config = draw_config(model.num_layers, draw)
         ids = model.generate(prompt, config=config, max_new_tokens=48, do_sample=False).ids
-        reports.append(check_identity(model, prompt, ids, plain))
-    return reports
+        yield check_identity(model, prompt, ids, plain)
 
 
 @pytest.mark.slow
 def test_honest_outputs_of_a_trained_model_pass() -> None:
-    reports = judged_demo()
+    reports = list(judged_demo())
     assert all(report.lossless for report in reports), reports
     assert any(report.is_tie for report in reports)
     assert demo_cases()[0].rounding_spread([]).tolerance < 0.8
@@ -112,5 +108,4 @@ def test_honest_outputs_of_a_trained_model_pass() -> None:
 def test_planted_bugs_fail_on_a_trained_model(bug: str) -> None:
     demo_cases()  # before the bug is there
     with planted((LOOP | FUSED)[bug]):
-        reports = judged_demo()
-    assert any(not report.lossless for report in reports), reports
+        assert any(not report.lossless for report in judged_demo())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import threading
 import urllib.error
@@ -72,15 +71,11 @@ def test_a_dry_run_writes_nothing(tiny_study: list[str], tmp_path: Path, capsys:
     assert "dry run" in capsys.readouterr().out
 
 
-def test_another_fingerprint_is_exit_code_2(
-    tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_fingerprint_is_exit_code_2(tiny_study: list[str], tmp_path: Path, refused: Any) -> None:
     assert run_main(changed(tiny_study, trials="1")) == 0
     best = (tmp_path / "study/best.json").read_text()
-    assert run_main(changed(tiny_study, max_new_tokens="9")) == 2
-    error = capsys.readouterr().err
+    error = refused(run_main, changed(tiny_study, max_new_tokens="9"))
     assert "max_new_tokens was 8, now 9" in error
-    assert error.count("\n") == 1
     assert (tmp_path / "study/best.json").read_text() == best
 
 
@@ -106,7 +101,7 @@ ERRORS: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_bad_input_is_one_line_and_harms_nothing(
-    case: str, tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, tiny_study: list[str], tmp_path: Path, refused: Any
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
@@ -115,9 +110,7 @@ def test_bad_input_is_one_line_and_harms_nothing(
     before = tree(tmp_path)
     changes, said = ERRORS[case]
     flags = changed(tiny_study, **{name: value.format(tmp=tmp_path) for name, value in changes.items()})
-    assert run_main(flags) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
+    error = refused(run_main, flags)
     assert said.format(tmp=tmp_path) in error
     assert "Traceback" not in error
     assert "s3cret" not in error
@@ -125,30 +118,9 @@ def test_bad_input_is_one_line_and_harms_nothing(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that this machine has")
-def test_cuda_where_there_is_none(tiny_study: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(changed(tiny_study, device="cuda")) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+def test_cuda_where_there_is_none(tiny_study: list[str], refused: Any) -> None:
+    error = refused(run_main, changed(tiny_study, device="cuda"))
     assert "cuda" in error.lower()
-
-
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(["--help"]) == 0
-    text = capsys.readouterr().out
-    flags = "study model prompts held-out storage study-name trials timeout device dtype max-new-tokens gamma-max"
-    for flag in [
-        *flags.split(),
-        "granularity",
-        "sampler",
-        "seed",
-        "threads",
-        "per-group",
-        "group-field",
-        "dry-run",
-        "share-prefix",
-        "no-share-prefix",
-    ]:
-        assert re.search(rf"--{flag}\b", text), flag
 
 
 @pytest.mark.parametrize("flags", [[], ["--share-prefix"], ["--no-share-prefix"]])

@@ -44,6 +44,7 @@ def test_it_is_searched_resumed_and_replayed(tiny_study: list[str], tmp_path: Pa
     assert report.main([str(tmp_path / "study")]) == 0
 
 
+@pytest.mark.slow
 def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Path) -> None:
     given = [*tiny_study, "--drafters", "layer_skip", "--force"]
     assert run.main([*given, "--trials", "1", "--no-int8"]) in (0, 1)

@@ -56,21 +56,8 @@ def test_it_prints_and_writes_the_three_figures(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "audit.json"
-    flags = (
-        "--study",
-        study,
-        "--drafters",
-        "layer_skip",
-        "--settings",
-        NUM_SETTINGS,
-        "--prompts",
-        3,
-        "--seed",
-        5,
-        "--out",
-        out,
-    )
-    assert run_main(*flags) == 0
+    flags = f"--study {study} --drafters layer_skip --settings {NUM_SETTINGS} --prompts 3 --seed 5 --out {out}"
+    assert run_main(*flags.split()) == 0
     result = json.loads(out.read_text())
     said = {found["name"]: found for found in re.finditer(_LINE, capsys.readouterr().out)}
     assert said.keys() == result["checks"].keys() == {"sharp", "ranked", "sharp in int8", "ranked in int8"}
@@ -86,10 +73,8 @@ def test_it_prints_and_writes_the_three_figures(
     assert result["checks"]["sharp"]["exact_share"] >= result["checks"]["ranked"]["exact_share"]
     assert result["checks"]["sharp"]["median_error"] == 0.0
     assert (result["num_prompts"], result["seed"], result["keys"]) == (3, 5, "target")
-    assert result["command"].startswith("python -m search.replay_audit --study ")
     assert result["commit"] == environment().get("commit")
-    command = " ".join(["python -m search.replay_audit", *map(str, flags)])
-    assert result["command"] == command
+    assert result["command"] == f"python -m search.replay_audit {flags}"
     assert {path.name for path in study.iterdir()} == {"study.toml", "tuning.jsonl", "held_out.jsonl"}
 
 
@@ -113,7 +98,7 @@ def test_long_rounds_with_wrong_and_sure_drafts_are_counted_exactly(
 
     monkeypatch.setattr(replay_audit, "random_params", settings)
     out = tmp_path / "audit.json"
-    assert run_main("--study", DEMO, "--settings", 4, "--prompts", 3, "--out", out) == 0
+    assert run_main("--study", DEMO, "--settings", 4, "--prompts", 2, "--out", out) == 0
     result = json.loads(out.read_text())
     assert all(one["live"][1] >= 3 for one in result["settings"])  # there are rounds to count
     exact = [one["sharp"] == one["live"] for one in result["settings"]]
@@ -149,11 +134,11 @@ def test_texts_that_part_at_a_tie_are_left_out_and_counted(
 def test_lookups_and_hybrids_are_counted_exactly(study: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
     drafters = "prompt_lookup,suffix,hybrid"
-    assert run_main("--study", study, "--drafters", drafters, "--settings", 40, "--prompts", 4, "--out", out) == 0
+    assert run_main("--study", study, "--drafters", drafters, "--settings", 24, "--prompts", 3, "--out", out) == 0
     found = json.loads(out.read_text())["settings"]
     assert {one["config"]["drafter"] for one in found} == set(drafters.split(","))
     assert [one["sharp"] for one in found] == [one["live"] for one in found]
-    assert sum(one["live"][1] for one in found) > 100  # there are rounds to count
+    assert sum(one["live"][1] for one in found) > 50  # there are rounds to count
 
 
 def test_live_counts_are_those_of_decoding_the_first_prompts(study: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -215,27 +200,17 @@ def test_an_output_that_is_not_lossless_is_exit_code_1(study: Path, monkeypatch:
         (["--settings", "0"], "--settings: must be at least 1, got 0"),
         (["--prompts", "-3"], "--prompts: must be at least 1, got -3"),
         (["--settings", "many"], "argument --settings: invalid int value: 'many'"),
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
-        (["--speed", "9"], "unrecognized arguments: --speed 9"),
+        (["--seed", "-1"], "seed: must be at least 0, got -1"),
         (["--study", "{tmp}/nowhere"], "nowhere/study.toml: no such file"),
         (["--study", "{tmp}/half"], "half/study.toml: not valid TOML"),
         (["--settings", "1", "--prompts", "1", "--out", "{tmp}/no/such/file.json"], "no/such"),
     ],
 )
-def test_bad_input_is_one_line(
-    flags: list[str], said: str, study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(flags: list[str], said: str, study: Path, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half/study.toml").write_text("model = ")
-    assert run_main("--study", study, *(flag.format(tmp=tmp_path) for flag in flags)) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
+    error = refused(run_main, "--study", study, *(flag.format(tmp=tmp_path) for flag in flags))
     assert said in error
-
-
-def test_a_negative_seed_is_refused_by_name(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("--study", study, "--settings", 1, "--prompts", 1, "--seed", -1) == 2
-    assert "seed: must be at least 0, got -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from search.storages.opening import open_storage
 from search.study.trials import counted
 from search.workers.hang import HUNG_EXIT_CODE
 from tests.search.helpers.fakes import Bench
-from tests.search.test_search import trials_of
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -92,14 +91,14 @@ def test_a_trial_that_takes_too_long_is_failed_and_the_search_goes_on(bench: Ben
             time.sleep(60.0 if how == "sleeps" else 0.0)
 
     bench.decoder.break_on = take_for_ever
-    assert bench.run(trials=20, sampler="local-tpe", trial_timeout_s=2.0) == 0
-    trials = trials_of(bench)
+    assert bench.run(trials=12, sampler="local-tpe", trial_timeout_s=1.0) == 0
+    trials = bench.trials()
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
     assert failed
     assert all(trial.params["gamma"] == 6 for trial in failed)
-    said = "TrialTimedOut: took longer than 2 s (--trial-timeout)"
+    said = "TrialTimedOut: took longer than 1 s (--trial-timeout)"
     assert {trial.user_attrs["failure"] for trial in failed} == {said}
-    assert counted(trials) == 20  # the config's own failure: not queued again
+    assert counted(trials) == 12  # the config's own failure: not queued again
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -123,11 +122,11 @@ def test_a_trial_that_no_exception_reaches_ends_the_process_with_its_trial_marke
     assert child.returncode == HUNG_EXIT_CODE
     assert "hung: did not end after 0.5 s (--trial-timeout); the same command continues the study" in errors
     assert "Traceback" not in errors
-    last = trials_of(bench)[-1]
+    last = bench.trials()[-1]
     assert last.state == TrialState.FAIL
     assert last.user_attrs["failure"].startswith("hung: did not end")
     assert bench.run(trials=16, sampler="local-tpe") == 0
-    assert counted(trials_of(bench)) == 16
+    assert counted(bench.trials()) == 16
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -157,14 +156,14 @@ def test_memory_that_runs_out_fails_the_trial_drops_what_it_held_and_the_next_on
 
     bench.decoder.break_on = run_out  # type: ignore[assignment]
     bench.decoder.free_memory = free_memory  # type: ignore[method-assign]
-    assert bench.run(trials=30) == 0
-    failed = [trial for trial in trials_of(bench) if trial.state == TrialState.FAIL]
+    assert bench.run(trials=14) == 0
+    failed = [trial for trial in bench.trials() if trial.state == TrialState.FAIL]
     assert failed
     said = f"{kind.__name__}: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none"
     assert {trial.user_attrs["failure"] for trial in failed} == {said}
     assert left  # freed, and nothing was held any more when it was
     assert set(left) == {0}
-    assert counted(trials_of(bench)) == 30
+    assert counted(bench.trials()) == 14
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ def test_a_closed_terminal_ends_a_trial_cleanly(bench: Bench) -> None:
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 128 + signal.SIGHUP
     assert "Traceback" not in errors
-    last, queued = trials_of(bench)[-2:]
+    last, queued = bench.trials()[-2:]
     assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
     assert queued.state == TrialState.WAITING
 
@@ -203,7 +202,7 @@ def test_two_signals_together_are_one(bench: Bench) -> None:
     _, errors = child.communicate(timeout=120)
     assert child.returncode in (130, 143)
     assert "Traceback" not in errors
-    last, queued = trials_of(bench)[-2:]
+    last, queued = bench.trials()[-2:]
     assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
     assert queued.state == TrialState.WAITING
 
@@ -221,9 +220,9 @@ def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(b
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
     assert errors == "ended at once; the same command clears up and continues\n"
-    assert trials_of(bench)[-1].state == TrialState.RUNNING
+    assert bench.trials()[-1].state == TrialState.RUNNING
     assert bench.run(trials=16, sampler="local-tpe") == 0
-    trials = trials_of(bench)
+    trials = bench.trials()
     assert counted(trials) == 16
     assert all(trial.state.is_finished() for trial in trials)
 

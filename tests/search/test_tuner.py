@@ -69,7 +69,7 @@ def test_sampled_text_is_replayed_exactly_and_drawn_as_transformers_draws_it(
     loaded: tuple[Any, Any], tmp_path: Path
 ) -> None:
     model, tokenizer = loaded
-    options = FAST | {"trials": 30, "regimes": ["t1.3", "greedy"], "force": True, "study": tmp_path}
+    options = FAST | {"trials": 16, "regimes": ["t1.3", "greedy"], "force": True, "study": tmp_path}
     config = search.tune(model, tokenizer, TEXTS, **options)
     assert config.regime_names == ("t1.3", "greedy")
     for folder in (tmp_path, tmp_path / "greedy"):
@@ -135,15 +135,12 @@ def test_every_shape_of_a_prompt(loaded: tuple[Any, Any], tmp_path: Path) -> Non
         ({"prompts": []}, "prompts: must hold at least one prompt, got none"),
         ({"prompts": ["w1", "w2"]}, "prompts: without held_out the prompts are split, which needs at least 6, got 2"),
         ({"prompts": [*TEXTS, 7]}, r"prompts\[8\]: must be a text, a chat .* got int"),
-        ({"prompts": [*TEXTS, ["w1"]]}, r"prompts\[8\]: must be a text, a chat"),
         ({"prompts": [*TEXTS, {"prompt": object()}]}, "prompts: must hold texts, chats and records of JSON values"),
         ({"prompts": [*TEXTS, {"text": "w1"}]}, "prompts:9: must have exactly one of the fields"),
-        ({"prompts": [*TEXTS, "  "]}, "prompts:9: prompt: must hold more than white space"),
         ({"prompts": [*TEXTS, TEXTS[2]]}, "prompts:9: repeats the prompt of prompts:3"),
         ({"prompts": [*TEXTS, "w1 " * 80]}, "prompts:9: 80 prompt tokens"),
         ({"held_out": TEXTS[:4]}, "held_out:1: held-out prompt is also a tuning prompt"),
         ({"trials": 0}, "trials: "),
-        ({"gamma_max": 900}, "gamma_max: "),
         ({"sampler": "luck"}, "sampler: "),
         ({"tokenizer": None}, "tokenizer: is required"),
         ({"model": None}, "model: must be a causal LM with weights, got NoneType"),
@@ -219,7 +216,9 @@ GROUPED = [{"prompt": text, "category": "odd" if i % 2 else "even"} for i, text 
 def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The held-out prompts are split off group by group; the config holds a setting for each."""
     study = tmp_path / "study"
-    config = search.tune(*loaded, GROUPED, **FAST | {"per_group": True, "trials": 1, "study": study})
+    records = [{"prompt": one["prompt"], "topic": one["category"]} for one in GROUPED]
+    options = FAST | {"per_group": True, "group_field": "topic", "trials": 1, "study": study}
+    config = search.tune(*loaded, records, **options)
     assert config.groups is not None
     assert list(config.groups) == ["even", "odd"]
     assert config == DecodeConfig.load(study / "best.json")
@@ -230,14 +229,6 @@ def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: py
     for group in config.groups:
         assert model.generate(ids, max_new_tokens=8, group=group).ids == plain
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-def test_groups_of_a_search_that_is_not_kept(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    records = [{"prompt": one["prompt"], "topic": one["category"]} for one in GROUPED]
-    config = search.tune(*loaded, records, **FAST | {"per_group": True, "group_field": "topic", "trials": 1})
-    assert config.groups is not None
-    assert set(config.groups) == {"even", "odd"}
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, 
     assert "| prompt_lookup | looping | 200 | 2.0 | 2.0 | 2.0 | 2.0 |" in (tmp_path / "lookups.md").read_text()
 
 
+@pytest.mark.slow
 def test_siblings_tells_rounds_and_where_they_pay(tmp_path: Path, capsys) -> None:
     sizes = ["--num-prompts", "3", "--timed-prompts", "2", "--repeats", "2", "--new-tokens", "16"]
     # The model itself, which drafts its own next token.
@@ -157,16 +158,12 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
         (growth.main, ["--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (lookups.main, ["--lengths", "1"], "--lengths: must be at least 2, got 1"),
-        (lookups.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
-        (sizes.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
     ],
 )
-def test_bad_input_is_one_line(main: Any, arguments: list[str], message: str, capsys) -> None:
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
+def test_bad_input_is_one_line(main: Any, arguments: list[str], message: str, refused) -> None:
+    err = refused(main, arguments)
     assert message in err
-    assert err.count("\n") == 1
 
 
 def test_random_models_never_end_their_text() -> None:

@@ -235,21 +235,16 @@ def test_the_figures_of_a_course() -> None:
     [
         (search.main, ["--trials", "0"], "--trials: must be at least 1, got 0"),
         (search.main, ["--max-new-tokens", "1"], "--max-new-tokens: must be at least 2, got 1"),
-        (search.main, ["--trial-seconds", "nan"], "--trial-seconds: must be above 0, got nan"),
         (search.main, ["--model", "/nowhere"], "--model: no such folder: /nowhere"),
         (search.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (budget.main, ["--layers", "1"], "--layers: must be at least 2, got 1"),
         (budget.main, ["--budget", "0"], "--budget: must be above 0, got 0.0"),
-        (serve.main, ["--minutes", "0"], "--minutes: must be above 0, got 0.0"),
         (serve.main, ["--minutes", "inf"], "--minutes: must be above 0, got inf"),
         (serve.main, ["--config", "/nowhere"], "--config: no such file: /nowhere"),
-        (serve.main, ["--out", "/nowhere"], "--out: no such folder: /nowhere"),
     ],
 )
 def test_bad_input_is_one_line(
-    main: Callable[[list[str]], int], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], arguments: list[str], message: str, refused: Any
 ) -> None:
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
+    err = refused(main, arguments)
     assert message in err
-    assert err.count("\n") == 1

@@ -16,7 +16,6 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis import step_times
 from layerskip.analysis.step_times import StepTimer
 from layerskip.decoding import step_clock
-from layerskip.drafters import chain
 from tests.layerskip import zoo
 
 GAMMA_MAX = 5
@@ -158,24 +157,6 @@ def test_the_device_is_waited_for_before_both_looks_at_the_clock(name: str, watc
     timer.draft_s(TEXT, MASKS[:2], gamma=3, threshold=True)
     own = ["wait", "clock", "forward", "wait", "clock", *["forward"] * 3, "wait", "clock"]
     assert watch.events == ["forward", *own * 2]
-
-
-@on_the_host
-def test_only_with_a_threshold_the_confidence_is_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[float] = []
-    real = chain.top_probability
-
-    def looked(logits: torch.Tensor) -> torch.Tensor:
-        looks.append(float(real(logits)))
-        return real(logits)
-
-    monkeypatch.setattr(chain, "top_probability", looked)
-    timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
-    timer.draft_s(TEXT, MASKS, gamma=3, threshold=False)
-    assert looks == []
-    timer.draft_s(TEXT, MASKS, gamma=3, threshold=True)
-    assert len(looks) == 3 * len(MASKS)
-    assert all(0.0 < one <= 1.0 for one in looks)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ OWN_KEYS = {"bloom", "mpt", "falcon-alibi"}
 def texts_of(model: LayerSkipModel) -> list[ForcedText]:
     """Two texts of different lengths, the second longer than any window."""
     texts = []
-    for length, count in ((3, 9), (11, 14)):
+    for length, count in ((3, 6), (11, 9)):
         prompt = zoo.prompt_of(length)
         out = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=[])
         texts.append(ForcedText(tuple(prompt), tuple(out.ids)))

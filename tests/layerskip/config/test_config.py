@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 import subprocess
@@ -32,7 +31,6 @@ from layerskip.config.decode_config import (
     MAX_GROUPS,
     MAX_REGIMES,
     is_group_name,
-    write_atomically,
 )
 from layerskip.huggingface.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
@@ -179,25 +177,12 @@ def with_field(path: str, value: Any) -> dict[str, Any]:
     [
         ("gamma", -1, "gamma: input should be greater than or equal to 0, got '-1'"),
         ("gamma", MAX_GAMMA + 1, f"gamma: input should be less than or equal to {MAX_GAMMA}, got"),
-        ("gamma", 2.0, "gamma: input should be a valid integer, got '2.0'"),
-        ("gamma", "2", "gamma: input should be a valid integer, got '2'"),
-        ("gamma", True, "gamma: input should be a valid integer, got 'True'"),
-        ("gamma", None, "gamma: input should be a valid integer, got 'None'"),
         ("draft_threshold", 1.5, "draft_threshold: input should be less than or equal to 1, got '1.5'"),
-        ("draft_threshold", -0.1, "draft_threshold: input should be greater than or equal to 0, got '-0.1'"),
-        ("draft_threshold", "0.5", "draft_threshold: input should be a valid number, got '0.5'"),
         ("target_threshold", 1.01, "target_threshold: input should be less than or equal to 1"),
         ("skip_mask", "4:1,a9", r"skip_mask: item must name layers in 0..3, got 'a9'"),
-        ("skip_mask", [True, False], "skip_mask: must be text such as '12:4-7,a2', got list"),
         ("skip_mask", "5:1", r"skip_mask: must have provenance.num_layers = 4 layers, got 5"),
         ("schema_version", 2, "schema_version: input should be 1, got '2'"),
-        ("schema_version", "1", "schema_version: input should be 1, got '1'"),
         ("gama", 3, "gama: unknown field"),
-        ("provenance.gpu", "x", "provenance.gpu: unknown field"),
-        ("confirmed.notes", "x", "confirmed.notes: unknown field"),
-        ("provenance.num_layers", 0, "provenance.num_layers: input should be greater than or equal to 1"),
-        ("provenance.model", 3, "provenance.model: input should be a valid string, got '3'"),
-        ("provenance", "x", "provenance: input should be"),
         ("confirmed.speedup", 0.0, "confirmed.speedup: input should be greater than 0, got '0.0'"),
         ("confirmed.ci_level", 1.0, "confirmed.ci_level: input should be less than 1"),
         ("confirmed.mean_accepted_length", 0.9, "confirmed.mean_accepted_length: input should be greater than or"),
@@ -207,15 +192,6 @@ def test_bad_values_name_field_rule_and_value(path: str, value: Any, message: st
     with pytest.raises(ValueError, match=message) as error:
         DecodeConfig.from_json(json.dumps(with_field(path, value)))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("path", ["skip_mask", "gamma", "schema_version", "provenance.model", "confirmed.speedup"])
-def test_missing_fields_are_named(path: str) -> None:
-    data = with_field(path, None)
-    *parents, last = path.split(".")
-    del (data[parents[0]] if parents else data)[last]
-    with pytest.raises(ValueError, match=f"{path}: is required"):
-        DecodeConfig.from_json(json.dumps(data))
 
 
 def test_a_file_from_before_may_have_a_field_that_decides_nothing_any_more() -> None:
@@ -232,21 +208,14 @@ def test_several_faults_come_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not valid JSON"),
         ("{", "not valid JSON"),
         ("[1]", "must be a JSON object, got list"),
-        ("null", "must be a JSON object, got NoneType"),
         ("[" * 100_000, "not valid JSON"),
         (json.dumps(FULL).replace("0.25", "NaN"), "draft_threshold: input should be"),
-        (json.dumps(FULL).replace("0.25", "Infinity"), "draft_threshold: input should be"),
-        (json.dumps(FULL).replace("0.25", "-Infinity"), "draft_threshold: input should be"),
         (json.dumps(FULL).replace("1.5", "1e999"), "confirmed.speedup: input should be a finite number"),
         (json.dumps(FULL).replace('"gamma": 3', '"gamma": 3, "gamma": 4'), "gamma: is given twice"),
         (json.dumps(FULL | {"reason": "\ud800"}), "reason: must be text, got half of a surrogate pair"),
-        (
-            json.dumps(FULL).replace('"gamma": 3', '"gamma": 1' + "0" * 5_000),
-            "gamma: input should be a valid integer, got 'inf'",
-        ),
+        (json.dumps(FULL).replace('"gamma": 3', '"gamma": 1' + "0" * 5_000), "gamma: input should be a valid integer"),
     ],
 )
 def test_bad_json_is_refused_in_one_line(text: str, message: str) -> None:
@@ -254,13 +223,6 @@ def test_bad_json_is_refused_in_one_line(text: str, message: str) -> None:
         DecodeConfig.from_json(text)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 2.0])
-def test_thresholds_are_checked_without_json_too(value: float) -> None:
-    for name in ("draft_threshold", "target_threshold"):
-        with pytest.raises(ValueError, match=f"{name}: input should be"):
-            DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, **{name: value})
 
 
 # Groups.
@@ -309,22 +271,13 @@ CODE = GROUPS["code"]
     [
         ({"code": CODE | {"skip_mask": "5:2"}}, "groups.code.skip_mask: must have the default's 4 layers, got 5"),
         ({"code": CODE | {"turbo": 1}}, "groups.code.turbo: unknown field"),
-        ({"code": CODE | {"provenance": PROVENANCE}}, "groups.code.provenance: unknown field"),
-        ({"code": CODE | {"groups": GROUPS}}, "groups.code.groups: unknown field"),
-        ({"code": CODE | {"schema_version": 1}}, "groups.code.schema_version: unknown field"),
         ({"code": CODE | {"gamma": 65}}, "groups.code.gamma: input should be less than or equal to 64, got '65'"),
-        ({"code": CODE | {"gamma": "3"}}, "groups.code.gamma: input should be a valid integer"),
-        ({"code": {"gamma": 3}}, "groups.code.skip_mask: is required"),
-        ({"code": None}, "groups.code: input should be"),
         ({}, "groups: dictionary should have at least 1 item"),
-        ([CODE], "groups: input should be a valid dictionary"),
         ({f"g{i}": CODE for i in range(MAX_GROUPS + 1)}, f"groups: dictionary should have at most {MAX_GROUPS} items"),
         ({"": CODE}, "group name must be text of 1 to 64 printable characters.*, got ''"),
         ({"default": CODE}, "groups.default: group name must be .* not 'default', got 'default'"),
-        ({" code": CODE}, "group name must be .* without blanks at its ends"),
         ({"two\nlines": CODE}, r"groups.'two\\nlines': group name must be"),
         ({"x" * (MAX_GROUP_NAME + 1): CODE}, "group name must be text of 1 to 64"),
-        ({"x" * 100_000: CODE}, "group name must be text of 1 to 64"),
     ],
 )
 def test_bad_groups_name_field_rule_and_value(groups: Any, message: str) -> None:
@@ -332,13 +285,6 @@ def test_bad_groups_name_field_rule_and_value(groups: Any, message: str) -> None
         with_groups(groups)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
-
-
-def test_the_most_and_the_longest_names_are_taken() -> None:
-    names = [f"{i:0{MAX_GROUP_NAME}d}" for i in range(MAX_GROUPS)]
-    config = with_groups(dict.fromkeys(names, CODE))
-    assert DecodeConfig.from_json(config.to_json()) == config
-    assert config.for_group(names[-1]).gamma == 5
 
 
 def test_a_group_that_is_given_twice_is_refused() -> None:
@@ -373,7 +319,6 @@ def sampled(temperature: float, **others: Any) -> SamplingParams:
         ("t1", sampled(1.0)),
         ("t0.7_p0.9_k40_min0.05_r1.1", sampled(0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)),
         ("t0.7_k0", sampled(0.7, top_k=0)),
-        ("t0.7_k1000000", sampled(0.7, top_k=1_000_000)),
         ("t1e-05", sampled(1e-05)),
         ("t0.7000000001", sampled(0.7000000001)),
     ],
@@ -451,10 +396,8 @@ def test_a_request_takes_the_setting_of_its_regime() -> None:
         (sampled(0.4), "t0.7"),
         (sampled(0.35), "greedy"),  # as far from both, as near in top_p: the first
         (sampled(0.35, top_p=0.9), "greedy"),
-        (sampled(0.8), "t0.7"),
         (sampled(0.85), "t0.7"),  # as far from .7 as from 1, whatever rounding says: the nearer top_p
         (sampled(0.85, top_p=0.91), "t1_p0.9"),
-        (sampled(1.0), "t1_p0.9"),  # by temperature before top_p
         (sampled(9.0), "t1_p0.9"),
         (sampled(0.7, top_k=3, top_p=0.2), "t0.7"),
     ],
@@ -506,12 +449,11 @@ WARM, HOT = REGIMES
     ("changes", "message"),
     [
         ({"regimes": []}, "regimes: tuple should have at least 1 item"),
-        ({"regimes": {}}, "regimes: input should be a valid tuple"),
         ({"regimes": [WARM] * (MAX_REGIMES + 1)}, f"regimes: tuple should have at most {MAX_REGIMES} items"),
         ({"regimes": [WARM, WARM]}, "regimes.1.sampling: must be another than every setting's before it .* got t0.7$"),
         (
             {"sampling": {"do_sample": True, "temperature": 0.7}},
-            "regimes.0.sampling: must be another than every setting's before it and the default's, got t0.7$",
+            "regimes.0.sampling: must be another than .*, got t0.7$",
         ),
         ({"sampling": None}, "sampling: is required where there are regimes"),
         ({"groups": GROUPS}, "regimes: must be left out where there are groups"),
@@ -519,28 +461,10 @@ WARM, HOT = REGIMES
             {"regimes": [WARM, HOT | {"skip_mask": "5:1"}]},
             "regimes.1.skip_mask: must have the default's 4 layers, got 5",
         ),
-        ({"regimes": [HOT | {"turbo": 1}]}, "regimes.0.turbo: unknown field"),
-        ({"regimes": [HOT | {"provenance": PROVENANCE}]}, "regimes.0.provenance: unknown field"),
-        ({"regimes": [HOT | {"regimes": REGIMES}]}, "regimes.0.regimes: unknown field"),
         ({"regimes": [{"skip_mask": "4:1", "gamma": 1}]}, "regimes.0.sampling: is required"),
-        ({"regimes": [HOT | {"sampling": None}]}, "regimes.0.sampling: input should be"),
-        ({"regimes": [HOT | {"gamma": 65}]}, "regimes.0.gamma: input should be less than or equal to 64, got '65'"),
-        (
-            {"sampling": {"do_sample": True, "temperature": 0}},
-            r"^sampling: temperature: must be above 0 \(use do_sample=False for greedy\) and finite, got 0.0$",
-        ),
-        (
-            {"sampling": {"temperature": 0.7}},
-            "^sampling: temperature: must be left out where do_sample is false, greedy ignores it; got 0.7$",
-        ),
+        ({"sampling": {"do_sample": True, "temperature": 0}}, "^sampling: temperature: must be above 0 .*, got 0.0$"),
+        ({"sampling": {"temperature": 0.7}}, "^sampling: temperature: must be left out where .*; got 0.7$"),
         ({"sampling": {"do_sample": True, "top_p": 1.5}}, r"^sampling: top_p: must be in \(0, 1\], got 1.5$"),
-        (
-            {"sampling": {"do_sample": True, "top_k": 2.5}},
-            "^sampling: top_k: input should be a valid integer, got '2.5'$",
-        ),
-        ({"sampling": {"do_sample": 1}}, "^sampling: do_sample: input should be a valid boolean, got '1'$"),
-        ({"sampling": {"do_sample": True, "typical_p": 0.5}}, "^sampling: typical_p: unknown field$"),
-        ({"sampling": "greedy"}, "^sampling: input should be"),
     ],
 )
 def test_bad_regimes_name_field_rule_and_value(changes: dict[str, Any], message: str) -> None:
@@ -598,17 +522,11 @@ def test_a_failing_write_leaves_the_old_file(part: str, tmp_path: Path, monkeypa
     assert [item.name for item in tmp_path.iterdir()] == ["best.json"]
 
 
-def test_writing_into_a_missing_folder_is_an_oserror(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_atomically(tmp_path / "no" / "x.json", "")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{", "best.json: not valid JSON"),
         (b"\xff\xfe", "best.json: not UTF-8 text"),
-        (b"", "best.json: not valid JSON"),
         (b" " * ((1 << 20) + 1), "best.json: a decode config is at most 1048576 bytes, got 1048577"),
         (json.dumps(FULL | {"gamma": -2}).encode(), "best.json: gamma: input should be"),
     ],
@@ -618,13 +536,6 @@ def test_bad_files_are_named(content: bytes, message: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=message) as error:
         DecodeConfig.load(tmp_path / "best.json")
     assert "\n" not in str(error.value)
-
-
-def test_no_file_is_an_oserror(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        DecodeConfig.load(tmp_path / "best.json")
-    with pytest.raises(OSError):  # noqa: PT011 -- which one depends on the system
-        DecodeConfig.load(tmp_path)
 
 
 # Which model a config is for.
@@ -677,13 +588,23 @@ def test_a_config_for_another_layer_count_is_refused() -> None:
         LayerSkipModel(zoo.model_of("llama"), engine="eager", config=DecodeConfig.plain(12))
 
 
-def test_a_group_whose_mask_does_not_fit_the_model_is_refused() -> None:
+HALF: dict[str, Any] = {"skip_mask": SkipMask.parse("4:a2"), "gamma": 1}
+
+
+@pytest.mark.parametrize(
+    ("place", "settings"),
+    [
+        ("groups.code", {"groups": {"code": GroupSetting(**HALF)}}),
+        ("regimes.0", {"sampling": GREEDY, "regimes": (RegimeSetting(**HALF, sampling=Sampling.parse("t1")),)}),
+    ],
+)
+def test_a_setting_whose_mask_does_not_fit_the_model_is_refused(place: str, settings: dict[str, Any]) -> None:
     whole_layers_only = LayerSkipModel(zoo.model_of("opt-post-norm"), engine="eager")
-    groups = {"code": GroupSetting(skip_mask=SkipMask.parse("4:a2"), gamma=1)}
-    config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, groups=groups)
-    with pytest.raises(ValueError, match=r"^groups\.code\.skip_mask: layer 2 of this model can only be skipped whole"):
+    config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, **settings)
+    said = rf"^{place}\.skip_mask: layer 2 of this model can only be skipped whole"
+    with pytest.raises(ValueError, match=said):
         whole_layers_only.config = config
-    with pytest.raises(ValueError, match=r"^groups\.code\.skip_mask: layer 2"):
+    with pytest.raises(ValueError, match=said):
         whole_layers_only.generate([1], max_new_tokens=1, config=config)
     LayerSkipModel(zoo.model_of("llama"), engine="eager").config = config
 
@@ -707,17 +628,6 @@ def test_a_group_decodes_with_its_own_setting() -> None:
         model.generate([1, 2, 3], max_new_tokens=9, group="two")
     with pytest.raises(ValueError, match="group: this config has no groups, got 'three'"):
         model.generate([1, 2, 3], max_new_tokens=9, group="three", config=DecodeConfig.plain(4))
-
-
-def test_a_regime_whose_mask_does_not_fit_the_model_is_refused() -> None:
-    whole_layers_only = LayerSkipModel(zoo.model_of("opt-post-norm"), engine="eager")
-    regimes = (RegimeSetting(skip_mask=SkipMask.parse("4:a2"), gamma=1, sampling=Sampling.parse("t1")),)
-    config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, sampling=GREEDY, regimes=regimes)
-    with pytest.raises(ValueError, match=r"^regimes\.0\.skip_mask: layer 2 of this model can only be skipped whole"):
-        whole_layers_only.config = config
-    with pytest.raises(ValueError, match=r"^regimes\.0\.skip_mask: layer 2"):
-        whole_layers_only.generate([1], max_new_tokens=1, config=config)
-    LayerSkipModel(zoo.model_of("llama"), engine="eager").config = config
 
 
 def test_relative_models_are_relative_to_the_config() -> None:

@@ -15,36 +15,16 @@ from hypothesis import strategies as st
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.analysis.identity import check_identity
 from layerskip.config.lookup_settings import SuffixLookup
-from layerskip.decoding.loop import ACCEPTED, BONUS, RECOVERED, TARGET_ONLY
-from layerskip.model import GenerateOutput
+from layerskip.decoding.loop import TARGET_ONLY
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from tests.layerskip import zoo
+from tests.layerskip.decoding.counters import check_counters
 
 GAMMAS = (1, 2, 4, 7)
 PROMPT_LENGTHS = (1, 2, 5, 11)
 BUDGETS = (24, 1, 13, 2, 18, 3)
 DRAFT_THRESHOLDS = (0.0, 0.3, 0.0, 0.6, 0.9)
 TARGET_THRESHOLDS = (0.0, 0.0, 0.35, 0.0, 0.6, 0.0, 0.25)
-
-
-def check_counters(out: GenerateOutput, config: DecodeConfig, num_prompt: int) -> None:
-    stats = out.stats
-    assert stats.num_emitted + stats.num_cut == 1 + stats.num_accepted + stats.num_rounds + stats.num_target_only
-    assert stats.num_recovered + stats.num_bonus == stats.num_rounds
-    assert sum(stats.drafted_by_position) == stats.num_drafted
-    assert sum(stats.accepted_by_position) == stats.num_accepted
-    assert len(stats.drafted_by_position) == len(stats.accepted_by_position) == config.gamma
-    assert stats.drafted_by_position == sorted(stats.drafted_by_position, reverse=True)
-    assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
-    assert all(a <= d for a, d in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
-    if config.gamma:
-        assert stats.drafted_by_position[0] == stats.num_rounds  # a round drafts at least one token
-    assert stats.num_emitted == len(out.ids) == len(out.origins)
-    assert stats.num_prompt_tokens == num_prompt
-    if stats.num_cut == 0:
-        counts = [out.origins.count(origin) for origin in (ACCEPTED, RECOVERED, BONUS, TARGET_ONLY)]
-        expected = [stats.num_accepted, stats.num_recovered, stats.num_bonus, 1 + stats.num_target_only]
-        assert counts == expected
 
 
 def masks_for_decoding(name: str, draw: random.Random) -> list[SkipMask]:
@@ -68,7 +48,8 @@ def test_greedy_equals_generate(name: str) -> None:
             out = model.generate(prompt, max_new_tokens=budget, config=config)
             assert out.ids == list(zoo.greedy_reference(name, prompt)[:budget]), config
             assert out.finish_reason == "length"
-            check_counters(out, config, length)
+            check_counters(out, config)
+            assert out.stats.num_prompt_tokens == length
             if not mask.num_skipped:
                 assert out.stats.num_accepted == out.stats.num_drafted  # the draft is the target
             else:
@@ -137,7 +118,7 @@ def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str) -> No
 
 
 @zoo.each(("llama", "mistral-sliding fused", "gpt2", "mistral-sliding graph"))
-@pytest.mark.parametrize("gamma", [1, 4, 7])
+@pytest.mark.parametrize("gamma", [1, 7])
 def test_end_of_text_at_every_offset_of_a_round(name: str, gamma: int) -> None:
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(5)
     reference = zoo.greedy_reference(name, prompt)
@@ -148,7 +129,7 @@ def test_end_of_text_at_every_offset_of_a_round(name: str, gamma: int) -> None:
         out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config, eos_token_id=token)
         assert out.ids == expected
         assert out.finish_reason == "eos"
-        check_counters(out, config, len(prompt))
+        check_counters(out, config)
         assert out.stats.num_prompt_tokens + len(expected) >= 6
         cuts.add(out.stats.num_cut)
     assert 0 in cuts
@@ -180,7 +161,7 @@ def test_end_of_text_comes_from_the_models_generation_config() -> None:
     assert model.generate(prompt, max_new_tokens=24, eos_token_id=[]).ids == reference
 
 
-@pytest.mark.parametrize("penalty", [1.3, 3.0, 0.6])
+@pytest.mark.parametrize("penalty", [1.3, 0.6])
 @zoo.each(("llama", "gemma2", "gpt2"))
 def test_repetition_penalty_equals_generate(name: str, penalty: float) -> None:
     model = zoo.layerskip_of(name)
@@ -217,7 +198,7 @@ def test_stop_strings_equal_generate(text_model: LayerSkipModel, tokenizer: Any)
             out = text_model.generate(prompt, max_new_tokens=30, config=config, stop_strings=stop)
             assert out.ids == expected
             assert out.finish_reason == ("length" if len(expected) == 30 else "stop")
-            check_counters(out, config, len(prompt))
+            check_counters(out, config)
             lengths.add(len(expected))
     assert len(lengths) > 3
 
@@ -269,7 +250,7 @@ def test_any_config_gives_the_targets_tokens(
         expected = expected[: expected.index(eos[0]) + 1]
     out = zoo.layerskip_of("gemma3").generate(prompt, max_new_tokens=budget, config=config, eos_token_id=eos)
     assert out.ids == expected
-    check_counters(out, config, length)
+    check_counters(out, config)
     if gamma == 0 or target_threshold == 1.0:
         assert out.stats.num_rounds == 0
     if draft_threshold == 1.0:

@@ -27,7 +27,8 @@ from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherToken
 from layerskip.drafters.translation import OwnContext, TokenText, Translation
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.drafters.test_drafters import PROMPT, again, check_counters
+from tests.layerskip.decoding.counters import check_counters
+from tests.layerskip.drafters.test_drafters import PROMPT, again
 from tests.layerskip.huggingface.test_adapter import PlantedError
 from tests.layerskip.rounds.test_broken_rounds import failing
 from tests.layerskip.tape import TapeRecorder, on_graphs
@@ -95,16 +96,6 @@ def test_both_may_run_on_recorded_steps(more: dict[str, Any]) -> None:
         made = on_tape.num_preparations
         assert model.generate("The reader", max_new_tokens=30, config=config, **more).ids == plain.ids
         assert on_tape.num_preparations == made
-
-
-@pytest.mark.parametrize("place", range(4))
-def test_the_cache_after_each_step_holds_all_but_the_last_token(place: int) -> None:
-    model, weights = words_of("llama fused")
-    total = len(PROMPT)
-    for piece in model.stream(PROMPT, max_new_tokens=20, config=configs_of(weights, zoo.NUM_LAYERS)[place]):
-        total += len(piece.ids)
-        assert model.engine.cache.length == total - 1
-    assert total == len(PROMPT) + 20
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -76,27 +75,6 @@ def test_a_number_format_that_cannot_be_packed_is_not() -> None:
     assert not PackedLinear.serves(torch.ones(2, 2, device="meta"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("by_inputs", [False, True], ids=["alone", "one row by inputs"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_packed_products_are_those_of_the_matrix(dtype: torch.dtype, pads: bool, by_inputs: bool, biased: bool) -> None:
-    weight, bias = torch.randn(40, 72, dtype=dtype), torch.randn(40, dtype=dtype) if biased else None
-    dense = DenseLinear(weight.t(), bias)
-    packed = PackedLinear(weight, bias, pads=pads, one_row=dense if by_inputs else None)
-    for num_rows in (1, 2, 3, 4, 5, 17):
-        x, residual = torch.randn(num_rows, 72, dtype=dtype), torch.randn(num_rows, 40, dtype=dtype)
-        kept = residual.clone()
-        torch.testing.assert_close(packed(x), dense(x), rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
-        torch.testing.assert_close(
-            packed.add_to(residual, x),
-            dense.add_to(residual, x),
-            rtol=2e-2 if dtype is torch.bfloat16 else 1e-5,
-            atol=1e-1,
-        )
-        assert torch.equal(residual, kept)
-
-
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
 @pytest.mark.parametrize("description", LAYOUTS)
@@ -115,17 +93,6 @@ def test_the_numbers_are_the_models_in_every_form(
         narrow = fused.forward(ids, SkipMask.none(zoo.NUM_LAYERS).narrowed(20))
     torch.testing.assert_close(narrow[:, :20], whole[:, :20], rtol=1e-4, atol=1e-4)
     assert bool((narrow[:, 20:] == -torch.inf).all())
-
-
-@pytest.mark.usefixtures("any_size")
-def test_by_outputs_a_single_matrix_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Stopwatch", lambda _device: Clock(*[BY_OUTPUTS] * 9))
-    adapter = ModelAdapter(zoo.build("llama"))
-    fused: Any = FusedEngine(adapter)
-    attention, mlp = fused.layers[1]
-    own = {parameter.data_ptr() for parameter in adapter.model.parameters()}
-    assert {one.weight.data_ptr() in own for one in (attention.out, mlp.down, fused.head)} == {True}
-    assert {one.weight.data_ptr() in own for one in (attention.qkv, mlp.gate_up)} == {False}
 
 
 def test_small_matrices_are_not_measured() -> None:

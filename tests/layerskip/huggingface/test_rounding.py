@@ -17,7 +17,7 @@ from tests.layerskip import zoo
 NUM_TOKENS = 24
 
 
-@zoo.each()
+@zoo.few()
 def test_all_ways_to_run_the_stock_model_agree(name: str) -> None:
     """In float32 to its rounding: so what is measured in bfloat16 is rounding, and no mistake of the measurement."""
     stock, prompt = StockForward(zoo.layerskip_of(name).adapter), zoo.prompt_of(5)

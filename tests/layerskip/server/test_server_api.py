@@ -229,11 +229,6 @@ def test_each_request_is_decoded_with_the_setting_of_its_regime_and_counted(toke
         assert list(counted().values()) == [2.0, 3.0, 0.0]
 
 
-def test_a_server_that_does_not_know_its_regime_counts_none(chat: Serving) -> None:
-    chat.client().completions.create(model=MODEL_ID, prompt="def", max_tokens=2)
-    assert "requests_by_regime_total{" not in chat.request("GET", "/metrics")[2]
-
-
 def test_models_are_listed_and_found(chat: Serving) -> None:
     client = chat.client()
     assert [model.id for model in client.models.list()] == [MODEL_ID]

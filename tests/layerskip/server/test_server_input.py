@@ -40,48 +40,29 @@ COMPLETIONS: dict[str, tuple[Any, int, str]] = {
     "no body": ("", 400, "not valid JSON"),
     "not JSON": ("{", 400, "not valid JSON"),
     "not UTF-8": (b'{"model": "\xff"}', 400, "not valid JSON"),
-    "not an object": ("[1]", 400, "must be a JSON object, got list"),
     "deep nesting": ('{"user":' * 8000, 400, "not valid JSON"),
-    "deep list": ('{"prompt":' + "[" * 30000, 400, "not valid JSON"),
     "NaN": (completion(temperature=float("nan")), 400, "not valid JSON"),
-    "NaN in a dropped field": (completion(metadata={"a": float("nan")}), 400, "not valid JSON"),
     "infinite number": (completion().replace("4}", '4, "temperature": 1e999}'), 400, "temperature: input should be"),
     "huge int": (completion().replace("4}", "4" * 5000 + "}"), 400, "not valid JSON"),
-    "large int": (completion(max_tokens=10**4000), 400, "max_tokens: input should be"),
     "lone surrogate": (completion(prompt="\ud800"), 400, "not valid JSON"),
     "unknown model": (completion(model="gpt-9"), 404, "model: this server has 'tiny' only, got 'gpt-9'"),
     "no model": ('{"prompt": "x"}', 400, "model: is required"),
-    "no prompt": (f'{{"model": "{MODEL_ID}"}}', 400, "prompt: "),
-    "null prompt": (completion(prompt=None), 400, "prompt: must be text or a list of token ids"),
     "empty prompt": (completion(prompt=""), 400, "prompt: must hold at least one token"),
-    "empty list": (completion(prompt=[]), 400, "prompt: must be text or a list of token ids"),
     "several prompts": (completion(prompt=["a", "b"]), 400, "prompt: must be one prompt"),
-    "mixed ids": (completion(prompt=[1, "a"]), 400, "prompt: must be text or a list of token ids"),
-    "booleans as ids": (completion(prompt=[True]), 400, "prompt: must be text or a list of token ids"),
     "unknown ids": (completion(prompt=[10**6]), 400, "prompt: token ids must be in 0.."),
-    "ids beyond 64 bits": (completion(prompt=[10**30]), 400, "prompt: must be text or a list of token ids"),
-    "negative ids": (completion(prompt=[-1]), 400, "prompt: must be text or a list of token ids"),
     "over-long prompt": (completion(prompt=[1] * 200), 400, "prompt: 200 tokens leave no room for output in 96"),
     "prompt and output too long": (completion(prompt=[1] * 90, max_tokens=20), 400, "must fit in 96"),
     "too many new tokens": (completion(max_tokens=65), 400, "max_tokens: must be at most 64 on this server, got 65"),
     "no new tokens": (completion(max_tokens=0), 400, "max_tokens: input should be greater than or equal to 1"),
-    "half a token": (completion(max_tokens=2.5), 400, "max_tokens: input should be a valid integer, got '2.5'"),
     "two limits": (completion(max_completion_tokens=5), 400, "max_completion_tokens: must not differ"),
-    "negative temperature": (completion(temperature=-1), 400, "temperature: input should be greater than or equal"),
     "tiny temperature": (completion(temperature=1e-30), 400, "temperature: must be 0 (greedy) or at least 0.001"),
-    "text as temperature": (completion(temperature="0.5"), 400, "temperature: input should be a valid number"),
-    "boolean temperature": (completion(temperature=True), 400, "temperature: input should be a valid number"),
     "top_p": (completion(top_p=0), 400, "top_p: input should be greater than 0"),
     "top_k": (completion(top_k=-1), 400, "top_k: input should be greater than or equal to 0"),
-    "penalty": (completion(repetition_penalty=0), 400, "repetition_penalty: input should be"),
     "seed": (completion(seed=1 << 64), 400, "seed: input should be less than"),
     "five stops": (completion(stop=list("abcde")), 400, "stop: must be at most 4 texts"),
     "empty stop": (completion(stop=""), 400, "stop: must be text, or a list of texts, none of them empty"),
-    "number as stop": (completion(stop=3), 400, "stop: must be text, or a list of texts"),
-    "text as stream": (completion(stream="yes"), 400, "stream: input should be a valid boolean"),
     "options without stream": (completion(stream_options={}), 400, "stream_options: needs stream = true"),
     "n": (completion(n=2), 400, "n: not supported by this server"),
-    "n as a boolean": (completion(n=True), 400, "n: not supported by this server"),
     "unknown field": (completion(**{"max_tokns\n": 3}), 400, "'max_tokns\\n': unknown field"),
     "many unknown fields": (completion(**{f"x{i}": i for i in range(3000)}), 400, "'x0': unknown field"),
     "group": (completion(group="prose"), 400, "group: this config has no groups, got 'prose'"),
@@ -90,15 +71,7 @@ COMPLETIONS: dict[str, tuple[Any, int, str]] = {
 
 CHATS: dict[str, tuple[Any, int, str]] = {
     "no messages": (chat(messages=[]), 400, "messages: list should have at least 1 item"),
-    "text as messages": (chat(messages="hi"), 400, "messages: input should be a valid list"),
-    "text as message": (chat(messages=["hi"] * 5000), 400, "messages.0: input should be"),
-    "too many messages": (
-        chat(messages=[{"role": "user", "content": ""}] * 1100),
-        400,
-        "messages: list should have at",
-    ),
     "tool role": (chat(messages=[{"role": "tool", "content": "x"}]), 400, "messages.0.role: input should be 'system'"),
-    "no content": (chat(messages=[{"role": "user"}]), 400, "messages.0.content: is required"),
     "null content": (chat(messages=[{"role": "user", "content": None}]), 400, "content: must be text or a list of"),
     "an image": (
         chat(
@@ -107,15 +80,8 @@ CHATS: dict[str, tuple[Any, int, str]] = {
         400,
         'content: must hold parts of the form {"type": "text"',
     ),
-    "a name": (chat(messages=[{"role": "user", "content": "x", "name": "me"}]), 400, "messages.0.name: "),
-    "unknown in a message": (
-        chat(messages=[{"role": "user", "content": "x", **{f"y{i}": 1 for i in range(3000)}}]),
-        400,
-        "messages.0: 'y0': unknown field",
-    ),
     "tools": (chat(tools=[{"type": "function"}]), 400, "tools: not supported by this server"),
     "json mode": (chat(response_format={"type": "json_object"}), 400, "response_format: not supported"),
-    "logprobs": (chat(logprobs=True), 400, "logprobs: not supported by this server"),
     "prompt instead": (completion(), 400, "'prompt': unknown field"),
     "empty text": (chat(messages=[{"role": "user", "content": ""}]), 400, "prompt: must hold at least one token"),
 }
@@ -134,6 +100,8 @@ def test_bad_input_has_the_right_status_and_names_the_field(
     assert len(answer["error"]["message"]) < 1000
     assert answer["error"]["type"] == "invalid_request_error"
     assert headers["x-request-id"]
+    assert headers["content-type"] == "application/json"
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
 def test_the_server_lives_on_after_all_of_it(server: Serving, model: LayerSkipModel) -> None:

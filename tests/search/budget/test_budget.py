@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,6 @@ from search.measure.reference import Reference
 from search.predict.sensitivity import measure_sensitivity
 from search.reporting.digest import digest_of
 from search.reporting.record import read_record
-from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
 from search.study.space import SearchSpace
 from search.study.trials import counted
@@ -47,16 +45,6 @@ WORK = Work(
 PACE = Pace(token_s=0.1, further_s=0.01, prompt_s=0.5)
 
 
-def study_of(bench: Bench) -> optuna.Study:
-    storage = open_storage(bench.url)
-    return optuna.load_study(study_name=bench.folder.name, storage=storage)
-
-
-def summary_of(bench: Bench) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(bench.paths.summary.read_text())
-    return summary
-
-
 def slow_bench(folder: Path, pace: float = SLOW) -> Bench:
     return Bench(folder, FakeDecoder(pace=pace))
 
@@ -65,12 +53,12 @@ def minutes(bench: Bench) -> float:
     return bench.decoder.clock.now / 60
 
 
-@pytest.mark.parametrize("budget", [4.0, 8.0, 15.0])
+@pytest.mark.parametrize("budget", [4.0, pytest.param(15.0, marks=pytest.mark.slow)])
 def test_the_whole_run_keeps_to_its_budget_and_uses_most_of_it(tmp_path: Path, budget: float) -> None:
     bench = slow_bench(tmp_path)
     assert bench.run(trials=200, budget_minutes=budget) == 0
     assert 0.75 * budget <= minutes(bench) <= 1.02 * budget
-    summary = summary_of(bench)
+    summary = bench.summary()
     assert summary["seconds"]["confirm"] >= 0.1 * 60 * budget
     assert 1 <= summary["trials"]["counted"] < 200
     assert summary["budget"]["minutes"] == budget
@@ -80,24 +68,24 @@ def test_the_whole_run_keeps_to_its_budget_and_uses_most_of_it(tmp_path: Path, b
 def test_what_is_cut_is_told_recorded_and_reported(tmp_path: Path) -> None:
     bench = slow_bench(tmp_path)
     bench.run(trials=200, budget_minutes=4.0)
-    budget, told = summary_of(bench)["budget"], bench.output.getvalue()
+    budget, told = bench.summary()["budget"], bench.output.getvalue()
     asked, used = Amounts(**budget["asked"]), Amounts(**budget["used"])
     assert budget["cuts"] == used.cuts_from(asked)
     assert f"{used.num_texts} of 12 tuning texts" in told
-    assert used.num_texts == summary_of(bench)["reference"]["num_prompts"] < 12
-    assert used.num_held_out == summary_of(bench)["confirmed"]["num_prompts"] < 12
-    assert used.confirm_repeats == summary_of(bench)["confirmed"]["num_repeats"]
+    assert used.num_texts == bench.summary()["reference"]["num_prompts"] < 12
+    assert used.num_held_out == bench.summary()["confirmed"]["num_prompts"] < 12
+    assert used.confirm_repeats == bench.summary()["confirmed"]["num_repeats"]
     assert "plan      without a budget at most about " in told
     assert "plan      with 4:00 left about " in told
     assert budget["expected_s"].keys() == {"reference", "outlook", "search", "confirm"}
-    made = dict(digest_of(read_record(study_of(bench))).made)
+    made = dict(digest_of(read_record(bench.study())).made)
     assert made["budget"] == f"4 minutes for the whole run, with {', '.join(budget['cuts'])}"
 
 
 def test_without_a_budget_nothing_is_cut_and_a_long_run_is_told_what_a_budget_would_do(tmp_path: Path) -> None:
     bench = slow_bench(tmp_path, pace=0.02)
     bench.run(trials=30)
-    summary, told = summary_of(bench), bench.output.getvalue()
+    summary, told = bench.summary(), bench.output.getvalue()
     assert summary["trials"]["counted"] == 30
     assert summary["budget"]["cuts"] == []
     assert summary["reference"]["num_prompts"] == summary["confirmed"]["num_prompts"] == 12
@@ -119,9 +107,9 @@ def test_a_budget_that_suffices_changes_nothing(tmp_path: Path) -> None:
         bench.folder.mkdir()
     with_budget.run(trials=20, budget_minutes=60.0)
     without.run(trials=20)
-    values = [[(one.params, one.value) for one in study_of(bench).get_trials()] for bench in (with_budget, without)]
+    values = [[(one.params, one.value) for one in bench.study().get_trials()] for bench in (with_budget, without)]
     assert values[0] == values[1]
-    assert summary_of(with_budget)["budget"]["cuts"] == []
+    assert with_budget.summary()["budget"]["cuts"] == []
     assert "so nothing is cut" in with_budget.output.getvalue()
 
 
@@ -137,12 +125,12 @@ def test_a_budget_too_short_names_the_least_that_would_do_before_anything_is_mea
 def test_a_resumed_run_counts_its_own_minutes_and_keeps_the_texts(tmp_path: Path) -> None:
     first = slow_bench(tmp_path)
     first.run(trials=200, budget_minutes=4.0)
-    done = counted(study_of(first).get_trials())
+    done = counted(first.study().get_trials())
     again = slow_bench(tmp_path)
     assert again.run(trials=200, budget_minutes=4.0) == 0
     assert 0.75 * 4 <= minutes(again) <= 1.02 * 4
-    assert counted(study_of(again).get_trials()) > done
-    one, other = (summary["budget"]["used"] for summary in (summary_of(first), summary_of(again)))
+    assert counted(again.study().get_trials()) > done
+    one, other = (summary["budget"]["used"] for summary in (first.summary(), again.summary()))
     assert [one[name] for name in ("num_texts", "max_new_tokens")] == [
         other[name] for name in ("num_texts", "max_new_tokens")
     ]
@@ -158,18 +146,18 @@ def test_new_tokens_are_cut_once_and_every_later_run_decodes_as_many(tmp_path: P
     first = long_bench(tmp_path)
     fingerprint = replace(FINGERPRINT, max_new_tokens=33)
     first.run(fingerprint=fingerprint, budget_minutes=3.0, **spec)
-    used = summary_of(first)["budget"]["used"]["max_new_tokens"]
+    used = first.summary()["budget"]["used"]["max_new_tokens"]
     assert 16 <= used < 33
-    assert summary_of(first)["fingerprint"]["max_new_tokens"] == used
+    assert first.summary()["fingerprint"]["max_new_tokens"] == used
     assert json.loads(first.paths.best.read_text())["provenance"]["max_new_tokens"] == used
-    cases = Reference.from_json(study_of(first).user_attrs["reference"]).cases
+    cases = Reference.from_json(first.study().user_attrs["reference"]).cases
     assert {len(case.reference_ids) for case in cases} == {used}
     # The same command, and the same without a budget, go on with as many tokens.
-    done = counted(study_of(first).get_trials())
+    done = counted(first.study().get_trials())
     again = long_bench(tmp_path)
     assert again.run(fingerprint=fingerprint, **spec | {"trials": done + 2}) == 0
-    assert summary_of(again)["fingerprint"]["max_new_tokens"] == used
-    assert f"{used} of 33 new tokens" in summary_of(again)["budget"]["cuts"]
+    assert again.summary()["fingerprint"]["max_new_tokens"] == used
+    assert f"{used} of 33 new tokens" in again.summary()["budget"]["cuts"]
     # Another number is another study.
     with pytest.raises(FingerprintMismatch, match=f"max_new_tokens was {used}, now 30"):
         long_bench(tmp_path).run(fingerprint=replace(fingerprint, max_new_tokens=30), **spec | {"max_new_tokens": 30})
@@ -180,8 +168,8 @@ def test_what_few_trials_leave_goes_to_the_confirm_stage(tmp_path: Path) -> None
     for bench, trials in ((many, 200), (few, 2)):
         bench.folder.mkdir()
         bench.run(trials=trials, budget_minutes=6.0)
-    assert summary_of(few)["trials"]["counted"] == 2
-    assert summary_of(few)["seconds"]["confirm"] > 1.2 * summary_of(many)["seconds"]["confirm"]
+    assert few.summary()["trials"]["counted"] == 2
+    assert few.summary()["seconds"]["confirm"] > 1.2 * many.summary()["seconds"]["confirm"]
     assert minutes(few) <= 6.1
 
 
@@ -189,7 +177,7 @@ def test_the_time_limit_bounds_the_trials_within_a_budget(tmp_path: Path) -> Non
     bench = slow_bench(tmp_path)
     bench.run(trials=200, budget_minutes=15.0, timeout_s=60.0)
     assert "time limit of 60 s reached" in bench.output.getvalue()
-    assert summary_of(bench)["seconds"]["search"] < 60 + 2 * 5 * 6.5
+    assert bench.summary()["seconds"]["search"] < 60 + 2 * 5 * 6.5
     assert minutes(bench) <= 15.1
 
 
@@ -197,7 +185,7 @@ def test_regimes_share_a_budget(tmp_path: Path) -> None:
     bench = slow_bench(tmp_path)
     assert bench.run_regimes("greedy", "t0.7", trials=400, budget_minutes=12.0) == 0
     assert 0.7 * 12 <= minutes(bench) <= 12.3
-    assert summary_of(bench)["by_regime"].keys() == {"greedy", "t0.7"}
+    assert bench.summary()["by_regime"].keys() == {"greedy", "t0.7"}
 
 
 def test_a_budget_is_refused_where_it_is_not_followed() -> None:

@@ -23,13 +23,11 @@ from layerskip.config.usual_lookups import lookup_alone
 from search.compare import build_parser, main, make_plan
 from search.comparison import confirm
 from search.comparison.accounting import Account, Ledger, SharedDecoder, TimedProposer
-from search.comparison.confirm import Confirmed
 from search.comparison.journal import Journal
 from search.comparison.pipeline import ComparisonRun, as_before
 from search.comparison.plan import ComparisonPlan, estimate
-from search.comparison.plot import _speedup_range, make_plot
 from search.comparison.record import FILE, read_record
-from search.comparison.results import _of_best_lines, _ours_of_best, _versus, make_table, t_mean
+from search.comparison.results import _versus, t_mean
 from search.context import Tools
 from search.measure.pairs import PromptCase, time_able
 from search.measure.subject import Subject
@@ -189,12 +187,6 @@ def test_ngrams_are_confirmed_beside_the_picks(bench: Comparison) -> None:
     assert '"text":"ngrams"' in (bench.out / "plot.html").read_text()
 
 
-def test_ngrams_without_ours_have_nothing_to_be_compared_with(bench: Comparison) -> None:
-    bench.run(plan_of(strategies=("random",)))
-    assert "vs_ours" not in bench.results()["ngrams"]
-    assert (bench.out / "table.md").read_text().splitlines()[2].endswith("| - | - | - |")
-
-
 @pytest.mark.parametrize(("is_wrong", "code"), [(False, 0), (True, 1)])
 def test_ngrams_that_cannot_be_decoded_have_an_empty_row(bench: Comparison, is_wrong: bool, code: int) -> None:
     """And are a violation where their output is another; the strategies have their numbers all the same."""
@@ -228,28 +220,6 @@ def test_a_comparison_from_before_the_ngrams_measures_them_alone(bench: Comparis
     assert file.read_text().startswith("".join(old))
     assert bench.results()["ngrams"] == results["ngrams"]
     assert bench.results()["strategies"] == results["strategies"]
-
-
-def test_ngrams_of_other_settings_are_measured_anew(bench: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.run()
-    pick = bench.results()["ngrams"]["pick"]
-    monkeypatch.setattr("search.comparison.pipeline.NGRAMS", usual_lookups.NGRAMS.model_copy(update={"max_match": 3}))
-    bench.run()
-    assert bench.results()["ngrams"]["pick"] != pick
-    assert (bench.out / "confirm.jsonl").read_text().count("prompt_lookup") == 2 * 12
-
-
-def test_the_plot_leaves_room_for_the_ngrams(bench: Comparison) -> None:
-    """They may be faster than every strategy."""
-    bench.decoder.interaction = lambda _prompt_ids, config: 4.0 if config == NGRAMS else 1.0
-    bench.run()
-    results = bench.results()
-    assert results["ngrams"]["speedup"] > 3
-    low, high = _speedup_range(results)
-    assert low < 1.0 < results["ngrams"]["speedup"] < high
-    del results["ngrams"]
-    assert _speedup_range(results)[1] < 3
-    assert '"text":"ngrams"' not in make_plot(results, "title")
 
 
 def test_agreements_are_kept_for_a_resume(bench: Comparison) -> None:
@@ -304,7 +274,7 @@ def test_all_runs_see_the_same_prompts_first(bench: Comparison) -> None:
     assert firsts == {(0, 1, 2, 3, 4)}
 
 
-@pytest.mark.parametrize("stops", [(0.2,), (0.3, 0.1), (0.9,), (0.001, 0.01, 0.5, 0.4)])
+@pytest.mark.parametrize("stops", [(0.3, 0.1), (0.001, 0.01, 0.5, 0.4)])
 def test_resumed_equals_uninterrupted(
     bench: Comparison, stops: tuple[float, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -374,26 +344,6 @@ def test_a_broken_journal_is_refused_by_line(bench: Comparison) -> None:
         bench.run()
     file.write_text("".join([lines[0], *lines[2:]]))
     with pytest.raises(ValueError, match="line 2: number: expected trial 1, got 2"):
-        bench.run()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"repeat": "0"}, r"confirm\.jsonl: line 2: repeat: must be of type int, got '0'"),
-        ({"is_tie": None}, r"line 2: is_tie: must be of type bool, got None"),
-        ({"excluded": "out of memory"}, r"line 2: lossless: must be of type bool, got None"),
-    ],
-)
-def test_a_line_of_the_confirm_journal_that_is_no_measurement_is_named(
-    bench: Comparison, change: dict[str, Any], message: str
-) -> None:
-    bench.run()
-    file = bench.out / "confirm.jsonl"
-    lines = file.read_text().splitlines()
-    lines[1] = json.dumps(json.loads(lines[1]) | change)
-    file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=message):
         bench.run()
 
 
@@ -471,21 +421,6 @@ def test_a_resume_does_not_charge_preparation_twice(bench: Comparison) -> None:
     assert charged == pytest.approx([FORCING_S + 12 * READING_S, 0.0, 0.0, 0.0])
 
 
-def test_a_shared_answer_costs_every_asker_its_first_price() -> None:
-    clock = FakeClock()
-    ledger = Ledger()
-    one, other = (Account(ledger, clock) for _ in range(2))
-
-    def work() -> str:
-        clock.now += 3.0
-        return "answer"
-
-    assert one.ask("question", work) == other.ask("question", work) == other.ask("question", work) == "answer"
-    assert (clock.now, one.now(), other.now()) == (3.0, 3.0, 6.0)
-    assert one.ask("another", work) == "answer"
-    assert one.now() == 6.0
-
-
 def test_memory_that_is_dropped_between_turns_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is measured nor who pays for what; the real one drops beyond 512 MiB, here all that it can."""
     plan = plan_of(strategies=("ours", "leave-one-out", "clasp", "del+settings"), trials=7, checkpoints=(7,))
@@ -507,63 +442,6 @@ def test_memory_that_is_dropped_between_turns_changes_nothing(tmp_path: Path, mo
     assert len(left) >= 6
     assert set(left) == {0}
     assert len(tight.decoder.forcings) > len(roomy.decoder.forcings)
-
-
-class Sized:
-    """An answer of so many bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-def test_what_the_ledger_drops_is_worked_out_again_at_no_charge() -> None:
-    clock = FakeClock()
-    ledger = Ledger(most_bytes=100)
-    one, other = (Account(ledger, clock) for _ in range(2))
-    made: list[str] = []
-
-    def work(name: str) -> Sized:
-        made.append(name)
-        clock.now += 3.0
-        return Sized(60)
-
-    def ask(account: Account, name: str) -> Sized:
-        return account.ask(name, lambda: work(name))
-
-    ask(one, "first")
-    ask(one, "second")
-    ask(one, "first")
-    one.ask("small", lambda: "answer")
-    assert (made, ledger.num_bytes) == (["first", "second"], 120)  # a turn is not disturbed
-    ledger.trim()
-    assert ledger.num_bytes == 60
-    assert [ledger.has(name) for name in ("first", "second", "small")] == [True, False, True]
-    before = one.now()
-    assert ask(one, "second").nbytes == 60
-    assert made == ["first", "second", "second"]
-    assert one.now() == before  # its own clock stood still
-    ledger.trim()
-    assert not ledger.has("first")
-    before = other.now()
-    ask(other, "first")  # another run pays what it first cost, as ever
-    assert other.now() - before == 3.0
-    assert ledger.first_cost_s("first") == 3.0
-
-
-def test_a_forcing_that_was_dropped_is_made_again_and_reads_the_same() -> None:
-    decoder, ledger = ReadableDecoder(), Ledger(most_bytes=0)
-    account = Account(ledger, decoder.clock)
-    forcing = SharedDecoder(decoder, account).teacher_forcing([ForcedText((1, 2), (3, 4, 5))])
-    mask = SkipMask.from_layers(NUM_LAYERS, [1])
-    reading, now = forcing.read(mask), account.now()
-    ledger.trim()
-    assert ledger.num_bytes == 0
-    again = forcing.read(mask)
-    assert len(decoder.forcings) == 2
-    assert again is not reading
-    assert np.array_equal(again.accepted, reading.accepted)
-    assert account.now() == pytest.approx(now)
-    assert forcing.lengths.tolist() == [3]
 
 
 def test_readings_are_shared_and_step_times_are_not() -> None:
@@ -610,58 +488,6 @@ def test_a_difference_counts_only_beyond_seeds_and_prompts() -> None:
     assert not unsure["outside"]
     by_seed = np.array([0.3, -0.25, 0.3, -0.2, 0.1])[:, None]
     assert not _versus(steady + by_seed, steady)["outside"]
-
-
-def test_the_table_marks_what_lies_outside() -> None:
-    def row(speedup: float, **more: Any) -> dict[str, Any]:
-        fixed = {"trials": 5, "num_picks": 2, "tokens_per_s": 100.0, "seconds": 9.0, "proposal_s": 1.0}
-        return {"speedup": speedup, "speedup_ci_low": 1.1, "speedup_ci_high": 1.9, **fixed, **more}
-
-    versus = {"ratio": 0.9, "low": 0.85, "high": 0.95, "outside": True}
-    results = {
-        "num_held_out_prompts": 6,
-        "strategies": {
-            "swift": {"checkpoints": [row(1.2, vs_ours=versus)]},
-            "ours": {"checkpoints": [row(1.5)]},
-            "clasp": {"checkpoints": [row(1.4, num_picks=1, vs_ours=versus | {"outside": False})]},
-        },
-        "ours_of_best": None,
-    }
-    assert "ngrams" not in make_table(results)
-    lines = make_table(results).splitlines()
-    assert [line.split("|")[2].strip() for line in lines[2:5]] == ["ours", "clasp", "swift"]
-    assert lines[2].endswith("| ours |")
-    assert lines[3].endswith("| 0.900 (0.850..0.950) |")
-    assert lines[4].endswith("| 0.900 (0.850..0.950) < |")
-    assert "1.500 (1.100..1.900)" in lines[2]
-    assert "| 1.400 (one pick) |" in lines[3]
-
-
-def test_ours_is_told_as_a_part_of_the_best_in_the_end() -> None:
-    """The rival ends at 1.5, ours at 1.2 and then 1.44."""
-    picks = {name: Confirmed((ratio, ratio)) for name, ratio in (("a", 1.2), ("b", 1.44), ("c", 1.5))}
-
-    def row(trials: int, pick: str) -> dict[str, Any]:
-        seeds = [{"pick": pick, "is_plain": False}] * 2
-        return {"trials": trials, "speedup": picks[pick].speedup, "seeds": seeds}
-
-    strategies = {
-        "ours": {"checkpoints": [row(5, "a"), row(25, "b")]},
-        "swift": {"checkpoints": [row(5, "a"), row(25, "c")]},
-        "clasp": {"checkpoints": [row(5, "c"), row(25, "a")]},
-    }
-    told = _ours_of_best(strategies, picks, 2)
-    assert told is not None
-    assert (told["strategy"], told["trials"], told["speedup"]) == ("swift", 25, pytest.approx(1.5))
-    assert [one["trials"] for one in told["checkpoints"]] == [5, 25]
-    assert [one["ratio"] for one in told["checkpoints"]] == pytest.approx([0.8, 0.96])
-    assert _ours_of_best({"swift": strategies["swift"]}, picks, 2) is None
-    (line,) = _of_best_lines(told)
-    assert line == (
-        "ours as a part of the best after 25 trials (swift, 1.500): 0.800 (seeds 0.800..0.800, prompts 0.800..0.800) "
-        "after 5; 0.960 (seeds 0.960..0.960, prompts 0.960..0.960) after 25."
-    )
-    assert _of_best_lines(None) == _of_best_lines(told | {"checkpoints": told["checkpoints"][-1:]}) == []
 
 
 OURS = {"strategies": ("ours", "random"), "trials": 4, "checkpoints": (4,)}
@@ -727,22 +553,11 @@ def test_a_broken_store_of_ours_is_named(tmp_path: Path) -> None:
         ),
         (["--checkpoints", "10,5"], "--checkpoints: must ascend, got 10,5"),
         (["--checkpoints", "a"], "--checkpoints: must be whole numbers, got 'a'"),
-        (["--confirm-repeats", "0"], "--confirm-repeats: must be at least 1, got 0"),
         (["--study", "/no/such/study"], "no such file"),
-        (["--seeds", "x"], "--seeds"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(flags)
-    except SystemExit as exit_:
-        code = int(exit_.code or 0)
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_2(flags: list[str], message: str, refused: Any) -> None:
+    assert message in refused(main, flags)
 
 
 @pytest.mark.parametrize(

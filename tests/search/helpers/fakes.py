@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
+from optuna.trial import FrozenTrial
+
 from layerskip import DecodeConfig, DecodeStats
+from layerskip.analysis.distance import Emitted
 from layerskip.analysis.identity import IdentityReport
 from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.rounding import RoundingSpread
 from search.context import Tools
@@ -22,6 +28,7 @@ from search.per_group.run import GroupRun
 from search.pipeline import SearchRun
 from search.regime_run import RegimeRun
 from search.stop import StopSignal
+from search.storages.opening import open_storage
 from search.study.fingerprint import Fingerprint, Origin
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
@@ -110,6 +117,11 @@ class FakeDecoder:
         tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
         self.num_checked_ties += tie
         return IdentityReport(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
+
+    def distance(self, outputs: Sequence[Emitted]) -> Distance:
+        pairs = [pair for one in outputs for pair in zip(one.ids, one.target_ids, strict=True)]
+        share = sum(a != b for a, b in pairs) / len(pairs)
+        return Distance(unlike_share=share, log_prob=-1.0 - share, target_log_prob=-1.0)
 
     def free_memory(self) -> None:
         self.num_freed += 1
@@ -245,6 +257,18 @@ class Bench:
     def url(self) -> str:
         """Of the storage, where a run is not given another."""
         return f"sqlite:///{self.folder / 'study.db'}" if self.in_sqlite else f"journal:{self.folder / 'study.log'}"
+
+    def study(self, part: str | None = None) -> optuna.Study:
+        """That of the whole, or of a group or regime."""
+        name = f"{self.folder.name}/{part}" if part else self.folder.name
+        return optuna.load_study(study_name=name, storage=open_storage(self.url))
+
+    def trials(self, part: str | None = None) -> list[FrozenTrial]:
+        return self.study(part).get_trials()
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads(self.paths.summary.read_text())
+        return summary
 
     @property
     def tools(self) -> Tools:

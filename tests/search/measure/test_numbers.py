@@ -148,17 +148,6 @@ def test_seconds_by_position_are_those_of_tokens_that_both_ways_reached() -> Non
     assert seconds_by_position([along([], []), along([1.0], [])]) is None
 
 
-@pytest.mark.parametrize(
-    ("num_new", "width", "num_bins"), [(2, 1, 1), (48, 1, 47), (65, 1, 64), (66, 2, 33), (4096, 64, 64)]
-)
-def test_long_texts_are_kept_in_as_few_numbers_as_short_ones(num_new: int, width: int, num_bins: int) -> None:
-    kept = seconds_by_position([along([1.0] * (num_new - 1), [1.0] * (num_new - 1))])
-    assert kept is not None
-    assert (kept.bin_tokens, len(kept.num_tokens), sum(kept.num_tokens)) == (width, num_bins, num_new - 1)
-    assert len(kept.spans) == num_bins
-    assert (kept.spans[0][0], kept.spans[-1][1]) == (2, num_new)
-
-
 def test_one_prompt_confirms_nothing() -> None:
     confirmed = summarise([[pair(10, 30)]], seed=0)
     assert confirmed.speedup == pytest.approx(3.0)

@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import optuna
 import pytest
 
 from layerskip.huggingface.rounding import RoundingSpread
@@ -14,7 +13,6 @@ from search.preflight import open_subject
 from search.reporting.record import read_record
 from search.reporting.render import to_markdown
 from search.reporting.tables import to_json
-from search.storages.opening import open_storage
 from search.study.attributes import ROUNDING
 from search.study.prompts import load_prompts
 from search.study.spec import StudyPaths
@@ -31,11 +29,6 @@ TOLD = [
 ]
 
 
-def study_of(bench: Bench) -> optuna.Study:
-    storage = open_storage(bench.url)
-    return optuna.load_study(study_name=bench.folder.name, storage=storage)
-
-
 def tied(folder: Path) -> Bench:
     """Every speculative output parts from the target's by a tie; the spread is there once one was judged."""
     bench = Bench(folder)
@@ -47,12 +40,12 @@ def tied(folder: Path) -> Bench:
 def test_ties_are_told_with_what_they_were_judged_by(tmp_path: Path) -> None:
     bench = tied(tmp_path)
     assert bench.run(trials=16, repeat_every=0) == 0
-    num_ties = sum(trial.user_attrs["num_ties"] for trial in study_of(bench).get_trials())
+    num_ties = sum(trial.user_attrs["num_ties"] for trial in bench.study().get_trials())
     told = [TOLD[0].replace("80", str(num_ties)), TOLD[1]]
     lines = bench.output.getvalue().splitlines()
     assert [line for line in lines if line.startswith("result")][-2:] == told
-    study = study_of(bench)
-    assert study.user_attrs[ROUNDING] == json.loads(bench.paths.summary.read_text())["rounding"] == KEPT
+    study = bench.study()
+    assert study.user_attrs[ROUNDING] == bench.summary()["rounding"] == KEPT
     report = to_markdown(read_record(study))
     assert "| logit ties | 12 |" in report
     assert "- logit ties: a token may lie up to 0.375 logits below the best" in report
@@ -62,9 +55,9 @@ def test_ties_are_told_with_what_they_were_judged_by(tmp_path: Path) -> None:
 def test_where_all_is_identical_nothing_is_kept_or_told(bench: Bench) -> None:
     assert bench.run(trials=4) == 0
     assert "float32" not in bench.output.getvalue()
-    study = study_of(bench)
+    study = bench.study()
     assert ROUNDING not in study.user_attrs
-    assert json.loads(bench.paths.summary.read_text())["rounding"] is None
+    assert bench.summary()["rounding"] is None
     assert "logit ties" not in to_markdown(read_record(study))
 
 
@@ -85,12 +78,12 @@ def test_it_is_kept_with_the_first_trial_and_of_several_processes_the_widest(tmp
     bench.decoder.break_on = lambda _config: KeyboardInterrupt() if bench.decoder.num_checked_ties > 5 else None
     with pytest.raises(KeyboardInterrupt):
         bench.run(trials=4)
-    assert study_of(bench).user_attrs[ROUNDING] == KEPT
+    assert bench.study().user_attrs[ROUNDING] == KEPT
     for largest, kept in ((0.1, 0.125), (0.2, 0.2)):
         again, spread = tied(tmp_path), RoundingSpread(largest, num_positions=32)
         again.rounding = lambda spread=spread: spread
         assert again.run(trials=4) == 0
-        assert study_of(bench).user_attrs[ROUNDING]["largest"] == kept
+        assert bench.study().user_attrs[ROUNDING]["largest"] == kept
 
 
 def test_of_a_real_model_it_is_what_its_ties_were_judged_by(tiny_model: Path, tmp_path: Path) -> None:

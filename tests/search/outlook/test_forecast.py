@@ -6,11 +6,10 @@ import dataclasses
 import itertools
 import json
 import math
-import random
 
 import pytest
 
-from layerskip import DecodeConfig, SkipMask
+from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from search.outlook.forecast import Candidate, Candidates, Pool, known_masks, make_pool
@@ -72,16 +71,6 @@ def test_planted_critical_sublayers_are_found(whole: bool) -> None:
     assert len(asked) == 2 * len(space.bit_names) + 1
     assert found.base == str(SkipMask.early_exit(8, 2))
     assert found.base_agreement == pytest.approx(1.0 - sum(w for name, w in weights.items() if int(name[-2:]) >= 2))
-
-
-def test_equally_dispensable_sublayers_go_by_what_they_add_to_a_thin_draft() -> None:
-    worths = (
-        SublayerWorth("a", 0.9, 0.0),
-        SublayerWorth("b", 1.0, 0.5),
-        SublayerWorth("c", 1.0, 0.1),
-        SublayerWorth("d", 0.95, 0.0),
-    )
-    assert Sensitivity(worths, "4:none", 1.0).order() == ["c", "b", "d", "a"]
 
 
 @any_space
@@ -184,23 +173,6 @@ def test_known_masks_are_told_apart_and_hold_exits_at_many_depths() -> None:
     # Of one layer no exit is left, and of the later half only its attention.
     assert known_masks(space_of(1)) == [SkipMask.none(1), SkipMask.from_sublayers(1, attention=[0])]
     assert known_masks(space_of(1, whole=True)) == [SkipMask.none(1)]
-
-
-def test_candidates_are_written_in_a_few_characters_and_read_back() -> None:
-    candidates, _ = candidates_of(SPACE)
-    draw = random.Random(0)
-    config = DecodeConfig(
-        skip_mask=SkipMask.from_sublayers(6, attention=[1, 4], mlp=[2]),
-        gamma=draw.randint(1, 6),
-        draft_threshold=0.35,
-        target_threshold=0.05,
-    )
-    one = Candidate(key_of(SPACE.to_params(config)), -0.123456789)
-    (row,) = candidates.write([one])
-    assert row == ["6:a1,a4,m2", config.gamma, 0.35, 0.05, -0.12346]
-    (back,) = candidates.read(json.loads(json.dumps([row])))
-    assert (back.params, back.key) == (one.params, one.key)
-    assert back.log_speedup == -0.12346
 
 
 def test_variants_are_the_masks_best_settings() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel
@@ -17,7 +16,6 @@ from search import run
 from search.measure.decoder import Decoded
 from search.measure.subject import Subject
 from search.per_group.run import group_subjects
-from search.storages.opening import open_storage
 from search.study.fingerprint import FingerprintMismatch
 from search.study.trials import counted
 from tests.search.conftest import quiet, write_jsonl
@@ -37,19 +35,8 @@ from tests.search.helpers.fakes import (
 TWO = {"calm": 12, "wild": 12}
 
 
-def summary_of(bench: Bench) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(bench.paths.summary.read_text())
-    return summary
-
-
-def trials_of(bench: Bench, group: str | None = None) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(bench.url)
-    name = bench.folder.name + (f"/{group}" if group else "")
-    return optuna.load_study(study_name=name, storage=storage).get_trials()
-
-
 def history(bench: Bench, group: str | None = None) -> list[tuple[Any, ...]]:
-    return [(trial.params, trial.value) for trial in trials_of(bench, group) if trial.value is not None]
+    return [(trial.params, trial.value) for trial in bench.trials(group) if trial.value is not None]
 
 
 @pytest.fixture
@@ -82,11 +69,11 @@ def test_groups_that_suit_different_configs_get_their_own_settings(searched: Ben
         assert own.provenance == best.provenance
     assert best.confirmed is not None
     assert best.confirmed.num_prompts == 24
-    assert [counted(trials_of(searched, group)) for group in (None, "calm", "wild")] == [18, 18, 18]
+    assert [counted(searched.trials(group)) for group in (None, "calm", "wild")] == [18, 18, 18]
 
 
 def test_the_summary_holds_the_matrix(searched: Bench) -> None:
-    summary, best = summary_of(searched), DecodeConfig.load(searched.paths.best)
+    summary, best = searched.summary(), DecodeConfig.load(searched.paths.best)
     found = summary["per_group"]
     assert found["num_prompts"]["calm"] == {"tuning": 12, "held_out": 12}
     assert found["num_prompts"]["default"] == {"tuning": 24, "held_out": 24}
@@ -124,7 +111,7 @@ def test_no_advantage_at_all_is_plain_decoding_everywhere(bench: Bench) -> None:
     assert bench.run_groups(TWO, trials=4) == 0
     best = DecodeConfig.load(bench.paths.best)
     assert [best.for_group(name).gamma for name in (None, "calm", "wild")] == [0, 0, 0]
-    assert summary_of(bench)["verdict"] == "do not speculate"
+    assert bench.summary()["verdict"] == "do not speculate"
 
 
 def test_an_interrupted_search_goes_on_in_the_group_it_was_in(
@@ -164,7 +151,7 @@ def test_the_default_goes_on_with_the_trials_of_an_ordinary_search(bench: Bench)
 
 def test_the_time_limit_is_for_all_searches_together(bench: Bench) -> None:
     assert bench.run_groups(TWO, trials=30, timeout_s=1e-9) == 0
-    assert [len(trials_of(bench, group)) <= 2 for group in (None, "calm", "wild")] == [True] * 3
+    assert [len(bench.trials(group)) <= 2 for group in (None, "calm", "wild")] == [True] * 3
     again = Bench(bench.folder)
     again.run_groups(TWO, trials=3000, timeout_s=0.3)
     assert again.output.getvalue().count("time limit of 0.1 s reached") == 3
@@ -243,7 +230,7 @@ def test_a_violation_in_the_matrix_alone_is_exit_code_1_and_never_exported(searc
     assert again.run_groups(TWO, trials=18) == 1
     best = DecodeConfig.load(again.paths.best)
     assert all(best.for_group(name).skip_mask != calm.skip_mask for name in (None, "calm", "wild"))
-    (line,) = summary_of(again)["not_lossless"]
+    (line,) = again.summary()["not_lossless"]
     assert line.startswith("matrix: not lossless: prompt 'wild")
     assert f"NOT LOSSLESS, a bug to report: {line}" in again.output.getvalue()
 
@@ -311,13 +298,11 @@ def test_a_dry_run_counts_the_prompts_of_each_group_and_writes_nothing(
     ],
 )
 def test_a_prompt_without_a_group_is_named(
-    record: dict[str, Any], said: str, grouped_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: dict[str, Any], said: str, grouped_study: list[str], tmp_path: Path, refused: Any
 ) -> None:
     with (tmp_path / "held_out.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
-    assert run.main(grouped_study) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = refused(run.main, grouped_study)
     assert f"{tmp_path / 'held_out.jsonl'}:5: topic: " in error
     assert said in error
     assert not (tmp_path / "study").exists()

@@ -94,8 +94,17 @@ def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams,
     assert best[0].speedup >= best[-1].speedup > 1.0
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["words", *tokenizers.KINDS])
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("words", WARM),
+        ("byte_level", GREEDY),
+        ("byte_fallback", WARM),
+        pytest.param("words", GREEDY, marks=pytest.mark.slow),
+        pytest.param("byte_level", WARM, marks=pytest.mark.slow),
+        pytest.param("byte_fallback", GREEDY, marks=pytest.mark.slow),
+    ],
+)
 def test_a_draft_model_with_another_tokenizer_is_replayed_nearly(kind: str, params: SamplingParams) -> None:
     """Exactly where the words are the same. Else a shorter draft may be encoded differently at its end."""
     if kind == "words":

@@ -142,14 +142,6 @@ def test_numbers_of_drafts_that_nobody_tried_move_with_the_others() -> None:
     assert CHEAP.verify_s[6] * 1.05 < learnt.verify_s[6] < TRUE.verify_s[6]
 
 
-def test_the_latest_trials_count_most() -> None:
-    rng = np.random.default_rng(0)
-    trials = [trial_of(number, rng, cost=CHEAP if number < 300 else TRUE) for number in range(600)]
-    assert max(relative_errors(CostLearner().learn(CHEAP, trials))) < 0.06
-    backwards = CostLearner().learn(CHEAP, trials[::-1])
-    assert backwards.verify_s == pytest.approx(CostLearner().learn(CHEAP, trials).verify_s)
-
-
 def test_rounds_in_one_piece_teach_what_verification_costs_beyond_the_drafts_terms() -> None:
     start = dataclasses.replace(TRUE, verify_s=CHEAP.verify_s)
     learnt = CostLearner().learn(start, trials_of(60, in_one_piece=True))

@@ -7,7 +7,7 @@ import math
 import re
 import sqlite3
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from search.reporting.figures.outlook import cost_figure, sensitivity_figure
 from search.reporting.figures.style import fit_card
 from search.reporting.figures.trials import convergence_figure, prediction_figure
 from search.reporting.record import MissingData, StudyRecord, read_record, space_of
-from search.storages.opening import close_storage, open_storage
+from search.storages.opening import open_storage
 from search.study.attributes import COSTS, SENSITIVITY
 from search.study.space import SearchSpace
 from search.trials.objective import standings_of
@@ -40,7 +40,6 @@ from tests.search.helpers.fakes import SPACE, Bench
 from tests.search.predict.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
-Draw = Callable[[StudyRecord], go.Figure]
 FAST: dict[str, Any] = {"trials": 2, "num_confirm_prompts": 5, "confirm_repeats": 1}
 """Too few prompts for a bootstrap."""
 PREDICTED = {"predicted_ratios", "predicted_speedup", "predicted_tokens_per_s", "replayed_forwards"}
@@ -151,13 +150,6 @@ def test_what_trials_taught_of_the_costs_is_drawn_beside_them() -> None:
     assert drawn["fixed"].x[1] == pytest.approx(learnt.fixed_s / ALONE)
 
 
-def test_one_measurement_of_costs_is_drawn_once() -> None:
-    figure = cost_figure(read_record(with_costs(cost())))
-    assert [name for name in traces(figure) if "target step" in name] == ["only: target step 10.00 ms"]
-    assert traces(figure)["fixed"].y == ("only",)
-    assert facts(figure).startswith("1 measurement on")
-
-
 def with_worths(*worths: tuple[str, float, float], base: str) -> optuna.Study:
     study = optuna.create_study()
     sublayers = tuple(SublayerWorth(*worth) for worth in worths)
@@ -225,17 +217,6 @@ def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished
     assert f"{describe_ranks(asdict(check))}, predicted / measured {check.bias:.3f}" in facts(figure)
 
 
-def test_groups_of_predictions_are_told_apart_and_counted(finished: optuna.Study) -> None:
-    groups = prediction_figure(read_record(finished)).data[1:]
-    origins = [trial.user_attrs["origin"] for trial in finished.get_trials(states=(TrialState.COMPLETE,))]
-    assert f"neighbour by replay ({origins.count('replay')})" in {trace.name for trace in groups}
-    assert f"measured again ({origins.count('repeat')})" in {trace.name for trace in groups}
-    assert sum(len(trace.x) for trace in groups) == len(origins)
-    # In form, not only in colour; the legend shows a full trial's form where the group has one.
-    assert len({trace.marker.symbol[0].removesuffix("-open") for trace in groups}) == len(groups)
-    assert all("-open" not in trace.marker.symbol[0] or "-open" in trace.marker.symbol[-1] for trace in groups)
-
-
 def test_convergence_draws_every_trial_and_what_led(finished: optuna.Study) -> None:
     figure = convergence_figure(read_record(finished))
     drawn = traces(figure)
@@ -277,15 +258,6 @@ def test_the_confirmed_number_stands_beside_the_trials(finished: optuna.Study, s
     assert traces(convergence_figure(read_record(study)))["confirmed on one prompt"].error_y.array is None
 
 
-def test_long_studies_have_a_curve_of_some_points(finished: optuna.Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.reporting.record._MAX_STANDINGS", 5)
-    trials = finished.get_trials(states=(TrialState.COMPLETE,))
-    found = read_record(finished).leaders
-    assert [number for number, _ in found] == sorted({number for number, _ in found})
-    assert len(found) == 5
-    assert found[-1][0] == trials[-1].number
-
-
 def test_a_study_without_predictions_has_convergence_alone(finished: optuna.Study) -> None:
     bare = copy_of(finished, without=[*PREDICTED, COSTS, SENSITIVITY, "pool"])
     drawn = traces(convergence_figure(read_record(bare)))
@@ -305,21 +277,6 @@ def test_studies_of_other_samplers_have_all_figures(bench: Bench) -> None:
     bench.run(**FAST, sampler="tpe")
     study = study_in(bench.folder)
     assert all(draw(read_record(study)).data for draw in FIGURES.values())
-
-
-@pytest.mark.parametrize(
-    ("draw", "field"),
-    [
-        (cost_figure, "cost_model"),
-        (sensitivity_figure, "sensitivity"),
-        (prediction_figure, "predicted_ratios"),
-        (convergence_figure, "speedup"),
-    ],
-)
-def test_what_is_missing_is_named(draw: Draw, field: str) -> None:
-    study = optuna.create_study(study_name="empty one")
-    with pytest.raises(MissingData, match=rf"^{field}: .*study 'empty one'"):
-        draw(read_record(study))
 
 
 def test_convergence_needs_the_reference(finished: optuna.Study) -> None:
@@ -363,6 +320,7 @@ def test_a_run_leaves_its_figures_and_a_note_in_the_study(finished: optuna.Study
     config = DecodeConfig(**finished.user_attrs["config"])
     assert f"Best config: `mask {config.skip_mask}, gamma {config.gamma}" in text
     assert "```\npython -m search.run\n```" in text
+    assert " that the search had not seen, up to 17 new tokens each." in note(read_record(finished))
 
 
 def test_a_second_push_replaces_the_first(study: optuna.Study, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,10 +364,6 @@ def test_the_note_tells_what_was_decided(study: optuna.Study) -> None:
     assert "cut short" not in note(read_record(study))
 
 
-def test_the_note_tells_for_how_long_texts_its_speedup_holds(finished: optuna.Study) -> None:
-    assert " that the search had not seen, up to 17 new tokens each." in note(read_record(finished))
-
-
 def test_the_note_of_an_unfinished_study() -> None:
     text = note(read_record(optuna.create_study()))
     assert text.startswith("**No verdict yet**: For greedy text of ")
@@ -419,17 +373,6 @@ def test_the_note_of_an_unfinished_study() -> None:
 
 def lines_about_figures(bench: Bench) -> list[str]:
     return [line for line in bench.output.getvalue().splitlines() if "figures" in line]
-
-
-def test_a_push_that_fails_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_study: optuna.Study) -> list[str]:
-        raise RuntimeError("two\nlines")
-
-    monkeypatch.setattr("search.reporting.dashboard_page.push_figures", fail)
-    assert bench.run(**FAST) == 0
-    assert bench.paths.best.exists()
-    assert bench.paths.summary.exists()
-    assert bench.output.getvalue().count("\nno figures for the dashboard: RuntimeError: two\n") == 1
 
 
 def test_a_dashboard_that_cannot_be_imported_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +397,7 @@ def test_a_locked_storage_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPa
     locks[0].close()
     (line,) = lines_about_figures(bench)
     assert "database is locked" in line
-    study = optuna.load_study(study_name=bench.folder.name, storage=open_storage(bench.url))
+    study = bench.study()
     assert study.user_attrs["verdict"] == "speculate"
 
 
@@ -466,14 +409,3 @@ def test_ctrl_c_during_a_push_is_not_swallowed(bench: Bench, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         bench.run(**FAST)
     assert bench.paths.summary.exists()
-
-
-def test_the_studies_of_groups_have_figures_too(bench: Bench) -> None:
-    assert bench.run_groups({"calm": 4, "wild": 4}, **FAST | {"trials": 1}) == 0
-    storage = open_storage(bench.url)
-    names = optuna.get_all_study_names(storage)
-    assert len(names) == 3
-    for name in names:
-        stored = stored_figures(optuna.load_study(study_name=name, storage=storage))
-        assert FIGURES.keys() - stored.keys() == {"noise-and-drift"}  # one trial measures nothing twice
-    close_storage(storage)

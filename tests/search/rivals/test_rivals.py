@@ -87,10 +87,17 @@ def check_valid(proposal: Proposal, space: SearchSpace) -> None:
     assert space.to_params(config) == proposal.params
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-@pytest.mark.parametrize("name", RIVALS)
-def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: str, space: SearchSpace) -> None:
-    proposals, trials = follow(make(name, space), space, 40)
+FEW = ("one layer", "some of eight layers")
+"""Enough for methods with our settings, whose masks are those of the methods alone."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in RIVALS for kind in (FEW if STRATEGIES[name].with_settings else SPACES)],
+)
+def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: str, kind: str) -> None:
+    space = SPACES[kind]
+    proposals, trials = follow(make(name, space), space, 28)
     for number, proposal in enumerate(proposals):
         check_valid(proposal, space)
         if proposal.repeat_of is not None:
@@ -98,7 +105,7 @@ def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: s
             assert trials[proposal.repeat_of].params == proposal.params
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_eighty_layers(name: str) -> None:
     space = make_space(80, gamma_max=8)
     proposals, _ = follow(make(name, space), space, 7)
@@ -109,8 +116,8 @@ def test_eighty_layers(name: str) -> None:
 @pytest.mark.parametrize("name", RIVALS)
 def test_a_proposal_follows_from_its_arguments_alone(name: str) -> None:
     """A proposer that has run all along says what a fresh one says, at every trial: so a resume cannot differ."""
-    proposals, trials = follow(make(name, SPACE), SPACE, 20)
-    for number in (0, 1, 7, 19):
+    proposals, trials = follow(make(name, SPACE), SPACE, 12)
+    for number in (0, 1, 7, 11):
         assert propose(make(name, SPACE), trials[:number]) == proposals[number]
     veteran = make(name, SPACE)
     propose(veteran, trials)
@@ -139,12 +146,6 @@ def test_an_interrupted_trial_is_proposed_again_and_a_failed_one_is_not(name: st
     assert propose(make(name, SPACE), interrupted) == proposal
     broken = propose(make(name, SPACE), [*trials, failed(SPACE, proposal.params, 8, "out of memory")])
     assert broken.params != proposal.params or broken.repeat_of is not None
-
-
-def test_seeds_matter_where_a_strategy_draws() -> None:
-    for name in ("layerskip", "swift"):
-        one, other = (make(name, SPACE, seed) for seed in (0, 1))
-        assert propose(one, []).params != propose(other, []).params
 
 
 def test_the_used_up_grid_measures_leaders_in_turn() -> None:
@@ -282,17 +283,6 @@ def test_clasp_sweeps_numbers_first_and_then_around_the_leader() -> None:
     assert set(seen[9:11]) == {(3, 8), (3, 12)}
 
 
-def test_one_off_work_is_done_once() -> None:
-    hints = FakeHints(SPACE)
-    clasp, loo = (rival(make_setup(SPACE, hints)) for rival in (Clasp, LeaveOneOut))
-    follow(clasp, SPACE, 1)
-    num_run = hints.states.num_run
-    follow(clasp, SPACE, 10)
-    assert hints.states.num_run == num_run > 0
-    follow(loo, SPACE, 10)
-    assert hints.num_asked == 12
-
-
 @pytest.mark.parametrize("rival", [KnapSpec, LeaveOneOut])
 def test_the_first_configs_are_the_masks_at_their_best_gamma_by_expected_throughput(rival: Any) -> None:
     hints = FakeHints(SPACE)
@@ -323,11 +313,6 @@ def test_leave_one_out_takes_sublayers_by_loss_per_second() -> None:
         assert union(6, [smaller, larger]) == larger
     assert all(masks[5].mlp)
     assert not any(masks[5].attention)
-
-
-def test_throughput_is_the_closed_form() -> None:
-    assert throughput(0.5, 2.0, 3, 10.0) == pytest.approx((1 + 0.5 + 0.25 + 0.125) / 16.0)
-    assert throughput(1.0, 2.0, 3, 10.0) == pytest.approx(4 / 16.0)
 
 
 def test_swift_skips_its_share_keeps_the_ends_and_only_gets_better() -> None:
@@ -376,21 +361,6 @@ def test_gaussian_process_interpolates_and_climbs_its_bound() -> None:
     assert best.shape == (2005, 3)
     assert best[0, 0] > 0.95
     assert best[0, 1] < 0.2
-
-
-def test_the_bounds_gradient_is_its_slope() -> None:
-    rng = np.random.default_rng(1)
-    process = GaussianProcess(rng.random((20, 4)), rng.random(20))
-    point = rng.random(4)
-    bound, gradient = process.bound_and_gradient(point, 2.0)
-    for i, step in enumerate(np.eye(4) * 1e-6):
-        slope = (
-            process.bound_and_gradient(point + step, 2.0)[0] - process.bound_and_gradient(point - step, 2.0)[0]
-        ) / 2e-6
-        assert slope == pytest.approx(gradient[i], rel=1e-4, abs=1e-6)
-    mean, deviation = process.predict(point[None])
-    unit = process._spread
-    assert bound == pytest.approx((mean[0] - process._mean) / unit + 2.0 * deviation[0] / unit)
 
 
 def test_equal_values_are_no_reason_to_crash() -> None:

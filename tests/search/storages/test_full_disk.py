@@ -117,6 +117,7 @@ def finished(url: str, name: str) -> list[tuple[object, ...]]:
     return [(trial.params, trial.value) for trial in trials if trial.state == TrialState.COMPLETE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
 def test_a_search_on_a_full_disk_stops_in_one_line_and_goes_on_once_there_is_space(
     small_disk: Path, tmp_path: Path, kind: str

@@ -20,6 +20,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState, create_trial
 
 from layerskip import DecodeConfig
+from search import storage_proxy
 from search.dashboard import open_app
 from search.storages.address import redact
 from search.storages.errors import ConnectionLost, StorageError, StorageLost
@@ -453,14 +454,6 @@ def test_the_proxy_asks_for_its_key(postgres_url: str, monkeypatch: pytest.Monke
         close_storage(storage)
 
 
-def run_proxy(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in child_environment().items() if not name.startswith("LAYERSKIP_")}
-    command = [sys.executable, "-m", "search.storage_proxy", *flags]
-    return subprocess.run(
-        command, env=environment | variables, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -476,20 +469,22 @@ def run_proxy(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]
         ),
     ],
 )
-def test_bad_flags_of_the_proxy_are_one_line(flags: list[str], said: str) -> None:
-    done = run_proxy(*flags)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"search.storage_proxy: error: {said}")
-    assert done.stderr.count("\n") == 1
-    assert PASSWORD not in done.stderr
-    assert done.stdout == ""
+def test_bad_flags_of_the_proxy_are_one_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAYERSKIP_STORAGE", raising=False)
+    assert storage_proxy.main(flags) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"search.storage_proxy: error: {said}")
+    assert shown.err.count("\n") == 1
+    assert PASSWORD not in shown.err
+    assert shown.out == ""
 
 
-def test_a_port_serves_one_proxy(postgres_url: str) -> None:
+def test_a_port_serves_one_proxy(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running_proxy(postgres_url) as proxy:
-        done = run_proxy("--storage", postgres_url, "--port", str(proxy.port))
-        assert done.returncode == 2
-        assert f"cannot serve on 127.0.0.1:{proxy.port}: taken" in done.stderr
+        assert storage_proxy.main(["--storage", postgres_url, "--port", str(proxy.port)]) == 2
+        assert f"cannot serve on 127.0.0.1:{proxy.port}: taken" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from search.storages.errors import StorageError
 from search.storages.opening import check_storage, check_writable, open_storage
 from search.study.trials import counted, trials_by_state
 from tests.search.helpers.fakes import Bench
-from tests.search.test_search import history, trials_of
+from tests.search.test_search import history
 
 ROOT = Path(__file__).parents[3]
 WORKER = """
@@ -65,6 +65,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
     pytest.fail("the child did not get there")
 
 
+@pytest.mark.slow
 def test_queued_trials_are_run_once_by_several_processes(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 's.db'}"
     study = optuna.create_study(study_name="s", storage=open_storage(url))
@@ -96,7 +97,7 @@ def hanging(bench: Bench) -> subprocess.Popen[bytes]:
 def assert_resumes_as_if_nothing_had_happened(bench: Bench, whole: Bench) -> None:
     whole.run(trials=16)
     assert bench.run(trials=16) == 0
-    trials = trials_of(bench)
+    trials = bench.trials()
     assert trials_by_state(trials)["interrupted"] == 1
     assert counted(trials) == 16
     assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
@@ -109,7 +110,7 @@ def test_a_killed_search_is_resumed(
 ) -> None:
     hanging.kill()
     hanging.wait()
-    assert [trial.state for trial in trials_of(bench)][-1] == TrialState.RUNNING
+    assert [trial.state for trial in bench.trials()][-1] == TrialState.RUNNING
     assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
 
 
@@ -123,7 +124,7 @@ def test_signals_end_a_trial_cleanly(
 ) -> None:
     hanging.send_signal(number)
     assert hanging.wait(timeout=60) == 128 + number
-    last, queued = trials_of(bench)[-2:]
+    last, queued = bench.trials()[-2:]
     assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
     assert queued.state == TrialState.WAITING
     assert not bench.paths.best.exists()

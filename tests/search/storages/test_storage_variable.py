@@ -55,7 +55,11 @@ def test_every_command_reads_it(
 
 
 def test_its_password_is_shown_nowhere(
-    tiny_study: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_study: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refused: Any,
 ) -> None:
     monkeypatch.setenv(STORAGE_VARIABLE, URL)
     (tmp_path / "there").mkdir()
@@ -67,11 +71,9 @@ def test_its_password_is_shown_nowhere(
         (dashboard.main, ["--study", str(tmp_path / "there")]),
     ]
     for main, arguments in commands:
-        assert main(arguments) == 2
-        error = capsys.readouterr().err
+        error = refused(main, arguments)
         assert "storage postgresql+psycopg://me:***@127.0.0.1:1/db" in error
         assert "s3cret" not in error
-        assert error.count("\n") == 1
         with pytest.raises(SystemExit):
             main(["--help"])
         help_text = capsys.readouterr().out

@@ -72,17 +72,17 @@ def test_all_that_a_search_keeps_is_registered(tmp_path: Path, monkeypatch: pyte
     first.decoder.tie_on = lambda config: config.gamma == 3
     order = {"objective": "speedup", "budget_minutes": 600.0}
     here = dataclasses.replace(FINGERPRINT, objective="speedup")
-    assert first.run(fingerprint=here, trials=8, **order) == 0
+    assert first.run(fingerprint=here, trials=6, **order) == 0
     quiet(monkeypatch)  # a report keeps the same of every study
     second = Bench(tmp_path / "devices", space=space)
     second.decoder.break_on = lambda config: MemoryError("no room") if config.gamma == 2 else None
     there = dataclasses.replace(here, device="another", cpu="another")
-    assert second.run(fingerprint=there, trials=16, max_failures=16, **order) == 0
+    assert second.run(fingerprint=there, trials=12, max_failures=12, **order) == 0
     third = Bench(tmp_path / "devices", space=space)
     third.decoder.wrong_on = lambda config: config.gamma == 1
-    third.run(fingerprint=there, trials=24, **order)
-    Bench(tmp_path / "regimes").run_regimes("greedy", "t0.7", trials=8)
-    Bench(tmp_path / "groups").run_groups({"calm": 6, "wild": 6}, trials=6)
+    third.run(fingerprint=there, trials=16, **order)
+    Bench(tmp_path / "regimes").run_regimes("greedy", "t0.7", trials=4)
+    Bench(tmp_path / "groups").run_groups({"calm": 6, "wild": 6}, trials=2)
     kept = [kept_by(tmp_path / name) for name in ("devices", "regimes", "groups")]
     names = {
         name.partition("@")[0] for of_studies, _ in kept for name in of_studies if not name.startswith(WORKER_ENTRY)

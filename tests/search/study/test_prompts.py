@@ -96,13 +96,10 @@ def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: P
         ("{", "not valid JSON"),
         ("[1]", "must be a JSON object, got list"),
         ("{}", "exactly one of the fields prompt, messages, turns; got fields: none"),
-        ('{"text": "x"}', "got fields: text"),
         ('{"prompt": "x", "turns": ["y"]}', "got fields: prompt, turns"),
-        ('{"prompt": 3}', "prompt: input should be a valid string, got '3'"),
         ('{"prompt": ""}', "prompt: string should have at least 1 character"),
         ('{"prompt": "  "}', "prompt: must hold more than white space, got '  '"),
         ('{"prompt": "x", "tempo": 1}', "tempo: unknown field"),
-        ('{"messages": []}', "messages: list should have at least 1 item"),
         ('{"messages": [{"role": "user"}]}', "messages.0.content: is required"),
         (
             '{"messages": [{"role": "user", "content": "\\n"}]}',
@@ -111,11 +108,8 @@ def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: P
         ('{"turns": ["x"]}', "question_id: is required"),
         ('{"prompt": "first"}', "repeats the prompt of"),
         ('{"prompt": "x", "temperature": -1}', "temperature: input should be greater than or equal to 0, got '-1'"),
-        ('{"prompt": "x", "top_p": 2}', "top_p: input should be less than or equal to 1, got '2'"),
-        ('{"messages": [{"role": "user", "content": "x"}], "top_k": 1.5}', "top_k: "),
         ("[" * 100_000, "not valid JSON"),
         ('{"prompt": "x\\udc00"}', r"prompt: must be text, got half of a surrogate pair in 'x\udc00'"),
-        ('{"turns": ["x", "\\ud800"], "question_id": 1, "category": "c"}', "turns: must be text"),
     ],
 )
 def test_each_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:

@@ -18,7 +18,7 @@ from search.measure.subject import Subject
 from search.stop import StopSignal
 from search.terminal.comparison_events import ComparisonBegins, PicksAdvanced, RunAdvanced
 from search.terminal.comparison_view import ComparisonView
-from search.terminal.event import Event, Note
+from search.terminal.event import Event
 from search.terminal.live import LiveReporter
 from search.terminal.reporter import JsonReporter, Reporter
 from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, make_spec, prompts
@@ -134,12 +134,3 @@ def test_the_view_fits_and_tells_strategy_seed_and_trials(events: list[Event], w
     if width == 80:
         assert rows[3].endswith("3..3 trials, 2 of 2 seeds")
         assert rows[4].endswith("3..3 trials, 1 of 2 seeds")
-
-
-def test_the_view_before_a_stage_has_begun(events: list[Event]) -> None:
-    begun = [one for one in events if isinstance(one, ComparisonBegins)]
-    assert drawn(begun, 80)[1].endswith("0 of 16")
-    rows = drawn([*begun, Note("confirm", "4 picks")], 80)
-    assert rows[0] == "phase   [confirm]"
-    assert rows[1].endswith("about to start")
-    assert len(drawn(events[:-3], 80, height=6)) <= 6

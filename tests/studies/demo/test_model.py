@@ -93,11 +93,6 @@ def test_no_module_is_in_two_parts(library: Path) -> None:
     assert len(set.union(*parts)) == 12
 
 
-def test_too_few_modules_are_refused(library: Path) -> None:
-    with pytest.raises(ValueError, match="at least 40"):
-        corpus.split_modules(corpus.read_modules(library))
-
-
 def test_forward_without_skips_is_the_models_own() -> None:
     model = tiny_run().model.eval()
     ids = torch.arange(2, 22).reshape(2, 10)
@@ -107,17 +102,6 @@ def test_forward_without_skips_is_the_models_own() -> None:
     skipped, _ = run_layers(model, ids, [(False, False)] * 2 + [(True, True)] * 2)
     assert at_exit is not None
     assert torch.equal(at_exit, skipped)
-
-
-def test_recipe_off_drops_nothing_and_takes_no_exit_loss() -> None:
-    rng = random.Random(0)
-    stock = RECIPES["stock"]
-    assert stock.draw_skip(12, rng) == [(False, False)] * 12
-    assert stock.draw_exit(12, rng, 0.0) is None
-    run = tiny_run(tiny_settings(stock))
-    ids, labels = training.batch_of(run.stream, run.settings, 0)
-    loss, target = training_loss(run.model, ids, labels, stock, rng)
-    assert loss.item() == target
 
 
 def test_late_exit_learns_the_targets_distribution() -> None:
@@ -152,12 +136,6 @@ def test_recipe_on_drops_deep_layers_more_and_never_exits_early() -> None:
     late = dataclasses.replace(recipe, late_from=0.6, late_last_exit=5)
     assert {late.draw_exit(12, rng, 0.6) for _ in range(500)} == {(layer, 0.3) for layer in (3, 4, 5)}
     assert {late.draw_exit(12, rng, 0.59) for _ in range(500)} == exits
-
-
-def test_bad_recipes_are_refused() -> None:
-    for field, value in (("dropout_max", 1.0), ("exit_scale", -0.1), ("first_exit", 0)):
-        with pytest.raises(ValueError, match=field):
-            dataclasses.replace(RECIPES["layerskip"], **{field: value})
 
 
 def test_training_learns_and_recipes_part_ways(tmp_path: Path) -> None:
@@ -218,23 +196,6 @@ def test_a_budget_of_time_moves_rate_and_recipe_by_its_share(tmp_path: Path, mon
     assert training.lr_scale(50, 1.0, settings) == 0
 
 
-def test_a_step_in_parts_is_the_step_in_one() -> None:
-    stock = RECIPES["stock"]
-    parts = tiny_settings(stock)
-    whole = dataclasses.replace(parts, size=dataclasses.replace(parts.size, num_parts=1), dtype=torch.float32)
-    parts = dataclasses.replace(parts, dtype=torch.float32)
-    runs = [tiny_run(parts), tiny_run(whole)]
-    before = {name: value.clone() for name, value in runs[0].model.named_parameters()}
-    for run in runs:
-        run.train_step()
-    assert runs[0].recent_loss == pytest.approx(runs[1].recent_loss, rel=1e-5)
-    for name, value in runs[0].model.named_parameters():
-        torch.testing.assert_close(value, dict(runs[1].model.named_parameters())[name], rtol=1e-3, atol=1e-3)
-        assert not torch.equal(value, before[name])
-    with pytest.raises(ValueError, match="batch must be a positive multiple of 2"):
-        dataclasses.replace(parts.size, batch=3)
-
-
 def test_the_maker_refuses_bad_flags_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["--size", "tiny", "--work-dir", str(tmp_path)]
     for flags, message in (
@@ -247,21 +208,6 @@ def test_the_maker_refuses_bad_flags_in_one_line(tmp_path: Path, capsys: pytest.
         assert capsys.readouterr().err == f"studies.demo.make_model: error: {message}\n"
 
 
-def test_sizes_bring_their_exits_and_tokenizer(tmp_path: Path) -> None:
-    settings = make_model.settings_from(make_model.parse(["--size", "1b", "--recipe", "layerskip"]))
-    assert (settings.recipe.first_exit, settings.recipe.late_last_exit) == (4, 8)
-    assert settings.minutes == 4
-    stock = make_model.settings_from(make_model.parse(["--size", "1b", "--recipe", "stock", "--seconds", "90"]))
-    assert stock.recipe == RECIPES["stock"]
-    assert stock.minutes == 1.5
-    demo = make_model.settings_from(make_model.parse([]))
-    assert demo.recipe == RECIPES["layerskip"]
-    for size in training.SIZES.values():
-        if not size.own_tokenizer:
-            tokenizer = make_model.load_tokenizer(tmp_path, corpus.Split((), (), ()), size)
-            assert len(tokenizer) <= size.vocab
-
-
 def test_padding_kept_by_a_tokenizer_is_no_text(library: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The shipped tokenizer's file asks for padding: its stream had 16 tokens for each one of the text."""
     modules = corpus.read_modules(library)[:3]
@@ -269,28 +215,6 @@ def test_padding_kept_by_a_tokenizer_is_no_text(library: Path, tokenizer: PreTra
     stream = corpus.token_stream(tokenizer, modules)
     assert tokenizer.pad_token_id not in stream
     assert tokenizer.decode(stream) == "".join(m.text + corpus.END_OF_TEXT for m in modules)
-
-
-def test_every_epoch_sees_every_window_once() -> None:
-    settings = tiny_settings()
-    stream = torch.arange(32 * 4 * 10 + 40)
-    rows = torch.cat([training.batch_of(stream, settings, step)[0] for step in range(10)])
-    starts = rows[:, 0].tolist()
-    assert len(set(starts)) == 40
-    assert len({start % 32 for start in starts}) == 1
-    assert {start % 32 for start in training.batch_of(stream, settings, 10)[0][:, 0].tolist()} != {starts[0] % 32}
-
-
-def test_a_stream_shorter_than_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="corpus: must hold 161 tokens for a step of this size, got 160"):
-        training.batch_of(torch.arange(160), tiny_settings(), 0)
-    assert training.batch_of(torch.arange(161), tiny_settings(), 0)[0].shape == (4, 32)
-
-
-def test_replay_of_known_agreements() -> None:
-    # First token from the prefill, then: accept 2 of 2 + bonus (3), reject at once (1), accept 1 and the end (1 of 2).
-    agreed = [[True, True, True, False, False, True]]
-    assert evaluate.predicted_speedup(agreed, 2, 0.5) == pytest.approx(5 / (3 * (2 * 0.5 + evaluate.VERIFY_COST)))
 
 
 def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,13 +52,8 @@ def test_the_parts_fit_into_the_time() -> None:
         (["summarise", "nowhere"], "folder: holds no result of a part, got nowhere"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(arguments: list[str], message: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        raise SystemExit(command.main(arguments))
-    assert ended.value.code == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
+def test_bad_arguments_are_refused_in_one_line(arguments: list[str], message: str, refused: Any) -> None:
+    assert message in refused(command.main, arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -29,18 +29,6 @@ def test_the_rounds_table_by_hand() -> None:
     assert tables.expected_tokens(0.5, 2) == pytest.approx(1.75)
 
 
-def test_attention_kernels_are_told_by_visible_positions() -> None:
-    rows = [
-        {"kernel": kernel, "num_tokens": tokens, "num_visible": visible, "us": us}
-        for kernel, tokens, visible, us in (("math", 1, 256, 9.0), ("math", 5, 256, 11.5), ("split keys", 1, 512, 4.0))
-    ]
-    text = tables.attention([*rows, {"taken": "split keys"}], {})
-    assert "| kernel | 256 positions | 512 positions |" in text
-    assert "| math | 9.0 / 11.5 | - / - |" in text
-    assert "| split keys | - / - | 4.0 / - |" in text
-    assert "Taken: split keys." in text
-
-
 def test_a_tie_and_a_difference_are_told_apart_with_what_rounding_explains() -> None:
     several = {"num_rows": 5, "other_token": 1, "positions": 64, "largest_logit": 20.0}
     several["logit_spread"] = {"median": 0.0, "p99": 0.125, "largest": 0.25}
@@ -51,13 +39,6 @@ def test_a_tie_and_a_difference_are_told_apart_with_what_rounding_explains() -> 
     assert "3 speculative outputs: 1 identical to plain decoding, 1 part at a tie." in text
     assert "- tie: 4:3 gamma 2 from token 7: 0.125 below the best logit, 0.500 are rounding" in text
     assert "- DIFFERING: 4:3 gamma 2 from token 7: 2.000 below the best logit" in text
-
-
-def test_bandwidth_is_held_against_a_large_copy() -> None:
-    row = {"engine": "fused", "way": "plain", "reason": "asked for", "ms_per_token": 4.0}
-    row |= {"step_bytes": 6_000_000_000, "end_to_end_tokens_per_s": 200.0, "load_s": 9.0, "added_bytes": 3 << 30}
-    text = tables.plain([row], {"copy_bytes_per_s": 3e12})
-    assert "| fused | plain | 4.000 | 250.0 | 200.0 | 6.000 | 50.0 % | 9.0 | 3.00 |" in text
 
 
 def test_a_page_tells_what_failed_and_which_file_is_broken(tmp_path: Path) -> None:
@@ -72,20 +53,6 @@ def test_a_page_tells_what_failed_and_which_file_is_broken(tmp_path: Path) -> No
     (tmp_path / "a-tiny.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"a-tiny\.json: contexts: not what its step writes \(KeyError"):
         summarise.page(tmp_path)
-
-
-def test_the_number_to_quote_stands_with_its_config_interval_and_end_to_end_value() -> None:
-    numbers = {"speedup": 1.5, "speedup_ci_low": 1.25, "speedup_ci_high": 1.75}
-    numbers |= {f"end_to_end_{name}": value - 0.125 for name, value in numbers.items()}
-    numbers |= {"num_prompts": 16, "num_repeats": 2, "tokens_per_s": 300.0, "plain_tokens_per_s": 200.0}
-    facts = {"num_identical": 15, "num_ties": 1, "repeated_ngram_share": 0.25, "machine": "load 1"}
-    config = {"skip_mask": "4:2-3", "gamma": 3, "draft_threshold": 0.5}
-    assert summarise.confirmed(numbers | facts, config) == (
-        "- mask 4:2-3, gamma 3, draft_threshold 0.5: on 16 held-out prompts x 2 1.500x (1.250..1.750), prompt included "
-        "1.375x (1.125..1.625); 300.0 against 200.0 tok/s; identical outputs 15, ties 1; repeated 4-grams 25.0 %. "
-        "Machine: load 1."
-    )
-    assert summarise.confirmed(numbers | facts, {"skip_mask": "4:none", "gamma": 0}).startswith("- The best candidate:")
 
 
 def test_outcomes_of_tests_are_counted_and_what_did_not_pass_is_named() -> None:

@@ -50,16 +50,6 @@ def test_what_is_there_is_left_out_unless_it_may_be_too_old() -> None:
     assert brought("app", "engine>=1", present=("engine", "Deep-Lib", "shared")) == ["app"]
 
 
-def test_sizes_are_of_wheels_at_hand_else_of_installed_files(tmp_path: Path) -> None:
-    (tmp_path / "deep_lib-2.0-py3-none-any.whl").write_bytes(b"x" * 123)
-    (tmp_path / "shared-1.9-py3-none-any.whl").write_bytes(b"of another version")
-    found = wheels.measured(["deep-lib", "shared"], tmp_path, find)
-    assert [(one.name, one.version, one.num_bytes, one.is_file) for one in found] == [
-        ("deep-lib", "2.0", 123, True),
-        ("shared", "2.0", 1000, False),
-    ]
-
-
 def test_the_list_here_holds_what_the_one_by_hand_lacked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # annotated-types and typing-extensions, which pydantic needs, stopped the first try on a machine.
     assert wheels.main([]) == 0

@@ -39,7 +39,7 @@ def assert_greedy(model: LayerSkipModel, prompt: tuple[int, ...], config: Decode
 # The same numbers and tokens.
 
 
-@zoo.each(zoo.RECORDED)
+@zoo.few(zoo.RECORDED)
 def test_logits_are_the_models_own(name: str) -> None:
     """Replayed at other positions than recorded at, across windows and across sizes of the visible part."""
     model = graph_model(name)

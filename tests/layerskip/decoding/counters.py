@@ -1,0 +1,41 @@
+"""What the counters of any decoding have to add up to, whoever drafts."""
+
+from __future__ import annotations
+
+from layerskip import DecodeConfig
+from layerskip.decoding.loop import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY
+from layerskip.model import GenerateOutput
+
+
+def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
+    stats = out.stats
+    drafted, accepted = stats.drafted_by_position, stats.accepted_by_position
+    assert stats.num_emitted + stats.num_cut == 1 + stats.num_accepted + stats.num_rounds + stats.num_target_only
+    assert stats.num_recovered + stats.num_bonus == stats.num_rounds
+    assert (sum(drafted), sum(accepted)) == (stats.num_drafted, stats.num_accepted)
+    assert len(drafted) == len(accepted) == config.max_gamma
+    assert drafted == sorted(drafted, reverse=True)
+    assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
+    if config.gamma:
+        assert drafted[0] == stats.num_rounds  # a round drafts at least one token
+    assert stats.num_emitted == len(out.ids) == len(out.origins)
+    assert stats.num_looked_up_accepted <= stats.num_looked_up <= stats.num_drafted
+    assert stats.num_rounds == sum(stats.rounds_by_drafted) + sum(stats.lookup_rounds_by_drafted)
+    assert sum(stats.lookup_rounds_by_drafted) == stats.num_lookup_rounds
+    if not config.computes_drafts:
+        assert stats.num_looked_up == stats.num_drafted
+    assert stats.num_sibling_hits <= min(stats.num_siblings, stats.num_accepted, stats.num_bonus)
+    if not config.siblings:
+        assert accepted == sorted(accepted, reverse=True)
+    if stats.num_cut == 0:
+        looked_up = stats.num_looked_up_accepted
+        expected = {
+            ACCEPTED: stats.num_accepted - looked_up,
+            LOOKED_UP: looked_up,
+            RECOVERED: stats.num_recovered,
+            BONUS: stats.num_bonus,
+            TARGET_ONLY: 1 + stats.num_target_only,
+        }
+        assert {origin: out.origins.count(origin) for origin in expected} == expected
+        num_rejected = sum(map(len, out.rejected.values()))
+        assert num_rejected == stats.num_drafted - stats.num_accepted + stats.num_sibling_hits
