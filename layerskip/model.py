@@ -240,8 +240,8 @@ class LayerSkipModel:
         """Raises ValueError if the config is lossy and that was not allowed, if a mask does not fit this model or the
         config was made for other weights; or draft weights do not, which are loaded here where they are not yet."""
         config.check_consent(allow_lossy=self._allow_lossy)
-        if config.lossy_rules and isinstance(self._engine, OffersRounds):
-            raise ValueError(f"lossy: needs the engine eager or fused, got {self._engine.name}")
+        if config.lossy_rules and self.lossy_refusal is not None:
+            raise ValueError(f"lossy: needs {self.lossy_refusal}")
         self._adapter.check_mask(config.skip_mask)
         for name, setting in (config.groups or {}).items():
             try:
@@ -279,6 +279,12 @@ class LayerSkipModel:
             self._siblings_refusal = tree_refusal(self._engine, self._adapter)
             self._asked_for_siblings = self._engine
         return self._siblings_refusal
+
+    @property
+    def lossy_refusal(self) -> str | None:
+        """Why `DecodeConfig.lossy` must be left out on this engine; None where it need not."""
+        recorded = isinstance(self._engine, OffersRounds)
+        return f"the engine eager or fused, got {self._engine.name}" if recorded else None
 
     def _choose_engine(self, *, with_graphs: bool) -> None:
         choice = make_engine(self._engine_asked, self._adapter, with_graphs=with_graphs)

@@ -90,7 +90,7 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
 def space_for(model: Any, spec: StudySpec) -> SearchSpace:
     """What is searched: as the spec says, and where it says nothing as far as the engine can.
 
-    Raises: ValueError if a shared prefix is asked for and the engine cannot.
+    Raises: ValueError if something is asked for that the engine or the model cannot.
     """
     can_share = isinstance(model.engine, PrefixEngine)
     if spec.share_prefix and not can_share:
@@ -104,6 +104,8 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         raise ValueError(f"int8: drafts with 8-bit weights need a model that is whole on a CPU, got {model.placement}")
     if spec.siblings and model.siblings_refusal is not None:
         raise ValueError(f"siblings: need {model.siblings_refusal}")
+    if spec.allow_lossy and model.lossy_refusal is not None:
+        raise ValueError(f"allow_lossy: needs {model.lossy_refusal}")
     searches_siblings = model.siblings_refusal is None if spec.siblings is None else spec.siblings
     weights = _draft_weights(model, spec)
     return SearchSpace.for_model(

@@ -59,6 +59,7 @@ class TuneOptions(TypedDict, total=False):
     num_confirm_candidates: int
     confirm_repeats: int
     num_confirm_prompts: int
+    allow_lossy: bool
     max_failures: int
     per_group: bool
     group_field: str
@@ -150,7 +151,7 @@ def _subject(model: Any, tokenizer: Any, spec: StudySpec, paths: StudyPaths) -> 
         if tokenizer is None:
             raise ValueError("tokenizer: is required to encode the prompts, got None")
         spec = as_before(spec, paths)
-        wrapped = LayerSkipModel(model, tokenizer, engine=spec.engine)
+        wrapped = LayerSkipModel(model, tokenizer, engine=spec.engine, allow_lossy=spec.allow_lossy)
         return subject_of(wrapped, spec, paths, sets)
     except ValueError as error:
         raise ValueError(_without_files(str(error), spec, paths)) from None

@@ -25,7 +25,8 @@ class Sharing:
 def model_on(engine: object) -> Any:
     layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
     cannot = {"can_narrow": False, "can_int8": False, "placement": "cuda:0"}
-    cannot["siblings_refusal"] = None if isinstance(engine, Sharing) else "the engine eager or fused, got cuda_graph"
+    refusal = None if isinstance(engine, Sharing) else "the engine eager or fused, got cuda_graph"
+    cannot |= {"siblings_refusal": refusal, "lossy_refusal": refusal}
     return SimpleNamespace(engine=engine, engine_name="cuda_graph", **cannot, **layers)
 
 
@@ -54,6 +55,12 @@ def test_siblings_are_searched_where_engine_and_model_can(given: bool | None, se
     assert space_for(model_on(object()), make_spec(siblings=given and None)).siblings_max == 0
     with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph"):
         space_for(model_on(object()), make_spec(siblings=True))
+
+
+def test_lossy_rules_are_refused_before_anything_is_measured() -> None:
+    assert space_for(model_on(Sharing()), make_spec(allow_lossy=True))
+    with pytest.raises(ValueError, match="allow_lossy: needs the engine eager or fused, got cuda_graph"):
+        space_for(model_on(object()), make_spec(allow_lossy=True))
 
 
 @pytest.mark.parametrize(("given", "searched"), [(None, 16), (8, 8), (24, 24)])
