@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.config.decode_config import Confirmed, DecodeConfig, GroupSetting, Provenance, RegimeSetting
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
+from layerskip.config.lossy_acceptance import ProbabilityAcceptance, TypicalAcceptance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
@@ -21,6 +22,7 @@ __all__ = [
     "GenerateOutput",
     "GroupSetting",
     "LayerSkipModel",
+    "ProbabilityAcceptance",
     "PromptLookup",
     "Provenance",
     "RegimeSetting",
@@ -29,6 +31,7 @@ __all__ = [
     "StreamPiece",
     "SuffixLookup",
     "TextStore",
+    "TypicalAcceptance",
     "custom_generate",
 ]
 

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.benchmark.names import ROW_NAMES
+from layerskip.benchmark.names import ALL_ROWS, ROW_NAMES
 from layerskip.command_line.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.command_line.cli import CommandError, OneLineParser, check_least, print_error, run_command
 from layerskip.command_line.command_model import add_model_arguments, load_model, max_new_tokens, read_config
 from layerskip.config.decode_config import DecodeConfig, write_atomically
+from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.usual_lookups import NUM_TOKENS
 
@@ -36,9 +37,7 @@ def build_parser() -> OneLineParser:
     what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     what.add_argument("--num-prompts", type=int, default=8, help="the first so many of the file")
     what.add_argument("--repeats", type=int, default=3, help="timed runs of every row and prompt")
-    what.add_argument(
-        "--only", action="append", metavar="NAME", choices=ROW_NAMES, help=f"one of {', '.join(ROW_NAMES)}"
-    )
+    what.add_argument("--only", action="append", metavar="NAME", choices=ALL_ROWS, help=f"one of {', '.join(ALL_ROWS)}")
     what.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -71,6 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     benchmark, profiles = _measure(model, config, prompts, new_tokens, arguments)
     facts = benchmark.facts | {"prompts_file": None if prompts_file is None else prompts_file.name}
     facts["regime"] = None if config is None or config.sampling is None else config.sampling.name
+    facts["lossy"] = None if config is None or config.lossy is None else lossy_label(config.lossy)
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, facts), indent=1) + "\n")
     if arguments.plot is not None:
@@ -135,7 +135,8 @@ def _measure(
     from layerskip.benchmark.run import Plan, run_benchmark
     from layerskip.benchmark.ways import CannotRun
 
-    plan = Plan(new_tokens, arguments.repeats, arguments.only or ROW_NAMES, arguments.compile)
+    every_row = ROW_NAMES if config is None or config.lossy is None else ALL_ROWS
+    plan = Plan(new_tokens, arguments.repeats, arguments.only or every_row, arguments.compile)
     try:
         with Progress(console=_console(), transient=True) as progress:
             task = progress.add_task("measuring", total=len(prompts) * arguments.repeats)
@@ -165,10 +166,11 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, 
 
 def _facts_line(facts: dict[str, Any]) -> str:
     tuned = "" if facts["regime"] is None else f"; the config's setting for {facts['regime']}"
+    lossy = "" if facts["lossy"] is None else f"; row lossy: {facts['lossy']}"
     return (
         f"{facts['model_class']}, {facts['num_layers']} layers, {facts['dtype']} on {facts['device']}, "
         f"{facts['num_threads']} threads, engine {facts['engine']}; {facts['num_prompts']} prompts × "
-        f"{facts['repeats']} repeats × {facts['max_new_tokens']} tokens, batch 1, greedy{tuned}"
+        f"{facts['repeats']} repeats × {facts['max_new_tokens']} tokens, batch 1, greedy{tuned}{lossy}"
     )
 
 

@@ -17,6 +17,7 @@ from layerskip.command_line.command_model import (
     max_new_tokens,
     read_config,
 )
+from layerskip.config.lossy_acceptance import lossy_label
 
 if TYPE_CHECKING:
     from layerskip.command_line.compare import Comparison
@@ -127,7 +128,7 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
     sys.stdout.write("\n")
     sys.stdout.flush()
     _print_summary(stream.output(), show_legend=show_drafts)
-    sys.stderr.write("".join(f"{line}\n" for line in _regime_words(model.config, stream.config)))
+    sys.stderr.write("".join(f"{line}\n" for line in _setting_words(model.config, stream.config)))
 
 
 class MarkedText:
@@ -212,19 +213,20 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
     if comparison.repeated_ngram_share is not None:
         lines.append(f"repeated {NGRAM}-grams: {comparison.repeated_ngram_share:.0%} of the output's")
     lines.append(f"tokens identical: {_identity_words(comparison)}")
-    lines += _regime_words(model.config, comparison.config)
+    lines += _setting_words(model.config, comparison.config)
     if confirmed := confirmed_words(comparison.config):
         lines.append(f"confirmed by the search: {confirmed}")
     sys.stderr.write("\n".join(lines) + "\n")
 
 
-def _regime_words(config: DecodeConfig, followed: DecodeConfig) -> list[str]:
-    """Which of a config's settings was followed, where it has one for each of several regimes."""
+def _setting_words(config: DecodeConfig, followed: DecodeConfig) -> list[str]:
+    """Whether what was followed is lossy; and which of a config's settings it is, where that has several regimes."""
+    lossy = [] if followed.lossy is None else [lossy_label(followed.lossy)]
     if config.regimes is None or followed.sampling is None:
-        return []
+        return lossy
     how = f"gamma {followed.gamma}" if followed.speculates else "plain decoding"
     reason = f" ({' '.join(followed.reason.split())})" if followed.reason else ""
-    return [f"regime {followed.sampling.name} (of {', '.join(config.regime_names)}): {how}{reason}"]
+    return [*lossy, f"regime {followed.sampling.name} (of {', '.join(config.regime_names)}): {how}{reason}"]
 
 
 def _identity_words(comparison: Comparison) -> str:
@@ -232,7 +234,9 @@ def _identity_words(comparison: Comparison) -> str:
     if identity is None:
         return "not compared (drawn from a generator that goes on)"
     if identity.identical:
-        return "yes"
+        return "yes" if comparison.config.lossy is None else "yes, though a lossy setting does not promise it"
+    if comparison.config.lossy is not None:
+        return f"no, from token {identity.first_difference} on: the setting is lossy"
     if identity.is_tie:
         return f"up to a logit tie at token {identity.first_difference} (gap {identity.logit_gap:.2g})"
     return f"NO, from token {identity.first_difference} on: please report this as a bug"
@@ -245,6 +249,7 @@ def _print_json(output: GenerateOutput, followed: DecodeConfig, comparison: Comp
         "origins": output.origins,
         "finish_reason": output.finish_reason,
         "regime": None if followed.sampling is None else followed.sampling.name,
+        "lossy": None if followed.lossy is None else followed.lossy.model_dump(),
         "tokens_per_s": output.stats.tokens_per_s,
     }
     if comparison is not None:

@@ -33,6 +33,7 @@ from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
+from layerskip.rounds.device_round import OffersRounds
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class GenerateArguments:
 
 
 class LayerSkipModel:
-    """Wraps a causal LM; decodes it under a `DecodeConfig`, losslessly.
+    """Wraps a causal LM; decodes it under a `DecodeConfig`, losslessly unless that has a `lossy` rule.
 
     The config's `drafter` says who proposes tokens: the model with layers skipped, a lookup in the text, or both.
     The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
@@ -120,8 +121,10 @@ class LayerSkipModel:
     steps and whole rounds of either on a CUDA device, lean layers compiled where that is faster; `auto` takes the
     fastest (`engine_name` and `engine_reason` say which and why).
 
+    allow_lossy: take configs with a `lossy` rule, under which the output is not the target's own.
+
     Raises: ValueError (UnsupportedModelError) if the architecture cannot be decoded so, if the model is in training
-    mode, or if the config was made for another model.
+    mode, if the config was made for another model, or if it is lossy without `allow_lossy`.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class LayerSkipModel:
         config: DecodeConfig | str | os.PathLike[str] | None = None,
         *,
         engine: str = "auto",
+        allow_lossy: bool = False,
     ) -> None:
         if model.training:
             raise ValueError("model: must be in evaluation mode (call model.eval()): dropout would change its tokens")
@@ -139,10 +143,10 @@ class LayerSkipModel:
         self._adapter = ModelAdapter(model)
         if config is not None and not isinstance(config, DecodeConfig):
             config = DecodeConfig.load(config)
-        self._engine_asked = engine
+        self._engine_asked, self._allow_lossy = engine, allow_lossy
         self._asked_for_siblings: Engine | None = None
         self._siblings_refusal: str | None = None
-        self._choose_engine(with_siblings=config is not None and config.has_siblings)
+        self._choose_engine(with_graphs=config is None or not config.verifies_on_host)
         self._fingerprint: str | None = None
         self.rounding: RoundingSpread | None = None
         """What a difference between two greedy outputs is judged by in reduced precision; see `rounding_spread`."""
@@ -161,6 +165,7 @@ class LayerSkipModel:
         engine: str = "auto",
         device_map: DeviceMap | None = None,
         looks_for_config: bool = True,
+        allow_lossy: bool = False,
         **hub_arguments: Any,
     ) -> LayerSkipModel:
         """Load model and tokenizer as `AutoModelForCausalLM` does, safetensors only, in evaluation mode.
@@ -173,6 +178,7 @@ class LayerSkipModel:
         device_map: for a model larger than one device, in place of `device`: `auto`, `balanced`, `balanced_low_0`,
         `sequential`, or module names and their devices (a number, `cuda:N`, `cpu`, `disk`). Needs the extra `large`.
         Whole layers go to several devices and, what they cannot hold, to main memory and disk; the engine is `eager`.
+        allow_lossy: see the class.
         hub_arguments: `revision`, `trust_remote_code`, `attn_implementation`, `local_files_only`, and with a device_map
         `max_memory` and `offload_folder`, passed on.
         Raises: ValueError in one line for an unknown model, a folder without weights, a device that is not there,
@@ -182,10 +188,12 @@ class LayerSkipModel:
             config = DecodeConfig.load(config)
         if config is None and looks_for_config:
             config = _config_next_to(name_or_path, hub_arguments)
+        if config is not None:
+            config.check_consent(allow_lossy=allow_lossy)  # loading may take minutes
         model, tokenizer = load_pretrained(
             name_or_path, device=device, dtype=dtype, device_map=device_map, **hub_arguments
         )
-        return cls(model, tokenizer, config, engine=engine)
+        return cls(model, tokenizer, config, engine=engine, allow_lossy=allow_lossy)
 
     @classmethod
     def from_config(
@@ -221,16 +229,19 @@ class LayerSkipModel:
 
     @config.setter
     def config(self, config: DecodeConfig) -> None:
-        if config.has_siblings and self._engine_asked == "auto" and not isinstance(self._engine, TreeEngine):
+        if config.verifies_on_host and self._engine_asked == "auto" and not isinstance(self._engine, TreeEngine):
             if isinstance(self._engine, CudaGraphEngine):
                 self._engine.close()
-            self._choose_engine(with_siblings=True)
+            self._choose_engine(with_graphs=False)
         self.check_config(config)
         self._config = config
 
     def check_config(self, config: DecodeConfig) -> None:
-        """Raises ValueError if a mask does not fit this model or the config was made for other weights; or draft
-        weights do not, which are loaded here where they are not yet."""
+        """Raises ValueError if the config is lossy and that was not allowed, if a mask does not fit this model or the
+        config was made for other weights; or draft weights do not, which are loaded here where they are not yet."""
+        config.check_consent(allow_lossy=self._allow_lossy)
+        if config.lossy_rules and isinstance(self._engine, OffersRounds):
+            raise ValueError(f"lossy: needs the engine eager or fused, got {self._engine.name}")
         self._adapter.check_mask(config.skip_mask)
         for name, setting in (config.groups or {}).items():
             try:
@@ -269,9 +280,8 @@ class LayerSkipModel:
             self._asked_for_siblings = self._engine
         return self._siblings_refusal
 
-    def _choose_engine(self, *, with_siblings: bool) -> None:
-        """with_siblings: one that verifies them, where the choice is ours."""
-        choice = make_engine(self._engine_asked, self._adapter, with_siblings=with_siblings)
+    def _choose_engine(self, *, with_graphs: bool) -> None:
+        choice = make_engine(self._engine_asked, self._adapter, with_graphs=with_graphs)
         self._engine, self.engine_reason = choice.engine, choice.reason
 
     def _load_draft_weights(self, weights: DraftWeights) -> None:
@@ -426,8 +436,8 @@ class LayerSkipModel:
         """Decode a whole continuation. Arguments: see `GenerateArguments`; unknown ones raise TypeError.
 
         Output is token-identical to that of Hugging Face's `generate` in float32, and identical up to ties in bfloat16
-        and float16; sampled output too, where both draw from the same state of a generator: under any config, the same
-        seed gives the same text.
+        and float16; sampled output too, where both draw from the same state of a generator: under any config without a
+        `lossy` rule, the same seed gives the same text.
         Raises: ValueError naming the argument for bad values and for prompts longer than the model's positions.
         """
         stream = self.stream(prompt, **arguments)

@@ -15,6 +15,7 @@ from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
 from layerskip.command_line.command_model import add_loading_arguments, confirmed_words, load_config, load_model
 from layerskip.config.decode_config import DecodeConfig, GroupSetting
+from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
         f"{str(model.dtype).removeprefix('torch.')} on {model.placement}, engine {model.engine_name}{threads}",
         f"config    {config_file or 'none'}: {_setting(config)}",
         f"confirmed {_confirmed(config)}",
+        *dict.fromkeys(lossy_label(rule) for rule in config.lossy_rules),
         *_regimes(config),
         f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "
         f"{settings.queue_limit} requests waiting, {'no' if settings.api_key is None else 'an'} API key",
@@ -223,7 +225,7 @@ def _setting(config: DecodeConfig) -> str:
         for name, field in GroupSetting.model_fields.items():
             value = getattr(config, name)
             if name not in said and value != field.default:
-                text += f", {name} {value}"
+                text += f", {name} {value.name if name == 'lossy' else value}"
         text += "" if config.lookup is None else f", lookup ({config.lookup})"
     return text + (f"; groups {', '.join(config.groups)}" if config.groups else "")
 

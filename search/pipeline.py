@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import reference_options, spread
 from search.confirm.files import SearchFacts, save_best, save_summary, with_provenance
+from search.confirm.lossy import LossyRung, measure_ladder, save_ladder
 from search.confirm.passes import ConfirmOptions, HeldOutPrompts
 from search.confirm.stage import Confirmation, confirm, shortlist
 from search.confirm.summary import SummaryInput, candidates_of, summarise_run
@@ -41,6 +43,7 @@ from search.study.attributes import (
     FIRST_PLAN,
     GAMMA_LOWERED,
     HELD_OUT,
+    LOSSY,
     NOISE_SIGMA,
     PLAIN_TOKENS_PER_S,
     POOL,
@@ -59,7 +62,7 @@ from search.study.trials import counted
 from search.terminal.event import Stopped
 from search.terminal.progress import Progress
 from search.terminal.progress_events import ReferenceKnown, StudyOpened, foreseen
-from search.terminal.result_events import Result, candidate_seen, predictions_checked, ties_among, written
+from search.terminal.result_events import Result, candidate_seen, lossy_seen, predictions_checked, ties_among, written
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase
@@ -148,6 +151,7 @@ class SearchRun:
                 confirmation = self._confirm(study, reference)
             self._rounding.keep(study)
             code = self._finish(study, reference, confirmation)
+            self._measure_lossy(study, confirmation)
             self._crew.confirmed()  # first: the results are written, and what follows is extra
             self._publish(study)
             return code
@@ -352,6 +356,28 @@ class SearchRun:
         for line in violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
         return 1 if violations else 0
+
+    def _measure_lossy(self, study: optuna.Study, confirmation: Confirmation) -> None:
+        """Where it may be: the winner under lossy rules on the prompts that confirmed it, told and written apart. Last,
+        so that the verdict is safe whatever happens here."""
+        rungs: tuple[LossyRung, ...] = ()
+        subject, outcome = self._subject, self.outcome
+        if self._spec.allow_lossy and confirmation.winner and confirmation.held_out:
+            prompts = [one for one in subject.held_out if one.prompt_id in confirmation.held_out.prompt_ids]
+            with self._phase("lossy"):
+                progress = self._progress("lossy", "prompts under every lossy rule")
+                rungs = measure_ladder(subject.decoder, prompts, confirmation.config, self._spec.seed, progress)
+        if rungs or LOSSY in study.user_attrs:  # of an earlier verdict
+            study.set_user_attr(LOSSY, json.dumps([one.to_dict() for one in rungs]))
+        if not rungs or outcome is None:
+            return
+        self._say.tell(lossy_seen(rungs))
+        outcome.summary[LOSSY] = [one.to_dict() for one in rungs]
+        if self._exports:
+            save_summary(outcome.summary, self._paths)
+            files = save_ladder(rungs, outcome.config, self._paths.folder)
+            text = f"{near(files[0].parent)}: {len(files)} lossy configs"
+            self._say.tell(written(text, [str(one) for one in files], {}))
 
     def _write(
         self, study: optuna.Study, config: DecodeConfig, summary: dict[str, Any], confirmation: Confirmation

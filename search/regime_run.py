@@ -9,7 +9,7 @@ import optuna
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.sampling_regime import Sampling
-from search.confirm.files import save_best, save_spec, save_summary
+from search.confirm.files import one_folder_down, save_best, save_spec, save_summary
 from search.confirm.regime_settings import combined_config, found_in, regime_facts
 from search.context import Tools
 from search.measure.subject import Subject
@@ -128,6 +128,4 @@ def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySp
 
 def _from_within(subject: Subject) -> Subject:
     """The same for a folder in the study's: a model that is named from the study's folder is one further up."""
-    model = subject.origin.model
-    name = f"./../{model.removeprefix('./')}" if model.startswith("./") else model
-    return replace(subject, origin=replace(subject.origin, model=name))
+    return replace(subject, origin=replace(subject.origin, model=one_folder_down(subject.origin.model)))

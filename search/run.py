@@ -164,6 +164,13 @@ def build_parser() -> OneLineParser:
         help="search too over what else is verified in each draft token's place (default: where the engine can)",
     )
     parser.add_argument(
+        "--allow-lossy",
+        action="store_true",
+        default=None,
+        help="measure lossy rules on the confirmed winner too, each told with its distance from the target and written "
+        "as a file of its own; best.json stays lossless",
+    )
+    parser.add_argument(
         "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
     )
     parser.add_argument(

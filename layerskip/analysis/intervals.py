@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def ratio_interval(ratios: Sequence[float], *, seed: int) -> Interval | None:
     if float(np.ptp(logs)) < 1e-12:
         return Interval(math.exp(mean), math.exp(mean))
     if len(logs) < MIN_BOOTSTRAP:
-        half = float(stats.t.ppf(0.5 + CI_LEVEL / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        half = float(_student(len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
         return Interval(math.exp(mean - half), math.exp(mean + half))
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
@@ -61,3 +62,11 @@ def ratio_interval(ratios: Sequence[float], *, seed: int) -> Interval | None:
         if math.isfinite(low) and math.isfinite(high):
             return Interval(math.exp(low), math.exp(high))
     return None
+
+
+@lru_cache(maxsize=MIN_BOOTSTRAP)
+def _student(freedom: int) -> float:
+    """How many standard errors a two-sided interval of Student's t reaches."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.5 + CI_LEVEL / 2, freedom))

@@ -9,7 +9,11 @@ EAGLE, DRAFT_MODEL = "eagle", "draft_model"
 
 HF_ROWS = (HF_GENERATE, HF_COMPILED, HF_EARLY_EXIT, HF_ASSISTANT, HF_PROMPT_LOOKUP)
 OWN_ROWS = (PLAIN, FREE_RUNNING, SPECULATIVE, LAYER_SKIP, EAGLE, DRAFT_MODEL, PROMPT_LOOKUP, SUFFIX, HYBRID)
+LOSSY = "lossy"
+"""Where the config has a lossy rule: that, beside the lossless rows, `speculative` being the config without it."""
 BASELINES = (HF_GENERATE, PLAIN, FREE_RUNNING)
 """What every row is held against."""
 ROW_NAMES = (*HF_ROWS, *OWN_ROWS)
 """In the order of the table."""
+ALL_ROWS = (*ROW_NAMES, LOSSY)
+"""With the one that only a lossy config has."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from layerskip.analysis.repetition import NGRAM
 from layerskip.benchmark.names import BASELINES
 from layerskip.benchmark.profiling import StepProfile
+from layerskip.config.lossy_acceptance import Distance
 
 _OURS, _OTHERS = "#0072b2", "#555555"
 
@@ -40,6 +41,8 @@ def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     if end_to_end.row_count:
         console.print(f"repeats: {NGRAM}-grams of the outputs that occurred before in prompt or output", soft_wrap=True)
     for row in rows:
+        if row.get("distance"):
+            console.print(f"{row['name']}: {Distance(**row['distance'])}", soft_wrap=True)
         if row.get("reason"):
             console.print(f"{row['name']}: not run: {row['reason']}", soft_wrap=True)
 

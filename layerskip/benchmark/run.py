@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 
+from layerskip.analysis.distance import Emitted, measure_distance
 from layerskip.analysis.identity import IdentityReport, check_identity
 from layerskip.benchmark.alternation import Case, Row, Turn, alternate, make_cases
 from layerskip.benchmark.hf_ways import HuggingFaceWay, huggingface_ways
 from layerskip.benchmark.memory import read_bandwidth, step_bytes
-from layerskip.benchmark.names import HF_GENERATE, OWN_ROWS, PLAIN, ROW_NAMES, SPECULATIVE
+from layerskip.benchmark.names import ALL_ROWS, HF_GENERATE, LOSSY, OWN_ROWS, PLAIN, ROW_NAMES, SPECULATIVE
 from layerskip.benchmark.step_records import Machine, step_records
 from layerskip.benchmark.steps import StepTurn, forward_share
 from layerskip.benchmark.summary import row_records
 from layerskip.benchmark.ways import Refused, Way, own_settings, own_ways
 from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.lossy_acceptance import Distance
+from layerskip.config.sampling_params import SamplingParams
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.machine.host import device_name, git_commit, package_version
 from layerskip.machine.watch import MachineWatch
@@ -54,7 +57,7 @@ class Benchmark:
 
     @property
     def broken(self) -> list[str]:
-        """Our own rows with outputs that are neither the reference nor a tie: bugs."""
+        """Our own lossless rows with outputs that are neither the reference nor a tie: bugs."""
         return [row["name"] for row in self.rows if row["name"] in OWN_ROWS and row.get("differing")]
 
 
@@ -95,9 +98,18 @@ def run_benchmark(
             for name in own
             for share in [forward_share(model, settings[name], cases, plan.max_new_tokens)]
         }
-    order = [name for name in ROW_NAMES if name in plan.names]
+    order = [name for name in ALL_ROWS if name in plan.names]
     facts, rows_found = _facts(model, plan, cases), row_records(found, refused, order)
+    if LOSSY in found:
+        rows_found[-1]["distance"] = _distance(model, found[LOSSY], cases).model_dump()
     return Benchmark(rows_found, records, shares, facts, watch.record(), cases)
+
+
+def _distance(model: LayerSkipModel, row: Row, cases: Sequence[Case]) -> Distance:
+    """Of a row's outputs from the reference, a prompt's repeats being alike."""
+    pairs = zip(cases, row.samples, strict=True)
+    outputs = [Emitted(case.prompt_ids, samples[0].ids, case.reference_ids) for case, samples in pairs]
+    return measure_distance(model, outputs, SamplingParams())
 
 
 def _weights_bytes(model: LayerSkipModel, config: DecodeConfig | None) -> int:

@@ -13,6 +13,7 @@ from layerskip.benchmark.names import (
     EAGLE,
     FREE_RUNNING,
     HYBRID,
+    LOSSY,
     OWN_ROWS,
     PLAIN,
     PROMPT_LOOKUP,
@@ -157,13 +158,15 @@ class Refused:
 def own_settings(num_layers: int, config: DecodeConfig | None) -> dict[str, DecodeConfig]:
     """What the rows of our own loop decode under, by name: as far as there are settings for them.
 
-    A further way to draft is a line here and a name in `OWN_ROWS`.
+    A further way to draft is a line here and a name in `OWN_ROWS`. Of a lossy config one row alone is lossy.
     """
     settings = {
         PLAIN: DecodeConfig.plain(num_layers),
         PROMPT_LOOKUP: lookup_alone(num_layers, NGRAMS),
         SUFFIX: lookup_alone(num_layers, SUFFIXES),
     }
+    if config is not None and config.lossy is not None:
+        settings[LOSSY], config = config, config.model_copy(update={"lossy": None})
     if config is not None and config.speculates:
         settings[SPECULATIVE] = config
     if config is not None and config.computes_drafts:
@@ -180,7 +183,7 @@ def own_ways(
     """Our own rows, as far as asked for and possible; has_config: whether there is a config, if only a plain one."""
     ways: list[Way] = []
     refused: list[Refused] = []
-    for name in [one for one in OWN_ROWS if one in names]:
+    for name in [one for one in (*OWN_ROWS, LOSSY) if one in names]:
         if name == FREE_RUNNING:
             ways.append(FreeRunningWay(model))
         elif name in settings:
@@ -194,6 +197,8 @@ def _why_not(name: str, settings: Mapping[str, DecodeConfig], *, has_config: boo
     """The reason of a row of ours that is not among these."""
     if not has_config:
         return "needs --config, or --drafter or --mask"
+    if name == LOSSY:
+        return "the config is lossless"
     if SPECULATIVE not in settings:
         return "the config says gamma 0"
     if settings[SPECULATIVE].drafter == name:

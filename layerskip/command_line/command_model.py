@@ -35,6 +35,9 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: what the config was tuned for")
     parser.add_argument("--engine", choices=ENGINE_NAMES, help="default: what the config was tuned with, else auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: what the config was tuned for")
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="take a config with a lossy rule; its output is not the model's own"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
 
 
@@ -65,7 +68,9 @@ def load_config(arguments: argparse.Namespace) -> DecodeConfig | None:
         return None
     if not arguments.config.is_file():
         raise ValueError(f"--config: no such file: {arguments.config}")
-    return DecodeConfig.load(arguments.config)
+    config = DecodeConfig.load(arguments.config)
+    config.check_consent(allow_lossy=arguments.allow_lossy)
+    return config
 
 
 def load_model(
@@ -102,6 +107,7 @@ def load_model(
         device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,
         looks_for_config=looks_for_config,
+        allow_lossy=arguments.allow_lossy,
     )
     if tuned is not None and not tuned.device.startswith(model.device.type):
         sys.stderr.write(f"warning: the config was tuned on {tuned.device}, this is {model.device.type}\n")
@@ -121,6 +127,8 @@ def confirmed_words(config: DecodeConfig) -> str:
         text += f", a single one {confirmed.speedup_prompt_low:.2f}..{confirmed.speedup_prompt_high:.2f}"
     if confirmed.end_to_end_speedup is not None:
         text += f"; prompt included {confirmed.end_to_end_speedup:.2f}x"
+    if confirmed.distance is not None:
+        text += f"; {confirmed.num_identical} outputs identical, {confirmed.distance}"
     return text
 
 

@@ -26,6 +26,7 @@ from layerskip.config.hub import (
     upload_config,
 )
 from layerskip.config.lookup_settings import LookupSettings, SuffixLookup
+from layerskip.config.lossy_acceptance import Distance, LossyAcceptance, lossy_label
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling, nearest
 from layerskip.config.skip_mask import MAX_VOCABULARY, SkipMask
@@ -187,6 +188,8 @@ class Confirmed(Frozen):
     mean_accepted_length: Annotated[float, Field(ge=1.0)] | None = None
     repeated_ngram_share: Probability | None = None
     """Share of the outputs' 4-grams that occurred before in their prompt or output: text in loops is easy to draft."""
+    distance: Distance | None = None
+    """From the target's own outputs, of a lossy setting alone."""
     machine: str | None = None
     """The machine's state while this was measured, in words: clocks, power, driver, attention, recordings, memory."""
 
@@ -232,6 +235,9 @@ class _Setting(Frozen):
     """How tokens are looked up, for every drafter but `layer_skip`."""
     draft_weights: DraftWeights | None = None
     """Of `eagle` and `draft_model`, and of a hybrid that drafts by trained weights in place of a mask."""
+    lossy: LossyAcceptance | None = None
+    """A rule that accepts draft tokens besides the target's own choices: the output is then not the target's, and a
+    model takes the config only with `allow_lossy`. None = lossless."""
     sampling: Sampling | None = None
     """How tokens were chosen where this was tuned and confirmed; None = not known, and it is used for every request."""
     reason: str | None = None
@@ -248,6 +254,8 @@ class _Setting(Frozen):
             raise ValueError(f"lookup.method: must be the drafter, {self.drafter}, got {self.lookup.method}")
         if self.drafter != "layer_skip" and self.gamma == 0:
             raise ValueError(f"gamma: must be at least 1 where the drafter is {self.drafter}, got 0")
+        if self.lossy is not None and self.gamma == 0:
+            raise ValueError(f"lossy: must be left out where gamma is 0, got {self.lossy.name}")
         self._check_draft_weights()
         self._check_siblings()
         if looks_up and self.drafter != "hybrid":
@@ -442,6 +450,24 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     def has_siblings(self) -> bool:
         """Whether any of its settings, groups and regimes included, drafts siblings."""
         return any(one.siblings for one in self._settings)
+
+    @property
+    def lossy_rules(self) -> tuple[LossyAcceptance, ...]:
+        """Of its settings, groups and regimes included, those that are not lossless."""
+        return tuple(one.lossy for one in self._settings if one.lossy is not None)
+
+    def check_consent(self, *, allow_lossy: bool) -> None:
+        """Raises: ValueError if any of its settings is lossy and that was not allowed."""
+        if self.lossy_rules and not allow_lossy:
+            raise ValueError(
+                "lossy: must be left out unless it is allowed (allow_lossy=True, or --allow-lossy on a command), got "
+                f"{self.lossy_rules[0].name}: {lossy_label(self.lossy_rules[0])}"
+            )
+
+    @property
+    def verifies_on_host(self) -> bool:
+        """Whether any of its settings verifies in a way that no recorded round has."""
+        return self.has_siblings or bool(self.lossy_rules)
 
     @property
     def _settings(self) -> tuple[_Setting, ...]:

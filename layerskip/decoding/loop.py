@@ -57,7 +57,8 @@ class DecodeRequest:
 class DecodeLoop:
     """Decodes one request under a config.
 
-    The output is token-identical to that of the target alone, sampled output to what it draws from the same generator.
+    The output is token-identical to that of the target alone, sampled output to what it draws from the same generator;
+    but for a config with a `lossy` rule, by which further draft tokens are accepted.
     Cost a round: the draft's, and one full forward over the drafted tokens, their siblings and one more. Memory: one
     cache of prompt + max_new_tokens + gamma positions, and gamma more for each sibling.
     """
@@ -221,7 +222,9 @@ class DecodeLoop:
         else:
             logits = cast(PrefixEngine, engine).verify_shared(ids, draft.prefix)
         shaped = self._sampler.shape(logits, context, draft_ids)
-        verdict = verify(draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob)
+        verdict = verify(
+            draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob, lossy=self._config.lossy
+        )
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
 
@@ -231,7 +234,15 @@ class DecodeLoop:
         start, tree = cache.length, DraftTree(len(draft_ids), siblings.ids.shape[1], siblings.branches)
         ids = torch.cat([draft_ids.new_tensor(context[-1:]), draft_ids, siblings.ids.flatten()])
         logits = engine.verify_tree(ids, tree)
-        verdict = verify_tree(draft_ids, siblings, logits, self._sampler, context, with_prob=self._with_prob)
+        verdict = verify_tree(
+            draft_ids,
+            siblings,
+            logits,
+            self._sampler,
+            context,
+            with_prob=self._with_prob,
+            lossy=self._config.lossy,
+        )
         if verdict.sibling is not None:
             engine.keep_sibling(start + verdict.sibling.row, start + verdict.num_accepted)
         cache.rollback_to(start + 1 + verdict.num_accepted)

@@ -44,10 +44,10 @@ class EngineChoice:
     reason: str
 
 
-def make_engine(name: str, adapter: ModelAdapter, *, with_siblings: bool = False) -> EngineChoice:
+def make_engine(name: str, adapter: ModelAdapter, *, with_graphs: bool = True) -> EngineChoice:
     """The engine of this name; `auto` takes the fastest of those that serve this model here.
 
-    with_siblings: of those that verify siblings too, which `cuda_graph` does not.
+    with_graphs: whether `auto` may take `cuda_graph`, which verifies neither siblings nor by a lossy rule.
 
     Cost of `auto`: about three dozen forwards over a few tokens. Of `cuda_graph`, and of `auto` on a CUDA device, with
     lean layers: besides, the timing of attention kernels and six compilations, of a few seconds each when they are made
@@ -65,7 +65,7 @@ def make_engine(name: str, adapter: ModelAdapter, *, with_siblings: bool = False
     if name == "cuda_graph":
         engine, layers = _cuda_graph(adapter, None, eager)
         return EngineChoice(engine, "; ".join(["asked for", layers, *_layouts(engine.lean)]))
-    return _fastest(eager, adapter, with_graphs=not with_siblings and _has_graphs(adapter.device))
+    return _fastest(eager, adapter, with_graphs=with_graphs and _has_graphs(adapter.device))
 
 
 def _fastest(eager: EagerEngine, adapter: ModelAdapter, *, with_graphs: bool) -> EngineChoice:

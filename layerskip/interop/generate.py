@@ -61,10 +61,13 @@ class CustomGenerate:
     stats: DecodeStats | None = None
     """Counters and seconds of the latest run."""
 
-    def __init__(self, config: DecodeConfig, engine: str, text_store: TextStore | None = None) -> None:
+    def __init__(
+        self, config: DecodeConfig, engine: str, text_store: TextStore | None = None, *, allow_lossy: bool = False
+    ) -> None:
         self.config = config
         self.engine = engine
         self.text_store = text_store
+        self._allow_lossy = allow_lossy
         self._wrapped: LayerSkipModel | None = None
 
     # The parameters are those by which `generate` calls; `model` comes first and by position.
@@ -107,7 +110,7 @@ class CustomGenerate:
             raise ValueError("model: must be in evaluation mode (call model.eval()), got training mode")
         if self._wrapped is None or self._wrapped.model is not model:
             self._wrapped = None  # before the next one is made: two copies of the layers might not fit
-            self._wrapped = LayerSkipModel(model, config=self.config, engine=self.engine)
+            self._wrapped = LayerSkipModel(model, config=self.config, engine=self.engine, allow_lossy=self._allow_lossy)
         return self._wrapped
 
 
@@ -117,17 +120,20 @@ def custom_generate(
     group: str | None = None,
     engine: str | None = None,
     text_store: TextStore | None = None,
+    allow_lossy: bool = False,
 ) -> CustomGenerate:
     """A callable for `model.generate(..., custom_generate=...)`; see `CustomGenerate`.
 
     config: a decode config or the file of one, made for the model it will be used with. group: its setting for this
     prompt group. engine: `eager`, `fused` or `auto`; None is the one that the config was tuned with. text_store:
-    earlier texts that the drafter `suffix` looks into; nothing is added to it here.
-    Raises: ValueError for a config that cannot be read, FileNotFoundError if there is no such file.
+    earlier texts that the drafter `suffix` looks into; nothing is added to it here. allow_lossy: take a config with a
+    `lossy` rule, under which the output is not `generate`'s.
+    Raises: ValueError for a config that cannot be read, or is lossy without that, FileNotFoundError without a file.
     """
     loaded = config if isinstance(config, DecodeConfig) else DecodeConfig.load(config)
     tuned = loaded.provenance.engine if loaded.provenance is not None else None
-    return CustomGenerate(loaded.for_group(group), engine or tuned or "auto", text_store)
+    loaded.check_consent(allow_lossy=allow_lossy)
+    return CustomGenerate(loaded.for_group(group), engine or tuned or "auto", text_store, allow_lossy=allow_lossy)
 
 
 def sampling_params(processors: Iterable[LogitsProcessor], *, do_sample: bool) -> SamplingParams:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from layerskip.config.lossy_acceptance import LossyAcceptance, ProbabilityAcceptance
 from layerskip.rounds.sampling import Sampler, chosen_probability
 
 
@@ -48,7 +49,13 @@ class Siblings:
 
 
 def verify(
-    draft_ids: torch.Tensor, target_logits: torch.Tensor, sampler: Sampler, place: int, *, with_prob: bool = True
+    draft_ids: torch.Tensor,
+    target_logits: torch.Tensor,
+    sampler: Sampler,
+    place: int,
+    *,
+    with_prob: bool = True,
+    lossy: LossyAcceptance | None = None,
 ) -> Verdict:
     """Longest prefix of the draft that is the target's own choice, and the target's choice after it.
 
@@ -56,6 +63,8 @@ def verify(
     the output is the target's whatever is proposed. Of a drawn token, a draft q is accepted with a probability between
     (1 - d) / (1 + d) and 1 - d, d being the total variation distance between q and the target; 1 - d, what rejection
     sampling (Leviathan et al. 2023, 2211.17192) reaches, is met by a draft that is certain to be proposed.
+    lossy: a rule by which draft tokens are accepted that are not the target's choice; what follows the last accepted
+    one is the target's choice all the same.
 
     Shapes: draft_ids (G,) int64, G may be 0; target_logits (G+1, V) float32, shaped, row i follows i draft tokens.
     place: of the first draft token in the text. Cost: one device sync.
@@ -69,6 +78,9 @@ def verify(
         )
     gamma = draft_ids.shape[0]
     best = sampler.choose(target_logits, place)
+    if lossy is not None:
+        near = accepts(lossy, target_logits[:gamma], draft_ids)
+        best = torch.cat([torch.where(near, draft_ids, best[:gamma]), best[gamma:]])
     numbers = [draft_ids.double(), best.double()]  # ids are exact in float64, and one read serves all
     if with_prob:
         numbers.append(chosen_probability(target_logits, best).double())
@@ -76,6 +88,17 @@ def verify(
     drafted, chosen, probs = read[:gamma], read[gamma : 2 * gamma + 1], read[2 * gamma + 1 :]
     num_accepted = next((i for i in range(gamma) if drafted[i] != chosen[i]), gamma)
     return Verdict(num_accepted, int(chosen[num_accepted]), min(1.0, probs[num_accepted]) if with_prob else None)
+
+
+def accepts(rule: LossyAcceptance, shaped: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """(T,) bool: which of the tokens (T,) the rule accepts by the target's shaped logits (T, V); greedy ones are shaped
+    by the repetition penalty alone."""
+    probs = shaped.softmax(dim=-1)
+    own = probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    if isinstance(rule, ProbabilityAcceptance):
+        return own >= rule.threshold
+    entropy: torch.Tensor = torch.special.entr(probs).sum(dim=-1)
+    return own > (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
 
 
 def verify_tree(
@@ -86,10 +109,12 @@ def verify_tree(
     context: Sequence[int],
     *,
     with_prob: bool = True,
+    lossy: LossyAcceptance | None = None,
 ) -> Verdict:
     """`verify`; and where the target chose a sibling of the first wrong draft token, that and what it chooses after it.
 
-    The target chooses as ever, and a sibling is accepted only if it is that choice: nothing else can be emitted.
+    The target chooses as ever, and a sibling is accepted only if it is that choice. lossy: as in `verify`, of the draft
+    tokens alone.
 
     Shapes: draft_ids (G,) int64; logits (1 + G + B * k, V), not shaped: those of the drafts, as in `verify`, then row
     by row those that follow each sibling. Cost: one device sync, a second where a draft token that has siblings is
@@ -97,7 +122,7 @@ def verify_tree(
     """
     num_drafts, count = len(draft_ids), siblings.ids.shape[1]
     chain = sampler.shape(logits[: num_drafts + 1], context, draft_ids)
-    verdict = verify(draft_ids, chain, sampler, len(context), with_prob=with_prob)
+    verdict = verify(draft_ids, chain, sampler, len(context), with_prob=with_prob, lossy=lossy)
     place = verdict.num_accepted
     if place not in siblings.branches:
         return verdict

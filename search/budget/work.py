@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from layerskip.config.lossy_acceptance import LADDER
 from search.budget.pace import Pace
 from search.measure.reference import MAX_CONTINUATIONS, MAX_TRIALS_APART, MIN_NOISE_PAIRS, Reference, prompts_for
 from search.measure.subject import Subject
@@ -112,6 +113,8 @@ class Work:
     """Phases that this run has behind it."""
     kept: frozenset[str] = frozenset()
     """Phases whose results the study keeps: they are read, which takes little."""
+    num_lossy: int = 0
+    """Lossy rules that are measured on the winner, with plain decoding and the winner beside them."""
 
     @classmethod
     def of(cls, spec: StudySpec, subject: Subject, num_done: int = 0, kept: frozenset[str] = frozenset()) -> Work:
@@ -131,6 +134,7 @@ class Work:
             confirm_repeats=spec.confirm_repeats,
             num_candidates=spec.num_confirm_candidates + len(subject.space.drafters) - 1,
             kept=kept,
+            num_lossy=len(LADDER) if spec.allow_lossy else 0,
         )
 
     def after(self, *phases: str) -> Work:
@@ -239,10 +243,11 @@ class Work:
         return whole_s if self.timeout_s is None else min(whole_s, self.timeout_s)
 
     def confirm_s(self, amounts: Amounts, pace: Pace) -> float:
-        """The pass that chooses, and the fresh passes of the chosen one."""
+        """The pass that chooses, the fresh passes of the chosen one, and one under each lossy rule."""
         reporting, choosing = amounts.num_held_out, amounts.num_choosing
         chosen = (choosing or reporting) * (1 + amounts.num_candidates)
-        return (chosen + 2 * amounts.confirm_repeats * reporting) * pace.decoding_s(amounts.max_new_tokens)
+        lossy = (self.num_lossy + 2) * reporting if self.num_lossy else 0
+        return (chosen + 2 * amounts.confirm_repeats * reporting + lossy) * pace.decoding_s(amounts.max_new_tokens)
 
     def seconds(self, amounts: Amounts, pace: Pace) -> dict[str, float]:
         """By phase, each as long as it likes."""

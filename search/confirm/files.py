@@ -99,6 +99,11 @@ def portable_model_name(model: str, folder: Path) -> str:
     return model if relative.startswith("..") else f"./{relative}"
 
 
+def one_folder_down(model: str) -> str:
+    """The same name of a model for a file in a folder of the study's."""
+    return f"./../{model.removeprefix('./')}" if model.startswith("./") else model
+
+
 def finite(value: Any) -> Any:
     """The same JSON value with null for numbers that are not finite."""
     if isinstance(value, float):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from scipy import stats
@@ -152,7 +153,7 @@ class Passes:
                 pairs.append((case, Pair(case.prompt_id, plain, fast)))
         return [[one for one in pairs if one[0].prompt_id not in self._too_short] for pairs in passes]
 
-    @property
+    @cached_property
     def _plain(self) -> DecodeConfig:
         return DecodeConfig.plain(self.options.num_layers)
 

@@ -12,6 +12,7 @@ from search.confirm.files import finite
 from search.study.attributes import BY_REGIME, FINGERPRINT
 
 _FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise", "budget")
+_IF_MEASURED = ("lossy",)
 _KEPT = ("verdict", "reason", "confirmed", "config")
 
 
@@ -26,7 +27,7 @@ def combined_config(configs: Sequence[DecodeConfig]) -> DecodeConfig:
 
 def found_in(summary: Mapping[str, Any]) -> dict[str, Any]:
     """What a regime's study found, of its summary."""
-    return {name: summary[name] for name in _FOUND}
+    return {name: summary[name] for name in _FOUND} | {name: summary[name] for name in _IF_MEASURED if name in summary}
 
 
 def regime_facts(by_regime: Mapping[str, Mapping[str, Any]]) -> str:

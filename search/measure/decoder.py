@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from layerskip.analysis.distance import Emitted, measure_distance
 from layerskip.analysis.identity import IdentityReport, check_identity
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from layerskip.config.decode_config import DecodeConfig, DraftedBy
+from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import trim_heap
@@ -87,6 +89,9 @@ class Decoder(Protocol):
     ) -> IdentityReport:
         """Compare an output with the reference. Cost: none if equal, else about one target forward."""
 
+    def distance(self, outputs: Sequence[Emitted]) -> Distance:
+        """How far lossy outputs lie from the target's own. Cost: two forwards over each."""
+
     def free_memory(self) -> None:
         """Give back what runs have left behind."""
 
@@ -145,6 +150,10 @@ class ModelDecoder:
         sampler = seeded_sampler(self._params, seed, self.model.device)
         return check_identity(self.model, prompt_ids, ids, reference_ids, sampler)
 
+    def distance(self, outputs: Sequence[Emitted]) -> Distance:
+        """How far lossy outputs lie from the target's own. Cost: two forwards over each."""
+        return measure_distance(self.model, outputs, self._params)
+
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
         """What drafts would say at every position of these texts. Cost: about a target forward over each."""
         from layerskip.analysis.teacher_forcing import make_teacher_forcing
@@ -189,5 +198,6 @@ def load_model(spec: StudySpec) -> Any:
         engine=spec.engine,
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,
+        allow_lossy=spec.allow_lossy,
         looks_for_config=False,  # an old one, of other weights, must not keep a model from being searched
     )

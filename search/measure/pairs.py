@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -133,10 +134,15 @@ def measure_pair(decoder: Decoder, case: PromptCase, config: DecodeConfig, *, pl
 
     Which goes first is the caller's to flip. Raises as `time_one`.
     """
-    plain = DecodeConfig.plain(config.skip_mask.num_layers)
+    plain = _plain(config.skip_mask.num_layers)
     order = [plain, config] if plain_first else [config, plain]
     timed = [time_one(decoder, case, one) for one in order]
     return Pair(case.prompt_id, *(timed if plain_first else reversed(timed)))
+
+
+@lru_cache(maxsize=8)
+def _plain(num_layers: int) -> DecodeConfig:
+    return DecodeConfig.plain(num_layers)
 
 
 def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig]) -> list[Timed | Fault]:

@@ -65,6 +65,14 @@ class LayerStates(Protocol):
         """The target's after its first `layer` layers, 0..num_layers."""
 
 
+@runtime_checkable
+class Replays(Protocol):
+    """A forcing that can count what settings do on its texts without a replay of a reading."""
+
+    def replay(self, mask: DraftedBy, settings: Settings, verify_s: Floats) -> Counts:
+        """See `search.predict.replay.replay`."""
+
+
 @dataclass(frozen=True)
 class Predicted:
     """A config and the speedup predicted for it on all texts."""
@@ -467,13 +475,18 @@ class Predictor:
         table = _verifications_s(cost, drafted_by, share_prefix=share_prefix)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
-        counts = replay(
-            readings,
-            rows,
-            grid,
-            table,
-            lambda one: self._lookup(one).select(texts).narrowed(width),
-        )
+        parts = [self._first] if self._more is None or not full_fidelity else [self._first, self._more]
+        able = [one for one in parts if isinstance(one, Replays)]
+        if len(able) == len(parts):
+            counts = Counts.join([one.replay(drafted_by, grid, table[0]) for one in able])
+        else:
+            counts = replay(
+                readings,
+                rows,
+                grid,
+                table,
+                lambda one: self._lookup(one).select(texts).narrowed(width),
+            )
         plain, watched = (cost.draft_s(drafted_by, threshold=threshold) for threshold in (False, True))
         watches = (grid.draft_threshold > 0) | (grid.sibling_threshold < 1.0)
         return _logs_at(cost, counts, rows, np.where(watches, watched, plain))

@@ -14,7 +14,7 @@ What a lookup proposes follows from the text alone, so rounds of looked-up token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +144,12 @@ class Counts:
     verify_s: Floats
     """Seconds of the rounds' verifications, from the table given; zero without one."""
 
+    @classmethod
+    def join(cls, parts: Sequence[Counts]) -> Counts:
+        """Of the same settings on several sets of texts, one after the other."""
+        arrays = ([getattr(one, each.name) for one in parts] for each in fields(cls))
+        return cls(*(np.concatenate(one, axis=1) for one in arrays))
+
     def total(self) -> Floats:
         """(S, 3): drafts of both kinds, verifications and target-only steps over all texts."""
         drafts = self.drafted + self.looked_up
@@ -208,7 +214,11 @@ def walk(
 
     Cost: a millisecond or so per thousand tokens. The same rounds as `replay` counts, but one by one.
     """
-    depth = len(reading.accepted) - 1
+    depth, last = len(reading.accepted) - 1, rows.target_probs.shape[1] - 1
+    # As lists: single places of an array take several times as long.
+    is_wrong, is_unsure = (reading.accepted == 0.0).tolist(), (reading.confidence < config.draft_threshold).tolist()
+    is_alone = (rows.target_probs < config.target_threshold) | (reading.confidence[0] == NOTHING)
+    alone = is_alone.tolist()
     lookups = _Lookups(rows, [LookupChoice.of(config)], read_lookup)
     gamma = config.gamma if config.computes_drafts else 0
     found = []
@@ -223,14 +233,11 @@ def walk(
                 found.append(Round(text, row, 0, accepted, room=looked_up, wrong_and_sure=False, looked_up=looked_up))
                 emitted += accepted + 1
                 continue
-            room = min(gamma, most)
-            if rows.target_probs[text, row] < config.target_threshold or reading.confidence[0, text, row] == NOTHING:
-                room = 0
+            room = 0 if alone[text][row] else min(gamma, most)
             drafted, wrong, unsure = 0, False, False
             while drafted < room and not wrong and not unsure:
-                place = min(row + drafted, rows.target_probs.shape[1] - 1)
-                wrong = reading.accepted[min(drafted, depth), text, place] == 0.0
-                unsure = reading.confidence[min(drafted, depth), text, place] < config.draft_threshold
+                at_depth, place = min(drafted, depth), min(row + drafted, last)
+                wrong, unsure = is_wrong[at_depth][text][place], is_unsure[at_depth][text][place]
                 drafted += 1
             accepted = drafted - wrong
             hit = False

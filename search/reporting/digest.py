@@ -59,6 +59,7 @@ def digest_of(record: StudyRecord, folder: Path | None = None) -> Digest:
     tables = (
         _per_group(attrs),
         regimes_table(attrs),
+        _lossy(attrs),
         _candidates(attrs),
         _leading(record),
         _prompts(record),
@@ -97,6 +98,41 @@ def _candidates(attrs: Mapping[str, Any]) -> Table | None:
         "The pass that chose among them; the confirmed number was then measured afresh.",
         ("config", "tuning speedup", "held-out speedup"),
         rows,
+    )
+
+
+def _lossy(attrs: Mapping[str, Any]) -> Table | None:
+    rungs = json.loads(attrs.get(names.LOSSY, "[]"))
+    if not rungs:
+        return None
+    rows = []
+    for one in rungs:
+        confirmed = one["confirmed"]
+        distance = confirmed["distance"]
+        rows.append(
+            (
+                one["rule"],
+                _speedup(confirmed),
+                f"{one['against_lossless']['speedup']:.2f}",
+                f"{distance['unlike_share']:.1%}",
+                f"{distance['log_prob']:.3f}, {distance['target_log_prob']:.3f}",
+                f"{confirmed['num_identical']} of {confirmed['num_prompts']}",
+            )
+        )
+    return Table(
+        "lossy",
+        "LOSSY: the winner with further draft tokens accepted",
+        "Not the target's own output, and never what best.json holds: each is a file in the folder lossy. Tokens "
+        "unlike are those that the target would not have chosen there; log-probabilities are under the target.",
+        (
+            "rule",
+            "speedup (95 %)",
+            "against lossless",
+            "tokens unlike",
+            "log-probability a token, of the target's own text",
+            "outputs identical",
+        ),
+        tuple(rows),
     )
 
 

@@ -55,6 +55,7 @@ _PARSED = (
     names.SURFACES,
     names.CANDIDATES,
     names.HELD_OUT,
+    names.LOSSY,
     names.PER_GROUP,
     names.BY_REGIME,
 )

@@ -78,8 +78,9 @@ class EarlyExitGrid(Listed):
 
 
 def _reduced(trial: FrozenTrial, names: Sequence[str]) -> FrozenTrial:
-    """The trial with these parameters alone."""
+    """The trial with these parameters alone, and without attributes, which Optuna would copy."""
     found = copy.copy(trial)
+    found.user_attrs = {}
     found.params = {name: trial.params[name] for name in names if name in trial.params}
     found.distributions = {name: one for name, one in trial.distributions.items() if name in found.params}
     return found

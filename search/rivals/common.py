@@ -80,7 +80,7 @@ class Setup:
     """When leaders are measured again and how configs are ranked: as for ours."""
     with_settings: bool = False
     """Whether every mask is measured at its best predicted setting instead of the method's own."""
-    _best: dict[SkipMask, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
+    _best: dict[SkipMask, Params] = field(init=False, repr=False, default_factory=dict)
 
     def mask(self, mask: SkipMask) -> SkipMask:
         """What the space has of it."""
@@ -88,12 +88,12 @@ class Setup:
 
     def params(self, config: DecodeConfig) -> Params:
         """What to measure where the method says `config`."""
-        if self.with_settings:
-            mask = self.mask(config.skip_mask)
-            if mask not in self._best:
-                self._best[mask] = self.hints.best_setting(mask)
-            config = self._best[mask]
-        return self.space.to_params(config)
+        if not self.with_settings:
+            return self.space.to_params(config)
+        mask = config.skip_mask
+        if mask not in self._best:
+            self._best[mask] = self.space.to_params(self.hints.best_setting(self.mask(mask)))
+        return dict(self._best[mask])
 
     def standings(self, trials: Sequence[FrozenTrial]) -> tuple[Entry, ...]:
         """Configs measured in full, best pooled lower bound first."""

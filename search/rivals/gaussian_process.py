@@ -25,19 +25,20 @@ class GaussianProcess:
         self._points = points
         self._mean, self._spread = float(values.mean()), float(values.std()) or 1.0
         standard = (values - self._mean) / self._spread
-        best = -np.inf
+        distances, best = _distances(points, points), -np.inf
         for scale in np.geomspace(0.1, 10.0, _NUM_SCALES) * np.sqrt(points.shape[1]):
-            kernel = _matern(_distances(points, points), scale) + NOISE * np.eye(len(points))
+            kernel = _matern(distances, scale) + NOISE * np.eye(len(points))
             factor = cho_factor(kernel, lower=True)
             weights = cho_solve(factor, standard)
             likelihood = -0.5 * float(standard @ weights) - float(np.log(np.diag(factor[0])).sum())
             if likelihood > best:
-                best, self._scale, self._factor, self._weights = likelihood, float(scale), factor, weights
+                best, self._scale, self._weights, chosen = likelihood, float(scale), weights, factor
+        self._precision = cho_solve(chosen, np.eye(len(points)))
 
     def predict(self, points: Array) -> tuple[Array, Array]:
         """Mean and standard deviation of the noise-free value at points (m, d), in the values' unit."""
         kernel = _matern(_distances(points, self._points), self._scale)
-        variance = 1.0 - np.einsum("ij,ji->i", kernel, cho_solve(self._factor, kernel.T))
+        variance = 1.0 - np.einsum("ij,ij->i", kernel, kernel @ self._precision)
         return self._mean + self._spread * (kernel @ self._weights), self._spread * np.sqrt(np.maximum(variance, 1e-12))
 
     def bound_and_gradient(self, point: Array, kappa: float) -> tuple[float, Array]:
@@ -47,7 +48,7 @@ class GaussianProcess:
         kernel = _matern(distance, self._scale)
         root = np.sqrt(5.0) * distance / self._scale
         slope = (-5.0 / (3.0 * self._scale**2) * (1.0 + root) * np.exp(-root))[:, None] * offsets
-        solved = cho_solve(self._factor, kernel)
+        solved = self._precision @ kernel
         deviation = np.sqrt(max(1.0 - float(kernel @ solved), 1e-12))
         bound = float(kernel @ self._weights) + kappa * deviation
         return bound, slope.T @ self._weights - kappa * (slope.T @ solved) / deviation

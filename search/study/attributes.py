@@ -42,6 +42,8 @@ VERDICT, REASON, CONFIRMED, CONFIG = "verdict", "reason", "confirmed", "config"
 """As in summary.json."""
 CANDIDATES, HELD_OUT = "candidates", "held_out"
 """JSON of the confirm stage: see `candidates_of` and `HeldOut.to_json`."""
+LOSSY = "lossy"
+"""JSON: what lossy rules made of the winner, see `LossyRung.to_dict`; only where that was asked for."""
 SURFACES = "surfaces"
 """JSON: predictions around the leading configs, see `search.predict.surfaces`."""
 BY_REGIME = "by_regime"
@@ -138,6 +140,7 @@ SHARED = frozenset(
         CONFIG,
         CANDIDATES,
         HELD_OUT,
+        LOSSY,
         SURFACES,
         BY_REGIME,
         PER_GROUP,

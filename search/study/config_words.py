@@ -10,6 +10,8 @@ from layerskip.config.lookup_settings import SuffixLookup
 
 def describe(config: DecodeConfig) -> str:
     """A config in a few words."""
+    if config.lossy is not None:
+        return f"LOSSY {config.lossy.name}: {describe(config.model_copy(update={'lossy': None}))}"
     if not config.speculates:
         return "plain decoding"
     if config.lookup is None:

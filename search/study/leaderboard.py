@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
         params, mean, lower = dict(keys[i]), float(means[i]), float(bounds[i])
         trials = tuple(sorted(trial.number for trial in members[i] if is_full(trial) or not may_lead[i]))
         pairs, bounded = int(fit.pairs[i]), (math.exp(mean), math.exp(lower))
-        return Entry(space.to_config(params), params, trials, pairs, *bounded, stopped_early=not may_lead[i])
+        return Entry(_config_of(space, keys[i]), params, trials, pairs, *bounded, stopped_early=not may_lead[i])
 
     entries = [entry_of(int(i)) for i in np.flatnonzero(may_lead)]
     entries.sort(key=lambda entry: (-entry.lower, entry.trials))
@@ -140,6 +141,12 @@ def make_standings(trials: Iterable[FrozenTrial], space: SearchSpace, noise_sigm
     return Standings(
         tuple(entries), dict(enumerate(fit.prompts.tolist())), sigma, fit.interaction_weight, tuple(others)
     )
+
+
+@lru_cache(maxsize=1 << 11)
+def _config_of(space: SearchSpace, key: Key) -> DecodeConfig:
+    """Kept, because every trial makes the standings of all before it."""
+    return space.to_config(dict(key))
 
 
 def _first_by_drafter(keys: Sequence[Key], places: Iterable[int]) -> dict[str, int]:
@@ -189,26 +196,29 @@ class _Fit:
             steps, ratios = trial.user_attrs[PROMPT_STEPS], trial.user_attrs[RATIOS]
             # A trial that stopped early was forecast on more prompts than it saw.
             forecast = interactions if all_forecast and interactions else [0.0] * len(ratios)
+            is_whole = is_full(trial)
             for step, ratio, one in zip(steps, ratios, forecast, strict=False):
-                rows.append((i, step, math.log(ratio), is_full(trial), one))
+                rows.append((i, step, math.log(ratio), is_whole, one))
         config, prompt, log, full, interaction = (np.array(column) for column in zip(*rows, strict=True))
         self.pairs = np.bincount(config)
         self.interaction_weight: float = 1.0 if all_forecast else 0.0
         centred = interaction - (np.bincount(config, interaction) / self.pairs)[config]
+        total = float(centred @ centred) + _INTERACTION_PRIOR
         seen = np.bincount(prompt)
+        strength = seen + 1
         self.prompts = np.zeros(len(seen))
-        first = np.flatnonzero(seen[:num_first])
+        first, unseen = np.flatnonzero(seen[:num_first]), seen == 0
+        adjusted = log - self.interaction_weight * interaction
         for _ in range(_SWEEPS):
-            adjusted = log - self.interaction_weight * interaction
             self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
-            self.prompts = np.bincount(prompt, adjusted - self.configs[config]) / (seen + 1)
-            shift = self.prompts[first].mean() if len(first) else 0.0
-            self.prompts = np.where(seen > 0, self.prompts - shift, 0.0)
+            self.prompts = np.bincount(prompt, adjusted - self.configs[config]) / strength
+            if len(first):
+                self.prompts -= np.add.reduce(self.prompts[first]) / len(first)
+            self.prompts[unseen] = 0.0
             if all_forecast:
                 followed = float(centred @ (log - self.prompts[prompt])) + _INTERACTION_PRIOR
-                total = float(centred @ centred) + _INTERACTION_PRIOR
-                self.interaction_weight = float(np.clip(followed / total, 0.0, 1.0))
-        adjusted = log - self.interaction_weight * interaction
+                self.interaction_weight = min(max(followed / total, 0.0), 1.0)
+                adjusted = log - self.interaction_weight * interaction
         self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
         residuals = (adjusted - self.configs[config] - self.prompts[prompt])[full]
         num_effects = len(np.unique(config[full])) + len(np.unique(prompt[full])) - 1

@@ -141,6 +141,9 @@ class StudySpec(OneLineErrors):
     """Fresh passes over the held-out prompts from which the winner's number is taken."""
     num_confirm_prompts: Annotated[int, Field(ge=4)] = 32
     """Most held-out prompts used."""
+    allow_lossy: bool = False
+    """Measure lossy rules on the confirmed winner too, and write each as a config of its own. best.json stays lossless.
+    """
     max_failures: Positive = 5
     """Failed trials in a row that end the run."""
     per_group: bool = False
@@ -195,6 +198,8 @@ class StudySpec(OneLineErrors):
             raise ValueError(f"regimes: must be one in a per-group search, got {len(self.regimes or ())}")
         if self.per_group and self.budget_minutes is not None:
             raise ValueError(f"budget_minutes: must not be given in a per-group search, got {self.budget_minutes:g}")
+        if self.per_group and self.allow_lossy:
+            raise ValueError("allow_lossy: must not be given in a per-group search, got True")
         return self
 
     @property

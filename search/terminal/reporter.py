@@ -12,7 +12,7 @@ from rich.text import Text
 from search.confirm.files import finite
 from search.terminal.event import Event, Line, Note, Stopped, Warned
 
-_NAMES_OF_VERDICTS = ("result", "ties", "written")
+_NAMES_OF_VERDICTS = ("result", "lossy", "ties", "written")
 
 
 class Reporter:

@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial
 from layerskip.analysis.identity import float32_command
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.decode_config import Confirmed, DecodeConfig
+from search.confirm.lossy import LossyRung
 from search.confirm.passes import Candidate
 from search.confirm.stage import Confirmation
 from search.measure.rounding_record import describe_rounding
@@ -75,6 +76,13 @@ class Result(Event):
         speeds = {name: candidate.speedup for name, candidate in self.confirmation.by_drafter.items()}
         one = self.confirmation
         return _verdict(self.study, one.config, one.measured, group=None) | {"by_drafter": speeds}
+
+
+def lossy_seen(rungs: Sequence[LossyRung]) -> Event:
+    """What lossy rules would make of the winner."""
+    first = "LOSSY, not in best.json; the same config with further draft tokens accepted:"
+    lines = [Line(text, "result", style="yellow") for text in (first, *map(str, rungs))]
+    return Told("lossy", lines, {"rungs": [one.to_dict() for one in rungs]})
 
 
 def group_verdict(study: str, group: str, setting: DecodeConfig) -> Event:

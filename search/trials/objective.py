@@ -211,10 +211,9 @@ class Objective:
 
     def _below_best(self, trial: optuna.Trial, value: float) -> float:
         """A trial that saw fewer prompts cannot hold the best value, whatever its estimate."""
-        try:
-            return min(value, 0.999 * float(trial.study.best_value))
-        except ValueError:  # no complete trial yet
-            return value
+        complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        values = [one.value for one in complete if one.value is not None]
+        return min(value, 0.999 * max(values)) if values else value
 
 
 def standings_of(trials: Sequence[optuna.trial.FrozenTrial], space: SearchSpace, reference: Reference) -> Standings:

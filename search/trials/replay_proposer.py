@@ -93,9 +93,10 @@ class ReplayProposer:
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """See `Proposer`."""
         every = self._options.repeat_every
-        entries = make_standings(trials, self._space, self._options.noise_sigma, self._options.num_first).entries
-        if every and index % every == every - 1 and (free := not_taken(entries, trials)):
-            return propose_again(free)
+        if every and index % every == every - 1:
+            entries = make_standings(trials, self._space, self._options.noise_sigma, self._options.num_first).entries
+            if free := not_taken(entries, trials):
+                return propose_again(free)
         measured = measured_keys(trials)
         if first := next((one for one in self._best_by_drafter if one.key not in measured), None):
             return Proposal("drafter", first.params)

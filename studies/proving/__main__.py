@@ -19,7 +19,7 @@ from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from studies.proving.ablations import ABLATIONS, AT_HALF_AND_DOUBLE
 from studies.proving.costs import COSTS
-from studies.proving.jobs import Job, scores_of
+from studies.proving.jobs import Job, in_turns, scores_of
 from studies.proving.make import READINGS, SUFFIX
 from studies.proving.optima import known_optima, table_names
 from studies.proving.runner import Case
@@ -32,6 +32,7 @@ CHECKPOINTS = (1, 5, 25, 100, 200)
 RUNS = ".runs.jsonl.xz"
 """Ends the name of the file beside the output that holds every run."""
 TRIALS = 25
+SEEDS = 12
 DEFAULT_STRATEGIES = (
     OURS,
     *(f"{name}{more}" for name in ("layerskip", "draft-verify", "random") for more in ("", "+settings")),
@@ -60,7 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"who proposes, of {', '.join(STRATEGIES)}, or {OURS}:PART[+PART] without these parts of it, of "
         f"{', '.join(ABLATIONS)}, or with a constant at half or double, as in {next(iter(AT_HALF_AND_DOUBLE))}",
     )
-    add("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ... [1]")
+    add("--seeds", type=int, default=SEEDS, help=f"runs of each, seeds 0, 1, ... [{SEEDS}]")
     add("--trials", type=int, default=TRIALS, help=f"of each run [{TRIALS}]")
     add("--ablations", action="store_true", help="ours with each of its parts left out, instead of --strategies")
     add("--constants", action="store_true", help="ours with each of its constants at half and double, likewise")
@@ -109,15 +110,15 @@ def benchmark(args: argparse.Namespace) -> int:
     strategies = [OURS, *(f"{OURS}:{part}" for part in parts)] if parts else args.strategies
     jobs = [
         Job(Case(model, table, COSTS[costs], strategy, seed, args.trials, noise), optima[model][costs], checkpoints)
-        for seed in range(args.seeds)
         for model, table in tables.items()
         for costs in args.costs
+        for seed in range(args.seeds)
         for strategy in strategies
     ]
     command = f"python -m {PROG} {shlex.join(args.command)}".strip()
     journal = None if args.out is None else Journal(args.out.with_suffix(".runs.jsonl"))
     scores = finished_runs(journal, {"command": command, "commit": commit})
-    for score in scores_of(jobs[len(scores) :], args.processes):
+    for score in scores_of(in_turns(jobs, args.processes)[len(scores) :], args.processes):
         scores.append(score)
         if journal is not None:
             journal.append(asdict(score))
@@ -172,10 +173,8 @@ def load_tables(folder: Path, names: Sequence[str] | None) -> dict[str, Table]:
 
 def _line(one: Score) -> str:
     regrets = ", ".join(f"{regret:.1f} after {count}" for count, regret in one.regrets.items())
-    return (
-        f"{one.model} {one.costs} {one.strategy} {one.seed}: optimum {one.optimum:.3f}x, regret {regrets}, exported "
-        f"{one.regret:.1f}, proposing {one.proposing_s:.1f} s"
-    )
+    name = f"{one.model} {one.costs} {one.strategy} {one.seed}"
+    return f"{name}: optimum {one.optimum:.3f}x, regret {regrets}, exported {one.regret:.1f}"
 
 
 def _say(line: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -78,8 +79,7 @@ class Prices:
 
     def draft_s(self, mask: SkipMask, *, threshold: bool) -> float:
         """One draft token under a mask."""
-        luck = np.random.default_rng(zlib.crc32(f"{self.label} {mask}".encode())).standard_normal()
-        return self.terms.draft_s(mask, threshold=threshold) * math.exp(self.quirk * luck)
+        return self.terms.draft_s(mask, threshold=threshold) * math.exp(self.quirk * _luck(self.label, mask))
 
     def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
         """Entry n: verifying n draft tokens, entry 0 the target alone."""
@@ -89,6 +89,11 @@ class Prices:
     def alone_s(self) -> float:
         """A step of the target alone."""
         return self.terms.verify_s[0]
+
+
+@lru_cache(maxsize=1 << 11)
+def _luck(label: str, mask: SkipMask) -> float:
+    return float(np.random.default_rng(zlib.crc32(f"{label} {mask}".encode())).standard_normal())
 
 
 def _growing(by: float) -> tuple[float, ...]:

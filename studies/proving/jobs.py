@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 
@@ -27,13 +30,33 @@ class Job:
         return Score.of(self.case, run_case(self.case, self.checkpoints), self.optimum)
 
 
+T = TypeVar("T")
+_JOBS_AT_ONCE = 26
+"""Given to a process: their table goes along once for all of them."""
+
+
+def in_turns(jobs: Sequence[T], num_processes: int) -> list[T]:
+    """Each process's share, which is a stretch of the list, dealt out in turns: see `scores_of`."""
+    size = -(-len(jobs) // num_processes)
+    shares = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+    return [one for turn in zip_longest(*shares) for one in turn if one is not None]
+
+
 def scores_of(jobs: Sequence[Job], num_processes: int) -> Iterator[Score]:
-    """Every job's, in order; in this process where one is asked for."""
+    """Every job's, in order; in this process where one is asked for.
+
+    Each process has every so many-th. It keeps what it worked out of its latest table, so these should be of one model
+    for long, which `in_turns` sees to.
+    """
     if num_processes == 1:
         yield from map(Job.score, jobs)
         return
-    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), _one_thread) as pool:
-        yield from pool.map(Job.score, jobs)
+    with ExitStack() as stack:
+        context = multiprocessing.get_context("spawn")
+        pools = [stack.enter_context(ProcessPoolExecutor(1, context, _one_thread)) for _ in range(num_processes)]
+        each = [pool.map(Job.score, jobs[i::num_processes], chunksize=_JOBS_AT_ONCE) for i, pool in enumerate(pools)]
+        for turn in zip_longest(*each):
+            yield from (one for one in turn if one is not None)
 
 
 def _one_thread() -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
-import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import optuna
 from optuna.pruners import NopPruner
-from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
@@ -45,11 +44,11 @@ from search.trials.proposals import ProposeOptions
 from search.trials.sampler import ProposalSampler
 from search.trials.setup import TrialSetup
 from studies.proving.ablations import left_out
-from studies.proving.costs import CostTable, Prices
+from studies.proving.costs import COSTS, CostTable, Prices
 from studies.proving.table import Table
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder, TabularForcing
 
-Note = Callable[[optuna.Study, FrozenTrial], None]
+Note = Callable[[], None]
 PROMPTS_PER_TRIAL = 5
 """As the demo's search has it."""
 
@@ -84,39 +83,33 @@ class RunResult:
     cannot_win: bool
     """Whether the search ended early, because nothing was predicted or seen to win."""
     num_trials: int
-    proposing_s: float
-    """Real seconds of preparing and proposing, all trials together; all else in a run is simulated."""
 
 
 def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
     """Reference, trials, confirm stage: everything but the decoder and the clock is the search's own.
 
-    Deterministic but for `proposing_s`. Cost: a second or so for a hundred trials, and what proposing takes.
+    Deterministic. Cost: see the README; what does not depend on the seed is worked out once for all runs of a process.
     """
     quiet_optuna()
     run = _Run.begin(case)
     leaders: dict[int, DecodeConfig] = {}
     wanted = sorted(checkpoints)
 
-    def note(study: optuna.Study, _trial: FrozenTrial) -> None:
-        if (count := len(study.get_trials(deepcopy=False))) in wanted:
+    def note() -> None:
+        if (count := len(run.study.get_trials(deepcopy=False))) in wanted:
             leaders[count] = run.leader()
 
-    start = time.perf_counter()
     name, _, part = case.strategy.partition(":")
     with left_out(part):
-        opened_s = (run.by_ours if name == OURS else run.by_rival)(note) - start
+        if name == OURS:
+            run.by_ours(note)
+        else:
+            run.by_rival(sorted({*wanted, case.trials}), note)
         for count in wanted:
             leaders.setdefault(count, run.leader())
         exported = run.exported()
     trials = run.study.get_trials(deepcopy=False)
-    return RunResult(
-        leaders,
-        exported,
-        run.study.user_attrs.get(CANNOT_WIN) is not None,
-        len(trials),
-        opened_s + sum(trial.user_attrs.get("proposing_s", 0.0) for trial in trials),
-    )
+    return RunResult(leaders, exported, run.study.user_attrs.get(CANNOT_WIN) is not None, len(trials))
 
 
 @dataclass(frozen=True)
@@ -141,8 +134,8 @@ class _Run:
         tools = Tools(Reporter(io.StringIO()), StopSignal(), "python -m studies.proving", machine)
         return cls(case, study, subject, spec, reference, tools)
 
-    def by_ours(self, note: Note) -> float:
-        """All trials; returns when preparing was done."""
+    def by_ours(self, note: Note) -> None:
+        """All trials."""
         outlook = open_outlook(
             self.study,
             self.subject.decoder,
@@ -153,24 +146,23 @@ class _Run:
             prompts=self.subject.tuning,
             clock=self.tools.clock,
         )
-        opened = time.perf_counter()
         setup = TrialSetup(self.study, self.subject, self.spec, self.reference, outlook, self.tools)
-        broken = TrialPhase(setup).run([note])
+        broken = TrialPhase(setup).run([lambda *_: note()])
         if broken is not None:
             raise RuntimeError(f"{self.case.model}: the search broke off: {broken}")
-        return opened
 
-    def by_rival(self, note: Note) -> float:
-        """All trials, as `search.comparison.runs` sets a rival up; returns when preparing was done."""
+    def by_rival(self, stops: Sequence[int], note: Note) -> None:
+        """All trials, as `search.comparison.runs` sets a rival up; `note` is called after so many."""
         subject, case, tools = self.subject, self.case, self.tools
         options = ProposeOptions.of(self.spec, self.reference)
-        rival = STRATEGIES[case.strategy].proposer(Setup(subject.space, TabularHints(case), case.seed, options))
+        hints = TabularHints.of(case.table, case.costs, case.model)
+        rival = STRATEGIES[case.strategy].proposer(Setup(subject.space, hints, case.seed, options))
         sampler = ProposalSampler(subject.space, rival, case.seed)
         set_sampler(self.study, sampler)
-        opened = time.perf_counter()
         objective = Objective(subject.decoder, subject.space, self.reference, sampler, tools.stop, tools.clock)
-        self.study.optimize(objective, n_trials=case.trials, catch=(TrialFailed,), callbacks=[note])
-        return opened
+        for before, stop in pairwise((0, *stops)):  # not as a callback, for which Optuna copies every trial
+            self.study.optimize(objective, n_trials=stop - before, catch=(TrialFailed,))
+            note()
 
     def leader(self) -> DecodeConfig:
         leader = self._standings().leader
@@ -190,19 +182,29 @@ class _Run:
 
 @dataclass(frozen=True)
 class TabularHints:
-    """See `search.rivals.common.Hints`: true prices, readings of the tuning texts, and stored plans."""
+    """See `search.rivals.common.Hints`: true prices, readings of the tuning texts, and stored plans.
 
-    case: Case
+    None of it depends on a seed, so all runs of a process share it, see `of`.
+    """
 
-    @property
-    def cost(self) -> CostModel:
-        """Without noise, which flatters a rival that asks."""
-        return self.case.prices.terms
+    table: Table
+    cost: CostModel
+    """Without noise, which flatters a rival that asks."""
+    _agreements: dict[SkipMask, float] = field(init=False, repr=False, default_factory=dict)
+    _settings: dict[SkipMask, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
+
+    @staticmethod
+    @lru_cache(maxsize=len(COSTS))
+    def of(table: Table, costs: CostTable, model: str) -> TabularHints:
+        """A model's on this machine."""
+        return TabularHints(table, costs.prices(model, table.space.num_layers).terms)
 
     def agreement(self, mask: SkipMask) -> float:
         """Share of positions with the target's token."""
-        accepted = self.case.table.reading(mask, range(self.case.table.num_tuning)).accepted[0]
-        return float(accepted[:, :-1].mean())
+        if mask not in self._agreements:
+            accepted = self.table.reading(mask, range(self.table.num_tuning)).accepted[0]
+            self._agreements[mask] = float(accepted[:, :-1].mean())
+        return self._agreements[mask]
 
     def confidences(self, mask: SkipMask) -> tuple[float, float]:
         """Where the draft is right, and where it is wrong."""
@@ -210,7 +212,9 @@ class TabularHints:
 
     def best_setting(self, mask: SkipMask) -> DecodeConfig:
         """By the search's own predictor."""
-        return self.case.table.space.to_config(self._candidates.of(mask).params)
+        if mask not in self._settings:
+            self._settings[mask] = self.table.space.to_config(self._candidates.of(mask).params)
+        return self._settings[mask]
 
     def layer_plan(self) -> Plan:
         """Raises: ValueError where the table keeps none."""
@@ -222,17 +226,16 @@ class TabularHints:
 
     @property
     def _plans(self) -> StoredPlans:
-        return StoredPlans(self.case.table.facts.get(PLANS))
+        return StoredPlans(self.table.facts.get(PLANS))
 
     @cached_property
     def _forcing(self) -> TabularForcing:
-        return TabularForcing(self.case.table, range(self.case.table.num_tuning))
+        return TabularForcing(self.table, range(self.table.num_tuning))
 
     @cached_property
     def _candidates(self) -> Candidates:
-        table = self.case.table
-        rows = table.rows(range(table.num_tuning))
-        return Candidates(Predictor(self._forcing, rows, self.cost, table.space.gamma_max), table.space)
+        rows, space = self.table.rows(range(self.table.num_tuning)), self.table.space
+        return Candidates(Predictor(self._forcing, rows, self.cost, space.gamma_max), space)
 
 
 def _spec(case: Case) -> StudySpec:

@@ -40,7 +40,6 @@ class Score:
     speculates_wrongly: bool
     """Whether a config is exported though nothing beats plain decoding."""
     num_trials: int
-    proposing_s: float
 
     @classmethod
     def of(cls, case: Case, result: RunResult, optimum: Optimum) -> Score:
@@ -67,7 +66,6 @@ class Score:
             refuses_wrongly=not exported.speculates and optimum.speedup >= WORTH_IT,
             speculates_wrongly=exported.speculates and optimum.speedup <= 1.0,
             num_trials=result.num_trials,
-            proposing_s=round(result.proposing_s, 3),
         )
 
 
@@ -109,8 +107,8 @@ def summarise(scores: Sequence[Score]) -> dict[str, dict[str, Mean]]:
         columns: dict[str, Mean] = {}
         for count in own[0].regrets:
             columns[f"regret_{count}"] = Mean.over_models(own, lambda one, count=count: one.regrets[count])  # type: ignore[misc]
-        for name in ("regret", "is_slower", "refuses_wrongly", "speculates_wrongly", "proposing_s"):
-            scale = 1.0 if name in ("regret", "proposing_s") else 100.0
+        for name in ("regret", "is_slower", "refuses_wrongly", "speculates_wrongly"):
+            scale = 1.0 if name == "regret" else 100.0
             columns[name] = Mean.over_models(own, lambda one, n=name, s=scale: s * float(getattr(one, n)))  # type: ignore[misc]
         if ours:
             columns["behind"] = Mean.over_models(own, lambda one: one.regret, against=ours)
@@ -136,7 +134,6 @@ def _title(name: str) -> str:
         "is_slower": "slower than plain, % of runs",
         "refuses_wrongly": "wrongly refuses, %",
         "speculates_wrongly": "wrongly speculates, %",
-        "proposing_s": "proposing, s",
     }[name]
 
 

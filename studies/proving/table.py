@@ -7,6 +7,7 @@ Confidences are kept as places among some thresholds: between these, a threshold
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import lzma
@@ -34,7 +35,7 @@ _CONFIDENCES = np.array([THRESHOLDS[0] - 0.025, *(one + 0.075 for one in THRESHO
 _ARRAYS = ("codes", "target_levels", "prompts", "continuations")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Readings of every mask of `space` on P texts of a prompt and T tokens of the target's own continuation."""
 
@@ -63,6 +64,21 @@ class Table:
                 f"{self.num_confirming} and {texts[0]} in all"
             )
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all that it holds: two tables with the same one are the same table, in whichever process."""
+        facts = json.dumps(dict(self.facts), sort_keys=True)
+        found = hashlib.sha256(repr((self.space, self.num_tuning, self.num_confirming, facts)).encode())
+        for name in _ARRAYS:
+            found.update(getattr(self, name).tobytes())
+        return found.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @property
     def reporting(self) -> range:
         """Places of the texts that no search sees."""
@@ -75,7 +91,7 @@ class Table:
 
     def text(self, place: int) -> ForcedText:
         """Prompt and continuation."""
-        return ForcedText(tuple(self.prompts[place].tolist()), tuple(self.continuations[place].tolist()))
+        return self._texts[place]
 
     def rows(self, places: Sequence[int]) -> TextRows:
         """What replay needs of these texts besides the readings."""
@@ -96,6 +112,11 @@ class Table:
             raise ValueError(f"skip_mask: must be one of the {len(self.masks)} masks of the space, got {mask}")
         most = self.depth if depth is None else depth
         return decode(self.codes[: most + 1, ..., self._places[mask]][:, list(places)])
+
+    @cached_property
+    def _texts(self) -> tuple[ForcedText, ...]:
+        pairs = zip(self.prompts.tolist(), self.continuations.tolist(), strict=True)
+        return tuple(ForcedText(tuple(prompt), tuple(continuation)) for prompt, continuation in pairs)
 
     @cached_property
     def _places(self) -> dict[SkipMask, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from search.measure.decoder import Decoded
 from search.predict.predictor import no_reading
-from search.predict.replay import Round, TextRows, drafts_before, walk
+from search.predict.replay import Counts, Floats, Round, Settings, TextRows, drafts_before, walk
 from studies.proving.costs import Prices
 from studies.proving.table import Table
+from studies.proving.truth import GridSteps
 
 _PREFILL_STEPS = 2.0
 """What a prompt's own forward takes, in target steps; no speed is told with it."""
@@ -86,7 +89,8 @@ class TabularDecoder:
     devices: tuple[Any, ...] = (None,)
     is_sampled: bool = False
     _places: dict[tuple[int, ...], int] = field(init=False, repr=False)
-    _kept: dict[tuple[int, DecodeConfig], list[Round]] = field(init=False, repr=False, default_factory=dict)
+    _prices: dict[DecodeConfig, tuple[float, tuple[float, ...]]] = field(init=False, repr=False, default_factory=dict)
+    """Seconds of a draft token and of verifications."""
 
     def __post_init__(self) -> None:
         prompts = [tuple(one) for one in self.table.prompts.tolist()]
@@ -102,7 +106,7 @@ class TabularDecoder:
         """The target's continuation, with the seconds that `config` takes for it."""
         place = self._place(prompt_ids)
         text = self.table.text(place)
-        stats = self._stats(len(text.prompt_ids), len(text.continuation_ids), self.rounds(place, config), config)
+        stats = self._stats(_steps_of(self.table, place, config), config)
         self.machine.pass_time(stats.prefill_s + stats.decode_s)
         return Decoded(text.continuation_ids, stats)
 
@@ -117,8 +121,7 @@ class TabularDecoder:
         return IdentityReport(identical=tuple(ids) == tuple(reference_ids), is_tie=False)
 
     def free_memory(self) -> None:
-        """Forget which rounds configs took."""
-        self._kept.clear()
+        """A table has none to free."""
 
     def watch_machine(self) -> NothingToWatch:
         """A simulated machine has no state."""
@@ -133,15 +136,6 @@ class TabularDecoder:
         """Tells the machine's prices."""
         return TabularTimer.at_a_moment(self.machine)
 
-    def rounds(self, place: int, config: DecodeConfig) -> list[Round]:
-        """What decoding the text at this place under `config` does, wrong drafts' own drafts included."""
-        key = (place, config)
-        if key not in self._kept:
-            forcing = TabularForcing(self.table, [place])
-            rows = self.table.rows([place])
-            self._kept[key] = whole_rounds(forcing, rows, config)
-        return self._kept[key]
-
     def _place(self, prompt_ids: Sequence[int]) -> int:
         place = self._places.get(tuple(prompt_ids))
         if place is None:
@@ -152,30 +146,32 @@ class TabularDecoder:
         """A reading is taken to cost a target step a text: a draft forward over it, many positions at once."""
         self.machine.pass_time(num_texts * self.machine.prices.alone_s)
 
-    def _stats(self, num_prompt: int, length: int, rounds: Sequence[Round], config: DecodeConfig) -> DecodeStats:
-        machine = self.machine
+    def _stats(self, taken: _Steps, config: DecodeConfig) -> DecodeStats:
+        machine, stats = self.machine, copy.copy(taken.counts)
         factor, alone_s = machine.factor(), machine.verify_s(0)
-        prices = machine.prices
-        draft_s = prices.draft_s(config.skip_mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
-        table = prices.verifications_s(config.skip_mask, share_prefix=config.share_prefix)
-        stats = DecodeStats(num_prompt_tokens=num_prompt, prefill_s=_PREFILL_STEPS * alone_s * factor)
-        stats.make_room(config.gamma)
-        for one in rounds:
-            if not one.drafted:
-                stats.num_target_only += 1
-                stats.target_only_s += alone_s * factor
-                stats.add_step(alone_s * factor, 1)
-                continue
-            drafts_s, verify_s = one.drafted * draft_s * factor, machine.verify_s(one.drafted, table) * factor
-            stats.count_round(one.drafted, one.accepted, looked_up=False)
-            stats.count_seconds(one.drafted, drafts_s + verify_s, looked_up=False)
-            stats.draft_s += drafts_s
-            stats.verify_s += verify_s
-            stats.add_step(drafts_s + verify_s, one.accepted + 1)
-        stats.num_emitted = length
-        stats.num_cut = max(0, len(stats.token_s) + 1 - length)
-        del stats.token_s[length - 1 :]
+        stats.prefill_s = _PREFILL_STEPS * alone_s * factor
+        draft_s, table = self._prices_of(config)
+        drafting = {n: n * draft_s * factor for n, _ in taken.steps}
+        verifying = {n: machine.verify_s(n, table) * factor for n in drafting}
+        step_s = {n: drafting[n] + verifying[n] for n in drafting} | {0: alone_s * factor}
+        seconds = [(step_s[n], num_tokens) for n, num_tokens in taken.steps]
+        rounds = [n for n, _ in taken.steps if n]
+        stats.decode_s = sum([one for one, _ in seconds])
+        stats.draft_s, stats.verify_s = (sum([by_number[n] for n in rounds]) for by_number in (drafting, verifying))
+        stats.target_only_s = sum([step_s[0]] * stats.num_target_only)
+        stats.round_s_by_drafted = [0.0] * config.gamma
+        for n in rounds:
+            stats.count_seconds(n, step_s[n], looked_up=False)
+        each = [one / num_tokens for one, num_tokens in seconds for _ in range(num_tokens)]
+        stats.token_s = each[: stats.num_emitted - 1]
         return stats
+
+    def _prices_of(self, config: DecodeConfig) -> tuple[float, tuple[float, ...]]:
+        if config not in self._prices:
+            prices, mask = self.machine.prices, config.skip_mask
+            draft_s = prices.draft_s(mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
+            self._prices[config] = draft_s, prices.verifications_s(mask, share_prefix=config.share_prefix)
+        return self._prices[config]
 
 
 class TabularForcing:
@@ -201,6 +197,12 @@ class TabularForcing:
         places = self._all_places if texts is None else [self._all_places[text] for text in texts]
         self._tick(len(places))
         return self._table.reading(mask, places, depth)
+
+    def replay(self, mask: SkipMask, settings: Settings, verify_s: Floats) -> Counts:
+        """See `search.predict.predictor.Replays`. Raises: ValueError for settings with lookups or siblings."""
+        if settings.lookups != (None,) or settings.siblings:
+            raise ValueError("settings: a table knows drafts under a mask alone, got lookups or siblings")
+        return GridSteps.of(self._table, mask).replay(settings, self._all_places, verify_s)
 
     def overrun(self, mask: SkipMask, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """As replay has it: after a wrong token confidence is that along the right text."""
@@ -250,6 +252,32 @@ class NothingToWatch:
         moment = {"gpus": [], "load": None}
         facts = {"attention_backend": "none", "num_preparations": 0, "peak_resident_bytes": None}
         return facts | {"before": moment, "after": moment}
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What decoding one text under one config does, wrong drafts' own drafts included; no seconds yet."""
+
+    counts: DecodeStats
+    steps: tuple[tuple[int, int], ...]
+    """(Tokens drafted, 0 for the target alone; tokens emitted) of each."""
+
+
+@lru_cache(maxsize=1 << 13)
+def _steps_of(table: Table, place: int, config: DecodeConfig) -> _Steps:
+    """The same in every run, so all runs of a process share it."""
+    rounds = whole_rounds(TabularForcing(table, [place]), table.rows([place]), config)
+    text = table.text(place)
+    counts = DecodeStats(num_prompt_tokens=len(text.prompt_ids), num_emitted=len(text.continuation_ids))
+    counts.make_room(config.gamma)
+    for one in rounds:
+        if one.drafted:
+            counts.count_round(one.drafted, one.accepted, looked_up=False)
+        else:
+            counts.num_target_only += 1
+    steps = tuple((one.drafted, one.accepted + 1) for one in rounds)
+    counts.num_cut = max(0, 1 + sum(num_tokens for _, num_tokens in steps) - counts.num_emitted)
+    return _Steps(counts, steps)
 
 
 def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) -> list[Round]:

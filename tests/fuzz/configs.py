@@ -43,6 +43,11 @@ _OWN = {"gamma": st.integers(1, 64), "target_threshold": st.floats(0, 1)}
 """What the lookup of a hybrid may have for itself."""
 
 
+_SHARE = st.floats(0, 1, exclude_min=True)
+_LOSSY = st.fixed_dictionaries({"rule": st.just("probability"), "threshold": _SHARE}) | st.fixed_dictionaries(
+    {"rule": st.just("typical")}, optional={"epsilon": _SHARE, "delta": _SHARE}
+)
+
 _WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "repetition_penalty": 1.5},
     "warm": {"do_sample": True, "temperature": 0.7, "top_k": 0},
@@ -53,6 +58,7 @@ _WAYS: dict[str, dict[str, Any]] = {
 def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """One of every drafter, with these fields beside its own."""
     optional |= {"target_threshold": st.floats(0, 1)}
+    drafting = optional | {"lossy": _LOSSY}
     by_mask = optional | {"draft_threshold": st.floats(0, 1), "share_prefix": st.booleans()}
     alone = {"skip_mask": st.just("4:none"), "gamma": st.integers(1, 64)}
     both = {"drafter": st.just("hybrid"), "skip_mask": _MASKS, "gamma": st.integers(1, 64)}
@@ -65,8 +71,8 @@ def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
         st.fixed_dictionaries(
             {"skip_mask": _MASKS, "gamma": st.integers(0, 64)}, optional=by_mask | {"drafter": st.just("layer_skip")}
         ),
-        st.fixed_dictionaries({**alone, "drafter": st.just("prompt_lookup"), "lookup": ngrams}, optional=optional),
-        st.fixed_dictionaries({**alone, "drafter": st.just("suffix"), "lookup": suffix}, optional=optional),
+        st.fixed_dictionaries({**alone, "drafter": st.just("prompt_lookup"), "lookup": ngrams}, optional=drafting),
+        st.fixed_dictionaries({**alone, "drafter": st.just("suffix"), "lookup": suffix}, optional=drafting),
         st.fixed_dictionaries({**both, "lookup": either}, optional=by_mask),
     )
 

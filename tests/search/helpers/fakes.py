@@ -15,8 +15,10 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, DecodeStats
+from layerskip.analysis.distance import Emitted
 from layerskip.analysis.identity import IdentityReport
 from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.rounding import RoundingSpread
 from search.context import Tools
@@ -115,6 +117,11 @@ class FakeDecoder:
         tie = self.tie_on(DecodeConfig.plain(NUM_LAYERS))
         self.num_checked_ties += tie
         return IdentityReport(identical=False, is_tie=tie, first_difference=5, logit_gap=0.25)
+
+    def distance(self, outputs: Sequence[Emitted]) -> Distance:
+        pairs = [pair for one in outputs for pair in zip(one.ids, one.target_ids, strict=True)]
+        share = sum(a != b for a, b in pairs) / len(pairs)
+        return Distance(unlike_share=share, log_prob=-1.0 - share, target_log_prob=-1.0)
 
     def free_memory(self) -> None:
         self.num_freed += 1

@@ -54,19 +54,19 @@ def test_a_rivals_run_follows_from_its_seed(strategy: str) -> None:
 
 
 def test_a_table_without_plans_says_so() -> None:
-    hints = TabularHints(Case("made", TABLE, COSTS["cpu"], "clasp", seed=0, trials=1, noise=Noise()))
+    hints = TabularHints.of(TABLE, COSTS["cpu"], "made")
     with pytest.raises(ValueError, match="plans: must hold 'layers', computed from hidden states"):
         hints.layer_plan()
 
 
 def test_the_predicted_setting_is_the_best_that_is_tried() -> None:
-    hints = TabularHints(Case("made", TABLE, COSTS["gpu_memory"], "swift", seed=0, trials=1, noise=Noise()))
+    hints = TabularHints.of(TABLE, COSTS["gpu_memory"], "made")
     mask, tuning = SkipMask.from_sublayers(2, mlp=[1]), range(TABLE.num_tuning)
     best = hints.best_setting(mask)
     assert best.skip_mask == mask
-    value = speedup_of(TABLE, hints.case.prices, best, tuning)
+    value = speedup_of(TABLE, COSTS["gpu_memory"].prices("made", SPACE.num_layers), best, tuning)
     for gamma, threshold in ((1, 0.0), (8, 0.0), (4, 0.6)):
         other = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold)
-        assert value >= speedup_of(TABLE, hints.case.prices, other, tuning) - 0.02
+        assert value >= speedup_of(TABLE, COSTS["gpu_memory"].prices("made", SPACE.num_layers), other, tuning) - 0.02
     right, wrong = hints.confidences(mask)
     assert 0 < wrong < right < 1

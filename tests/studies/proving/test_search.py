@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,14 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from search.compact import read_lines
 from search.measure.decoder import Decoder
-from search.predict.replay import Settings, replay
+from search.predict.replay import Counts, Settings, replay
 from search.study import leaderboard
 from search.study.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
 from search.trials import replay_proposer
 from studies.proving.__main__ import load_tables, main
 from studies.proving.ablations import CONSTANTS, left_out
 from studies.proving.costs import COSTS, QUIRK
+from studies.proving.jobs import in_turns
 from studies.proving.make import READINGS
 from studies.proving.optima import FILE, fingerprint_of, known_optima
 from studies.proving.readings import NUM_REPORTING, NUM_TUNING
@@ -26,8 +29,8 @@ from studies.proving.recipes import RECIPES
 from studies.proving.runner import Case, run_case
 from studies.proving.scores import Score, summarise, table_of
 from studies.proving.table import THRESHOLDS, Table, confidence_of, decode, encode, levels_of, masks_of
-from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder
-from studies.proving.truth import Steps, can_share, grid_of, optima_of, speedup_of
+from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder, TabularForcing
+from studies.proving.truth import GridSteps, Steps, can_share, grid_of, optima_of, speedup_of
 
 SPACE = SearchSpace(2, 8, (0, 1), (0, 1), (), share_prefix=True)
 LENGTH = 16
@@ -173,6 +176,42 @@ def test_the_whole_grid_is_all_that_decides_otherwise() -> None:
         assert (steps.counts[0] == steps.counts[1]).all()
 
 
+@pytest.mark.parametrize("mask", [SkipMask.from_layers(2, [1]), SkipMask.from_sublayers(2, mlp=[0, 1])], ids=str)
+def test_counts_that_runs_share_are_those_of_a_replay(mask: SkipMask) -> None:
+    """Of any thresholds, in any order of texts; and settings that do the same cost the same to the last bit."""
+    table, places = made_table(), [4, 0, 3]
+    settings = Settings.grid([1, 3, 5, 8], [0.0, 0.25, 0.9], [0.0, 0.15, 0.45])
+    verify_s = np.linspace(1.0, 2.3, 9)
+    expected = replay(table.reading(mask, places, 0), table.rows(places), settings, verify_s)
+    found = GridSteps.of(table, mask).replay(settings, places, verify_s)
+    for name in ("drafted", "looked_up", "rounds", "target_only"):
+        assert (getattr(found, name) == getattr(expected, name)).all()
+    assert found.verify_s == pytest.approx(expected.verify_s, rel=1e-12)
+    below, at = (Settings.grid([3], [0.2], [one]) for one in (0.0, 0.15))
+    both = [GridSteps.of(table, mask).replay(one, places, verify_s).verify_s for one in (below, at)]
+    assert (both[0] == both[1]).all()
+    halves = [GridSteps.of(table, mask).replay(settings, part, verify_s) for part in ([4], [0, 3])]
+    assert (Counts.join(halves).verify_s == found.verify_s).all()
+    with pytest.raises(ValueError, match="settings: a table knows drafts under a mask alone"):
+        TabularForcing(table, places).replay(mask, replace(settings, siblings=1), verify_s)
+
+
+def test_a_table_is_the_same_in_another_process() -> None:
+    table = made_table()
+    again = pickle.loads(pickle.dumps(table))
+    assert again == table
+    assert hash(again) == hash(table)
+    assert GridSteps.of(again, table.masks[1]) is GridSteps.of(table, table.masks[1])
+    assert made_table(seed=1) != table
+    assert replace(table, facts={}) != table
+
+
+def test_each_process_has_a_stretch_of_the_jobs() -> None:
+    assert in_turns(range(5), 2) == [0, 3, 1, 4, 2]
+    assert in_turns(range(3), 1) == [0, 1, 2]
+    assert in_turns(range(2), 3) == [0, 1]
+
+
 def test_rounds_are_told_apart_by_their_drafts() -> None:
     table, mask = made_table(), SkipMask.from_layers(2, [1])
     steps = Steps.of(table, mask, Settings.of(CONFIGS[2]), [0])
@@ -245,7 +284,7 @@ def test_a_run_follows_from_its_seed(strategy: str) -> None:
 
 
 def score_of(model: str, strategy: str, regret: float) -> Score:
-    return Score(model, "cpu", strategy, 0, 1.2, 0.1, {1: regret}, regret, False, False, False, 1, 0.5)
+    return Score(model, "cpu", strategy, 0, 1.2, 0.1, {1: regret}, regret, False, False, False, 1)
 
 
 def test_strategies_are_compared_model_by_model() -> None:
@@ -284,7 +323,7 @@ def test_the_committed_tables_and_optima_belong_together() -> None:
 def test_the_benchmark_runs_on_a_committed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runs.json"
     flags = ["--models", "l6_distilled_python", "--costs", "gpu_memory", "--strategies", "ours", "layerskip+settings"]
-    command = [*flags, "--trials", "5", "--processes", "1", "--out", str(out)]
+    command = [*flags, "--seeds", "1", "--trials", "5", "--processes", "1", "--out", str(out)]
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "| ours |" in shown
