@@ -123,7 +123,7 @@ BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "text, no tokenizer": ("hello", {}, "prompt: this model has no tokenizer, give token ids instead of text"),
     "too long": ([1] * 90, {"max_new_tokens": 7}, "must fit the model's 96 positions, got 90 \\+ 7"),
     "seed twice": ([1], {"seed": 1, "generator": torch.Generator()}, "seed: give either a seed or a generator"),
-    "stop, no tokenizer": ([1], {"stop_strings": "x"}, "stop_strings: this model has no tokenizer"),
+    "stop, no tokenizer": ([1], {"max_new_tokens": 3, "stop_strings": "x"}, "stop_strings: this model has no"),
     "mask": ([1], {"config": DecodeConfig.plain(3)}, "skip_mask: must have the model's 4 layers, got 3"),
 }
 
