@@ -14,6 +14,8 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
@@ -161,7 +163,18 @@ class Provenance(Frozen):
     """The pooled value the search saw, on tuning prompts; `confirmed` is the number to quote."""
 
 
-class Confirmed(Frozen):
+_OF_LOSSY = ("lossy", "distance")
+
+
+class _LosslessAsBefore(Frozen):
+    """What is lossless says nothing of lossy rules: its files are what they were before there were any."""
+
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None or name not in _OF_LOSSY}
+
+
+class Confirmed(_LosslessAsBefore):
     """The winner against plain decoding on held-out prompts, interleaved, in the same engine."""
 
     tokens_per_s: Rate
@@ -204,7 +217,7 @@ _RETIRED = ("continue_lookup",)
 """Fields that files from before may have, and that decide nothing any more."""
 
 
-class _Setting(Frozen):
+class _Setting(_LosslessAsBefore):
     """What a run of the decoder follows, and what speaks for it."""
 
     @model_validator(mode="before")

@@ -212,6 +212,7 @@ def test_configs_round_trip_and_lossless_ones_say_nothing_of_it(rule: LossyAccep
     assert json.loads(config_of(rule).to_json())["lossy"] == rule.model_dump()
     assert config_of(rule).bare().lossy == rule
     assert "lossy" not in config_of(None).to_json()
+    assert "lossy" not in config_of(None).model_dump()
     regimes = [{"skip_mask": MASK, "gamma": 2, "lossy": rule, "sampling": {"do_sample": True, "temperature": 0.7}}]
     both = config_of(None, sampling={"do_sample": False}, regimes=regimes)
     assert both.lossy_rules == (rule,)
