@@ -32,7 +32,7 @@ CHECKPOINTS = (1, 5, 25, 100, 200)
 RUNS = ".runs.jsonl.xz"
 """Ends the name of the file beside the output that holds every run."""
 TRIALS = 25
-SEEDS = 12
+SEEDS = 3
 DEFAULT_STRATEGIES = (
     OURS,
     *(f"{name}{more}" for name in ("layerskip", "draft-verify", "random") for more in ("", "+settings")),
