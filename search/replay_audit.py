@@ -147,9 +147,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
     Each threshold is off half of the time and anywhere on its grid otherwise.
     """
     from search.study.space import (
-        DRAFT_INT8,
         DRAFT_THRESHOLD,
-        DRAFT_VOCAB,
         DRAFTER,
         FACTOR,
         FACTORS,
@@ -160,12 +158,9 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
         MIN_MATCH,
         MIN_MATCH_MAX,
         MIN_PROBABILITY,
-        SHARE_PREFIX,
-        SIBLING_THRESHOLD,
-        SIBLING_THRESHOLDS,
-        SIBLINGS,
         TARGET_THRESHOLD,
         THRESHOLD_MAX,
+        random_options,
         snap_threshold,
     )
 
@@ -182,15 +177,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
     params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
     for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
         params[name] = snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0
-    if space.share_prefix:
-        params[SHARE_PREFIX] = bool(rng.integers(2))
-    if space.draft_vocabs:
-        params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
-    if space.int8:
-        params[DRAFT_INT8] = bool(rng.integers(2))
-    if space.siblings_max:
-        params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
-        params[SIBLING_THRESHOLD] = float(rng.choice(SIBLING_THRESHOLDS))
+    params |= random_options(space, rng)
     if not space.lookup_methods:
         return params
     params |= {

@@ -17,18 +17,13 @@ from layerskip.config.skip_mask import SkipMask
 from search.predict.costs import CostModel
 from search.study.leaderboard import Entry, make_standings
 from search.study.space import (
-    DRAFT_INT8,
     DRAFT_THRESHOLD,
-    DRAFT_VOCAB,
     GAMMA,
-    SHARE_PREFIX,
-    SIBLING_THRESHOLD,
-    SIBLING_THRESHOLDS,
-    SIBLINGS,
     TARGET_THRESHOLD,
     THRESHOLD_MAX,
     THRESHOLD_STEP,
     SearchSpace,
+    random_options,
 )
 from search.study.space import snap_threshold as snap
 from search.study.trials import key_of
@@ -154,16 +149,7 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
     params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
     for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
         params[name] = snap(THRESHOLD_STEP * int(rng.integers(round(THRESHOLD_MAX / THRESHOLD_STEP) + 1)))
-    if space.share_prefix:
-        params[SHARE_PREFIX] = bool(rng.integers(2))
-    if space.draft_vocabs:
-        params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
-    if space.int8:
-        params[DRAFT_INT8] = bool(rng.integers(2))
-    if space.siblings_max:
-        params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
-        params[SIBLING_THRESHOLD] = float(rng.choice(SIBLING_THRESHOLDS))
-    return params
+    return params | random_options(space, rng)
 
 
 def bits_of(space: SearchSpace) -> tuple[tuple[str, SkipMask], ...]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -322,32 +323,31 @@ class SearchSpace:
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         share_prefix = bool(params.get(SHARE_PREFIX, False))
-        siblings = 0 if share_prefix else self._siblings_of(params, SIBLINGS, GAMMA)
+        siblings = {} if share_prefix else self._sibling_fields(params, GAMMA, SIBLINGS, SIBLING_THRESHOLD)
         return {
             "skip_mask": self.to_mask(params),
             "gamma": int(params[GAMMA]),
             "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
             "share_prefix": share_prefix,
-            "siblings": siblings,
-            "sibling_threshold": _sibling_threshold(params, SIBLING_THRESHOLD) if siblings else 1.0,
+            **siblings,
         }
 
-    def _siblings_of(self, params: Mapping[str, Any], name: str, gamma: str) -> int:
-        """As many as asked for, and as have a measured cost."""
-        return min(int(params.get(name, 0)), max(0, self.gamma_limit // int(params[gamma]) - 1))
+    def _sibling_fields(self, params: Mapping[str, Any], gamma: str, siblings: str, threshold: str) -> dict[str, Any]:
+        """As many as asked for, and as have a measured cost; the parameters' names are given."""
+        count = min(int(params.get(siblings, 0)), max(0, self.gamma_limit // int(params[gamma]) - 1))
+        below = snap_threshold(params.get(threshold, 1.0), most=1.0) if count else 1.0
+        return {"siblings": count, "sibling_threshold": below}
 
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
         drafter = trained_by(way)
         name = params[weights_of(drafter)] if self._has_choice(drafter) else self._names_of(drafter)[0]
-        siblings = self._siblings_of(params, WEIGHTS_SIBLINGS, WEIGHTS_GAMMA)
         return {
             "skip_mask": SkipMask.none(self.num_layers),
             "gamma": int(params[WEIGHTS_GAMMA]),
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
-            "siblings": siblings,
-            "sibling_threshold": _sibling_threshold(params, WEIGHTS_SIBLING_THRESHOLD) if siblings else 1.0,
+            **self._sibling_fields(params, WEIGHTS_GAMMA, WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD),
             "draft_weights": self.weights_by_name[name].narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB))),
         }
 
@@ -466,13 +466,24 @@ def _ask(trial: optuna.Trial, name: str, one: BaseDistribution) -> Any:
     return trial.suggest_float(name, one.low, one.high, step=one.step)
 
 
-def snap_threshold(value: float) -> float:
-    """The nearest threshold on the grid 0, 0.05, ..., 0.95, without binary dust."""
-    return round(min(max(round(value / THRESHOLD_STEP), 0), round(THRESHOLD_MAX / THRESHOLD_STEP)) * THRESHOLD_STEP, 2)
+def snap_threshold(value: float, most: float = THRESHOLD_MAX) -> float:
+    """The nearest threshold on the grid 0, 0.05, ..., `most`, without binary dust."""
+    return round(min(max(round(value / THRESHOLD_STEP), 0), round(most / THRESHOLD_STEP)) * THRESHOLD_STEP, 2)
 
 
-def _sibling_threshold(params: Mapping[str, Any], name: str) -> float:
-    return round(round(float(params.get(name, 1.0)) / THRESHOLD_STEP) * THRESHOLD_STEP, 2)
+def random_options(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
+    """What the space has of a draft under a mask besides the mask, gamma and thresholds, every parameter uniform."""
+    params: dict[str, Any] = {}
+    if space.share_prefix:
+        params[SHARE_PREFIX] = bool(rng.integers(2))
+    if space.draft_vocabs:
+        params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
+    if space.int8:
+        params[DRAFT_INT8] = bool(rng.integers(2))
+    if space.siblings_max:
+        params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
+        params[SIBLING_THRESHOLD] = float(rng.choice(SIBLING_THRESHOLDS))
+    return params
 
 
 def _layers(names: Iterable[str], kind: str) -> set[int]:
