@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, SkipMask, bench, generate, serve
+from layerskip import Confirmed, DecodeConfig, LayerSkipModel, SkipMask, bench, generate, serve
 from layerskip.config.lossy_acceptance import Distance, ProbabilityAcceptance, lossy_label
 from layerskip.server.settings import ServerSettings
 from tests.layerskip import zoo
@@ -22,18 +22,7 @@ LABEL = lossy_label(RULE)
 def folder(tmp_path_factory: pytest.TempPathFactory, text_model: LayerSkipModel) -> Path:
     """A lossy config beside its model and prompts."""
     root = tmp_path_factory.mktemp("study")
-    text_model.model.save_pretrained(root / "model")
-    text_model.tokenizer.save_pretrained(root / "model")
-    provenance = Provenance(
-        model="./model",
-        weights_fingerprint=text_model.weights_fingerprint(),
-        device="cpu",
-        dtype="float32",
-        num_layers=zoo.NUM_LAYERS,
-        num_threads=1,
-        engine="eager",
-        max_new_tokens=12,
-    )
+    provenance = zoo.saved_beside(root, text_model, max_new_tokens=12)
     rates = dict.fromkeys(("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_ci_low", "speedup_ci_high"), 1.5)
     distance = Distance(unlike_share=0.25, log_prob=-2.0, target_log_prob=-1.0)
     confirmed = Confirmed(**rates, num_prompts=4, num_identical=1, num_repeats=1, distance=distance)

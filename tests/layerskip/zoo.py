@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from layerskip import LayerSkipModel, SkipMask
+from layerskip import LayerSkipModel, Provenance, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.training.data import Sequences
@@ -357,3 +357,19 @@ def few(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
 
     marks = {name: () if architecture(name) in FEW else pytest.mark.slow for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+def saved_beside(folder: Path, model: LayerSkipModel, max_new_tokens: int) -> Provenance:
+    """Writes the model, which has a tokenizer, into `model` in this folder; what a config tuned on it there says."""
+    for part in (model.model, model.tokenizer):
+        part.save_pretrained(folder / "model")
+    return Provenance(
+        model="./model",
+        weights_fingerprint=model.weights_fingerprint(),
+        device="cpu",
+        dtype="float32",
+        num_layers=NUM_LAYERS,
+        num_threads=1,
+        engine="eager",
+        max_new_tokens=max_new_tokens,
+    )

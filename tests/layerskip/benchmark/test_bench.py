@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
 
-from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask, bench
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, bench
 from layerskip.analysis.identity import IdentityReport
 from layerskip.benchmark import memory, profiling, run, steps
 from layerskip.benchmark.alternation import Case, Row, alternate, make_cases, order_of
@@ -56,18 +56,7 @@ def _small_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, text_model: LayerSkipModel) -> Path:
     """What a study leaves: best.json, held_out.jsonl and a model."""
     root = tmp_path_factory.mktemp("study")
-    text_model.model.save_pretrained(root / "model")
-    text_model.tokenizer.save_pretrained(root / "model")
-    provenance = Provenance(
-        model="./model",
-        weights_fingerprint=text_model.weights_fingerprint(),
-        device="cpu",
-        dtype="float32",
-        num_layers=zoo.NUM_LAYERS,
-        num_threads=1,
-        engine="eager",
-        max_new_tokens=7,
-    )
+    provenance = zoo.saved_beside(root, text_model, max_new_tokens=7)
     EARLY_EXIT.model_copy(update={"provenance": provenance}).save(root / "best.json")
     lines = [json.dumps({"id": text, "prompt": text}) for text in ("def f(", "class A", "naive", "with open")]
     (root / "held_out.jsonl").write_text("\n".join(lines), encoding="utf-8")
