@@ -35,6 +35,14 @@ def build_parser() -> OneLineParser:
     budget.add_argument("--steps", type=int, help="training steps instead")
     add("--batch", type=int, default=8, help="sequences a step")
     add("--depth", type=int, default=5, help="draft tokens of a round that are trained")
+    add(
+        "--aux-layers",
+        type=int,
+        nargs="*",
+        metavar="LAYER",
+        help="layers, counted from 0, whose states it reads besides the last one's, as EAGLE-3 does [an early one and "
+        "one in the middle]; none after the flag: the last one's alone",
+    )
     add("--learning-rate", type=float, help="the highest [0.02 / sqrt(hidden size)]")
     add("--window", type=int, default=256, help="tokens of a sequence")
     add("--new-tokens", type=int, default=128, help="by which the model continues a prompt of --data")
@@ -75,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_out(arguments.out)
     from layerskip.model import LayerSkipModel
     from layerskip.training.data import DataOptions, make_sequences
-    from layerskip.training.eagle import TrainOptions, train_eagle
+    from layerskip.training.eagle import TrainOptions, train_eagle, usual_aux_layers
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -87,6 +95,10 @@ def _run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         looks_for_config=False,
     )
+    last = model.num_layers - 1
+    aux = list(usual_aux_layers(model.num_layers)) if arguments.aux_layers is None else arguments.aux_layers
+    if aux != sorted(set(aux)) or any(not 0 <= one < last for one in aux):
+        raise ValueError(f"--aux-layers: must be ascending layers of 0 to {last - 1}, got {aux}")
     data = DataOptions(
         window=arguments.window,
         new_tokens=arguments.new_tokens,
@@ -106,6 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
         depth=arguments.depth,
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,
+        aux_layers=tuple(aux),
     )
     trained = train_eagle(model, sequences, arguments.out, options, tell=_tell)
     agreement = ", ".join(f"{one:.1%}" for one in trained.facts["held_out_agreement"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return error
 
     return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What makes a temporary folder of its own and leaves it makes it where pytest cleans up."""
+    tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ class LeanEagle:
             layer: Any = head.layer
             self.attention, self.mlp = attention_of(layer, None, make), mlp_of(layer, make)
             self._project = fused(make, head.project)
+            self._joined = fused(make, head.joined) if head.joined is not None else None
             self._embed_norm, self._state_norm = Norm(head.embed_norm), Norm(head.state_norm)
             self.norm = Norm(head.norm)
         self._rotary = head.rotary
@@ -46,12 +47,21 @@ class LeanEagle:
         """Of the weights, once."""
         return self.module.nbytes
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """See `EagleShape.aux_layers`."""
+        return self.module.shape.aux_layers
+
     def new_text(self, capacity: int) -> LeanEagleText:
         """A text of up to `capacity` tokens."""
         if len(self._cos) < capacity:
             self._cos, self._sin = rotary_table(self._rotary, self._like, capacity)
         shape = (1, self.attention.num_keys, capacity, self.attention.head_dim)
         return LeanEagleText(self, self._like.new_empty(shape), self._like.new_empty(shape), self._cos, self._sin)
+
+    def join(self, states: torch.Tensor) -> torch.Tensor:
+        """See `EagleHead.join`; (T, hidden)."""
+        return states if self._joined is None else self._joined(states)
 
     def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `EagleHead.enter`; (T, hidden)."""
@@ -103,7 +113,7 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
         self._head, self._engine = head, engine
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (nothing is recorded)
-        self._engine.keep_states()
+        self._engine.keep_states(self._head.aux_layers)
 
     def begin(self) -> EagleSession:
         return EagleSession(self, self._head, self._engine)
@@ -142,7 +152,7 @@ class EagleSession:
         """Go over what the target has computed since the last round; (1, hidden) of its last position."""
         engine, first, stop = self._engine, self._num_done, self._engine.cache.length
         ids = torch.tensor(context[first + 1 : stop + 1], device=engine.device)
-        last = self._run(engine.embed(ids), engine.states[first:stop], first)[-1:]
+        last = self._run(engine.embed(ids), self._head.join(engine.states[first:stop]), first)[-1:]
         self._num_done = stop
         return last
 

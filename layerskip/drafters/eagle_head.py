@@ -1,13 +1,14 @@
-"""EagleHead: one decoder layer that goes on from the target's last hidden state, with the target's own ends, frozen.
+"""EagleHead: one decoder layer that goes on from the target's hidden states, with the target's own ends, frozen.
 
 Ref: EAGLE (2401.15077), with the inputs normed as in DeepSeek-V3's multi-token prediction (2412.19437), and trained on
-its own hidden states some tokens deep, as EAGLE-3 (2503.01840) is. What it reads is the last layer's state alone.
+its own hidden states some tokens deep, as EAGLE-3 (2503.01840) is. As there it may read states of several depths.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,11 @@ class EagleShape:
     vocab_size: int
     """Rows of the target's output embedding."""
     rope_theta: float = 10_000.0
+    aux_layers: tuple[int, ...] = ()
+    """Layers of the target, ascending and counted from 0, whose states are read before the last one's."""
 
     @classmethod
-    def of(cls, model: Any) -> EagleShape:
+    def of(cls, model: Any, aux_layers: Sequence[int] = ()) -> EagleShape:
         """A layer as wide as this model's own."""
         text = model.config.get_text_config(decoder=True)
         hidden, num_heads = text.hidden_size, text.num_attention_heads
@@ -55,6 +58,7 @@ class EagleShape:
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
             vocab_size=model.get_output_embeddings().weight.shape[0],
+            aux_layers=tuple(aux_layers),
         )
 
     def layer_config(self) -> LlamaConfig:
@@ -75,13 +79,15 @@ class EagleShape:
 class EagleHead(nn.Module):
     """Hidden state of a position and the token after it -> hidden state whose logits are of the token after that.
 
-    On a position that the target has computed it takes the target's state, on a drafted one its own.
+    On a position that the target has computed it takes the target's states, joined, on a drafted one its own.
     """
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         self.shape = shape
         config = shape.layer_config()
+        depths = 1 + len(shape.aux_layers)
+        self.joined = nn.Linear(depths * shape.hidden_size, shape.hidden_size, bias=False) if depths > 1 else None
         self.embed_norm = LlamaRMSNorm(shape.embedding_size, eps=_EPS)
         self.state_norm = LlamaRMSNorm(shape.hidden_size, eps=_EPS)
         self.project = nn.Linear(shape.embedding_size + shape.hidden_size, shape.hidden_size, bias=False)
@@ -91,18 +97,24 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def initialize(self, final_norm: torch.Tensor | None) -> None:
-        """Begin as the identity on the state: the layer adds nothing yet. final_norm: weights of the target's last
-        norm, where they are known."""
+        """Begin as the identity on the last state: nothing is joined to it and the layer adds nothing yet. final_norm:
+        weights of the target's last norm, where they are known."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
             else:
                 nn.init.ones_(parameter)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "joined.weight")):
                 nn.init.zeros_(parameter)
+        if self.joined is not None:
+            self.joined.weight[:, -self.shape.hidden_size :] += torch.eye(self.shape.hidden_size)
         self.project.weight[:, self.shape.embedding_size :] += torch.eye(self.shape.hidden_size)
         if final_norm is not None:
             self.norm.weight.copy_(final_norm)
+
+    def join(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., T, hidden) of the target's states (..., T, depths * hidden) as `StatesEngine` keeps them."""
+        return states if self.joined is None else self.joined(states)
 
     def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """(..., T, hidden): what the layer goes on from, of next tokens' embeddings and hidden states."""
@@ -115,8 +127,8 @@ class EagleHead(nn.Module):
         (B, T - first, hidden) each, not normed yet.
 
         Position t of step d is drafted behind the target's states up to t - d and the head's own after it; of no use
-        are those below first + d. Shapes: states (B, T, hidden), of positions 0..T-1; embedded (B, T, embedding), of
-        the tokens at 1..T. Cost: depth + 1 layers over these rows, attention (T - first) x T.
+        are those below first + d. Shapes: states (B, T, depths * hidden), of positions 0..T-1; embedded (B, T,
+        embedding), of the tokens at 1..T. Cost: depth + 1 layers over these rows, attention (T - first) x T.
         """
         attention: Any = self.layer.self_attn
         count = states.shape[1]
@@ -125,7 +137,7 @@ class EagleHead(nn.Module):
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         found: list[torch.Tensor] = []
-        x = self.enter(embedded, states)
+        x = self.enter(embedded, self.join(states))
         embedded, groups = embedded[:, first:], self.shape.num_attention_heads // self.shape.num_key_value_heads
         for d in range(depth + 1):
             if d:
@@ -217,10 +229,15 @@ def describe_eagle(folder: Path) -> tuple[DraftWeights, dict[str, Any]]:
     try:
         if config.get("drafter") != "eagle":
             raise ValueError("must have the drafter eagle")
-        EagleShape(**config["shape"])
+        _shape_in(config)
         return DraftWeights(path=str(folder), fingerprint=config["fingerprint"]), config
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG_NAME}: not draft weights: {error}") from None
+
+
+def _shape_in(config: dict[str, Any]) -> EagleShape:
+    shape = dict(config["shape"])
+    return EagleShape(**shape | {"aux_layers": tuple(shape.get("aux_layers", ()))})
 
 
 def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
@@ -239,7 +256,7 @@ def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
         raise ValueError(
             f"draft_weights: {folder} was trained for the model {config.get('target_fingerprint')}, this is {target}"
         )
-    shape, expected = EagleShape(**config["shape"]), EagleShape.of(model)
+    shape, expected = _shape_in(config), EagleShape.of(model)
     for name in ("hidden_size", "embedding_size", "vocab_size"):
         if getattr(shape, name) != getattr(expected, name):
             raise ValueError(

@@ -56,9 +56,9 @@ class EagerEngine(StatesEngine):
         if not self._keeps_states:
             return self._adapter.forward(input_ids, self.cache, num_logits=num_logits, forced=forced)
         start = self.cache.length
-        with self._adapter.last_states() as states:
+        with self._adapter.states_of(self._kept_layers) as states:
             logits = self._adapter.forward(input_ids, self.cache, num_logits=num_logits, forced=forced)
-        self._keep(start, states[0][0])
+        self._keep(start, [one[0] for one in states])
         return logits
 
     @torch.inference_mode()

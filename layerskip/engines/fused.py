@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,9 +101,14 @@ class FusedEngine(StatesEngine):
 
     def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None) -> torch.Tensor:
         """(T, hidden); the cache advances."""
-        x = self._run(F.embedding(input_ids, self.embedding), step, mask or self._no_skip, range(len(self.layers)))
+        x = F.embedding(input_ids, self.embedding)
         if mask is None and self._keeps_states:
-            self._keep(step.start, x)
+            kept = []
+            for first, last in pairwise((-1, *self._kept_layers)):
+                kept.append(x := self._run(x, step, self._no_skip, range(first + 1, last + 1)))
+            self._keep(step.start, kept)
+        else:
+            x = self._run(x, step, mask or self._no_skip, range(len(self.layers)))
         self.cache.advance(step.num_tokens)
         return x
 

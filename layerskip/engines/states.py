@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,25 +13,28 @@ from layerskip.huggingface.adapter import ModelAdapter, widened
 
 
 class StatesEngine(SessionEngine):
-    """What drafting from hidden states needs of an engine: the target's last states, and the ends of the model."""
+    """What drafting from hidden states needs of an engine: the target's states, and the ends of the model."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         super().__init__(adapter)
         self._states: torch.Tensor | None = None
+        self._kept_layers: tuple[int, ...] = ()
 
     @property
     def states(self) -> torch.Tensor:
-        """(capacity, hidden): of the running session what the target's last layer gave, before the final norm, at
-        every position that counts in the cache."""
+        """(capacity, layers kept * hidden): of the running session what the target's layers gave, the last one before
+        the final norm, side by side, at every position that counts in the cache."""
         if self._states is None:
             raise RuntimeError("no hidden states: call `keep_states` at the beginning of the session")
         return self._states
 
-    def keep_states(self) -> None:
-        """Keep them from now on, in a session that has not begun its text. Memory: a row for each position."""
+    def keep_states(self, aux_layers: Sequence[int] = ()) -> None:
+        """Keep those of these layers, counted from 0, and then of the last one from now on, in a session that has not
+        begun its text. Memory: a row for each position."""
         like: torch.Tensor = self._ends[0].weight
-        hidden = self._adapter.text_config.hidden_size
-        self._states = torch.empty((self.cache.capacity, hidden), dtype=like.dtype, device=self.device)
+        self._kept_layers = (*aux_layers, self._adapter.num_layers - 1)
+        width = len(self._kept_layers) * self._adapter.text_config.hidden_size
+        self._states = torch.empty((self.cache.capacity, width), dtype=like.dtype, device=self.device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(T, embedding): rows of the input embedding, unscaled."""
@@ -60,9 +64,11 @@ class StatesEngine(SessionEngine):
         if self._keeps_states:
             self.states[place] = self.states[source]
 
-    def _keep(self, start: int, states: torch.Tensor) -> None:
-        """Rows (T, hidden) from position `start` on."""
-        self.states[start : start + len(states)] = states
+    def _keep(self, start: int, states: Sequence[torch.Tensor]) -> None:
+        """Of each kept layer the rows (T, hidden) from position `start` on."""
+        rows = self.states[start : start + len(states[0])].view(len(states[0]), len(states), -1)
+        for i, one in enumerate(states):
+            rows[:, i] = one
 
     def _end_session(self) -> None:
         self._cache = self._states = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -309,18 +309,19 @@ class ModelAdapter:
             gate.entrance = None
 
     @contextmanager
-    def last_states(self) -> Iterator[list[torch.Tensor]]:
-        """Inside, the hidden states (B, T, hidden) that the last layer gives are put into the list."""
+    def states_of(self, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """Inside, the hidden states (B, T, hidden) that these layers give, counted from 0, are put into the list."""
         found: list[torch.Tensor] = []
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
             found.append(output[0] if isinstance(output, tuple) else output)
 
-        hook = self.layers[-1].register_forward_hook(note)
+        hooks = [self.layers[i].register_forward_hook(note) for i in layers]
         try:
             yield found
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def _set_mask(self, mask: SkipMask) -> None:
         if mask is self._mask or mask == self._mask:

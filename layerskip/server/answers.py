@@ -87,9 +87,13 @@ class AnswerFormat:
     answer_id: str
     created: int
     """Unix seconds."""
+    lossy: str | None = None
+    """In every body and event, where the text is not the target's own."""
 
     @classmethod
-    def of(cls, shape: Shape, asked: GenerationFields, system_fingerprint: str) -> AnswerFormat:
+    def of(
+        cls, shape: Shape, asked: GenerationFields, system_fingerprint: str, lossy: str | None = None
+    ) -> AnswerFormat:
         """A new answer to this request."""
         options = asked.stream_options
         return cls(
@@ -101,6 +105,7 @@ class AnswerFormat:
             with_usage=options is not None and options.include_usage,
             answer_id=shape.id_prefix + secrets.token_hex(12),
             created=int(time.time()),
+            lossy=lossy,
         )
 
     def whole(self, text: str, ids: list[int], end: Finished) -> bytes:
@@ -138,7 +143,7 @@ class AnswerFormat:
             "model": self.model_id,
             "system_fingerprint": self.system_fingerprint,
             "choices": choices,
-        }
+        } | ({} if self.lossy is None else {"lossy": self.lossy})
 
     def _choice(self, content: dict[str, Any], ids: list[int], finish_reason: str | None) -> dict[str, Any]:
         token_ids = {"token_ids": ids} if self.with_token_ids else {}

@@ -61,7 +61,7 @@ class Service:
         ticket = self.worker.admit()
         try:
             job = await self.preparer.job(asked, ticket)
-            form = AnswerFormat.of(shape, asked, self.system_fingerprint)
+            form = AnswerFormat.of(shape, asked, self.system_fingerprint, job.lossy)
             return Answer(job, form, self.worker)
         except BaseException:
             ticket.release()

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.drafters import TextStore
 from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
@@ -45,9 +46,16 @@ class Preparer:
             raise ApiError(404, message, param="model", code="model_not_found")
         run = asyncio.get_running_loop().run_in_executor
         ids, stream = await run(self._executor, self._ids_and_stream, asked)
-        known = stream.config.sampling
-        regime = None if known is None else known.name
-        return Job(stream, self._model.tokenizer, ticket, asked.stop, prompt_ids=ids, regime=regime)
+        known, rule = stream.config.sampling, stream.config.lossy
+        return Job(
+            stream,
+            self._model.tokenizer,
+            ticket,
+            asked.stop,
+            prompt_ids=ids,
+            regime=None if known is None else known.name,
+            lossy=None if rule is None else lossy_label(rule),
+        )
 
     def close(self) -> None:
         """End the thread."""

@@ -88,6 +88,8 @@ class Job:
     prompt_ids: Sequence[int] = ()
     regime: str | None = None
     """Whose setting it is decoded with; None where that is not known."""
+    lossy: str | None = None
+    """What must be told of that setting; None where it is lossless."""
     arrived_s: float = field(default_factory=time.monotonic)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     cancelled: threading.Event = field(default_factory=threading.Event)

@@ -29,6 +29,11 @@ _MOST_LOGITS_BYTES = 1 << 28
 _NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 
 
+def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """An early layer and one in the middle, about where EAGLE-3 (2503.01840) reads besides the end."""
+    return tuple(one for one in sorted({1, num_layers // 2 - 1}) if 0 <= one < num_layers - 1)
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """How long and how fast."""
@@ -42,6 +47,8 @@ class TrainOptions:
     learning_rate: float | None = None
     """The highest, after warming up; then it falls to zero by a cosine. None: 0.02 / sqrt(hidden size)."""
     seed: int = 0
+    aux_layers: tuple[int, ...] = ()
+    """See `EagleShape.aux_layers`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class _Run:
     ) -> None:
         self._model, self._sequences, self._out, self._options, self._clock = model, sequences, out, options, clock
         self._target: Any = model.model
-        shape = EagleShape.of(self._target)
+        shape = EagleShape.of(self._target, options.aux_layers)
         torch.manual_seed(options.seed)
         self._head = EagleHead(shape)
         self._head.initialize(_final_norm(model))
@@ -187,17 +194,19 @@ class _Run:
     def _forward_target(
         self, some: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States (B, T, hidden) of all positions but the last, embeddings (B, T, E) of the tokens after them, the
-        target's logits (B, T, V) there, and which rows (B, T) are text."""
+        """States (B, T, depths * hidden) of all positions but the last, embeddings (B, T, E) of the tokens after them,
+        the target's logits (B, T, V) there, and which rows (B, T) are text."""
         longest = max(map(len, some))
         device = self._model.device
         ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in some], device=device)
         lengths = torch.tensor([len(one) for one in some], device=device)
-        with self._model.adapter.last_states() as found:
+        layers = (*self._options.aux_layers, self._model.adapter.num_layers - 1)
+        with self._model.adapter.states_of(layers) as found:
             logits = self._target(input_ids=ids, use_cache=False).logits
         embedded = F.embedding(ids[:, 1:], self._target.get_input_embeddings().weight)
         is_text = torch.arange(1, longest, device=device) < lengths.unsqueeze(1)
-        return found[0][:, :-1].float(), embedded.float(), logits[:, 1:], is_text
+        states = torch.cat([one.to(device) for one in found], dim=-1)
+        return states[:, :-1].float(), embedded.float(), logits[:, 1:], is_text
 
     def _save(self) -> None:
         self._out.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -53,12 +55,20 @@ def scores_of(jobs: Sequence[Job], num_processes: int) -> Iterator[Score]:
         return
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        pools = [stack.enter_context(ProcessPoolExecutor(1, context, _one_thread)) for _ in range(num_processes)]
+        pools = [stack.enter_context(ProcessPoolExecutor(1, context, _begin_process)) for _ in range(num_processes)]
         each = [pool.map(Job.score, jobs[i::num_processes], chunksize=_JOBS_AT_ONCE) for i, pool in enumerate(pools)]
         for turn in zip_longest(*each):
             yield from (one for one in turn if one is not None)
 
 
-def _one_thread() -> None:
-    """Processes side by side must not share their cores' time with each other's threads."""
+def _begin_process() -> None:
+    """Processes side by side must not share their cores' time with each other's threads, nor outlive who began them."""
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # even of one that was killed
+        os._exit(1)

@@ -159,7 +159,7 @@ class Ends:
 def states_of(model: LayerSkipModel, ids: Sequence[int]) -> torch.Tensor:
     """(T, hidden) that the target's last layer gives, before the final norm."""
     target: Any = model.model
-    with model.adapter.last_states() as found:
+    with model.adapter.states_of([model.adapter.num_layers - 1]) as found:
         target.get_decoder()(input_ids=torch.tensor([list(ids)]), use_cache=False)
     return found[0][0]
 

@@ -213,7 +213,8 @@ def layerskip_of(name: str) -> LayerSkipModel:
 
 @functools.cache
 def eagle_of(run: str) -> DraftWeights:
-    """Draft weights trained for a moment on the model's own texts, so that their drafts are sometimes right."""
+    """Draft weights trained for a moment on the model's own texts, so that their drafts are sometimes right; of Llama
+    such as read the states of several layers."""
     with torch.inference_mode(mode=False):
         model = LayerSkipModel(model_of(run), engine="eager")
         texts = [prompt_of(6, seed=i) for i in range(24)]
@@ -221,7 +222,8 @@ def eagle_of(run: str) -> DraftWeights:
             [model_of(run).generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts]
         )
         own = [tuple(one) for one in out.tolist()]
-        options = TrainOptions(steps=30, depth=3, learning_rate=0.02)
+        aux_layers = (0, 2) if run == "llama" else ()
+        options = TrainOptions(steps=30, depth=3, learning_rate=0.02, aux_layers=aux_layers)
         folder = Path(tempfile.mkdtemp(prefix="eagle-"))
         return train_eagle(
             model, Sequences(tuple(own[2:]), tuple(own[:2])), folder, options, tell=lambda _: None

@@ -90,7 +90,7 @@ def test_a_live_draft_is_what_rollouts_say(kind: Kind) -> None:
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_acceptance_of_the_coupled_sampler_is_that_of_decoding(params: SamplingParams) -> None:
     """Of a first draft token, which does not depend on where rounds begin: counted over every place of a text."""
-    model, weights = zoo.layerskip_of("llama fused"), zoo.eagle_of("llama")
+    model, weights = zoo.layerskip_of("qwen2 fused"), zoo.eagle_of("qwen2")
     config = eagle(weights, gamma=1)
     model.check_config(config)
     head = load_eagle(weights, model.model, model.weights_fingerprint())

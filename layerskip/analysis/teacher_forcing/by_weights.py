@@ -37,7 +37,7 @@ class Chains(Protocol):
 @dataclass
 class _Text:
     states: torch.Tensor
-    """(T, hidden) of the target at every position."""
+    """(T, depths * hidden) of the target at every position."""
     embedded: torch.Tensor
     """(T - 1, embedding) of the tokens after the first."""
     drafting: LeanEagleText
@@ -107,12 +107,12 @@ class WeightsForcing:
             engine = self._engine
             ids = torch.tensor(self._texts[i].ids, device=engine.device)
             with engine.session(len(ids)):
-                engine.keep_states()
+                engine.keep_states(head.aux_layers)
                 engine.forward(ids)
                 states = engine.states.clone()
             embedded = engine.embed(ids[1:])
             drafting = head.new_text(len(ids) + 64)
-            drafting.run(head.enter(embedded, states[:-1]), 0)
+            drafting.run(head.enter(embedded, head.join(states[:-1])), 0)
             self._known[key] = _Text(states, embedded, drafting)
         return self._known[key]
 
@@ -134,7 +134,7 @@ class _EagleChains:
         """Position of the last state that the target has computed."""
         stop = min(first + len(begun) + most + 1, drafting.keys.shape[2])
         kept = [buffer[:, :, first:stop].clone() for buffer in (drafting.keys, drafting.values)]
-        state = text.states[first : first + 1]
+        state = head.join(text.states[first : first + 1])
         tokens = [one.ids[first + 1], *begun]
         added = 0
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
 from layerskip.config.lookup_settings import PromptLookup
 from layerskip.decoding.loop import ACCEPTED
 from layerskip.drafters import make_drafter
+from layerskip.drafters.eagle_head import read_config
 from layerskip.engines import choice
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree, TreeEngine
@@ -123,18 +125,18 @@ def test_the_cache_after_each_step_is_that_of_plain_decoding(name: str) -> None:
     states, where they are kept."""
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(4)
     engine: Any = model.engine
-    hits = 0
+    weights, hits = zoo.eagle_of(zoo.architecture(name)), 0
     for siblings, gamma in ((1, 1), (3, 4)):
         config = DecodeConfig(
             drafter="eagle",
             skip_mask=SkipMask.none(zoo.NUM_LAYERS),
             gamma=gamma,
-            draft_weights=zoo.eagle_of(zoo.architecture(name)),
+            draft_weights=weights,
             siblings=siblings,
         )
         text = torch.tensor([*prompt, *zoo.greedy_reference(name, prompt)])
         with engine.session(len(text)):
-            engine.keep_states()
+            engine.keep_states(read_config(Path(weights.path))["shape"]["aux_layers"])
             engine.forward(text)
             expected = [(layer.keys.clone(), layer.values.clone()) for layer in engine.cache.layers]
             states = engine.states.clone()

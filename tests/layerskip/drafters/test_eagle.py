@@ -41,7 +41,7 @@ def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
     with engine.session(64):
         drafter = make_drafter(config, engine, Sampler(SamplingParams()))
         assert drafter is not None
-        engine.keep_states()
+        engine.keep_states(head.shape.aux_layers)
         session = drafter.begin()
         for length in (9, 12, 13, 17):
             engine.forward(torch.tensor(text[engine.cache.length : length]))
@@ -108,6 +108,19 @@ def test_a_config_names_weights_from_its_own_folder(tmp_path: Path) -> None:
         config.save(tmp_path / folder / "elsewhere.json")
         assert json.loads((tmp_path / folder / "elsewhere.json").read_text())["draft_weights"]["path"] == path
         assert DecodeConfig.load(tmp_path / folder / "elsewhere.json") == config
+
+
+def test_weights_from_before_there_were_aux_layers_are_read(tmp_path: Path) -> None:
+    weights, model = zoo.eagle_of("gemma3"), zoo.layerskip_of("gemma3")
+    folder = tmp_path / "weights"
+    shutil.copytree(weights.path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["shape"]["aux_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    here = weights.model_copy(update={"path": str(folder)})
+    out = model.generate(PROMPT, max_new_tokens=12, config=eagle(here))
+    assert out.ids == model.generate(PROMPT, max_new_tokens=12, config=eagle(weights)).ids
+    assert out.stats.num_drafted
 
 
 def test_a_path_of_this_machine_is_not_pushed_to_the_hub() -> None:

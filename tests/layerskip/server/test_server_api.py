@@ -10,7 +10,16 @@ from typing import Any
 import openai
 import pytest
 
-from layerskip import DecodeConfig, GroupSetting, LayerSkipModel, RegimeSetting, Sampling, SkipMask
+from layerskip import (
+    DecodeConfig,
+    GroupSetting,
+    LayerSkipModel,
+    ProbabilityAcceptance,
+    RegimeSetting,
+    Sampling,
+    SkipMask,
+)
+from layerskip.config.lossy_acceptance import lossy_label
 from tests.layerskip import zoo
 from tests.layerskip.serving import MODEL_ID, Serving, serving, tiny_model
 
@@ -195,6 +204,7 @@ def test_a_group_has_its_own_setting_and_the_same_text(chat: Serving) -> None:
     default = client.completions.create(model=MODEL_ID, prompt="def")
     prose = client.completions.create(model=MODEL_ID, prompt="def", extra_body={"group": "prose"})
     assert prose.choices == default.choices
+    assert "lossy" not in default.model_extra
     assert len(default.layerskip["drafted_by_position"]) == 4
     assert len(prose.layerskip["drafted_by_position"]) == 1
     with pytest.raises(openai.BadRequestError, match="group: must be one of prose; got 'verse'"):
@@ -227,6 +237,16 @@ def test_each_request_is_decoded_with_the_setting_of_its_regime_and_counted(toke
             answer = server.client().completions.create(model=MODEL_ID, prompt="def ", max_tokens=12, seed=3, **fields)
             assert len(answer.layerskip["drafted_by_position"]) == gamma, fields
         assert list(counted().values()) == [2.0, 3.0, 0.0]
+
+
+def test_an_answer_of_a_lossy_setting_says_so(tokenizer: Any) -> None:
+    rule = ProbabilityAcceptance(threshold=0.3)
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=4, lossy=rule)
+    model = LayerSkipModel(tiny_model(tokenizer).model, tokenizer, config, engine="eager", allow_lossy=True)
+    with serving(model) as server:
+        create, asked = server.client().completions.create, {"model": MODEL_ID, "prompt": "def ", "max_tokens": 12}
+        answers = [create(**asked), *create(**asked, stream=True)]
+    assert [one.model_extra["lossy"] for one in answers] == [lossy_label(rule)] * len(answers)
 
 
 def test_models_are_listed_and_found(chat: Serving) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from layerskip import LayerSkipModel, train
 from layerskip.training.data import DataOptions, Sequences, make_sequences
-from layerskip.training.eagle import CHECKPOINT_NAME, TrainOptions, train_eagle
+from layerskip.training.eagle import CHECKPOINT_NAME, TrainOptions, train_eagle, usual_aux_layers
 from tests.layerskip import zoo
 
 
@@ -95,6 +95,11 @@ def test_prompts_are_continued_by_the_model_itself(text_model: LayerSkipModel, t
         assert (*ids, *own) in every
 
 
+def test_the_usual_depths_lie_before_the_last_layer() -> None:
+    found = {count: usual_aux_layers(count) for count in (1, 2, 3, 4, 12, 32)}
+    assert found == {1: (), 2: (0,), 3: (0, 1), 4: (1,), 12: (1, 5), 32: (1, 15)}
+
+
 @pytest.fixture
 def folder(text_model: LayerSkipModel, tmp_path: Path) -> Path:
     text_model.model.save_pretrained(tmp_path / "model")
@@ -112,6 +117,7 @@ def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: An
     assert train.main([*common, *given]) == 0
     said = capsys.readouterr().out
     assert "held out, the target says what is drafted" in said
+    assert json.loads((out / "config.json").read_text())["shape"]["aux_layers"] == [1]
     assert torch.is_inference_mode_enabled() is False
     drafting = ["--drafter", "eagle", "--draft-weights", str(out), "--gamma", "3", "--engine", "fused"]
     assert generate.main([*common, *drafting, "--prompt", "def read(", "--max-new-tokens", "8", "--compare"]) == 0
@@ -125,6 +131,8 @@ def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: An
         (["--minutes", "0"], "--minutes: must be above 0, got 0"),
         (["--steps", "0"], "--steps: must be at least 1, got 0"),
         (["--temperatures", "-1"], "--temperatures: must be at least 0"),
+        (["--aux-layers", "2", "0"], "--aux-layers: must be ascending layers of 0 to 2, got [2, 0]"),
+        (["--aux-layers", "3"], "--aux-layers: must be ascending layers of 0 to 2, got [3]"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(changed: list[str], message: str, folder: Path, refused: Any) -> None:
