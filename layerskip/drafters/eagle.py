@@ -114,6 +114,7 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (nothing is recorded)
         self._engine.keep_states(self._head.aux_layers)
+        self._engine.prepare_unembed(self.settings.draft_vocab)
 
     def begin(self) -> EagleSession:
         return EagleSession(self, self._head, self._engine)

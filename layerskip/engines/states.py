@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import SessionEngine
 from layerskip.huggingface.adapter import ModelAdapter, widened
+from layerskip.rounds.preparation import ForwardPlan
 
 
 class StatesEngine(SessionEngine):
@@ -35,6 +37,11 @@ class StatesEngine(SessionEngine):
         self._kept_layers = (*aux_layers, self._adapter.num_layers - 1)
         width = len(self._kept_layers) * self._adapter.text_config.hidden_size
         self._states = torch.empty((self.cache.capacity, width), dtype=like.dtype, device=self.device)
+
+    def prepare_unembed(self, draft_vocab: int | None) -> None:
+        """What `unembed` then computes with, made before a clock runs."""
+        mask = SkipMask.none(self._adapter.num_layers).narrowed(draft_vocab)
+        self.prepare([ForwardPlan(mask, 1, range(0))])
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(T, embedding): rows of the input embedding, unscaled."""

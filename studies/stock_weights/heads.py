@@ -77,6 +77,11 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     model.model.requires_grad_(False)  # noqa: FBT003
     weights, count = describe_weights(arguments.eagle), arguments.heads
     eagle = load_eagle(weights, model.model, model.weights_fingerprint())
+    if eagle.shape.aux_layers:
+        raise ValueError(
+            "--eagle: must read the last state alone, as the heads do (--aux-layers with nothing after it), got "
+            f"{list(eagle.shape.aux_layers)}"
+        )
     model.check_config(
         DecodeConfig(drafter="eagle", skip_mask=SkipMask.none(model.num_layers), gamma=1, draft_weights=weights)
     )

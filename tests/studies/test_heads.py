@@ -143,8 +143,12 @@ def test_the_command_writes_figures_and_keeps_the_heads(
     (tmp_path / "text.txt").write_text("def read(self):\n    return self.text\n" * 40)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def read(self):\n    return self." * 4}) + "\n")
     common = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt")]
-    trained = ["--out", str(tmp_path / "eagle"), "--steps", "2", "--window", "32", "--device", "cpu"]
-    assert layerskip_train.main([*common, *trained]) == 0
+    trained = ["--steps", "2", "--window", "32", "--device", "cpu", "--out"]
+    assert layerskip_train.main([*common, *trained, str(tmp_path / "deep")]) == 0
+    given = [*common, "--eagle", str(tmp_path / "deep"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    assert study.main(given) == 2
+    assert "--eagle: must read the last state alone, as the heads do" in capsys.readouterr().err
+    assert layerskip_train.main([*common, *trained, str(tmp_path / "eagle"), "--aux-layers"]) == 0
     out = tmp_path / "heads.json"
     given = [*common, "--eagle", str(tmp_path / "eagle"), "--prompts", str(tmp_path / "prompts.jsonl")]
     given += ["--heads", "2", "--new-tokens", "12", "--repeats", "1", "--minutes", "0.005"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from layerskip.config.skip_mask import SkipMask
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines import weight_layout as module
 from layerskip.engines.fused import FusedEngine
@@ -93,6 +93,19 @@ def test_the_numbers_are_the_models_in_every_form(
         narrow = fused.forward(ids, SkipMask.none(zoo.NUM_LAYERS).narrowed(20))
     torch.testing.assert_close(narrow[:, :20], whole[:, :20], rtol=1e-4, atol=1e-4)
     assert bool((narrow[:, 20:] == -torch.inf).all())
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_head_that_only_trained_weights_draft_with_is_packed_before_the_clock_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "Stopwatch", lambda _device: Clock(*[PACKED] * 20))
+    model, prompt = LayerSkipModel(zoo.model_of("llama"), engine="fused"), zoo.prompt_of(6)
+    weights = zoo.eagle_of("llama").narrowed(20)
+    config = DecodeConfig(drafter="eagle", skip_mask=SkipMask.none(zoo.NUM_LAYERS), gamma=3, draft_weights=weights)
+    out = model.generate(prompt, max_new_tokens=8, config=config)
+    assert out.ids == list(zoo.greedy_reference("llama", prompt)[:8])
+    assert out.stats.num_drafted
 
 
 def test_small_matrices_are_not_measured() -> None:
