@@ -20,6 +20,7 @@ def test_slow(): pass
 """
 
 
+@pytest.mark.slow
 def test_of_a_parametrised_test_the_first_case_that_the_markers_admit_is_run(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(TESTS)

@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", default=str(HERE.parent / "stock" / "model"), help="the stock twin of the demo model")
     add("--eagle", default=str(HERE / "eagle"), help="trained EAGLE weights for it")
     add("--prompts", type=Path, default=HERE.parent / "eagle" / "held_out.jsonl", help="whose texts are gone over")
-    add("--num-prompts", type=int, default=24, help="of them")
+    add("--num-prompts", type=int, default=12, help="of them")
     add("--new-tokens", type=int, default=64, help="of a text")
     add("--out", type=Path, help="file for the numbers, as JSON")
     arguments = parser.parse_args(given)
@@ -228,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     check_least(arguments, num_prompts=1, new_tokens=DEPTH + 2)
     quiet_libraries()
+    torch.set_num_threads(1)  # small steps, which threads only hold up
     model = LayerSkipModel.from_pretrained(arguments.model, dtype="float32", engine="eager", looks_for_config=False)
     head = load_eagle(describe_weights(arguments.eagle), model.model, model.weights_fingerprint())
     drafts, regimes = TreeDrafts(model, head), {}

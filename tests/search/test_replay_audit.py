@@ -84,6 +84,7 @@ LONG_ROUNDS = "12:1-2,5-10,m3"
 from. Replay that followed wrong drafts with the target's keys was wrong about each of the four settings below."""
 
 
+@pytest.mark.slow
 def test_long_rounds_with_wrong_and_sure_drafts_are_counted_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,9 @@ from layerskip.drafters.eagle_head import load_eagle
 from layerskip.rounds.sampling import seeded_sampler
 from studies.stock_weights import head_figures, trees
 from tests.layerskip import zoo
-from tests.layerskip.conftest import text_model as text_model
+from tests.layerskip.conftest import text_model, tokenizer
+
+__all__ = ["text_model", "tokenizer"]  # fixtures
 
 
 @pytest.mark.parametrize("params", trees.REGIMES.values(), ids=trees.REGIMES)

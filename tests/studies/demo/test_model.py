@@ -138,6 +138,7 @@ def test_recipe_on_drops_deep_layers_more_and_never_exits_early() -> None:
     assert {late.draw_exit(12, rng, 0.59) for _ in range(500)} == exits
 
 
+@pytest.mark.slow
 def test_training_learns_and_recipes_part_ways(tmp_path: Path) -> None:
     runs = [tiny_run(tiny_settings(recipe, 40)) for recipe in (RECIPES["layerskip"], RECIPES["stock"])]
     assert same_weights(runs[0].model, runs[1].model)
