@@ -81,6 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     _check_out(arguments.out)
+    from layerskip.drafters.eagle_head import check_aux_layers
     from layerskip.model import LayerSkipModel
     from layerskip.training.data import DataOptions, make_sequences
     from layerskip.training.eagle import TrainOptions, train_eagle, usual_aux_layers
@@ -95,10 +96,8 @@ def _run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         looks_for_config=False,
     )
-    last = model.num_layers - 1
-    aux = list(usual_aux_layers(model.num_layers)) if arguments.aux_layers is None else arguments.aux_layers
-    if aux != sorted(set(aux)) or any(not 0 <= one < last for one in aux):
-        raise ValueError(f"--aux-layers: must be ascending layers of 0 to {last - 1}, got {aux}")
+    aux = usual_aux_layers(model.num_layers) if arguments.aux_layers is None else tuple(arguments.aux_layers)
+    check_aux_layers(aux, model.num_layers, "--aux-layers")
     data = DataOptions(
         window=arguments.window,
         new_tokens=arguments.new_tokens,
@@ -118,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
         depth=arguments.depth,
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,
-        aux_layers=tuple(aux),
+        aux_layers=aux,
     )
     trained = train_eagle(model, sequences, arguments.out, options, tell=_tell)
     agreement = ", ".join(f"{one:.1%}" for one in trained.facts["held_out_agreement"])

@@ -148,11 +148,11 @@ class EagleHead(nn.Module):
                 for part in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             own = slice(count - x.shape[1], count)
-            keys.append(_rotated(key, cos[:, :, own], sin[:, :, own]).repeat_interleave(groups, dim=1))
+            keys.append(rotated(key, cos[:, :, own], sin[:, :, own]).repeat_interleave(groups, dim=1))
             values.append(value.repeat_interleave(groups, dim=1))
             if not d:  # the target's states give keys and values everywhere, and drafts from `first` on alone
                 query, x, own = query[:, :, first:], x[:, first:], slice(first, count)
-            seen = _attend(_rotated(query, cos[:, :, own], sin[:, :, own]) * attention.scaling, keys, values)
+            seen = _attend(rotated(query, cos[:, :, own], sin[:, :, own]) * attention.scaling, keys, values)
             x = x + attention.o_proj(seen.transpose(1, 2).flatten(-2))
             x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
             found.append(x)
@@ -201,7 +201,8 @@ def _moved(rows: torch.Tensor, count: int) -> torch.Tensor:
     return rows if count == 0 else F.pad(rows, (0, 0, count, 0))[:, :, :-count]
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys (..., head_dim) at their positions, whose cosines and sines broadcast."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
 
@@ -235,6 +236,13 @@ def describe_eagle(folder: Path) -> tuple[DraftWeights, dict[str, Any]]:
         raise ValueError(f"{folder / CONFIG_NAME}: not draft weights: {error}") from None
 
 
+def check_aux_layers(layers: Sequence[int], num_layers: int, name: str) -> None:
+    """Raises: ValueError, naming what they are called, unless a model of so many layers has them before its last."""
+    if list(layers) != sorted(set(layers)) or any(not 0 <= one < num_layers - 1 for one in layers):
+        rule = f"ascending layers of 0 to {num_layers - 2}" if num_layers > 1 else "left empty for a model of one layer"
+        raise ValueError(f"{name}: must be {rule}, got {list(layers)}")
+
+
 def _shape_in(config: dict[str, Any]) -> EagleShape:
     shape = dict(config["shape"])
     return EagleShape(**shape | {"aux_layers": tuple(shape.get("aux_layers", ()))})
@@ -262,12 +270,18 @@ def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
             raise ValueError(
                 f"draft_weights: {name} must be the model's {getattr(expected, name)}, got {getattr(shape, name)}"
             )
+    check_aux_layers(
+        shape.aux_layers, model.config.get_text_config(decoder=True).num_hidden_layers, "draft_weights: aux_layers"
+    )
     file = folder / WEIGHTS_NAME
     if not file.is_file():
         raise ValueError(f"draft_weights: {folder} has no {WEIGHTS_NAME}")
     if hashlib.sha256(file.read_bytes()).hexdigest()[:16] != weights.fingerprint:
         raise ValueError(f"{file}: is not the file that {CONFIG_NAME} was written with, its fingerprint differs")
     head = EagleHead(shape)
-    head.load_state_dict(load_file(file))
+    try:
+        head.load_state_dict(load_file(file))
+    except RuntimeError:
+        raise ValueError(f"{file}: is not of the shape that {CONFIG_NAME} beside it tells") from None
     like = model.get_input_embeddings().weight
     return head.to(device=like.device, dtype=like.dtype).eval().requires_grad_(requires_grad=False)

@@ -156,12 +156,12 @@ class Ends:
 
 
 @torch.no_grad()
-def states_of(model: LayerSkipModel, ids: Sequence[int]) -> torch.Tensor:
-    """(T, hidden) that the target's last layer gives, before the final norm."""
+def states_of(model: LayerSkipModel, ids: Sequence[int], aux_layers: Sequence[int] = ()) -> torch.Tensor:
+    """(T, depths * hidden) that these layers of the target and then its last one give, before the final norm."""
     target: Any = model.model
-    with model.adapter.states_of([model.adapter.num_layers - 1]) as found:
+    with model.adapter.states_of((*aux_layers, model.num_layers - 1)) as found:
         target.get_decoder()(input_ids=torch.tensor([list(ids)]), use_cache=False)
-    return found[0][0]
+    return torch.cat([one[0] for one in found], dim=-1)
 
 
 def train(

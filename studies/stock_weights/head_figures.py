@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from layerskip.analysis.timed_steps import HostSteps, Step, TextEnd
+from layerskip.command_line.cli import OneLineParser
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.drafters.eagle_head import EagleHead
@@ -38,6 +40,18 @@ class Acceptance:
     """By speculative rejection sampling in its usual form; greedily, that all are the target's tokens."""
     coupled: list[float]
     """By this project's sampler, where draft and target draw with the same noise."""
+
+
+def subject_parser(prog: str, doc: str) -> OneLineParser:
+    """The flags of what figures are of. prog: the module; doc: its docstring."""
+    parser = OneLineParser(prog=f"python -m {prog}", description=doc.splitlines()[0])
+    add, folder = parser.add_argument, Path(__file__).resolve().parent
+    add("--model", default=str(folder.parent / "stock" / "model"), help="the stock twin of the demo model")
+    add("--eagle", default=str(folder / "eagle"), help="trained EAGLE weights for it")
+    add("--prompts", type=Path, default=folder.parent / "eagle" / "held_out.jsonl", help="whose texts are gone over")
+    add("--new-tokens", type=int, default=64, help="of a continuation")
+    add("--out", type=Path, help="file for the numbers, as JSON")
+    return parser
 
 
 def continuations(

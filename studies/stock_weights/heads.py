@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import check_least, quiet_libraries, run_command
 from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.skip_mask import SkipMask
@@ -39,6 +39,7 @@ from studies.stock_weights.head_figures import (
     eagle_rollouts,
     head_rollouts,
     step_seconds,
+    subject_parser,
 )
 
 PROG = "studies.stock_weights.heads"
@@ -51,20 +52,15 @@ _TIMED_AFTER = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
+    parser = subject_parser(PROG, __doc__)
     add = parser.add_argument
-    add("--model", default=str(HERE.parent / "stock" / "model"), help="the stock twin of the demo model")
-    add("--eagle", default=str(HERE / "eagle"), help="trained EAGLE weights for it")
-    add("--prompts", type=Path, default=HERE.parent / "eagle" / "held_out.jsonl", help="for acceptance")
     add("--data", type=Path, nargs="+", help="what to train on, as of layerskip.train [what EAGLE was trained on]")
     add("--minutes", type=float, default=10.0, help="of training, each kind")
     add("--tokens", type=int, default=800_000, help="to train on at most")
     add("--heads", type=int, default=5, help="of each kind, and most draft tokens")
-    add("--new-tokens", type=int, default=64, help="of a continuation")
     add("--seeds", type=int, default=2, help="sampled continuations of a prompt")
     add("--repeats", type=int, default=60, help="of a timing")
     add("--keep", type=Path, help="folder for the trained heads, which are not trained again where it has them")
-    add("--out", type=Path, help="file for the numbers, as JSON")
     arguments = parser.parse_args(given)
     return run_command(PROG, lambda: _run(arguments, given))
 

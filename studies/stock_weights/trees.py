@@ -20,16 +20,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import check_least, quiet_libraries, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.drafters.draft_weights import describe_weights
-from layerskip.drafters.eagle_head import EagleHead, load_eagle
+from layerskip.drafters.eagle_head import EagleHead, load_eagle, rotated
 from layerskip.machine.host import git_commit
 from layerskip.model import LayerSkipModel
 from layerskip.prompts import encode_prompt, read_prompts
 from layerskip.rounds.sampling import Sampler, seeded_sampler
-from studies.stock_weights.head_figures import continuations
+from studies.stock_weights.draft_heads import states_of
+from studies.stock_weights.head_figures import continuations, subject_parser
 
 PROG = "studies.stock_weights.trees"
 HERE = Path(__file__).resolve().parent
@@ -76,11 +77,8 @@ class TreeDrafts:
 
     def rounds(self, ids: Sequence[int], num_prompt: int, sampler: Sampler) -> Iterator[Round]:
         """One for each place of a text whose next `DEPTH` tokens are known."""
-        head, target, text = self._head, self._model.model, torch.tensor(ids)
-        layers = (*head.shape.aux_layers, self._model.num_layers - 1)
-        with self._model.adapter.states_of(layers) as found:
-            target.get_decoder()(input_ids=text[None], use_cache=False)  # type: ignore[operator]
-        states = head.join(torch.cat([one[0] for one in found], dim=-1))
+        head, text = self._head, torch.tensor(ids)
+        states = head.join(states_of(self._model, ids, head.shape.aux_layers))
         count = len(ids) - 1
         x = head.enter(self._embedding[text[1:]], states[:-1])
         cache = _Keys(head)
@@ -153,7 +151,7 @@ class _Keys:
             for part in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         cos, sin = head.rotary(x[None], positions[None])
-        query, key = (_rotated(one, cos, sin) for one in (query, key))
+        query, key = (rotated(one, cos, sin) for one in (query, key))
         self._keys, self._values = torch.cat([self._keys, key], dim=1), torch.cat([self._values, value], dim=1)
         seen = F.scaled_dot_product_attention(
             query[None], self._keys[None], self._values[None], attn_mask=visible, enable_gqa=True
@@ -161,11 +159,6 @@ class _Keys:
         x = x + attention.o_proj(seen[0].transpose(0, 1).flatten(-2))
         out: torch.Tensor = x + head.layer.mlp(head.layer.post_attention_layernorm(x))
         return out
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
 def _round_of(nodes: Sequence[_Node], own: Sequence[int]) -> Round:
@@ -212,14 +205,8 @@ def _chained(one: Round, gamma: int, siblings: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", default=str(HERE.parent / "stock" / "model"), help="the stock twin of the demo model")
-    add("--eagle", default=str(HERE / "eagle"), help="trained EAGLE weights for it")
-    add("--prompts", type=Path, default=HERE.parent / "eagle" / "held_out.jsonl", help="whose texts are gone over")
-    add("--num-prompts", type=int, default=12, help="of them")
-    add("--new-tokens", type=int, default=64, help="of a text")
-    add("--out", type=Path, help="file for the numbers, as JSON")
+    parser = subject_parser(PROG, __doc__)
+    parser.add_argument("--num-prompts", type=int, default=12, help="of them")
     arguments = parser.parse_args(given)
     return run_command(PROG, lambda: _run(arguments, given))
 
@@ -240,8 +227,9 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             sampler = seeded_sampler(params, 0, model.device)
             sampler.begin(text.num_prompt)
             rounds += drafts.rounds(text.ids, text.num_prompt, sampler)
-        regimes[name] = {"num_rounds": len(rounds), "tokens_a_round": tokens_a_round(rounds)}
-        for way, found in tokens_a_round(rounds).items():
+        counted = tokens_a_round(rounds)
+        regimes[name] = {"num_rounds": len(rounds), "tokens_a_round": counted}
+        for way, found in counted.items():
             shown = ", ".join(f"{rows}: {tokens:.2f}" for rows, tokens in found.items())
             sys.stdout.write(f"{name} {way}: tokens a round by draft tokens verified {shown}\n")
     result = {"command": shlex.join(["python", "-m", PROG, *given]), "commit": git_commit(HERE), "regimes": regimes}

@@ -170,6 +170,14 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "its fingerprint differs" in refused(model, here)
     (folder / "model.safetensors").unlink()
     assert "has no model.safetensors" in refused(model, here)
+    shutil.copy(Path(good.path) / "model.safetensors", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for aux, message in (
+        ([3], "draft_weights: aux_layers: must be ascending layers of 0 to 2, got [3]"),
+        ([1], "shape"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"shape": config["shape"] | {"aux_layers": aux}}))
+        assert message in refused(model, here)
     for text in ("{", "[]", '{"drafter": "medusa"}', '{"drafter": "eagle", "shape": {"hidden_size": 1}}'):
         (folder / "config.json").write_text(text)
         assert f"{folder / 'config.json'}: not draft weights" in refused(model, here)
