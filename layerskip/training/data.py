@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from layerskip.model import LayerSkipModel
 from layerskip.prompts import encode_prompt, read_prompts
+from layerskip.training.continuations import Continuations, Ids, own_prompts
 
 _LEAST_TOKENS = 8
 """Shorter sequences teach nothing about longer drafts."""
@@ -46,27 +45,45 @@ class DataOptions:
     """That the target adds to a prompt."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """At each of which a prompt is continued once; 0 is greedy."""
+    own_prompts: int = 0
+    """That the target is to think of itself; see `continuations.own_prompts`."""
     held_out_share: float = 0.05
-    batch: int = 16
+    batch: int = 64
+    """Prompts continued side by side."""
     seed: int = 0
 
 
 def make_sequences(
-    model: LayerSkipModel, files: Sequence[Path], options: DataOptions, tell: Callable[[str], None]
+    model: LayerSkipModel, files: Sequence[Path], folder: Path, options: DataOptions, tell: Callable[[str], None]
 ) -> Sequences:
-    """Of JSONL files the prompts with the target's own continuations, of others the text itself.
+    """Of JSONL files the prompts with the target's own continuations, of others the text itself; own prompts like those
+    of files. Continuations are kept in `folder`, see `Continuations`.
 
-    Cost: of prompts, their continuations in batches by the model's own `generate`.
     Raises: ValueError or OSError naming a file that cannot be used, or where there is too little text.
     """
-    found: list[tuple[int, ...]] = []
-    for file in files:
-        ids = _continued(model, file, options, tell) if file.suffix == ".jsonl" else _windows(model, file, options)
-        found += [one for one in ids if len(one) >= _LEAST_TOKENS]
+    continuations = Continuations(model, folder, options.batch, options.seed)
+    texts = [one for file in files if file.suffix != ".jsonl" for one in _windows(model, file, options)]
+    prompts = {
+        file.name: [encode_prompt(one, model, room=options.new_tokens) for one in read_prompts(file)]
+        for file in files
+        if file.suffix == ".jsonl"
+    }
+    if options.own_prompts:
+        most = max(_LEAST_TOKENS, options.window - options.new_tokens)
+        prompts["--own-prompts"] = own_prompts(
+            continuations,
+            model,
+            options.own_prompts,
+            most,
+            lambda done: tell(f"{done} of {options.own_prompts} prompts thought of"),
+        )
+    for name, some in prompts.items():
+        texts += _continued(continuations, name, some, options, tell)
+    found = [one for one in texts if len(one) >= _LEAST_TOKENS]
     if len(found) < 2:
         raise ValueError(
             f"--data: must hold at least 2 texts of {_LEAST_TOKENS} tokens, got {len(found)} in "
-            f"{', '.join(str(file) for file in files)}"
+            f"{', '.join([*map(str, files), *(['--own-prompts'] if options.own_prompts else [])])}"
         )
     order = np.random.default_rng(options.seed).permutation(len(found))
     count = max(1, round(options.held_out_share * len(found)))
@@ -74,7 +91,7 @@ def make_sequences(
     return Sequences(tuple(chosen[count:]), tuple(chosen[:count]))
 
 
-def _windows(model: LayerSkipModel, file: Path, options: DataOptions) -> Iterator[tuple[int, ...]]:
+def _windows(model: LayerSkipModel, file: Path, options: DataOptions) -> Iterator[Ids]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -85,37 +102,18 @@ def _windows(model: LayerSkipModel, file: Path, options: DataOptions) -> Iterato
 
 
 def _continued(
-    model: LayerSkipModel, file: Path, options: DataOptions, tell: Callable[[str], None]
-) -> Iterator[tuple[int, ...]]:
-    prompts = [encode_prompt(one, model, room=options.new_tokens) for one in read_prompts(file)]
+    continuations: Continuations,
+    name: str,
+    prompts: Sequence[Ids],
+    options: DataOptions,
+    tell: Callable[[str], None],
+) -> Iterator[Ids]:
     most = max(1, options.window + 1 - options.new_tokens)
+    ends = sorted((ids[-most:] for ids in prompts), key=len)  # those side by side alike in length
     for temperature in options.temperatures:
-        for start in range(0, len(prompts), options.batch):
-            some = [ids[-most:] for ids in prompts[start : start + options.batch]]
-            yield from _continue(model, some, temperature, options)
-            tell(
-                f"{start + len(some)} of {len(prompts)} prompts of {file.name} continued at temperature {temperature:g}"
-            )
 
+        def told(done: int, temperature: float = temperature) -> None:
+            tell(f"{done} of {len(ends)} prompts of {name} continued at temperature {temperature:g}")
 
-@torch.inference_mode()
-def _continue(
-    model: LayerSkipModel, prompts: Sequence[Sequence[int]], temperature: float, options: DataOptions
-) -> Iterator[tuple[int, ...]]:
-    """The target's own text after each prompt, side by side."""
-    longest = max(map(len, prompts))
-    rows = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        torch.manual_seed(options.seed)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    target: Any = model.model
-    out = target.generate(
-        rows, attention_mask=mask, max_new_tokens=options.new_tokens, pad_token_id=0, use_cache=True, **sampling
-    )
-    ends = model.eos_token_ids
-    for ids, row in zip(prompts, out.tolist(), strict=True):
-        new = row[longest:]
-        stop = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
-        yield (*ids, *new[:stop])
+        new = continuations.of(ends, temperature, options.new_tokens, told)
+        yield from (ids + more for ids, more in zip(ends, new, strict=True))

@@ -49,6 +49,8 @@ class TrainOptions:
     seed: int = 0
     aux_layers: tuple[int, ...] = ()
     """See `EagleShape.aux_layers`."""
+    draft_vocab: int | None = None
+    """Trained to choose among so many of the first token ids, as EAGLE-3's choose among the commonest; None: all."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,32 @@ def train_eagle(
     run.resume(tell)
     run.train(tell)
     return run.finish()
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What the target says at each position (B, T)."""
+
+    logits: torch.Tensor
+    """(B, T, V) of the ids to choose among."""
+    log_sum: torch.Tensor
+    """(B, T, 1), over all ids."""
+    top: torch.Tensor
+    """The likeliest of all ids."""
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, draft_vocab: int | None) -> _Target:
+        log_sum = torch.stack([one.float().logsumexp(dim=-1, keepdim=True) for one in logits])
+        return cls(logits[..., :draft_vocab].clone(), log_sum, logits.argmax(dim=-1))
+
+    def probs(self, rows: torch.Tensor) -> torch.Tensor:
+        """(rows, V): of all ids', so where the others are likely there is less to learn."""
+        return (self.logits[rows].float() - self.log_sum[rows]).exp()
+
+    @property
+    def nbytes(self) -> int:
+        """Of a draft token's logits."""
+        return 4 * self.logits.numel()
 
 
 class _Run:
@@ -167,46 +195,52 @@ class _Run:
         return float(total.detach()), float(right[0])
 
     def _loss(self, some: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean soft cross-entropy over draft tokens, weighted by depth; (depth,) share that the target would say)."""
+        """(mean soft cross-entropy over draft tokens, weighted by depth; (depth,) share that the target would say).
+
+        A bfloat16 model's head computes in bfloat16, from weights in float32.
+        """
+        dtype = self._target.get_input_embeddings().weight.dtype
         states, embedded, target, is_text = self._forward_target(some)
         total = torch.zeros((), device=self._model.device)
         right = []
         weights = [_DEPTH_WEIGHT**d for d in range(self._options.depth)]
-        for d, hidden in enumerate(self._head.rollouts(states, embedded, self._options.depth - 1)):
-            rows = is_text.clone()
-            rows[:, :d] = False
-            if 4 * target.numel() > _MOST_LOGITS_BYTES:
-                loss, agreed = checkpoint(self._compare, hidden[rows], target[rows], use_reentrant=False)
-            else:
-                loss, agreed = self._compare(hidden[rows], target[rows])
-            total = total + loss * weights[d] / sum(weights)
-            right.append(agreed.detach())
+        with torch.autocast(self._model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            for d, hidden in enumerate(self._head.rollouts(states, embedded, self._options.depth - 1)):
+                rows = is_text.clone()
+                rows[:, :d] = False
+                if target.nbytes > _MOST_LOGITS_BYTES:
+                    loss, agreed = checkpoint(self._compare, hidden, target, rows, use_reentrant=False)
+                else:
+                    loss, agreed = self._compare(hidden, target, rows)
+                total = total + loss * weights[d] / sum(weights)
+                right.append(agreed.detach())
         return total, torch.stack(right)
 
-    def _compare(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self._target.get_output_embeddings()
-        weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        logits = F.linear(self._head.norm(hidden).to(weight.dtype), weight, bias).float()
-        loss = F.cross_entropy(logits, target.float().softmax(dim=-1))
-        return loss, (logits.argmax(dim=-1) == target.argmax(dim=-1)).float().mean()
+    def _compare(self, hidden: torch.Tensor, target: _Target, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        head, size = self._target.get_output_embeddings(), self._options.draft_vocab
+        weight, bias = head.weight.detach()[:size], None if head.bias is None else head.bias.detach()[:size]
+        logits = F.linear(self._head.norm(hidden[rows]).to(weight.dtype), weight, bias).float()
+        loss = F.cross_entropy(logits, target.probs(rows))
+        return loss, (logits.argmax(dim=-1) == target.top[rows]).float().mean()
 
     @torch.no_grad()
     def _forward_target(
         self, some: Sequence[Sequence[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, _Target, torch.Tensor]:
         """States (B, T, depths * hidden) of all positions but the last, embeddings (B, T, E) of the tokens after them,
-        the target's logits (B, T, V) there, and which rows (B, T) are text."""
+        what the target says there, and which rows (B, T) are text."""
         longest = max(map(len, some))
         device = self._model.device
         ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in some], device=device)
         lengths = torch.tensor([len(one) for one in some], device=device)
         layers = (*self._options.aux_layers, self._model.adapter.num_layers - 1)
         with self._model.adapter.states_of(layers) as found:
-            logits = self._target(input_ids=ids, use_cache=False).logits
+            logits = self._target(input_ids=ids, use_cache=False).logits[:, 1:]
         embedded = F.embedding(ids[:, 1:], self._target.get_input_embeddings().weight)
         is_text = torch.arange(1, longest, device=device) < lengths.unsqueeze(1)
         states = torch.cat([one.to(device) for one in found], dim=-1)
-        return states[:, :-1].float(), embedded.float(), logits[:, 1:], is_text
+        target = _Target.of(logits, self._options.draft_vocab)
+        return states[:, :-1].float(), embedded.float(), target, is_text
 
     def _save(self) -> None:
         self._out.mkdir(parents=True, exist_ok=True)
@@ -244,6 +278,7 @@ class _Run:
             "sequences_fingerprint": self._sequences.fingerprint,
             "batch": self._options.batch,
             "depth": self._options.depth,
+            "draft_vocab": self._options.draft_vocab,
             "learning_rate": self._rate,
             "seed": self._options.seed,
             "held_out_agreement": [round(one, 4) for one in acceptance],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from layerskip import LayerSkipModel, train
+from layerskip.training.continuations import FILE_NAME, Continuations, own_prompts
 from layerskip.training.data import DataOptions, Sequences, make_sequences
 from layerskip.training.eagle import CHECKPOINT_NAME, TrainOptions, train_eagle, usual_aux_layers
 from tests.layerskip import zoo
@@ -87,12 +90,86 @@ def test_prompts_are_continued_by_the_model_itself(text_model: LayerSkipModel, t
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
     options = DataOptions(window=40, new_tokens=20, temperatures=(0.0,), batch=2)
-    found = make_sequences(text_model, [file], options, quiet)
+    found = make_sequences(text_model, [file], tmp_path / "out", options, quiet)
     every = {*found.training, *found.held_out}
     for prompt in prompts:
         ids = text_model.encode(prompt)
         own = text_model.generate(prompt, max_new_tokens=20, do_sample=False).ids
         assert (*ids, *own) in every
+
+
+def test_continuations_are_made_once(text_model: LayerSkipModel, tmp_path: Path, monkeypatch: Any) -> None:
+    prompts = [tuple(text_model.encode(one)) for one in ("def read(path):", "import os, sys", "class A:")]
+
+    def made(count: int, temperature: float = 1.0, seed: int = 0) -> list[tuple[int, ...]]:
+        own = Continuations(text_model, tmp_path, batch=2, seed=seed)
+        return list(own.of(prompts[:count], temperature, 8, lambda done: None))
+
+    first = made(3)
+    file = tmp_path / FILE_NAME
+    file.write_text(file.read_text() + '["half a li')  # killed while it wrote
+    greedy = made(3, temperature=0.0)
+    monkeypatch.setattr(text_model.model, "generate", None)
+    assert (made(3), made(3, temperature=0.0)) == (first, greedy)
+    assert made(2) == first[:2]
+    for changed in ({"count": 1}, {"count": 3, "seed": 1}):
+        with pytest.raises(TypeError, match="not callable"):
+            made(**changed)
+
+
+class _Said:
+    """In place of `Continuations`: what a model would have said."""
+
+    def __init__(self, *texts: tuple[int, ...]) -> None:
+        self.texts = texts
+        self.asked: tuple[int, ...] = ()
+
+    def of(self, prompts: Any, temperature: float, longest: int, tell: Any) -> Any:
+        assert (len(prompts), temperature, longest) == (len(self.texts), 1.0, 9)
+        self.asked = prompts[0]
+        return iter(self.texts)
+
+
+def test_own_prompts_are_what_a_user_says_in_the_template(tokenizer: Any) -> None:
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = (
+        "Hello.{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    model = LayerSkipModel(zoo.build("llama", vocab_size=len(tokenizer)), chatty, engine="eager")
+    end = tokenizer.eos_token_id
+    model.model.generation_config.eos_token_id = end
+
+    def encoded(text: str) -> tuple[int, ...]:
+        return tuple(chatty(text, add_special_tokens=False)["input_ids"])
+
+    said = _Said((*encoded("import os"), end), encoded("no end"), (*encoded("import os"), end), (end,))
+    found = own_prompts(said, model, 4, 9, lambda done: None)
+    assert said.asked == encoded("Hello.[user]")
+    assert found == [encoded("Hello.[user]import os[assistant]")]
+
+
+def test_a_narrow_head_learns_what_the_first_ids_get(tmp_path: Path) -> None:
+    size = zoo.model_of("llama").config.vocab_size
+    every, all_of_them, half = (
+        train_eagle(
+            model(), sequences(), tmp_path / str(i), TrainOptions(steps=3, depth=2, draft_vocab=one), tell=quiet
+        )
+        for i, one in enumerate((None, size, size // 2))
+    )
+    assert every.facts["held_out_agreement"] == all_of_them.facts["held_out_agreement"]
+    assert every.weights.fingerprint == all_of_them.weights.fingerprint != half.weights.fingerprint
+    told = json.loads((tmp_path / "2" / "config.json").read_text())["training"]
+    assert told["draft_vocab"] == size // 2
+
+
+def test_a_bfloat16_model_trains_weights_in_float32(tmp_path: Path) -> None:
+    one = LayerSkipModel(copy.deepcopy(zoo.model_of("llama")).to(torch.bfloat16), engine="eager")
+    trained = train_eagle(one, sequences(), tmp_path, TrainOptions(steps=60, depth=2, learning_rate=0.02), tell=quiet)
+    assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    untrained = train_eagle(one, sequences(), tmp_path / "0", TrainOptions(steps=1, depth=2), tell=quiet)
+    agreement = [one.facts["held_out_agreement"][0] for one in (untrained, trained)]
+    assert agreement[1] > agreement[0] + 0.1
 
 
 def test_the_usual_depths_lie_before_the_last_layer() -> None:
@@ -132,6 +209,8 @@ def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: An
         (["--steps", "0"], "--steps: must be at least 1, got 0"),
         (["--temperatures", "-1"], "--temperatures: must be at least 0"),
         (["--aux-layers", "2", "0"], "--aux-layers: must be ascending layers of 0 to 2, got [2, 0]"),
+        (["--own-prompts", "4"], "--own-prompts: needs a tokenizer with a chat template; give texts or prompts"),
+        (["--draft-vocab", "9999999"], "--draft-vocab: draft_vocab must be at most the model's"),
         (["--aux-layers", "3"], "--aux-layers: must be ascending layers of 0 to 2, got [3]"),
     ],
 )
