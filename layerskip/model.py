@@ -306,7 +306,8 @@ class LayerSkipModel:
         if not isinstance(self._engine, StatesEngine):
             raise ValueError(f"draft_weights: eagle needs the engine eager or fused, got {self._engine.name}")
         self.placement.check_whole("draft_weights")
-        return LeanEagle(load_eagle(weights, self.model, self.weights_fingerprint()), weights.fingerprint)
+        head = load_eagle(weights, self.model, self.weights_fingerprint())
+        return LeanEagle(head, self.model.get_output_embeddings(), weights.fingerprint)
 
     def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
         """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""

@@ -53,8 +53,8 @@ def build_parser() -> OneLineParser:
         "--draft-vocab",
         type=int,
         metavar="N",
-        help="train it to choose among the first N token ids, which are the commonest where the tokenizer merged by "
-        "count: for large vocabularies most of the work is left out [all]",
+        help="train it to choose among N token ids, the commonest of the texts: of a large vocabulary most of the work "
+        "is left out, in training and in drafting [all]",
     )
     add("--learning-rate", type=float, help="the highest [0.02 / sqrt(hidden size)]")
     add("--window", type=int, default=256, help="tokens of a sequence")
@@ -71,8 +71,8 @@ def build_parser() -> OneLineParser:
     add(
         "--dtype",
         default="auto",
-        help="of the model: auto, float32, bfloat16 or float16; weights are float32, and "
-        "train in bfloat16 where the model is: three times as fast and more where the hardware multiplies in it",
+        help="of the model: auto, float32, bfloat16 or float16; the weights are float32, but computed with in bfloat16 "
+        "where the model is in it",
     )
     add("--threads", type=int, help="CPU threads")
     add("--trust-remote-code", action="store_true", help="let the model's repository run its own code")

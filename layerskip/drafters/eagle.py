@@ -12,7 +12,7 @@ from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
 from layerskip.drafters.eagle_head import EagleHead
 from layerskip.engines.lean_layers import Norm, attention_of, mlp_of, rotary_table
-from layerskip.engines.linear import fused
+from layerskip.engines.linear import Linear, fused
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
@@ -26,11 +26,14 @@ class LeanEagle:
     Cost: a second copy of its matrices, or of most of them, and the measurement of how they should lie.
     """
 
-    def __init__(self, head: EagleHead, fingerprint: str) -> None:
-        """fingerprint: of the weights, see `DraftWeights`."""
+    def __init__(self, head: EagleHead, output_embedding: Any, fingerprint: str) -> None:
+        """output_embedding: the target's; fingerprint: of the weights, see `DraftWeights`."""
         self.module, self.fingerprint = head, fingerprint
+        self._output_embedding = output_embedding
+        self._heads: dict[int, Linear] = {}
+        """By how many of the draft ids they choose among."""
         weight = head.project.weight
-        make = WeightLayouts(weight.device).linear
+        self._make = make = WeightLayouts(weight.device).linear
         with torch.inference_mode(mode=False), torch.no_grad():
             layer: Any = head.layer
             self.attention, self.mlp = attention_of(layer, None, make), mlp_of(layer, make)
@@ -66,6 +69,33 @@ class LeanEagle:
     def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `EagleHead.enter`; (T, hidden)."""
         return self._project(torch.cat([self._embed_norm(embedded), self._state_norm(states)], dim=-1))
+
+    def prepare_unembed(self, engine: StatesEngine, draft_vocab: int | None) -> None:
+        """What `logits` then computes with, made before a clock runs."""
+        if self.module.draft_ids is None:
+            engine.prepare_unembed(draft_vocab)
+        else:
+            self._head_of(self.module.draft_ids[:draft_vocab])
+
+    def logits(self, engine: StatesEngine, state: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
+        """(T, V) of what `LeanEagleText.run` gave (T, hidden); -inf but for the ids it chooses among, which are the
+        first so many of its draft ids, or of all where it has none."""
+        hidden, ids = self.norm(state), self.module.draft_ids
+        if ids is None:
+            return engine.unembed(hidden, draft_vocab)
+        ids = ids[:draft_vocab]
+        found = self._head_of(ids)(hidden)
+        logits = found.new_full((len(hidden), self.module.shape.vocab_size), float("-inf"))
+        logits[:, ids] = found
+        return logits
+
+    def _head_of(self, ids: torch.Tensor) -> Linear:
+        if len(ids) not in self._heads:
+            own = self._output_embedding
+            with torch.inference_mode(mode=False), torch.no_grad():
+                bias = None if own.bias is None else own.bias.detach()[ids]
+                self._heads[len(ids)] = self._make(own.weight.detach()[ids], bias)
+        return self._heads[len(ids)]
 
 
 @dataclass
@@ -114,7 +144,7 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (nothing is recorded)
         self._engine.keep_states(self._head.aux_layers)
-        self._engine.prepare_unembed(self.settings.draft_vocab)
+        self._head.prepare_unembed(self._engine, self.settings.draft_vocab)
 
     def begin(self) -> EagleSession:
         return EagleSession(self, self._head, self._engine)
@@ -141,7 +171,7 @@ class EagleSession:
             if last is not None:
                 state = self._run(engine.embed(last), state, place)
                 place += 1
-            return engine.unembed(self._head.norm(state), self._drafter.settings.draft_vocab)
+            return self._head.logits(engine, state, self._drafter.settings.draft_vocab)
 
         return self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)
 

@@ -1,7 +1,8 @@
 """EagleHead: one decoder layer that goes on from the target's hidden states, with the target's own ends, frozen.
 
 Ref: EAGLE (2401.15077), with the inputs normed as in DeepSeek-V3's multi-token prediction (2412.19437), and trained on
-its own hidden states some tokens deep, as EAGLE-3 (2503.01840) is. As there it may read states of several depths.
+its own hidden states some tokens deep, as EAGLE-3 (2503.01840) is. As there it may read states of several depths, and
+choose among the commonest token ids alone.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class EagleShape:
     rope_theta: float = 10_000.0
     aux_layers: tuple[int, ...] = ()
     """Layers of the target, ascending and counted from 0, whose states are read before the last one's."""
+    num_draft_ids: int | None = None
+    """Token ids that it chooses among; None: all."""
 
     @classmethod
-    def of(cls, model: Any, aux_layers: Sequence[int] = ()) -> EagleShape:
+    def of(cls, model: Any, aux_layers: Sequence[int] = (), num_draft_ids: int | None = None) -> EagleShape:
         """A layer as wide as this model's own."""
         text = model.config.get_text_config(decoder=True)
         hidden, num_heads = text.hidden_size, text.num_attention_heads
@@ -59,6 +62,7 @@ class EagleShape:
             head_dim=head_dim,
             vocab_size=model.get_output_embeddings().weight.shape[0],
             aux_layers=tuple(aux_layers),
+            num_draft_ids=num_draft_ids,
         )
 
     def layer_config(self) -> LlamaConfig:
@@ -82,9 +86,13 @@ class EagleHead(nn.Module):
     On a position that the target has computed it takes the target's states, joined, on a drafted one its own.
     """
 
+    draft_ids: torch.Tensor | None
+    """(num_draft_ids,): what it chooses among, the commonest first; a `draft_vocab` takes so many of them."""
+
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         self.shape = shape
+        self.register_buffer("draft_ids", torch.arange(shape.num_draft_ids) if shape.num_draft_ids else None)
         config = shape.layer_config()
         depths = 1 + len(shape.aux_layers)
         self.joined = nn.Linear(depths * shape.hidden_size, shape.hidden_size, bias=False) if depths > 1 else None
@@ -283,5 +291,10 @@ def load_eagle(weights: DraftWeights, model: Any, target: str) -> EagleHead:
         head.load_state_dict(load_file(file))
     except RuntimeError:
         raise ValueError(f"{file}: is not of the shape that {CONFIG_NAME} beside it tells") from None
+    if (
+        head.draft_ids is not None
+        and not 0 <= int(head.draft_ids.min()) <= int(head.draft_ids.max()) < shape.vocab_size
+    ):
+        raise ValueError(f"{file}: draft_ids must be token ids of 0 to {shape.vocab_size - 1}")
     like = model.get_input_embeddings().weight
     return head.to(device=like.device, dtype=like.dtype).eval().requires_grad_(requires_grad=False)

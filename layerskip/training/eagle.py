@@ -50,7 +50,7 @@ class TrainOptions:
     aux_layers: tuple[int, ...] = ()
     """See `EagleShape.aux_layers`."""
     draft_vocab: int | None = None
-    """Trained to choose among so many of the first token ids, as EAGLE-3's choose among the commonest; None: all."""
+    """Trained to choose among so many token ids, the commonest of the sequences, as EAGLE-3's are; None: all."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ class _Target:
     """What the target says at each position (B, T)."""
 
     logits: torch.Tensor
-    """(B, T, V) of the ids to choose among."""
+    """(B, T, ids) of those to choose among."""
     log_sum: torch.Tensor
     """(B, T, 1), over all ids."""
     top: torch.Tensor
     """The likeliest of all ids."""
 
     @classmethod
-    def of(cls, logits: torch.Tensor, draft_vocab: int | None) -> _Target:
+    def of(cls, logits: torch.Tensor, ids: torch.Tensor | None) -> _Target:
         log_sum = torch.stack([one.float().logsumexp(dim=-1, keepdim=True) for one in logits])
-        return cls(logits[..., :draft_vocab].clone(), log_sum, logits.argmax(dim=-1))
+        return cls(logits if ids is None else logits[..., ids], log_sum, logits.argmax(dim=-1))
 
     def probs(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, V): of all ids', so where the others are likely there is less to learn."""
+        """(rows, ids): of all ids', so where the others are likely there is less to learn."""
         return (self.logits[rows].float() - self.log_sum[rows]).exp()
 
     @property
@@ -120,13 +120,19 @@ class _Run:
     ) -> None:
         self._model, self._sequences, self._out, self._options, self._clock = model, sequences, out, options, clock
         self._target: Any = model.model
-        shape = EagleShape.of(self._target, options.aux_layers)
+        shape = EagleShape.of(self._target, options.aux_layers, options.draft_vocab)
         torch.manual_seed(options.seed)
         self._head = EagleHead(shape)
         self._head.initialize(_final_norm(model))
+        if self._head.draft_ids is not None:
+            self._head.draft_ids.copy_(_commonest(sequences.training, shape.vocab_size)[: len(self._head.draft_ids)])
         self._head.to(model.device).train()
         self._rate = options.learning_rate or 0.02 / math.sqrt(shape.hidden_size)
         self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
+        end = self._target.get_output_embeddings()
+        ids = slice(None) if self._head.draft_ids is None else self._head.draft_ids
+        self._weight: torch.Tensor = end.weight.detach()[ids]
+        self._bias: torch.Tensor | None = None if end.bias is None else end.bias.detach()[ids]
         self._step, self._spent_s = 0, 0.0
         self._identity = {
             "sequences": sequences.fingerprint,
@@ -217,11 +223,10 @@ class _Run:
         return total, torch.stack(right)
 
     def _compare(self, hidden: torch.Tensor, target: _Target, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        head, size = self._target.get_output_embeddings(), self._options.draft_vocab
-        weight, bias = head.weight.detach()[:size], None if head.bias is None else head.bias.detach()[:size]
-        logits = F.linear(self._head.norm(hidden[rows]).to(weight.dtype), weight, bias).float()
+        logits = F.linear(self._head.norm(hidden[rows]).to(self._weight.dtype), self._weight, self._bias).float()
         loss = F.cross_entropy(logits, target.probs(rows))
-        return loss, (logits.argmax(dim=-1) == target.top[rows]).float().mean()
+        top, ids = logits.argmax(dim=-1), self._head.draft_ids
+        return loss, ((top if ids is None else ids[top]) == target.top[rows]).float().mean()
 
     @torch.no_grad()
     def _forward_target(
@@ -239,7 +244,7 @@ class _Run:
         embedded = F.embedding(ids[:, 1:], self._target.get_input_embeddings().weight)
         is_text = torch.arange(1, longest, device=device) < lengths.unsqueeze(1)
         states = torch.cat([one.to(device) for one in found], dim=-1)
-        target = _Target.of(logits, self._options.draft_vocab)
+        target = _Target.of(logits, self._head.draft_ids)
         return states[:, :-1].float(), embedded.float(), target, is_text
 
     def _save(self) -> None:
@@ -288,6 +293,12 @@ class _Run:
         weights = self._head.save(self._out, self._model.weights_fingerprint(), facts)
         (self._out / CHECKPOINT_NAME).unlink(missing_ok=True)
         return Trained(weights, facts)
+
+
+def _commonest(sequences: Sequence[Sequence[int]], vocab_size: int) -> torch.Tensor:
+    """(V,): all token ids, by how often they occur."""
+    counts = torch.bincount(torch.tensor([token for one in sequences for token in one]), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)
 
 
 def _final_norm(model: LayerSkipModel) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ _FORMS = {
 """What is made of each kind's topics in topics.json."""
 _DOCUMENTED = 32
 """Modules of which the documentation is summarised, and as many functions that are changed."""
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo"}
 _WORDS = (40, 110)
 _LINES = (5, 14)
 
@@ -35,34 +36,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE, help="folder for tuning.jsonl and held_out.jsonl")
-    out: Path = parser.parse_args(argv).out
-    return run_command(PROG, lambda: _write(out))
+    parser.add_argument(
+        "--training",
+        type=Path,
+        metavar="FILE",
+        help="write prompts to train draft weights on instead: of the last two kinds, about the library's packages, "
+        "from none of which a prompt that tunes or judges is taken",
+    )
+    arguments = parser.parse_args(argv)
+    return run_command(
+        PROG, lambda: _write_training(arguments.training) if arguments.training else _write(arguments.out)
+    )
 
 
 def _write(out: Path) -> int:
     rng = random.Random(_SEED)
     topics = json.loads((HERE / "topics.json").read_text(encoding="utf-8"))
     kinds = {name: [_FORMS[name].format(one) for one in told] for name, told in topics.items()}
-    library = Path(sysconfig.get_paths()["stdlib"])
-    modules = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted(library.glob("*.py"))]
-    kinds["summarise"] = [
-        f"Summarise the following text in two sentences.\n\n{text}" for text in dict.fromkeys(_paragraphs(modules))
-    ][:_DOCUMENTED]
-    kinds["edit"] = [
-        f"Rewrite this Python code with a comment above every statement.\n\n```python\n{text}\n```"
-        for text in dict.fromkeys(_functions(modules))
-    ][:_DOCUMENTED]
+    kinds |= {kind: texts[:_DOCUMENTED] for kind, texts in _of_modules("*.py").items()}
     share = NUM_TUNING // len(kinds)
     rows: dict[str, list[dict[str, object]]] = {"tuning.jsonl": [], "held_out.jsonl": []}
     for kind, texts in kinds.items():
         for i, text in enumerate(rng.sample(texts, len(texts))):
-            row = {"id": f"{kind}:{i}", "category": kind, "messages": [{"role": "user", "content": text}]}
-            rows["tuning.jsonl" if i < share else "held_out.jsonl"].append(row)
+            rows["tuning.jsonl" if i < share else "held_out.jsonl"].append(_row(kind, i, text))
     for name, found in rows.items():
         rng.shuffle(found)
-        (out / name).write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-        sys.stdout.write(f"{out / name}: {len(found)} prompts\n")
+        _save(out / name, found)
     return 0
+
+
+def _write_training(file: Path) -> int:
+    known = {text for texts in _of_modules("*.py").values() for text in texts}
+    found = {kind: [text for text in texts if text not in known] for kind, texts in _of_modules("*/**/*.py").items()}
+    _save(file, [_row(kind, i, text) for kind, texts in found.items() for i, text in enumerate(texts)])
+    return 0
+
+
+def _row(kind: str, number: int, text: str) -> dict[str, object]:
+    return {"id": f"{kind}:{number}", "category": kind, "messages": [{"role": "user", "content": text}]}
+
+
+def _save(file: Path, rows: Sequence[dict[str, object]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sys.stdout.write(f"{file}: {len(rows)} prompts\n")
+
+
+def _of_modules(pattern: str) -> dict[str, list[str]]:
+    """Prompts by kind about modules of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in sorted(library.glob(pattern)) if not _LEFT_OUT & set(file.relative_to(library).parts)]
+    modules = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return {
+        "summarise": [
+            f"Summarise the following text in two sentences.\n\n{text}" for text in dict.fromkeys(_paragraphs(modules))
+        ],
+        "edit": [
+            f"Rewrite this Python code with a comment above every statement.\n\n```python\n{text}\n```"
+            for text in dict.fromkeys(_functions(modules))
+        ],
+    }
 
 
 def _paragraphs(modules: Sequence[ast.Module]) -> Iterator[str]:

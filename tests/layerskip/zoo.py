@@ -223,7 +223,8 @@ def eagle_of(run: str) -> DraftWeights:
         )
         own = [tuple(one) for one in out.tolist()]
         aux_layers = (0, 2) if run == "llama" else ()
-        options = TrainOptions(steps=30, depth=3, learning_rate=0.02, aux_layers=aux_layers)
+        few = VOCAB // 2 if run == "gemma3" else None
+        options = TrainOptions(steps=30, depth=3, learning_rate=0.02, aux_layers=aux_layers, draft_vocab=few)
         folder = Path(tempfile.mkdtemp(prefix="eagle-"))
         return train_eagle(
             model, Sequences(tuple(own[2:]), tuple(own[:2])), folder, options, tell=lambda _: None

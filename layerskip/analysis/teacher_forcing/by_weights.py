@@ -69,7 +69,7 @@ class WeightsForcing:
         first = max(0, start - 1 - depth)
         steps = head.module.rollouts(text.states[:-1][None], text.embedded[None], depth, first)
         hidden = torch.stack([step[0, start - 1 - first :][:count] for step in steps])
-        logits: torch.Tensor = self._engine.unembed(head.norm(hidden.flatten(0, 1)), weights.draft_vocab)
+        logits = head.logits(self._engine, hidden.flatten(0, 1), weights.draft_vocab)
         return logits.view(len(steps), count, -1)
 
     @torch.inference_mode()
@@ -143,7 +143,7 @@ class _EagleChains:
                 state = drafting.run(head.enter(embedded, state), first + place)
                 if place < len(begun):
                     continue
-                token, sure = choose(engine.unembed(head.norm(state), self.draft_vocab), tokens[1:])
+                token, sure = choose(head.logits(engine, state, self.draft_vocab), tokens[1:])
                 tokens.append(token)
                 added += 1
                 if sure < threshold:

@@ -13,6 +13,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import make_drafter
+from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleSession, LeanEagleText
 from layerskip.drafters.eagle_head import load_eagle
 from layerskip.rounds.sampling import Sampler, SamplingParams
@@ -52,7 +53,7 @@ def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
             embedded = engine.embed(torch.tensor([*text[1 : length + 1], *drafted[:4]]))
             steps = head.rollouts(torch.cat([states, later])[None], embedded[None], 4)
             rows = torch.stack([step[0, length - 1 + d] for d, step in enumerate(steps)])
-            assert engine.unembed(head.norm(rows)).argmax(-1).tolist() == drafted
+            assert loaded_weights(engine, weights).logits(engine, rows, None).argmax(-1).tolist() == drafted
 
 
 @pytest.mark.parametrize("name", ["llama", "llama fused"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from layerskip import LayerSkipModel, train
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, train
+from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
+from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.training.continuations import FILE_NAME, Continuations, own_prompts
 from layerskip.training.data import DataOptions, Sequences, make_sequences
 from layerskip.training.eagle import CHECKPOINT_NAME, TrainOptions, train_eagle, usual_aux_layers
@@ -149,18 +152,27 @@ def test_own_prompts_are_what_a_user_says_in_the_template(tokenizer: Any) -> Non
     assert found == [encoded("Hello.[user]import os[assistant]")]
 
 
-def test_a_narrow_head_learns_what_the_first_ids_get(tmp_path: Path) -> None:
+def test_a_narrow_head_chooses_among_the_commonest_ids(tmp_path: Path) -> None:
     size = zoo.model_of("llama").config.vocab_size
-    every, all_of_them, half = (
+    every, all_of_them, few = (
         train_eagle(
-            model(), sequences(), tmp_path / str(i), TrainOptions(steps=3, depth=2, draft_vocab=one), tell=quiet
+            model(), sequences(), tmp_path / str(i), TrainOptions(steps=5, depth=2, draft_vocab=one), tell=quiet
         )
-        for i, one in enumerate((None, size, size // 2))
+        for i, one in enumerate((None, size, 5))
     )
-    assert every.facts["held_out_agreement"] == all_of_them.facts["held_out_agreement"]
-    assert every.weights.fingerprint == all_of_them.weights.fingerprint != half.weights.fingerprint
-    told = json.loads((tmp_path / "2" / "config.json").read_text())["training"]
-    assert told["draft_vocab"] == size // 2
+    assert all_of_them.facts["held_out_agreement"] == pytest.approx(every.facts["held_out_agreement"], abs=0.05)
+    counts = Counter(token for one in sequences().training for token in one)
+    found = load_file(tmp_path / "2" / "model.safetensors")["draft_ids"].tolist()
+    assert len(found) == 5
+    assert [counts[one] for one in found] == sorted(counts.values(), reverse=True)[:5]
+
+    target = LayerSkipModel(zoo.model_of("llama"), engine="fused")
+    for weights, most in ((few.weights, 5), (few.weights.narrowed(2), 2), (few.weights.narrowed(9), 5)):
+        none = SkipMask.none(target.num_layers)
+        target.check_config(DecodeConfig(skip_mask=none, gamma=3, drafter="eagle", draft_weights=weights))
+        forcing = WeightsForcing(target.engine, [ForcedText(zoo.prompt_of(6), zoo.prompt_of(9, seed=1))])
+        logits = forcing.logits(weights, 0, 1)
+        assert set(logits.isfinite().any(0).any(0).nonzero().flatten().tolist()) == set(found[:most])
 
 
 def test_a_bfloat16_model_trains_weights_in_float32(tmp_path: Path) -> None:
