@@ -15,6 +15,8 @@ from layerskip.training.continuations import Continuations, Ids, own_prompts
 
 _LEAST_TOKENS = 8
 """Shorter sequences teach nothing about longer drafts."""
+_OWN_PROMPT_TOKENS = 64
+"""Of a prompt that the model thinks of; a batch waits for its longest."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,11 @@ def make_sequences(
         if file.suffix == ".jsonl"
     }
     if options.own_prompts:
-        most = max(_LEAST_TOKENS, options.window - options.new_tokens)
         prompts["--own-prompts"] = own_prompts(
             continuations,
             model,
             options.own_prompts,
-            most,
+            _OWN_PROMPT_TOKENS,
             lambda done: tell(f"{done} of {options.own_prompts} prompts thought of"),
         )
     for name, some in prompts.items():

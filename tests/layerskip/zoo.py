@@ -354,11 +354,11 @@ def each(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
     return pytest.mark.parametrize("name", names)
 
 
-def few(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
-    """The same, but only a few of them are among the fast tests."""
+def few(names: Sequence[str] = NAMES, fast: Sequence[str] = FEW) -> Callable[[Any], Any]:
+    """The same, but only these architectures are among the fast tests."""
     import pytest
 
-    marks = {name: () if architecture(name) in FEW else pytest.mark.slow for name in names}
+    marks = {name: () if architecture(name) in fast else pytest.mark.slow for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 

@@ -134,6 +134,7 @@ def note_of(folder: Path) -> str:
         return str(get_note(source.load()))
 
 
+@pytest.mark.slow
 @pytest.mark.publishes
 def test_every_regimes_folder_is_a_study(finished: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hot = finished.folder / "t1"

@@ -9,6 +9,7 @@ from studies.stock_weights.early_exit import Exits, best_speedup, train
 from tests.layerskip import zoo
 
 
+@pytest.mark.slow
 def test_an_adapter_begins_as_no_change_and_learns_what_the_model_says() -> None:
     torch.manual_seed(0)
     exits = Exits(zoo.layerskip_of("llama").model, rank=8)

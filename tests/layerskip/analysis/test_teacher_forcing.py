@@ -66,7 +66,7 @@ def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[Force
                     torch.testing.assert_close(rows[depth, k], live, rtol=1e-3, atol=closeness(mask), msg=message)
 
 
-@zoo.few()
+@zoo.few(fast=("llama", "gemma3"))
 def test_readings_equal_live_draft_steps(name: str) -> None:
     model = LayerSkipModel(zoo.build(name), engine="eager")
     texts = texts_of(model)

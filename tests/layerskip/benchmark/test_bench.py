@@ -308,6 +308,7 @@ def test_a_draft_model_is_compared_with_transformers_assisted_generation() -> No
     assert rows["hf_assistant"]["identical"] == rows["speculative"]["identical"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_with_another_tokenizer_is_compared_with_transformers_universal_assisted_generation(kind: str) -> None:
     model = target_of(kind)

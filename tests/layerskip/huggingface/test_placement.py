@@ -39,7 +39,9 @@ def load(saved: Path, device_map: Any, **arguments: Any) -> LayerSkipModel:
     return LayerSkipModel.from_pretrained(saved, device_map=device_map, **arguments)
 
 
-@pytest.mark.parametrize("device_map", [zoo.SPREAD, ALL_ON_DISK], ids=["mixed", "all on disk"])
+@pytest.mark.parametrize(
+    "device_map", [pytest.param(zoo.SPREAD, marks=pytest.mark.slow), ALL_ON_DISK], ids=["mixed", "all on disk"]
+)
 def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, device_map: Any) -> None:
     model = load(saved, device_map)
     assert (model.engine_name, model.device) == ("eager", torch.device("cpu"))
@@ -66,7 +68,8 @@ def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, devic
     assert tuple(theirs[0, 5:].tolist()) == zoo.greedy_reference("llama", zoo.prompt_of(5))[:8]
 
 
-@zoo.few(("gemma3", "bloom", "opt", "gpt2", "mixtral"))
+@pytest.mark.slow
+@zoo.each(("gemma3", "bloom", "opt", "gpt2", "mixtral"))
 def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     """Models that add residuals inside, keep positions in buffers, or answer with tuples."""
     model = zoo.build(name)
@@ -94,6 +97,7 @@ def test_hooks_on_one_device_leave_the_lean_layers_usable() -> None:
         assert tuple(out.ids) == zoo.greedy_reference("llama", zoo.prompt_of(5))[:12]
 
 
+@pytest.mark.slow
 def test_sampling_of_an_offloaded_model_draws_the_same_tokens(saved: Path) -> None:
     plain = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager")
     spread = load(saved, zoo.SPREAD)
@@ -285,6 +289,7 @@ def test_torchrun_is_refused(command: Any, saved: Path, monkeypatch: pytest.Monk
     assert "WORLD_SIZE: must be 1, this command is no part of a torchrun job, got 4; for a model that is" in error
 
 
+@pytest.mark.slow
 def test_the_doctor_takes_a_device_map(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([str(saved), "--device-map", json.dumps(zoo.SPREAD), "--tokens", "6", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -252,7 +252,8 @@ def test_a_broken_verifier_fails_the_same_tests(verifier: Any, monkeypatch: pyte
     assert min(values.values()) < FAILS, values
 
 
-@pytest.mark.parametrize("setting", ["plain", pytest.param("shaped", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["plain", "shaped"])
 def test_a_real_model_follows_its_own_distribution(setting: str) -> None:
     """End to end, through gates and cache."""
     hf = zoo.build("gpt2", vocab_size=5, seed=3)

@@ -285,6 +285,7 @@ def test_sublayers_that_there_was_no_time_to_read_are_like_the_nearest_of_their_
     assert whole == measure_sensitivity(agreement, space, seconds=1e9, clock=clock)
 
 
+@pytest.mark.slow
 def test_the_command_plans_on_a_real_model(
     tiny_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

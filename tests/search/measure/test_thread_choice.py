@@ -92,6 +92,7 @@ def test_a_slow_model_is_timed_once_per_candidate(monkeypatch: pytest.MonkeyPatc
     assert choice.num_threads == 1
 
 
+@pytest.mark.slow
 def test_a_real_model_is_timed() -> None:
     choice = choose_threads(zoo.layerskip_of("llama"))
     assert choice is not None

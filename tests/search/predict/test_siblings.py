@@ -61,7 +61,7 @@ def costs(by_weights: bool) -> CostModel:
     )
 
 
-@pytest.mark.parametrize("run", ["llama fused", "gemma3"])
+@pytest.mark.parametrize("run", ["llama fused", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("params", [GREEDY, WARM, PENALISED], ids=["greedy", "sampled", "penalised"])
 def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams) -> None:
     model = zoo.layerskip_of(run)

@@ -66,6 +66,7 @@ def test_a_search_under_a_map(tiny_study: list[str], tmp_path: Path, capsys: pyt
         assert now.partition(",")[0] in error
 
 
+@pytest.mark.slow
 def test_a_map_that_ends_on_one_device_is_no_map(tiny_study: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`auto` where everything fits goes on with a study of that device, and the other way round."""
     assert run_main(changed(tiny_study, trials="1")) == 0

@@ -17,6 +17,7 @@ from studies.gpu.environment import ROOT
 from tests.studies.gpu.fakes import Mishaps, run
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_hangs_or_dies_costs_the_study_that_step_alone(tmp_path: Path) -> None:
     file = tmp_path / "a-tiny.json"
     record = run(Mishaps(("works", "raises", "hangs", "dies", "goes on")), file)
@@ -70,6 +71,7 @@ def test_a_file_of_another_part_is_refused(tmp_path: Path) -> None:
         Book.open(file, "a", "tiny")
 
 
+@pytest.mark.slow
 def test_a_killed_command_leaves_what_it_found_and_no_process(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     code = (
