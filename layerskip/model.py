@@ -303,8 +303,12 @@ class LayerSkipModel:
             )
 
     def _load_eagle(self, weights: DraftWeights) -> LeanEagle:
-        if not isinstance(self._engine, StatesEngine):
-            raise ValueError(f"draft_weights: eagle needs the engine eager or fused, got {self._engine.name}")
+        recorded = isinstance(self._engine, CudaGraphEngine) and self._engine.lean is not None
+        if not recorded and not isinstance(self._engine, StatesEngine):
+            raise ValueError(
+                "draft_weights: eagle needs the engine eager or fused, or cuda_graph over lean layers, got "
+                f"{self._engine.name} over {type(self.model).__name__}'s own modules"
+            )
         self.placement.check_whole("draft_weights")
         head = load_eagle(weights, self.model, self.weights_fingerprint())
         return LeanEagle(head, self.model.get_output_embeddings(), weights.fingerprint)

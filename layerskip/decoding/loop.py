@@ -135,14 +135,14 @@ class DecodeLoop:
         """
         config = self._config
         starts = Starts.of(config, len(run.request.prompt_ids), run.request.max_new_tokens)
+        if self._drafter is not None:  # first: what it says of hidden states is part of what is recorded
+            self._drafter.prepare(starts, profile=run.request.profile)
         if self._device_target is None:
             self._engine.prepare(plan_forwards(config, starts))
         if self._device_target is not None:
             self._device_target.prepare(starts.alone)
         if self._device_verify is not None:
             self._device_verify.prepare_verify(starts.rounds)
-        if self._drafter is not None:
-            self._drafter.prepare(starts, profile=run.request.profile)
 
     def step(self, run: Run) -> Emitted:
         """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.

@@ -30,13 +30,25 @@ class StatesEngine(SessionEngine):
             raise RuntimeError("no hidden states: call `keep_states` at the beginning of the session")
         return self._states
 
-    def keep_states(self, aux_layers: Sequence[int] = ()) -> None:
+    def keep_states(self, aux_layers: Sequence[int] = (), rows: torch.Tensor | None = None) -> None:
         """Keep those of these layers, counted from 0, and then of the last one from now on, in a session that has not
-        begun its text. Memory: a row for each position."""
-        like: torch.Tensor = self._ends[0].weight
+        begun its text.
+
+        rows: where to keep them, see `new_states`, which makes them where none are given.
+        """
         self._kept_layers = (*aux_layers, self._adapter.num_layers - 1)
-        width = len(self._kept_layers) * self._adapter.text_config.hidden_size
-        self._states = torch.empty((self.cache.capacity, width), dtype=like.dtype, device=self.device)
+        self._states = self.new_states(self.cache.capacity, len(self._kept_layers)) if rows is None else rows
+
+    def new_states(self, num_positions: int, num_layers: int) -> torch.Tensor:
+        """Room for the states of so many layers at so many positions."""
+        like: torch.Tensor = self._ends[0].weight
+        width = num_layers * self._adapter.text_config.hidden_size
+        return torch.empty((num_positions, width), dtype=like.dtype, device=self.device)
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Whose states are kept, in the running session."""
+        return self._kept_layers if self._keeps_states else ()
 
     def prepare_unembed(self, draft_vocab: int | None) -> None:
         """What `unembed` then computes with, made before a clock runs."""

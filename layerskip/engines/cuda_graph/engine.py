@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,6 +62,7 @@ class CudaGraphEngine(SessionEngine):
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._static: StaticCache | None = None
         self._running = False
+        self._kept_layers: tuple[int, ...] = ()
         self._buffers: dict[tuple[int, bool], RoundBuffers] = {}
         self.stoppings: dict[Hashable, Stopping] = {}
         with torch.inference_mode():
@@ -99,6 +100,7 @@ class CudaGraphEngine(SessionEngine):
                 yield
             finally:
                 self._running = False
+                self._kept_layers = ()
                 self.pool.let_go()
 
     @torch.inference_mode()
@@ -154,6 +156,37 @@ class CudaGraphEngine(SessionEngine):
         """See `FreeSteps`."""
         return DeviceFreeSteps(self, self._no_skip.num_layers)
 
+    # What drafting from hidden states needs, see `StatesEngine`; over lean layers alone. Steps and verifications of the
+    # target are recorded with their states, drafts are not.
+
+    @property
+    def states(self) -> torch.Tensor:
+        """See `StatesEngine`."""
+        return self._lean_executor.fused.states
+
+    def keep_states(self, aux_layers: Sequence[int] = ()) -> None:
+        """See `StatesEngine`; before anything is prepared, as what is recorded differs."""
+        self._lean_executor.keep_states(aux_layers)
+        self._kept_layers = self._lean_executor.fused.kept_layers
+
+    def prepare_unembed(self, draft_vocab: int | None) -> None:
+        """See `StatesEngine`."""
+        self._lean_executor.fused.prepare_unembed(draft_vocab)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `StatesEngine`."""
+        return self._lean_executor.fused.embed(ids)
+
+    def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
+        """See `StatesEngine`."""
+        return self._lean_executor.fused.unembed(hidden, draft_vocab)
+
+    @property
+    def _lean_executor(self) -> LeanExecutor:
+        if not isinstance(self.executor, LeanExecutor):
+            raise RuntimeError("hidden states: only lean layers hand them out here, not the model's own modules")
+        return self.executor
+
     def close(self) -> None:
         """Free the recordings and the cache's buffers; the next session makes new ones."""
         if self._running:
@@ -171,11 +204,11 @@ class CudaGraphEngine(SessionEngine):
 
     def play(self, piece: Piece) -> None:
         """See `RoundHost`."""
-        self.pool.play(piece.key, piece.work, piece.preserve)
+        self.pool.play((self._kept_layers, piece.key), piece.work, piece.preserve)
 
     def prepare_piece(self, piece: Piece) -> None:
         """See `RoundHost`."""
-        self.pool.prepare(piece.key, piece.work, piece.preserve)
+        self.pool.prepare((self._kept_layers, piece.key), piece.work, piece.preserve)
 
     def num_visible_for(self, num_positions: int) -> int:
         """Positions a recorded step attends to when it must see `num_positions`."""

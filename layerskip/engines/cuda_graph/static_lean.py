@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,8 @@ class LeanExecutor:
 
     def use(self, cache: StaticCache) -> None:
         self._cache = cache
+        self._states: dict[tuple[int, ...], torch.Tensor] = {}
+        """By the layers that they are of; recordings write there, so they stay as long as the cache's buffers."""
         fused = self.fused
         self.attention.measure(self._attention_shape(), cache.num_positions)
         # A table of its own: the fused engine's is replaced when a longer text comes, and recordings hold its address.
@@ -67,8 +69,16 @@ class LeanExecutor:
         with self.fused.session_over(self._cache):
             yield
 
+    def keep_states(self, aux_layers: Sequence[int]) -> None:
+        """See `StatesEngine`; of steps as well. Memory: kept until a longer text comes."""
+        layers = (*aux_layers, len(self.fused.layers) - 1)
+        if layers not in self._states:
+            self._states[layers] = self.fused.new_states(self._cache.num_positions, len(layers))
+        self.fused.keep_states(aux_layers, self._states[layers])
+
     def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:
-        return self.fused.forward(ids, mask, num_logits=num_logits)
+        # Without a mask with its states, where they are kept.
+        return self.fused.forward(ids, None if _is_none(mask) else mask, num_logits=num_logits)
 
     def step(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
@@ -80,15 +90,19 @@ class LeanExecutor:
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
         masks, attend = _Masks(positions, num_visible), self.attention.kernel(num_visible)
         x = F.embedding(ids, fused.embedding)
-        for (attention, mlp), buffers, skip_attention, skip_mlp in zip(
-            fused.layers, self._cache.layers, mask.attention, mask.mlp, strict=True
-        ):
-            if skip_attention:
+        kept = []
+        for i, (attention, mlp) in enumerate(fused.layers):
+            buffers, skip_mlp = self._cache.layers[i], mask.mlp[i]
+            if mask.attention[i]:
                 x = x if skip_mlp else add_mlp(mlp, x)
-                continue
-            queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
-            attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
-            x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
+            else:
+                queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
+                attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
+                x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
+            if i in fused.kept_layers:
+                kept.append(x)
+        if kept and _is_none(mask):
+            fused.states.index_copy_(0, positions, torch.cat(kept, dim=-1))
         return fused.logits(x[-num_logits:], mask)
 
     def _attention_shape(self) -> AttentionShape:
@@ -98,6 +112,10 @@ class LeanExecutor:
 
     def _function(self, function: Callable[..., torch.Tensor], *sizes: int) -> Callable[..., torch.Tensor]:
         return function if self.compiled is None else self.compiled.variant(function, *sizes)
+
+
+def _is_none(mask: SkipMask) -> bool:
+    return mask == SkipMask.none(mask.num_layers)
 
 
 class _Masks:

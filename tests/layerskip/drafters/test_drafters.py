@@ -123,8 +123,6 @@ def test_greedy_equals_generate_with_trained_weights(name: str) -> None:
 @zoo.each(("llama", "llama fused", "gemma3", "falcon-alibi", "llama graph"))
 @pytest.mark.parametrize("drafter", DRAFTERS + TRAINED)
 def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str, drafter: str) -> None:
-    if "eagle" in drafter and name not in zoo.RUNS:
-        pytest.skip("eagle drafts on eager and fused")
     model, config = zoo.layerskip_of(name), config_of(drafter, name, SkipMask.from_layers(4, [0, 2]))
     total = len(PROMPT)
     for piece in model.stream(PROMPT, max_new_tokens=20, config=config):

@@ -17,10 +17,13 @@ from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleSession, LeanEagleText
 from layerskip.drafters.eagle_head import load_eagle
 from layerskip.rounds.sampling import Sampler, SamplingParams
+from layerskip.training.data import Sequences
+from layerskip.training.eagle import TrainOptions, train_eagle
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, by_weights
 from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
 from tests.layerskip.rounds.test_broken_rounds import failing
+from tests.layerskip.tape import graph_model
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 
@@ -29,7 +32,7 @@ def eagle(weights: DraftWeights, gamma: int = 4, **fields: Any) -> DecodeConfig:
     return DecodeConfig(drafter="eagle", skip_mask=NONE, gamma=gamma, draft_weights=weights, **fields)
 
 
-@zoo.each(("llama", "llama fused", "gemma3", "opt"))
+@zoo.each(("llama", "llama fused", "llama graph", "gemma3", "opt"))
 @torch.inference_mode()
 def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
     """They see the target's states up to the round and none after it, whatever was drafted and thrown away before."""
@@ -56,7 +59,7 @@ def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
             assert loaded_weights(engine, weights).logits(engine, rows, None).argmax(-1).tolist() == drafted
 
 
-@pytest.mark.parametrize("name", ["llama", "llama fused"])
+@pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_sampled_text_is_the_targets_from_the_same_seed(name: str, temperature: float) -> None:
     model = zoo.layerskip_of(name)
@@ -184,7 +187,30 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         assert f"{folder / 'config.json'}: not draft weights" in refused(model, here)
 
 
-def test_the_recording_engine_refuses_it() -> None:
-    model = zoo.layerskip_of("llama graph")
-    with pytest.raises(ValueError, match="draft_weights: eagle needs the engine eager or fused, got cuda_graph"):
-        model.generate(PROMPT, max_new_tokens=4, config=eagle(zoo.eagle_of("llama")))
+def test_where_the_models_own_modules_are_recorded_it_is_refused() -> None:
+    model = zoo.layerskip_of("gemma3 graph")
+    with pytest.raises(
+        ValueError, match=r"draft_weights: eagle needs .* cuda_graph over lean layers, got cuda_graph over"
+    ):
+        model.generate(PROMPT, max_new_tokens=4, config=eagle(zoo.eagle_of("gemma3")))
+
+
+def test_recordings_with_states_stay_right_beside_those_of_other_layers_and_without(tmp_path: Path) -> None:
+    """And where a longer text makes all buffers anew."""
+    text = (*PROMPT, *zoo.greedy_reference("llama", PROMPT))
+    options = TrainOptions(steps=20, depth=2, learning_rate=0.02)
+    eager = LayerSkipModel(zoo.model_of("llama"), engine="eager")
+    last_alone = train_eagle(eager, Sequences((text,), (text,)), tmp_path, options, tell=lambda _: None).weights
+    recorded = graph_model("llama", granule=32)
+    configs = [eagle(zoo.eagle_of("llama")), eagle(last_alone), DecodeConfig.plain(zoo.NUM_LAYERS)]
+    accepted = 0
+    for prompt in (PROMPT, PROMPT, zoo.prompt_of(40, seed=2), PROMPT):
+        for config in configs:
+            out, live = (
+                one.generate(prompt, max_new_tokens=16, config=config)
+                for one in (recorded, zoo.layerskip_of("llama fused"))
+            )
+            assert out.ids == live.ids
+            assert out.stats.accepted_by_position == live.stats.accepted_by_position
+            accepted += out.stats.num_accepted
+    assert accepted
