@@ -125,7 +125,6 @@ def _run(arguments: argparse.Namespace) -> int:
         new_tokens=arguments.new_tokens,
         temperatures=tuple(arguments.temperatures),
         own_prompts=arguments.own_prompts or 0,
-        batch=16 * arguments.batch,
         seed=arguments.seed,
     )
     sequences = make_sequences(model, arguments.data, arguments.out, data, _tell)

@@ -50,7 +50,7 @@ class DataOptions:
     own_prompts: int = 0
     """That the target is to think of itself; see `continuations.own_prompts`."""
     held_out_share: float = 0.05
-    batch: int = 64
+    batch: int = 128
     """Prompts continued side by side."""
     seed: int = 0
 

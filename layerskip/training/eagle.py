@@ -88,25 +88,29 @@ class _Target:
     """What the target says at each position (B, T)."""
 
     logits: torch.Tensor
+    """(B, T, V)."""
+    chosen: torch.Tensor
     """(B, T, ids) of those to choose among."""
     log_sum: torch.Tensor
     """(B, T, 1), over all ids."""
-    top: torch.Tensor
-    """The likeliest of all ids."""
 
     @classmethod
     def of(cls, logits: torch.Tensor, ids: torch.Tensor | None) -> _Target:
         log_sum = torch.stack([one.float().logsumexp(dim=-1, keepdim=True) for one in logits])
-        return cls(logits if ids is None else logits[..., ids], log_sum, logits.argmax(dim=-1))
+        return cls(logits, logits if ids is None else logits[..., ids], log_sum)
 
     def probs(self, rows: torch.Tensor) -> torch.Tensor:
         """(rows, ids): of all ids', so where the others are likely there is less to learn."""
-        return (self.logits[rows].float() - self.log_sum[rows]).exp()
+        return (self.chosen[rows].float() - self.log_sum[rows]).exp()
+
+    def top(self) -> torch.Tensor:
+        """(B, T): the likeliest of all ids. Slow on a CPU."""
+        return self.logits.argmax(dim=-1)
 
     @property
     def nbytes(self) -> int:
         """Of a draft token's logits."""
-        return 4 * self.logits.numel()
+        return 4 * self.chosen.numel()
 
 
 class _Run:
@@ -164,7 +168,8 @@ class _Run:
         began = told = saved = self._clock()
         before = self._spent_s
         while (share := self._share()) < 1.0:
-            loss, right = self._learn(share)
+            batch = self._batch()
+            loss = self._learn(batch, share)
             self._step += 1
             now = self._clock()
             self._spent_s = before + now - began
@@ -172,7 +177,7 @@ class _Run:
                 told = now
                 left = self._spent_s * (1.0 / max(self._share(), 1e-9) - 1.0)
                 tell(
-                    f"step {self._step}: loss {loss:.3f}, first draft right {right:.1%}, "
+                    f"step {self._step}: loss {loss:.3f}, first draft right {self._agreement(batch)[0]:.1%}, "
                     f"about {int(left) // 60}:{int(left) % 60:02} left"
                 )
             if now - saved >= _CHECKPOINT_S:
@@ -185,48 +190,68 @@ class _Run:
             return self._step / self._options.steps
         return self._spent_s / (60.0 * (self._options.minutes or 10.0))
 
-    def _learn(self, share: float) -> tuple[float, float]:
-        """One step; (loss, share of first drafts that the target would say)."""
-        rate = self._rate * min(1.0, share / _WARM_UP + 0.01, 0.5 * (1.0 + math.cos(math.pi * share)))
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+    def _batch(self) -> list[Sequence[int]]:
+        """Of the next step."""
         generator = torch.Generator().manual_seed((self._options.seed << 32) + self._step)
         count = len(self._sequences.training)
         places = torch.randint(count, (self._options.batch,), generator=generator).tolist()
-        total, right = self._loss([self._sequences.training[i] for i in places])
+        return [self._sequences.training[i] for i in places]
+
+    def _learn(self, batch: Sequence[Sequence[int]], share: float) -> float:
+        """One step; its loss."""
+        rate = self._rate * min(1.0, share / _WARM_UP + 0.01, 0.5 * (1.0 + math.cos(math.pi * share)))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        total = self._loss(batch)
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
         self._optimizer.step()
-        return float(total.detach()), float(right[0])
+        return float(total.detach())
 
-    def _loss(self, some: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean soft cross-entropy over draft tokens, weighted by depth; (depth,) share that the target would say).
-
-        A bfloat16 model's head computes in bfloat16, from weights in float32.
-        """
-        dtype = self._target.get_input_embeddings().weight.dtype
-        states, embedded, target, is_text = self._forward_target(some)
-        total = torch.zeros((), device=self._model.device)
-        right = []
+    def _loss(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Mean soft cross-entropy over draft tokens, weighted by depth."""
         weights = [_DEPTH_WEIGHT**d for d in range(self._options.depth)]
-        with torch.autocast(self._model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            for d, hidden in enumerate(self._head.rollouts(states, embedded, self._options.depth - 1)):
-                rows = is_text.clone()
-                rows[:, :d] = False
-                if target.nbytes > _MOST_LOGITS_BYTES:
-                    loss, agreed = checkpoint(self._compare, hidden, target, rows, use_reentrant=False)
-                else:
-                    loss, agreed = self._compare(hidden, target, rows)
-                total = total + loss * weights[d] / sum(weights)
-                right.append(agreed.detach())
-        return total, torch.stack(right)
+        target, drafts = self._drafts(batch)
+        with self._computing():
+            if target.nbytes > _MOST_LOGITS_BYTES:
+                losses = [
+                    checkpoint(self._difference, hidden, target, rows, use_reentrant=False) for hidden, rows in drafts
+                ]
+            else:
+                losses = [self._difference(hidden, target, rows) for hidden, rows in drafts]
+        total: torch.Tensor = torch.stack(losses) @ torch.tensor(weights, device=losses[0].device)
+        return total / sum(weights)
 
-    def _compare(self, hidden: torch.Tensor, target: _Target, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(self._head.norm(hidden[rows]).to(self._weight.dtype), self._weight, self._bias).float()
-        loss = F.cross_entropy(logits, target.probs(rows))
-        top, ids = logits.argmax(dim=-1), self._head.draft_ids
-        return loss, ((top if ids is None else ids[top]) == target.top[rows]).float().mean()
+    @torch.no_grad()
+    def _agreement(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
+        """(depth,): share of draft tokens that the target would say, by place in the round."""
+        target, drafts = self._drafts(batch)
+        top, ids = target.top(), self._head.draft_ids
+        with self._computing():
+            own = [self._unembed(hidden[rows]).argmax(dim=-1) for hidden, rows in drafts]
+        right = [(one if ids is None else ids[one]) == top[rows] for one, (_, rows) in zip(own, drafts, strict=True)]
+        return torch.stack([one.float().mean() for one in right])
+
+    def _computing(self) -> torch.autocast:
+        """A bfloat16 model's head computes in bfloat16, from weights in float32."""
+        in_bfloat16 = self._weight.dtype == torch.bfloat16
+        return torch.autocast(self._model.device.type, torch.bfloat16, enabled=in_bfloat16)
+
+    def _drafts(self, batch: Sequence[Sequence[int]]) -> tuple[_Target, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What the target says; and the head's hidden states (B, T, hidden), with the rows (B, T) that are drafts, by
+        place in the round."""
+        states, embedded, target, is_text = self._forward_target(batch)
+        with self._computing():
+            found = self._head.rollouts(states, embedded, self._options.depth - 1)
+        places = torch.arange(is_text.shape[1], device=is_text.device)
+        return target, [(hidden, is_text & (places >= d)) for d, hidden in enumerate(found)]
+
+    def _difference(self, hidden: torch.Tensor, target: _Target, rows: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._unembed(hidden[rows]).float(), target.probs(rows))
+
+    def _unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(self._head.norm(hidden).to(self._weight.dtype), self._weight, self._bias)
 
     @torch.no_grad()
     def _forward_target(
@@ -268,7 +293,7 @@ class _Run:
         self._head.eval()
         held_out, batch = self._sequences.held_out, self._options.batch
         parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
-        shares = torch.stack([self._loss(part)[1] for part in parts])
+        shares = torch.stack([self._agreement(part) for part in parts])
         weights = torch.tensor([float(sum(map(len, part))) for part in parts], device=shares.device)
         found: list[float] = ((shares * weights.unsqueeze(1)).sum(0) / weights.sum()).tolist()
         return found

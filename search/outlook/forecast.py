@@ -40,11 +40,9 @@ class Candidate:
     key: Key
     """Its parameters: a search keeps every config it ever predicted, and keys share their pairs."""
     log_speedup: float
-    """Predicted, uncorrected."""
+    """Predicted."""
     full_fidelity: bool = True
     """On all texts; if not, on the first ones alone, and the setting is the best on those."""
-    first_log_speedup: float | None = None
-    """At screening, of a full-fidelity one where there are more texts than the first ones."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -61,9 +59,7 @@ class Candidates:
 
     def of(self, mask: SkipMask, *, full_fidelity: bool = False) -> Candidate:
         """The mask at its best predicted setting, on the first texts or on all. Cost: a reading if the mask is new."""
-        best = self._best(mask, full_fidelity=full_fidelity)
-        first = self._best(mask, full_fidelity=False) if full_fidelity and self.predictor.has_more else None
-        return self._candidate(best, full_fidelity=full_fidelity, first=first)
+        return self._candidate(self._best(mask, full_fidelity=full_fidelity), full_fidelity=full_fidelity)
 
     def variants(self, mask: SkipMask, count: int, *, full_fidelity: bool = False) -> list[Candidate]:
         """The mask at its `count` best settings; each with and without a shared prefix, and with siblings where they
@@ -133,17 +129,14 @@ class Candidates:
                 found[drafter] = self._candidate(best[0], full_fidelity=True)
         return dict(sorted(found.items(), key=lambda item: -item[1].log_speedup))
 
-    def _candidate(self, one: Predicted, *, full_fidelity: bool, first: Predicted | None = None) -> Candidate:
-        params, log = self._space.to_params(one.config), float(np.log(one.speedup))
-        first_log = None if first is None else float(np.log(first.speedup))
-        return Candidate(
-            key_of(params), log, full_fidelity=full_fidelity or not self.predictor.has_more, first_log_speedup=first_log
-        )
+    def _candidate(self, one: Predicted, *, full_fidelity: bool) -> Candidate:
+        key, log = key_of(self._space.to_params(one.config)), float(np.log(one.speedup))
+        return Candidate(key, log, full_fidelity=full_fidelity or not self.predictor.has_more)
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
         """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix` and siblings, where the space
-        has them; where there are more texts than the first ones and all were looked at, the log speedup on the first
-        ones; and the lookup, alone where it has no gamma of its own."""
+        has them; true for a mask that was read on all texts, where there are more than the first ones; and the lookup,
+        alone where it has no gamma of its own."""
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
@@ -153,10 +146,10 @@ class Candidates:
                 by = ":".join([_WEIGHTS, weights.fingerprint, *([str(v)] if (v := weights.draft_vocab) else [])])
             row = [by, config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
-            first = [] if one.first_log_speedup is None else [round(one.first_log_speedup, 5)]
+            on_all = [True] if self.predictor.has_more and config.drafts_by_mask and one.full_fidelity else []
             lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
             siblings = [[config.siblings, config.sibling_threshold]] if self._space.siblings_max else []
-            rows.append([*row, round(one.log_speedup, 5), *share, *siblings, *first, *lookup])
+            rows.append([*row, round(one.log_speedup, 5), *share, *siblings, *on_all, *lookup])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
@@ -180,10 +173,10 @@ class Candidates:
                 sibling_threshold=below,
                 lookup=lookup,
             )
-            first = float(more[0]) if more else None
-            full_fidelity = first is not None or not self.predictor.has_more or not config.drafts_by_mask
+            # Earlier versions wrote a number in place of true.
+            full_fidelity = bool(more) or not self.predictor.has_more or not config.drafts_by_mask
             key = key_of(self._space.to_params(config))
-            found.append(Candidate(key, float(log_speedup), full_fidelity=full_fidelity, first_log_speedup=first))
+            found.append(Candidate(key, float(log_speedup), full_fidelity=full_fidelity))
         return found
 
     def _weights_called(self, text: str) -> DraftWeights | None:
@@ -197,7 +190,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Pool:
-    """Masks predicted before the first trial, best first by prediction, or by what is expected on all texts."""
+    """Masks predicted before the first trial, best first."""
 
     candidates: tuple[Candidate, ...]
 

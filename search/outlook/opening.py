@@ -123,7 +123,6 @@ class _Opening:
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
         predictor, pool, num_cuts = self._pool(predictor, sensitivity)
-        predictor.set_reference_config(self.space.to_config(pool.best_mask.params), pool_costs(costs[:1]))
         return Outlook(
             space=space,
             predictor=predictor,

@@ -1,28 +1,24 @@
 """Refinement: a mask predicted on the first texts is predicted on all once it leads, and only then believed.
 
 Of many masks compared on few texts the first are always some that happen to suit these texts, so what leads there
-promises too much. How much, is known of the masks that were predicted both ways, and expected of the others.
+promises too much.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable
 
 from layerskip.config.skip_mask import SkipMask
 from search.outlook.forecast import Candidate, Candidates, Pool
 from search.study.space import SearchSpace
 from search.study.trials import Key
 
-Floats = NDArray[np.float64]
 _NUM_AHEAD = 8
 
 
 class Refiner:
-    """What candidates are worth on all texts: predicted, or expected."""
+    """Predicts candidates' masks on all texts."""
 
     def __init__(self, candidates: Candidates, space: SearchSpace) -> None:
         self._candidates, self._space = candidates, space
@@ -38,23 +34,16 @@ class Refiner:
         """Its mask predicted on all texts, at the setting that is best there. Cost: a full-fidelity reading."""
         return self._candidates.of(self.mask(candidate), full_fidelity=True)
 
-    @staticmethod
-    def expected(found: Sequence[Candidate]) -> Floats:
-        """(N,): log speedups on all texts. Of what was predicted on the first ones alone: that, and the difference that
-        looking at all made on average to the masks among these that were predicted both ways."""
-        differences = [one.log_speedup - one.first_log_speedup for one in found if one.first_log_speedup is not None]
-        usual = float(np.mean(differences)) if differences else 0.0
-        return np.array([one.log_speedup + (0.0 if one.full_fidelity else usual) for one in found])
 
-    def best_first(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """By what is expected; those alike stay in order."""
-        return [found[int(i)] for i in np.argsort(-self.expected(found), kind="stable")]
+def best_first(found: Iterable[Candidate]) -> list[Candidate]:
+    """By prediction; those alike stay in order."""
+    return sorted(found, key=lambda one: -one.log_speedup)
 
 
 def refine_pool(
     pool: Pool, refiner: Refiner, *, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> Pool:
-    """A pool that was made on the first texts, best first by what is expected on all, with its best predicted on all.
+    """A pool that was made on the first texts, best first, with its best predicted on all.
 
     Goes on until the eight best are or the time is up; the best one in any case.
     Cost: a full-fidelity reading each.
@@ -63,7 +52,7 @@ def refine_pool(
     left = [Candidate(one.key, one.log_speedup, full_fidelity=False) for one in pool.candidates]
     while (ahead := next((i for i, one in enumerate(left[:_NUM_AHEAD]) if not one.full_fidelity), None)) is not None:
         left[ahead] = refiner.refine(left[ahead])
-        left = refiner.best_first(left)
+        left = best_first(left)
         if clock() - start > seconds:
             break
     return Pool(tuple(left))

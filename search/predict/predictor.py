@@ -106,9 +106,6 @@ class ExtraTexts:
 class Predictor:
     """Predicts configs from readings, kept by mask up to 16 MiB, and from costs, see `set_costs` and `learn`.
 
-    Costs drift, and forecasts of different hours must compare. So a forecast has the cost drift taken out: by how much
-    the speedup predicted for one reference config has moved since the first costs.
-
     There are two fidelities where there are texts after the first ones (see `with_more`). Screening predicts a mask on
     the first texts alone, which is cheap and enough to drop the hopeless; `full_fidelity` is on all texts. What is
     asked decides, never what is kept, so an answer does not depend on the questions before it.
@@ -125,9 +122,7 @@ class Predictor:
         self._readings, self._full_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
         self.look_up_with(())
         self._learner = CostLearner()
-        self._reference_config: DecodeConfig | None = None
-        self._drift = 0.0
-        self._first_cost = self._measured = self.cost = cost
+        self._measured = self.cost = cost
 
     def look_up_with(self, lookups: Sequence[LookupChoice], *, or_not: bool = True) -> None:
         """From now on masks are predicted as the rest of a hybrid with one of these; or_not: and without any."""
@@ -135,29 +130,13 @@ class Predictor:
         gammas = coarse_gammas(self._gamma_max)
         self._grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, [*choices, *lookups])
 
-    def set_reference_config(self, config: DecodeConfig, first_cost: CostModel) -> None:
-        """Take the cost drift since `first_cost`, as this config sees it, out of all forecasts."""
-        self._reference_config, self._first_cost = config, first_cost
-        self._use(self.cost)
-
     def set_costs(self, measured: CostModel) -> None:
         """Use costs measured anew, uncorrected until the next `learn`."""
-        self._measured = measured
-        self._use(measured)
+        self._measured = self.cost = measured
 
     def learn(self, trials: Sequence[FrozenTrial]) -> None:
         """Costs as measured, corrected by these trials: see `CostLearner`."""
-        self._use(self._learner.learn(self._measured, trials))
-
-    def _use(self, cost: CostModel) -> None:
-        self.cost = cost
-        if self._reference_config is None or cost == self._first_cost:
-            self._drift = 0.0
-        else:
-            now, first = (
-                self._config_logs(self._reference_config, full_fidelity=True, at=at) for at in (cost, self._first_cost)
-            )
-            self._drift = float(now.mean() - first.mean())
+        self.cost = self._learner.learn(self._measured, trials)
 
     def with_more(self, forcing: Forcing, rows: TextRows) -> Predictor:
         """This one, with these texts after its own; its readings are kept."""
@@ -271,10 +250,10 @@ class Predictor:
     ) -> tuple[list[float], float]:
         """(Speedups on the texts at `steps`, speedup on texts like all of them) as configs are ranked: one draft deep,
         costs by terms. `extra` holds those of `steps` that are not among all texts."""
-        logs = self._config_logs(config, full_fidelity=True) - self._drift
+        logs = self._config_logs(config, full_fidelity=True)
         at = dict(enumerate(logs.tolist()))
         if extra is not None:
-            others = extra.predictor._config_logs(config, full_fidelity=True) - self._drift
+            others = extra.predictor._config_logs(config, full_fidelity=True)
             at |= dict(zip(extra.steps, others.tolist(), strict=True))
         mean = float(np.exp(logs.mean()))
         return [math.exp(at[step]) for step in steps], mean
@@ -282,7 +261,7 @@ class Predictor:
     def shared(self, one: Predicted, *, full_fidelity: bool = False) -> Predicted:
         """The same with `share_prefix`: the same rounds, cheaper verifications."""
         config = one.config.model_copy(update={"share_prefix": True})
-        log = self._config_logs(config, full_fidelity=full_fidelity).mean() - self._drift
+        log = self._config_logs(config, full_fidelity=full_fidelity).mean()
         return Predicted(config, float(np.exp(log)))
 
     def with_siblings(self, one: Predicted, most: int, *, full_fidelity: bool = False) -> Predicted | None:
@@ -444,16 +423,14 @@ class Predictor:
         )
 
     def _log_speedups(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Floats:
-        """(S,): mean log speedup over texts, cost drift taken out."""
-        means: Floats = self._text_logs(drafted_by, grid, full_fidelity=full_fidelity).mean(axis=1) - self._drift
+        """(S,): mean log speedup over texts."""
+        means: Floats = self._text_logs(drafted_by, grid, full_fidelity=full_fidelity).mean(axis=1)
         return means
 
-    def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool, at: CostModel | None = None) -> Floats:
+    def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool) -> Floats:
         """(P,): log speedup on each text."""
         settings, share_prefix = Settings.of(config), config.share_prefix
-        logs = self._text_logs(
-            config.drafted_by, settings, full_fidelity=full_fidelity, share_prefix=share_prefix, at=at
-        )
+        logs = self._text_logs(config.drafted_by, settings, full_fidelity=full_fidelity, share_prefix=share_prefix)
         one: Floats = logs[0]
         return one
 
@@ -464,13 +441,12 @@ class Predictor:
         *,
         full_fidelity: bool,
         share_prefix: bool = False,
-        at: CostModel | None = None,
     ) -> Floats:
-        """(S, P): log speedup on each text, at today's costs or these."""
+        """(S, P): log speedup on each text."""
         readings, rows, cost = (
             self._reading_for(drafted_by, grid, full_fidelity=full_fidelity),
             self._rows_of(full_fidelity=full_fidelity),
-            at or self.cost,
+            self.cost,
         )
         table = _verifications_s(cost, drafted_by, share_prefix=share_prefix)
         texts = range(len(rows.lengths))

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial
 from layerskip.config.skip_mask import SkipMask
 from search.outlook.forecast import Candidate, Candidates, Pool
 from search.outlook.outlook import Outlook
-from search.outlook.refinement import Refiner
+from search.outlook.refinement import Refiner, best_first
 from search.study.attributes import CONSIDERED
 from search.study.leaderboard import make_standings
 from search.study.space import DRAFT_INT8, DRAFT_VOCAB, GAMMA, SearchSpace
@@ -27,7 +27,7 @@ _CHANCE = 0.1
 
 
 class _Field:
-    """The candidates of one proposal, ranked by what is expected of them on all texts."""
+    """The candidates of one proposal, ranked by prediction."""
 
     def __init__(self, refiner: Refiner) -> None:
         self._refiner = refiner
@@ -35,7 +35,7 @@ class _Field:
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Rank these among the others."""
-        self.best_first = self._refiner.best_first([*self.best_first, *candidates])
+        self.best_first = best_first([*self.best_first, *candidates])
 
     def settle(self, measured: Set[Key]) -> list[Candidate]:
         """Predict the leading one of the unmeasured on all texts, if it was on the first ones alone. Returns it."""
@@ -49,11 +49,10 @@ class _Field:
 
     def gain(self, measured: Set[Key]) -> float | None:
         """What the best of the unmeasured is expected to be above the best measured, as a share."""
-        expected = self._refiner.expected(self.best_first)
         sides: tuple[list[float], list[float]] = ([], [])
-        for one, log in zip(self.best_first, expected.tolist(), strict=True):
+        for one in self.best_first:
             if one.full_fidelity:
-                sides[one.key in measured].append(log)
+                sides[one.key in measured].append(one.log_speedup)
         unmeasured, tried = sides
         return math.expm1(max(unmeasured) - max(tried)) if unmeasured and tried else None
 

@@ -14,11 +14,9 @@ from search.confirm import passes, stage
 from search.outlook import forecast, refinement
 from search.outlook.opening import _Opening
 from search.outlook.outlook import Outlook
-from search.outlook.refinement import Refiner
 from search.predict import costs, learnt_costs
 from search.predict.learnt_costs import CostLearner
 from search.predict.more_texts import MoreTexts
-from search.predict.predictor import Predictor
 from search.study import leaderboard
 from search.study.attributes import MORE, TEXTS
 from search.trials import proposals, replay_proposer
@@ -39,21 +37,8 @@ def _one_fidelity(stack: ExitStack) -> None:
     stack.enter_context(patch.object(_Opening, "outlook", outlook))
 
 
-def _no_expectation(stack: ExitStack) -> None:
-    """What was predicted on the first texts alone counts as it is."""
-
-    def expected(self: Refiner, found: Any) -> Any:  # noqa: ARG001
-        return np.array([one.log_speedup for one in found])
-
-    stack.enter_context(patch.object(Refiner, "expected", expected))
-
-
 def _no_learnt_costs(stack: ExitStack) -> None:
     stack.enter_context(patch.object(CostLearner, "learn", lambda _self, measured, _trials: measured))
-
-
-def _no_yardstick(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(Predictor, "set_reference_config", lambda *_: None))
 
 
 def _no_taste(stack: ExitStack) -> None:
@@ -88,9 +73,7 @@ def _only_predicted(stack: ExitStack) -> None:
 
 ABLATIONS: dict[str, Patches] = {
     "one_fidelity": _one_fidelity,
-    "no_expectation": _no_expectation,
     "no_learnt_costs": _no_learnt_costs,
-    "no_yardstick": _no_yardstick,
     "no_taste": _no_taste,
     "no_shrinkage": _no_shrinkage,
     "no_repeats": _no_repeats,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,28 +131,6 @@ def test_a_mask_is_read_once_and_prices_may_change() -> None:
     assert predictor.forecast(config, [])[1] < before
     assert predictor.forecast(config, [1])[0] == pytest.approx([live_ratio(forcing, 1, config, dear)])
     assert forcing.num_readings == 1 + 1  # and one by the simulation
-
-
-def test_configs_are_ranked_at_the_first_prices() -> None:
-    """Prices that rise for all shift no rank; what is dear for one config alone is seen. The surface is of today."""
-    forcing = forcing_of([LENGTH] * 3)
-    predictor = predictor_of(forcing)
-    reference, other = (DecodeConfig(skip_mask=MASKS[1], gamma=gamma) for gamma in (4, 1))
-    before = [predictor.forecast(config, [])[1] for config in (reference, other)]
-    best, surface = (
-        predictor.best_setting(MASKS[1]).speedup,
-        predictor.surface(DecodeConfig(skip_mask=MASKS[1], gamma=1))[2],
-    )
-    predictor.set_reference_config(reference, COST)
-    assert predictor.forecast(reference, [])[1] == before[0]
-    predictor.set_costs(dataclasses.replace(COST, verify_s=(COST.verify_s[0], *(3 * s for s in COST.verify_s[1:]))))
-    after = [predictor.forecast(config, [])[1] for config in (reference, other)]
-    assert after[0] == pytest.approx(before[0])
-    assert after[1] < before[1]  # many verifications
-    assert predictor.best_setting(MASKS[1]).speedup == pytest.approx(best, rel=0.2)
-    assert (predictor.surface(DecodeConfig(skip_mask=MASKS[1], gamma=1))[2] < 0.7 * surface).all()
-    predictor.set_costs(COST)
-    assert [predictor.forecast(config, [])[1] for config in (reference, other)] == pytest.approx(before)
 
 
 def test_trials_teach_prices_until_new_ones_are_measured() -> None:
