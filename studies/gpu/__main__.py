@@ -13,7 +13,12 @@ from studies.gpu.book import Book
 from studies.gpu.runner import Part, run_part
 
 PROG = "studies.gpu"
-SIZES = {"a": ("1b", "3b", "8b", "tiny"), "b": ("all", "tiny"), "c": ("demo", "1b", "tiny")}
+SIZES = {
+    "a": ("1b", "3b", "8b", "tiny"),
+    "b": ("all", "tiny"),
+    "c": ("demo", "1b", "tiny"),
+    "d": ("demo", "1b", "tiny"),
+}
 """By part, in the order in which they are run where no size is given; `tiny` is the rehearsal on a CPU."""
 SECONDS = {
     ("a", "1b"): 255.0,
@@ -22,6 +27,8 @@ SECONDS = {
     ("b", "all"): 190.0,
     ("c", "demo"): 190.0,
     ("c", "1b"): 530.0,
+    ("d", "demo"): 450.0,
+    ("d", "1b"): 520.0,
 }
 """Most seconds of each; a rehearsal has what it needs."""
 _TINY_S = 540.0
@@ -35,6 +42,7 @@ def build_parser() -> OneLineParser:
         ("a", "speed of every engine on random weights of real shapes, and what speculation gives"),
         ("b", "the tests marked gpu"),
         ("c", "search, confirm and bench: the demo model, then one trained on the spot"),
+        ("d", "a layer trained to draft for the models of part c, and every way to draft in one table"),
     ):
         command = commands.add_parser(part, help=about, description=about)
         sizes = SIZES[part]
@@ -44,7 +52,9 @@ def build_parser() -> OneLineParser:
         command.add_argument("--out", type=Path, required=True, help="folder for PART-SIZE.json, the only file made")
         command.add_argument("--seconds", type=float, help="most seconds of each size, in place of its own limit")
         command.add_argument("--work", type=Path, default=_WORK, help="folder for models and studies")
-        command.add_argument("--corpus", type=Path, help="part c: Python sources to train on [the interpreter's own]")
+        command.add_argument(
+            "--corpus", type=Path, help="parts c and d: Python sources to train on [the interpreter's own]"
+        )
     tables = commands.add_parser("summarise", help="tables of what the parts found, as Markdown")
     tables.add_argument("folder", type=Path, help="where the parts left their files")
     return parser
@@ -85,9 +95,11 @@ def _part(arguments: argparse.Namespace, size: str) -> Part:
         from studies.gpu.gpu_tests import GpuTests
 
         return GpuTests(size)
+    from studies.gpu.drafters_job import DraftersJob
     from studies.gpu.main_job import MainJob
 
-    return MainJob(size, arguments.work.resolve(), arguments.corpus and arguments.corpus.resolve())
+    job = MainJob if arguments.command == "c" else DraftersJob
+    return job(size, arguments.work.resolve(), arguments.corpus and arguments.corpus.resolve())
 
 
 if __name__ == "__main__":

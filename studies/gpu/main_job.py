@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -81,13 +80,22 @@ class MainJob:
     def run(self, step: str, job: Job) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            {"train": self._train, "search": self._search, "bench": self._bench}[step](job)
+            self.run_step(step, job)
         finally:
             free_memory()  # what training holds would be missing in the search
+
+    def run_step(self, step: str, job: Job) -> None:
+        """In its folder, which is there."""
+        {"train": self._train, "search": self._search, "bench": self._bench}[step](job)
 
     @property
     def _folder(self) -> Path:
         return self.work / self.size
+
+    @property
+    def _source(self) -> Path:
+        """Of model and prompts."""
+        return self._folder if SIZES[self.size].train else DEMO
 
     def _train(self, job: Job) -> None:
         from studies.demo import make_model
@@ -95,39 +103,43 @@ class MainJob:
         given = ["--size", self.size, "--recipe", "layerskip", "--no-checkpoints", *SIZES[self.size].train]
         given += ["--work-dir", str(self._folder / "maker"), "--out", str(self._folder / "model")]
         given += [] if self.corpus is None else ["--corpus", str(self.corpus)]
-        _command(make_model.main, given)
-        job.add(training=_read(self._folder / "model" / "training.json"))
+        command(make_model.main, given)
+        job.add(training=read_json(self._folder / "model" / "training.json"))
 
     def _search(self, job: Job) -> None:
+        self.search(job, SIZES[self.size].search)
+
+    def search(self, job: Job, arguments: Sequence[str]) -> None:
+        """A search with these arguments besides the size's settings; its summary and config."""
         from search import run
 
-        shutil.copyfile(HERE / "settings" / f"{self.size}.toml", self._folder / "study.toml")
-        source = self._folder if SIZES[self.size].train else DEMO
-        given = ["--study", str(self._folder), "--model", str(source / "model")]
-        given += ["--prompts", str(source / "tuning.jsonl"), "--held-out", str(source / "held_out.jsonl")]
+        settings = (HERE / "settings" / f"{self.size}.toml").read_text(encoding="utf-8")
+        for name, file in (("model", "model"), ("prompts", "tuning.jsonl"), ("held_out", "held_out.jsonl")):
+            settings += f"{name} = {json.dumps(str(self._source / file))}\n"
+        (self._folder / "study.toml").write_text(settings, encoding="utf-8")
         try:
-            _command(run.main, [*given, *SIZES[self.size].search])
+            command(run.main, ["--study", str(self._folder), *arguments])
         finally:
             for name in ("summary", "best"):
                 if (file := self._folder / f"{name}.json").is_file():
-                    job.add(**{name: _read(file)})
+                    job.add(**{name: read_json(file)})
 
     def _bench(self, job: Job) -> None:
         from layerskip import bench
         from studies.gpu import candidate
 
         config, record = self._folder / "bench-config.json", self._folder / "bench.json"
-        _command(candidate.main, [str(self._folder), "--out", str(config)])
-        held_out = (self._folder if SIZES[self.size].train else DEMO) / "held_out.jsonl"
+        command(candidate.main, [str(self._folder), "--out", str(config)])
+        held_out = self._source / "held_out.jsonl"
         given = ["--config", str(config), "--prompts", str(held_out), "--json", str(record)]
         try:
-            _command(bench.main, [*given, *SIZES[self.size].bench])
+            command(bench.main, [*given, *SIZES[self.size].bench])
         finally:
             if record.is_file():
-                job.add(bench=_read(record))
+                job.add(bench=read_json(record))
 
 
-def _command(main: Callable[[list[str]], int], arguments: list[str]) -> None:
+def command(main: Callable[[list[str]], int], arguments: list[str]) -> None:
     """Run one of the project's commands in this process. Raises: RuntimeError with its last messages if it fails."""
     with _kept_messages() as messages:
         code = main(arguments)
@@ -154,5 +166,6 @@ def _kept_messages() -> Iterator[io.StringIO]:
         yield messages
 
 
-def _read(file: Path) -> Any:
+def read_json(file: Path) -> Any:
+    """Of a file that a command wrote."""
     return json.loads(file.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.config.decode_config import DecodeConfig
+from studies import regimes
 from studies.gpu import tables
 from studies.gpu.book import DONE, read
 from studies.gpu.tables import Rows, percent
@@ -29,6 +30,8 @@ TITLES = {
     "train": "Training",
     "search": "Search and confirm",
     "bench": "Bench",
+    "weights": "Training draft weights",
+    "regimes": "Ways to draft",
 }
 
 
@@ -37,7 +40,7 @@ def page(folder: Path) -> str:
 
     Raises: ValueError where there is none, or naming the file and the step whose rows are not what the step writes.
     """
-    files = sorted(folder.glob("[abc]-*.json"))
+    files = sorted(folder.glob("[abcd]-*.json"))
     if not files:
         raise ValueError(f"folder: holds no result of a part, got {folder}")
     parts = [_part(file) for file in files]
@@ -83,6 +86,10 @@ def _body(name: str, rows: Rows, facts: Mapping[str, Any]) -> str:
     found: dict[str, Any] = {key: value for row in rows for key, value in row.items()}
     if name == "train":
         return training(found["training"])
+    if name == "weights":
+        return draft_weights(found["weights"])
+    if name == "regimes":
+        return "\n".join([regimes.table(found["regimes"]), *map(regimes.details, found["regimes"]["regimes"])])
     return search(found["summary"]) if name == "search" else bench(found["bench"])
 
 
@@ -115,6 +122,15 @@ def training(facts: Mapping[str, Any]) -> str:
         f"{facts['steps']} steps, {facts['training_tokens']} tokens ({facts['epochs']} passes) in "
         f"{facts['training_minutes']} minutes, {facts['training_tokens_per_s']} tokens/s. Loss, nats a token: training "
         f"{facts['training_loss']}, held out {facts['held_out_loss']}, tuning modules {facts['tuning_loss']}."
+    )
+
+
+def draft_weights(facts: Mapping[str, Any]) -> str:
+    """What was trained, and how often it drafts what the target says."""
+    places = ", ".join(percent(one) for one in facts["held_out_agreement"])
+    return (
+        f"{facts['parameters']} parameters: {facts['steps']} steps in {facts['seconds']:.0f} s on {facts['tokens']} "
+        f"tokens. Held out, the target says what is drafted first, second, ...: {places}."
     )
 
 
