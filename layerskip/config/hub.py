@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -82,6 +84,18 @@ def locate_weights(name: str) -> Path:
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise OSError(f"{name}: no such folder, nor on the hub: {' '.join(str(error).split())[:300]}") from None
+
+
+@lru_cache
+def num_draft_ids(name: str) -> int | None:
+    """How many token ids the trained draft weights of this folder or repository choose among; None for all of them, and
+    where there is nothing to read."""
+    try:
+        config = json.loads((locate_weights(name) / "config.json").read_text(encoding="utf-8"))
+        found = config["shape"].get("num_draft_ids")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def check_file_name(name: str | os.PathLike[str] | None) -> str:

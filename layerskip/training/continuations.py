@@ -94,8 +94,10 @@ def _before_user(model: LayerSkipModel) -> Ids:
             "--own-prompts: needs a tokenizer with a chat template; give texts or prompts in --data instead"
         )
     messages = [{"role": "user", "content": _MARK}]
-    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    return tuple(model.tokenizer(text.partition(_MARK)[0], add_special_tokens=False)["input_ids"])
+    before, mark, _ = model.tokenizer.apply_chat_template(messages, tokenize=False).partition(_MARK)
+    if not mark:
+        raise ValueError("--own-prompts: the chat template does not write what a user says as it is")
+    return tuple(model.tokenizer(before, add_special_tokens=False)["input_ids"])
 
 
 def _read(file: Path) -> dict[str, list[Ids]]:

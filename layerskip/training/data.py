@@ -65,20 +65,21 @@ def make_sequences(
     """
     continuations = Continuations(model, folder, options.batch, options.seed)
     texts = [one for file in files if file.suffix != ".jsonl" for one in _windows(model, file, options)]
-    prompts = {
-        file.name: [encode_prompt(one, model, room=options.new_tokens) for one in read_prompts(file)]
+    prompts = [
+        (str(file), [encode_prompt(one, model, room=options.new_tokens) for one in read_prompts(file)])
         for file in files
         if file.suffix == ".jsonl"
-    }
+    ]
     if options.own_prompts:
-        prompts["--own-prompts"] = own_prompts(
+        own = own_prompts(
             continuations,
             model,
             options.own_prompts,
             _OWN_PROMPT_TOKENS,
             lambda done: tell(f"{done} of {options.own_prompts} prompts thought of"),
         )
-    for name, some in prompts.items():
+        prompts.append(("--own-prompts", own))
+    for name, some in prompts:
         texts += _continued(continuations, name, some, options, tell)
     found = [one for one in texts if len(one) >= _LEAST_TOKENS]
     if len(found) < 2:

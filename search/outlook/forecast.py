@@ -101,7 +101,7 @@ class Candidates:
         found: list[Predicted] = []
         for weights in self._space.draft_weights:
             alone, hybrid = ways_by(weights)
-            narrowed = [weights.narrowed(size) for size in self._space.narrowings]
+            narrowed = self._space.narrowed(weights)
             if alone in self._space.drafters:
                 found += self._best_by_weights(narrowed, [None])
             if hybrid in self._space.drafters and lookups:

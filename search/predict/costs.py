@@ -166,7 +166,7 @@ def measure_costs(
         raise ValueError("texts: at least one is needed to time steps, got none")
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
-    trained = [one.narrowed(size) for one in space.draft_weights for size in space.narrowings]
+    trained = [one for weights in space.draft_weights for one in space.narrowed(weights)]
     in_int8 = [mask.in_int8() for mask in masks] if space.int8 else []
     whole = [masks[1], *in_int8[1:2]]
     narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]

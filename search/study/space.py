@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ from layerskip.config.decode_config import (
     check_ways,
     trained_by,
 )
+from layerskip.config.hub import num_draft_ids
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from search.study.lookup_choice import LookupChoice
@@ -155,10 +157,10 @@ class SearchSpace:
     def _has_hybrids(self) -> bool:
         return any(one in self.drafters for one in HYBRIDS)
 
-    @property
-    def narrowings(self) -> tuple[int | None, ...]:
-        """What `draft_vocab` of draft weights may be."""
-        return (None, *self._weights_vocabs[1:])
+    def narrowed(self, weights: DraftWeights) -> list[DraftWeights]:
+        """These with each `draft_vocab` that they may have, of which none lets them choose among all they can."""
+        most = (num_draft_ids(weights.path) if weights.drafter == "eagle" else None) or math.inf
+        return [weights, *(weights.narrowed(size) for size in self._weights_vocabs[1:] if size < most)]
 
     @property
     def _weights_vocabs(self) -> tuple[int, ...]:

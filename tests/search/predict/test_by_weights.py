@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,13 +148,23 @@ def test_a_draft_model_with_another_tokenizer_is_replayed_nearly(kind: str, para
 
 def test_ids_of_another_tokenizer_are_not_narrowed() -> None:
     where = replace(space("llama", "draft_model"), draft_vocabs=(VOCABULARY, 1_024))
-    assert where.narrowings == (None, 1_024)
+    assert [one.draft_vocab for one in where.narrowed(where.draft_weights[0])] == [None, 1_024]
     assert "weights.draft_vocab" in where.distributions
     where = replace(where, narrows_weights=False)
-    assert where.narrowings == (None,)
+    assert where.narrowed(where.draft_weights[0]) == list(where.draft_weights)
     assert "weights.draft_vocab" not in where.distributions
     config = configs("llama", "draft_model")[0]
     assert where.to_config(where.to_params(config)).draft_weights == config.draft_weights
+
+
+def test_weights_are_narrowed_to_fewer_ids_than_they_know(tmp_path: Path) -> None:
+    where = replace(space("llama", "eagle"), draft_vocabs=(64, 32, 16), narrows_weights=True)
+    for num_draft_ids, expected in ((None, [None, 32, 16]), (32, [None, 16]), (20, [None, 16]), (16, [None])):
+        folder = tmp_path / str(num_draft_ids)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"shape": {"num_draft_ids": num_draft_ids}}))
+        weights = DraftWeights(path=str(folder), fingerprint="0" * 16)
+        assert [one.draft_vocab for one in where.narrowed(weights)] == expected
 
 
 @pytest.mark.parametrize("drafter", TRAINED)
