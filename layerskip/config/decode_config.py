@@ -104,8 +104,8 @@ class DraftWeights(Frozen):
     fingerprint: str
     """Of the weights; others in this folder are refused."""
     draft_vocab: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)] | None = None
-    """They choose among so many of the first token ids, see `SkipMask.draft_vocab`; where they were trained to choose among
-    the commonest, of those."""
+    """They choose among so many of the first token ids, see `SkipMask.draft_vocab`; where they were trained to choose
+    among the commonest, of those."""
 
     def narrowed(self, draft_vocab: int | None) -> DraftWeights:
         """The same weights, with this `draft_vocab`."""
