@@ -175,7 +175,7 @@ class _Run:
             self._spent_s = before + now - began
             if now - told >= _TELL_S:
                 told = now
-                left = self._spent_s * (1.0 / max(self._share(), 1e-9) - 1.0)
+                left = max(0.0, self._spent_s * (1.0 / max(self._share(), 1e-9) - 1.0))
                 tell(
                     f"step {self._step}: loss {loss:.3f}, first draft right {self._agreement(batch)[0]:.1%}, "
                     f"about {int(left) // 60}:{int(left) % 60:02} left"
