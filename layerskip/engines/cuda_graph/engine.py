@@ -204,11 +204,15 @@ class CudaGraphEngine(SessionEngine):
 
     def play(self, piece: Piece) -> None:
         """See `RoundHost`."""
-        self.pool.play((self._kept_layers, piece.key), piece.work, piece.preserve)
+        self.pool.play(self._key(piece), piece.work, piece.preserve)
 
     def prepare_piece(self, piece: Piece) -> None:
         """See `RoundHost`."""
-        self.pool.prepare((self._kept_layers, piece.key), piece.work, piece.preserve)
+        self.pool.prepare(self._key(piece), piece.work, piece.preserve)
+
+    def _key(self, piece: Piece) -> Hashable:
+        """The same work is another recording where it keeps states."""
+        return (piece.key, self._kept_layers) if self._kept_layers else piece.key
 
     def num_visible_for(self, num_positions: int) -> int:
         """Positions a recorded step attends to when it must see `num_positions`."""

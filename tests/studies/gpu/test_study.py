@@ -260,4 +260,4 @@ def test_parts_c_and_d_run_on_a_cpu(tmp_path: Path, small_library: Path) -> None
 
 def test_a_command_that_fails_says_why_in_the_book(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"exit code 2: studies\.gpu\.candidate: error: .*No such file"):
-        main_job._command(candidate.main, [str(tmp_path), "--out", str(tmp_path / "x.json")])
+        main_job.command(candidate.main, [str(tmp_path), "--out", str(tmp_path / "x.json")])
