@@ -250,7 +250,7 @@ def test_parts_c_and_d_run_on_a_cpu(tmp_path: Path, small_library: Path) -> None
     (tmp_path / "d-tiny.json").unlink()
     record = rehearse("d", tmp_path, "--work", str(tmp_path / "work"), "--corpus", str(small_library))
     assert len(rows_of(record, "weights")[0]["weights"]["held_out_agreement"]) == 2
-    assert {"eagle", "layer_skip"} <= rows_of(record, "search")[0]["summary"]["by_drafter"].keys()
+    assert {"eagle", "hybrid"} <= rows_of(record, "search")[0]["summary"]["by_drafter"].keys()
     found = rows_of(record, "regimes")[0]["regimes"]["regimes"]
     assert any("eagle" in row for one in found if one["name"].startswith("greedy") for row in one["rows"])
     page = summarise.page(tmp_path)
