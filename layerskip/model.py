@@ -253,8 +253,8 @@ class LayerSkipModel:
                 self._adapter.check_mask(regime.skip_mask)
             except ValueError as error:
                 raise ValueError(f"regimes.{place}.{error}") from None
-        if config.has_siblings and self.siblings_refusal is not None:
-            raise ValueError(f"siblings: need {self.siblings_refusal}")
+        if config.has_branches and self.siblings_refusal is not None:
+            raise ValueError(f"siblings and trees: need {self.siblings_refusal}")
         made_for = config.provenance
         if made_for is not None and made_for.weights_fingerprint != self.weights_fingerprint():
             raise ValueError(
@@ -273,7 +273,7 @@ class LayerSkipModel:
 
     @property
     def siblings_refusal(self) -> str | None:
-        """Why `DecodeConfig.siblings` must be 0 on this model and engine; None where it need not. Asked once, see
+        """Why `DecodeConfig.siblings` must be 0 on this model and engine, and no tree drafted; None where not so. See
         `tree_refusal`."""
         if self._asked_for_siblings is not self._engine:
             self._siblings_refusal = tree_refusal(self._engine, self._adapter)

@@ -102,11 +102,13 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         )
     if spec.int8 and not model.can_int8:
         raise ValueError(f"int8: drafts with 8-bit weights need a model that is whole on a CPU, got {model.placement}")
-    if spec.siblings and model.siblings_refusal is not None:
-        raise ValueError(f"siblings: need {model.siblings_refusal}")
+    for name in ("siblings", "trees"):
+        if getattr(spec, name) and model.siblings_refusal is not None:
+            raise ValueError(f"{name}: need {model.siblings_refusal}")
     if spec.allow_lossy and model.lossy_refusal is not None:
         raise ValueError(f"allow_lossy: needs {model.lossy_refusal}")
     searches_siblings = model.siblings_refusal is None if spec.siblings is None else spec.siblings
+    trees = model.siblings_refusal is None if spec.trees is None else spec.trees
     weights = _draft_weights(model, spec)
     return SearchSpace.for_model(
         model,
@@ -119,6 +121,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         draft_weights=weights,
         narrows_weights=not any(has_other_tokenizer(model.engine, one) for one in weights),
         siblings_max=SIBLINGS_MAX if searches_siblings else 0,
+        trees=trees,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
 

@@ -164,6 +164,11 @@ def build_parser() -> OneLineParser:
         help="search too over what else is verified in each draft token's place (default: where the engine can)",
     )
     parser.add_argument(
+        "--trees",
+        action=argparse.BooleanOptionalAction,
+        help="search too over trees in place of chains of what an eagle layer drafts (default: where the engine can)",
+    )
+    parser.add_argument(
         "--allow-lossy",
         action="store_true",
         default=None,

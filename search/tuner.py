@@ -42,6 +42,7 @@ class TuneOptions(TypedDict, total=False):
     draft_vocab: bool
     int8: bool
     siblings: bool
+    trees: bool
     drafters: Sequence[str]
     draft_weights: str | Sequence[str]
     regimes: Sequence[str]

@@ -66,7 +66,8 @@ class StepTimer:
     def draft_s(
         self, text_ids: Sequence[int], drafted_by: Sequence[DraftedBy], *, gamma: int, threshold: bool
     ) -> list[float]:
-        """Seconds of one draft token of each, a mask or trained weights, averaged over a round of `gamma` of them.
+        """Seconds of one draft token of each, a mask or trained weights, averaged over a round of `gamma` of them; of a
+        tree, of one level.
 
         threshold: with the look at the confidence that a `draft_threshold` costs.
         """
@@ -77,7 +78,7 @@ class StepTimer:
         before = None if after else self._steps.verification(1)
         seconds = self._time(text_ids, steps, math.ceil(_NUM_WARM / gamma), [before] * len(steps))
         if not after:
-            return [one / gamma for one in seconds]
+            return [one / step.num_drafts for one, step in zip(seconds, steps, strict=True)]
         rounds = zip(seconds[::2], seconds[1::2], strict=True)
         return [max(whole - verify, _LEAST_SHARE * whole) / gamma for whole, verify in rounds]
 

@@ -58,6 +58,11 @@ class Step(Protocol):
         """Draft tokens that it verifies and does not draft."""
         ...
 
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of the last time, and of a tree its levels."""
+        ...
+
     def place(self, end: TextEnd) -> None:
         """Have the cache hold the text, as a step before this one would leave it. Not timed."""
         ...
@@ -173,7 +178,8 @@ class _WeightsStep:
         )
         drafter = make_drafter(config, engine, sampler)
         assert isinstance(drafter, EagleDrafter | DraftModelDrafter | OtherTokenizerDrafter)
-        self._engine, self._drafter, self._session, self._num_drafts = engine, drafter, drafter.begin(), num_drafts
+        self._engine, self._drafter, self._session, self._most = engine, drafter, drafter.begin(), num_drafts
+        self.num_drafts = num_drafts
         self._verification = verification
         self._model = loaded_weights(engine, weights)
         self._has_begun = False
@@ -188,10 +194,10 @@ class _WeightsStep:
 
     @property
     def room(self) -> int:
-        return self._num_drafts + 1
+        return self._most + 1
 
     def prepare(self, length: int) -> None:
-        self._drafter.prepare(Starts(range(length, length + self._num_drafts), range(0)), profile=False)
+        self._drafter.prepare(Starts(range(length, length + self._most), range(0)), profile=False)
         if self._verification is not None:
             self._verification.prepare(length)
 
@@ -209,10 +215,11 @@ class _WeightsStep:
         if isinstance(self._session, OtherTokenizerSession):  # which need not propose anything here
             self._session.rehearse(context, count)
         else:
-            self._session.propose(context, count, None)
+            draft = self._session.propose(context, count, None)
+            self.num_drafts = count if draft is None else len(draft.ids)
 
     def run(self, end: TextEnd) -> None:
-        self._propose(end, self._num_drafts)
+        self._propose(end, self._most)
         if self._verification is not None:
             self._verification.run(end)
 

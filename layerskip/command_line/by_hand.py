@@ -38,6 +38,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sibling-threshold", type=float, help="only draft tokens below this confidence have siblings; default: all"
     )
+    group.add_argument(
+        "--tree-tokens", type=int, help="of eagle: so many of all it proposes are verified, as a tree; default: a chain"
+    )
     group.add_argument("--min-match", type=int, help=f"fewest tokens that a lookup goes by; else {NGRAMS.min_match}")
     group.add_argument(
         "--max-match", type=int, help=f"most tokens that n-grams are told apart by; else {NGRAMS.max_match}"
@@ -74,13 +77,8 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
     from layerskip.drafters.draft_weights import describe_weights
 
     weights = describe_weights(arguments.draft_weights)
-    return DecodeConfig(
-        drafter=weights.drafter,
-        skip_mask=SkipMask.none(num_layers),
-        gamma=gamma,
-        draft_weights=weights,
-        **given,
-    )
+    given |= {"draft_weights": weights.model_dump() | {"tree_tokens": arguments.tree_tokens}}
+    return DecodeConfig(drafter=weights.drafter, skip_mask=SkipMask.none(num_layers), gamma=gamma, **given)
 
 
 def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
@@ -97,7 +95,7 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
                 raise ValueError(f"{flag}: needs --{name.replace('_', '-')}")
     needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": (*TRAINED, "hybrid")}
-    needed |= {"siblings": _COMPUTED, "sibling_threshold": _COMPUTED}
+    needed |= {"siblings": _COMPUTED, "sibling_threshold": _COMPUTED, "tree_tokens": (*TRAINED, "hybrid")}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

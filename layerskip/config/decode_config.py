@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 100_000
 MAX_THREADS = 1024
 MAX_SIBLINGS = 4
+MAX_TREE_TOKENS = 64
 """Bounds on what a config file can make us allocate."""
 ENGINE_NAMES = ("auto", "eager", "fused", "cuda_graph")
 MAX_GROUPS = 64
@@ -106,10 +107,23 @@ class DraftWeights(Frozen):
     draft_vocab: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)] | None = None
     """They choose among so many of the first token ids, see `SkipMask.draft_vocab`; where they were trained to choose
     among the commonest, of those."""
+    tree_tokens: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS)] | None = None
+    """Of eagle: not a chain is drafted but a tree, and of all that the weights propose up to gamma tokens deep the
+    likeliest so many are verified. Their likelihood is that of their whole path."""
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Self:
+        if self.tree_tokens is not None and self.drafter != "eagle":
+            raise ValueError(f"tree_tokens: must be left out where the drafter is {self.drafter}")
+        return self
 
     def narrowed(self, draft_vocab: int | None) -> DraftWeights:
         """The same weights, with this `draft_vocab`."""
         return self.model_copy(update={"draft_vocab": draft_vocab})
+
+    def branching(self, tree_tokens: int | None) -> DraftWeights:
+        """The same weights, with these `tree_tokens`."""
+        return self.model_copy(update={"tree_tokens": tree_tokens})
 
 
 DraftedBy = SkipMask | DraftWeights
@@ -233,7 +247,8 @@ class _Setting(_LosslessAsBefore):
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
     """Most draft tokens a round; of a hybrid, those of layer skipping. 0 = plain decoding."""
     draft_threshold: Probability = 0.0
-    """Drafting stops after the first token whose draft top probability is below this; 0 = off."""
+    """Drafting stops after the first token whose draft top probability is below this; 0 = off. Of a tree: what is less
+    likely than this is not verified, but for the likeliest token."""
     target_threshold: Probability = 0.0
     """While the target's probability of the token it just emitted is below this, it decodes alone; 0 = off."""
     share_prefix: bool = False
@@ -302,6 +317,8 @@ class _Setting(_LosslessAsBefore):
             raise ValueError(f"siblings: must be 0 where gamma is 0, got {self.siblings}")
         if self.siblings and self.share_prefix:
             raise ValueError(f"siblings: must be 0 where share_prefix is on, got {self.siblings}")
+        if self.siblings and self.tree_tokens:
+            raise ValueError(f"siblings: must be 0 where draft_weights.tree_tokens are given, got {self.siblings}")
         if self.sibling_threshold < 1.0 and not self.siblings:
             raise ValueError(f"sibling_threshold: must be 1 where siblings is 0, got {self.sibling_threshold}")
 
@@ -341,7 +358,12 @@ class _Setting(_LosslessAsBefore):
     @property
     def max_verified(self) -> int:
         """Most tokens that any round verifies, siblings among them."""
-        return max(self.gamma * (1 + self.siblings), self.lookup_gamma)
+        return max(self.tree_tokens or self.gamma * (1 + self.siblings), self.lookup_gamma)
+
+    @property
+    def tree_tokens(self) -> int:
+        """Tokens of a tree, of which the rest is as deep as gamma; 0 for a chain."""
+        return 0 if self.draft_weights is None else self.draft_weights.tree_tokens or 0
 
     @property
     def watches_confidence(self) -> bool:
@@ -461,9 +483,9 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
         return any(isinstance(one.lookup, SuffixLookup) for one in self._settings)
 
     @property
-    def has_siblings(self) -> bool:
-        """Whether any of its settings, groups and regimes included, drafts siblings."""
-        return any(one.siblings for one in self._settings)
+    def has_branches(self) -> bool:
+        """Whether any of its settings, groups and regimes included, drafts siblings or trees."""
+        return any(one.siblings or one.tree_tokens for one in self._settings)
 
     @property
     def lossy_rules(self) -> tuple[LossyAcceptance, ...]:
@@ -481,7 +503,7 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     @property
     def verifies_on_host(self) -> bool:
         """Whether any of its settings verifies in a way that no recorded round has."""
-        return self.has_siblings or bool(self.lossy_rules)
+        return self.has_branches or bool(self.lossy_rules)
 
     @property
     def _settings(self) -> tuple[_Setting, ...]:

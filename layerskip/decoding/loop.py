@@ -21,7 +21,7 @@ from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
-from layerskip.rounds.verifier import Siblings, Verdict, verify, verify_tree
+from layerskip.rounds.verifier import TreeDraft, Verdict, verify, verify_tree
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
 LOOKED_UP = "looked-up"
@@ -36,7 +36,7 @@ class Emitted:
     ids: list[int]
     origins: list[str]
     rejected: list[int] = field(default_factory=list)
-    """Draft tokens in whose place the last token stands, or where a sibling was accepted, that and the last token."""
+    """Draft tokens in whose place the last token stands, or accepted tokens of another branch and the last one."""
     rejected_from: int = -1
     """Index in `ids` of the token in whose place the first of them stood."""
 
@@ -60,7 +60,7 @@ class DecodeLoop:
     The output is token-identical to that of the target alone, sampled output to what it draws from the same generator;
     but for a config with a `lossy` rule, by which further draft tokens are accepted.
     Cost a round: the draft's, and one full forward over the drafted tokens, their siblings and one more. Memory: one
-    cache of prompt + max_new_tokens + gamma positions, and gamma more for each sibling.
+    cache of prompt + max_new_tokens + gamma positions, or as many as one round verifies.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class DecodeLoop:
         run.stats.draft_s += clock.lap()
         verdict = self._verify_draft(draft, run.context)
         run.stats.verify_s += clock.lap()
-        num_siblings = 0 if draft.siblings is None else draft.siblings.ids.numel()
+        num_siblings = 0 if draft.tree is None else draft.tree.num_siblings
         return _Round(draft.ids.tolist(), verdict, looked_up=draft.looked_up, num_siblings=num_siblings)
 
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
@@ -212,8 +212,8 @@ class DecodeLoop:
         on_host = draft.looked_up or self._config.draft_weights is not None
         if self._device_verify is not None and on_host:
             return self._device_verify.verify(context[-1], draft.ids)
-        if draft.siblings is not None:
-            return self._verify_siblings(draft.ids, draft.siblings, context)
+        if draft.tree is not None:
+            return self._verify_tree(draft.tree, context)
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)
         ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
@@ -228,23 +228,15 @@ class DecodeLoop:
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
 
-    def _verify_siblings(self, draft_ids: torch.Tensor, siblings: Siblings, context: Sequence[int]) -> Verdict:
-        engine = cast(TreeEngine, self._engine)
-        cache = self._engine.cache
-        start, tree = cache.length, DraftTree(len(draft_ids), siblings.ids.shape[1], siblings.branches)
-        ids = torch.cat([draft_ids.new_tensor(context[-1:]), draft_ids, siblings.ids.flatten()])
-        logits = engine.verify_tree(ids, tree)
-        verdict = verify_tree(
-            draft_ids,
-            siblings,
-            logits,
-            self._sampler,
-            context,
-            with_prob=self._with_prob,
-            lossy=self._config.lossy,
-        )
-        if verdict.sibling is not None:
-            engine.keep_sibling(start + verdict.sibling.row, start + verdict.num_accepted)
+    def _verify_tree(self, tree: TreeDraft, context: Sequence[int]) -> Verdict:
+        engine, cache = cast(TreeEngine, self._engine), self._engine.cache
+        start = cache.length
+        ids = torch.cat([tree.ids.new_tensor(context[-1:]), tree.ids])
+        logits = engine.verify_tree(ids, DraftTree(tree.parents))
+        verdict = verify_tree(tree, logits, self._sampler, context, with_prob=self._with_prob, lossy=self._config.lossy)
+        if verdict.off_draft:
+            rows = [start + one.row for one in verdict.off_draft]
+            engine.keep_rows(rows, start + 1 + verdict.num_drafts_accepted)
         cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
 
@@ -325,17 +317,16 @@ class Run:
 
 def _settle(run: Run, settled: _Round) -> Emitted:
     """Count a round and emit what it gave."""
-    draft_ids, verdict, sibling = settled.draft_ids, settled.verdict, settled.verdict.sibling
+    draft_ids, verdict, off_draft = settled.draft_ids, settled.verdict, settled.verdict.off_draft
     run.stats.count_round(
         len(draft_ids),
         verdict.num_accepted,
         looked_up=settled.looked_up,
         num_siblings=settled.num_siblings,
-        hit=sibling is not None,
+        num_hits=len(off_draft),
     )
     num_right = verdict.num_drafts_accepted
-    accepted = draft_ids[:num_right] + ([] if sibling is None else [sibling.token])
-    last_origin = RECOVERED if sibling is None and num_right < len(draft_ids) else BONUS
+    accepted = draft_ids[:num_right] + [one.token for one in off_draft]
+    last_origin = BONUS if off_draft or num_right == len(draft_ids) else RECOVERED
     origins = [LOOKED_UP if settled.looked_up else ACCEPTED] * len(accepted) + [last_origin]
-    rejected_from = -1 if sibling is None else -2
-    return run.take([*accepted, verdict.next_token], origins, draft_ids[num_right:], rejected_from)
+    return run.take([*accepted, verdict.next_token], origins, draft_ids[num_right:], -1 - len(off_draft))

@@ -23,9 +23,10 @@ class DecodeStats:
     Before any cut at end-of-text or the length limit: emitted = 1 + accepted + rounds + target-only steps (the first
     token comes from the prompt's own forward). `num_cut` tokens of those were computed and not returned.
 
-    A sibling that was accepted counts as accepted at the position of the draft token in whose place it stands, and what
-    follows it as the round's bonus token. Siblings that were not are counted nowhere but in `num_siblings`, so
-    `acceptance_rate` stays the share of drafted positions at which the target's token was found.
+    A sibling is a token of another branch than the draft's. One that was accepted counts as accepted at the position of
+    the draft token in whose place it stands, and what follows the last of them as the round's bonus token. Siblings
+    that were not are counted nowhere but in `num_siblings`, so `acceptance_rate` stays the share of drafted positions
+    at which the target's token was found. Of a tree the draft is its likeliest path among the deepest.
     """
 
     num_prompt_tokens: int = 0
@@ -39,7 +40,7 @@ class DecodeStats:
     num_siblings: int = 0
     """Verified beside the drafted tokens."""
     num_sibling_hits: int = 0
-    """Of the accepted tokens, those that were siblings; at most one a round, the last that it accepted."""
+    """Of the accepted tokens, those that were siblings: the last that a round accepted, of a tree perhaps several."""
     num_recovered: int = 0
     num_bonus: int = 0
     num_target_only: int = 0
@@ -78,16 +79,16 @@ class DecodeStats:
         self.round_s_by_drafted, self.lookup_round_s_by_drafted = [0.0] * gamma, [0.0] * gamma
 
     def count_round(
-        self, num_drafted: int, num_accepted: int, *, looked_up: bool, num_siblings: int = 0, hit: bool = False
+        self, num_drafted: int, num_accepted: int, *, looked_up: bool, num_siblings: int = 0, num_hits: int = 0
     ) -> None:
-        """A round that drafted so many tokens, looked up or computed. hit: the last that it accepted is a sibling."""
+        """A round that drafted so many tokens, looked up or computed. num_hits: siblings among the accepted."""
         self.num_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.num_siblings += num_siblings
-        self.num_sibling_hits += hit
+        self.num_sibling_hits += num_hits
         # After a sibling nothing was drafted, so nothing is wrong there.
-        is_bonus = hit or num_accepted == num_drafted
+        is_bonus = num_hits > 0 or num_accepted == num_drafted
         self.num_bonus += is_bonus
         self.num_recovered += not is_bonus
         if looked_up:

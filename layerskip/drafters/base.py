@@ -12,7 +12,7 @@ import torch
 from layerskip.engines.prefix import PrefixStates
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import Starts
-from layerskip.rounds.verifier import Siblings
+from layerskip.rounds.verifier import TreeDraft
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Draft:
     """Found in text and not computed."""
     prefix: PrefixStates | None = None
     """Hidden states that the verification may start from."""
-    siblings: Siblings | None = None
+    tree: TreeDraft | None = None
+    """What is verified in their place where other branches are besides: a first part of them, and those."""
 
 
 @dataclass(frozen=True)

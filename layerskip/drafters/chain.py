@@ -11,7 +11,7 @@ import torch
 
 from layerskip.drafters.base import Draft
 from layerskip.rounds.sampling import Sampler, top_probability
-from layerskip.rounds.verifier import Siblings
+from layerskip.rounds.verifier import TreeDraft
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class WeightsSettings(ChainSettings):
 
     draft_vocab: int | None = field(default=None, kw_only=True)
     """See `DraftWeights`."""
+    tree_tokens: int = field(default=0, kw_only=True)
 
 
 SettingsT = TypeVar("SettingsT", bound=ChainSettings)
@@ -83,9 +84,12 @@ class ChainDrafter(Generic[SettingsT]):
         """Up to `count` tokens after the context, and what comes next best in their places, where that is asked; see
         `steps`."""
         steps = list(self.steps(context, count, next_logits))
-        found = {place: one.siblings for place, one in enumerate(steps) if one.siblings is not None}
-        siblings = Siblings(torch.cat(list(found.values())), tuple(found)) if found else None
-        return Draft(torch.cat([one.token for one in steps]), siblings=siblings)
+        ids = torch.cat([one.token for one in steps])
+        siblings = {place: one.siblings.flatten() for place, one in enumerate(steps) if one.siblings is not None}
+        if not siblings:
+            return Draft(ids)
+        parents = [*range(len(ids)), *(place for place, found in siblings.items() for _ in found)]
+        return Draft(ids, tree=TreeDraft(torch.cat([ids, *siblings.values()]), tuple(parents), len(ids)))
 
     def steps(
         self, context: Sequence[int], count: int, next_logits: Callable[[torch.Tensor | None], torch.Tensor]

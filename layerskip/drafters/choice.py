@@ -10,6 +10,7 @@ from layerskip.drafters.chain import WeightsSettings
 from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle import EagleDrafter
+from layerskip.drafters.eagle_tree import EagleTreeDrafter
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
 from layerskip.drafters.lookups.drafter import LookupDrafter
@@ -32,8 +33,8 @@ def make_drafter(
     """
     if not config.speculates:
         return None
-    if config.siblings and not isinstance(engine, TreeEngine):
-        raise ValueError(f"siblings: need the engine eager or fused, got {engine.name} and {config.siblings}")
+    if (config.siblings or config.tree_tokens) and not isinstance(engine, TreeEngine):
+        raise ValueError(f"siblings and trees: need the engine eager or fused, got {engine.name}")
     lookup = None
     if config.lookup is not None:
         lookup = LookupDrafter(config.lookup, config.lookup_gamma, config.lookup_target_threshold, store)
@@ -66,6 +67,7 @@ def _by_weights(
         config.siblings,
         config.sibling_threshold,
         draft_vocab=weights.draft_vocab,
+        tree_tokens=weights.tree_tokens or 0,
     )
     found = loaded_weights(engine, weights)
     if isinstance(found, DraftModel):
@@ -73,4 +75,5 @@ def _by_weights(
             return OtherTokenizerDrafter(found, found.translation, sampler, settings)
         return DraftModelDrafter(found, sampler, settings)
     # Not checked by its class: a benchmark wraps engines to time their forwards.
-    return EagleDrafter(found, cast(StatesEngine, engine), sampler, settings)
+    make = EagleDrafter if weights.tree_tokens is None else EagleTreeDrafter
+    return make(found, cast(StatesEngine, engine), sampler, settings)

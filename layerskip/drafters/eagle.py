@@ -108,17 +108,30 @@ class LeanEagleText:
     cos: torch.Tensor
     sin: torch.Tensor
 
+    def copied(self, length: int, room: int) -> LeanEagleText:
+        """The same of its first positions, with room for so many more keys and values."""
+        copy = self.head.new_text(length + room)
+        copy.keys[:, :, :length], copy.values[:, :, :length] = self.keys[:, :, :length], self.values[:, :, :length]
+        return copy
+
     def run(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """The layer over rows (T, hidden) at positions from `start` on, whose keys and values are then those of x."""
-        attention, num_rows = self.head.attention, len(x)
-        stop = start + num_rows
-        queries, keys, values = attention.project(x, self.cos[start:stop], self.sin[start:stop])
-        self.keys[0, :, start:stop] = keys.transpose(0, 1)
-        self.values[0, :, start:stop] = values.transpose(0, 1)
-        mask = None
-        if num_rows > 1 and start:
+        stop, mask = start + len(x), None
+        if len(x) > 1 and start:
             places = torch.arange(stop, device=x.device)
             mask = places <= places[start:].unsqueeze(1)
+        return self.run_rows(x, slice(start, stop), start, mask)
+
+    def run_rows(
+        self, x: torch.Tensor, positions: slice | torch.Tensor, start: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The layer over rows (R, hidden) at these positions (R,), whose keys and values are kept at `start` and after
+        it; mask (R, start + R): which of those kept each row sees, None for rows that follow each other from 0."""
+        attention, num_rows = self.head.attention, len(x)
+        stop = start + num_rows
+        queries, keys, values = attention.project(x, self.cos[positions], self.sin[positions])
+        self.keys[0, :, start:stop] = keys.transpose(0, 1)
+        self.values[0, :, start:stop] = values.transpose(0, 1)
         with over_growing_keys((x.device,)):
             out = attention.attend(
                 queries.transpose(0, 1).unsqueeze(0),
@@ -187,7 +200,12 @@ class EagleSession:
         self._num_done = stop
         return last
 
+    @property
+    def _room(self) -> int:
+        """Keys and values besides those of the text's positions."""
+        return 0
+
     def _run(self, embedded: torch.Tensor, states: torch.Tensor, start: int) -> torch.Tensor:
         if self._text is None:
-            self._text = self._head.new_text(self._engine.cache.capacity)
+            self._text = self._head.new_text(self._engine.cache.capacity + self._room)
         return self._text.run(self._head.enter(embedded, states), start)

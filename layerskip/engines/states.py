@@ -77,11 +77,11 @@ class StatesEngine(SessionEngine):
     def _keeps_states(self) -> bool:
         return self._states is not None
 
-    def keep_sibling(self, source: int, place: int) -> None:
+    def keep_rows(self, sources: Sequence[int], place: int) -> None:
         """See `TreeEngine`."""
-        self.cache.move(source, place)
+        self.cache.move(sources, place)
         if self._keeps_states:
-            self.states[place] = self.states[source]
+            self.states[place : place + len(sources)] = self.states[list(sources)]
 
     def _keep(self, start: int, states: Sequence[torch.Tensor]) -> None:
         """Of each kept layer the rows (T, hidden) from position `start` on."""

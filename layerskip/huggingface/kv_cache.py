@@ -54,11 +54,11 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
             raise ValueError(f"length: can only roll back, from {self._length}, got {length}")
         self._set_length(length)
 
-    def move(self, source: int, place: int) -> None:
-        """What was written at position `source` stands at `place` too. Cost: a copy of one position a layer."""
+    def move(self, sources: Sequence[int], place: int) -> None:
+        """What was written at these positions stands at `place` and after it too. Cost: a copy of them a layer."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):
-                buffer[:, :, place] = buffer[:, :, source]
+                buffer[:, :, place : place + len(sources)] = buffer[:, :, sources]
 
     def _set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:

@@ -76,6 +76,25 @@ class Sampler:
         noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
         return next_best(shaped, noise, chosen, count)
 
+    def likelihoods(self, logits: torch.Tensor, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """(R, V): log-likelihoods of the tokens after each context, that a target close to this draft chooses them.
+
+        Its choice is the best by a score (see `choose`), so they are the draft's softmax of that, made steeper: a draft
+        is right more often where it is sure than its own probability says. logits: (R, V), not shaped.
+        """
+        penalised = self._penalty is not None
+        shaped = (
+            torch.cat([self.shape(logits[i : i + 1], one) for i, one in enumerate(contexts)])
+            if penalised
+            else (self.shape(logits, ()))
+        )
+        scores = shaped.log_softmax(dim=-1)
+        if not self.greedy:
+            places = [len(one) for one in contexts]
+            rows = {place: self.noise(place, 1, scores.shape[-1], scores.device) for place in sorted(set(places))}
+            scores = scores - (torch.cat([rows[place] for place in places]) if len(rows) > 1 else rows[places[0]]).log()
+        return (_STEEPNESS * scores).log_softmax(dim=-1)
+
     @property
     def nbytes(self) -> int:
         """Of the noise that it holds."""
@@ -98,6 +117,10 @@ def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> S
     """One that draws what `generate` draws with this seed on this device."""
     # Not every device has generators, and a greedy one needs none.
     return Sampler(params, torch.Generator(device=device).manual_seed(seed) if params.do_sample else None)
+
+
+_STEEPNESS = 2.0
+"""See `Sampler.likelihoods`."""
 
 
 class PlaceNoise:

@@ -20,17 +20,17 @@ class Verdict:
     """The recovered token if a draft token was rejected, else the bonus token."""
     next_token_prob: float | None
     """The target's probability of `next_token`, which `target_threshold` looks at; None if not asked for."""
-    sibling: Sibling | None = None
-    """The last of the accepted tokens, where that is not the one drafted there but a sibling of it."""
+    off_draft: tuple[TreeToken, ...] = ()
+    """The accepted tokens after the first wrong draft token, those of another branch of the tree."""
 
     @property
     def num_drafts_accepted(self) -> int:
-        """Accepted tokens before a sibling: those that were drafted."""
-        return self.num_accepted - (self.sibling is not None)
+        """Accepted tokens of the draft itself, which come before those of another branch."""
+        return self.num_accepted - len(self.off_draft)
 
 
 @dataclass(frozen=True)
-class Sibling:
+class TreeToken:
     """One that the target chose."""
 
     token: int
@@ -39,13 +39,21 @@ class Sibling:
 
 
 @dataclass(frozen=True, eq=False)
-class Siblings:
-    """Tokens to verify besides, each in the place of a drafted one."""
+class TreeDraft:
+    """Tokens to verify in one forward, of the draft and of other branches."""
 
     ids: torch.Tensor
-    """(B, k) int64: of each draft that has any."""
-    branches: tuple[int, ...]
-    """Which of the drafts have, (B,), counted from 0, ascending."""
+    """(R - 1,) int64, row by row after the first: those of the draft that are verified, then the others, each after
+    what it goes on from."""
+    parents: tuple[int, ...]
+    """See `DraftTree`."""
+    num_drafts: int
+    """Of these tokens, those of the draft itself."""
+
+    @property
+    def num_siblings(self) -> int:
+        """Tokens of other branches."""
+        return len(self.parents) - self.num_drafts
 
 
 def verify(
@@ -102,8 +110,7 @@ def accepts(rule: LossyAcceptance, shaped: torch.Tensor, tokens: torch.Tensor) -
 
 
 def verify_tree(
-    draft_ids: torch.Tensor,
-    siblings: Siblings,
+    tree: TreeDraft,
     logits: torch.Tensor,
     sampler: Sampler,
     context: Sequence[int],
@@ -111,29 +118,27 @@ def verify_tree(
     with_prob: bool = True,
     lossy: LossyAcceptance | None = None,
 ) -> Verdict:
-    """`verify`; and where the target chose a sibling of the first wrong draft token, that and what it chooses after it.
+    """`verify` of the draft; from where that is wrong on, the branch that the target chooses, as far as there is one.
 
-    The target chooses as ever, and a sibling is accepted only if it is that choice. lossy: as in `verify`, of the draft
-    tokens alone.
+    The target chooses as ever, and what is not of the draft is accepted only if it is that choice. lossy: as in
+    `verify`, of the draft alone.
 
-    Shapes: draft_ids (G,) int64; logits (1 + G + B * k, V), not shaped: those of the drafts, as in `verify`, then row
-    by row those that follow each sibling. Cost: one device sync, a second where a draft token that has siblings is
-    wrong, a third where a sibling is right.
+    Shapes: logits (R, V), not shaped, row by row. Cost: one device sync, a second where not all of the draft is right,
+    and one for each accepted token of another branch.
     """
-    num_drafts, count = len(draft_ids), siblings.ids.shape[1]
-    chain = sampler.shape(logits[: num_drafts + 1], context, draft_ids)
+    draft_ids = tree.ids[: tree.num_drafts]
+    chain = sampler.shape(logits[: tree.num_drafts + 1], context, draft_ids)
     verdict = verify(draft_ids, chain, sampler, len(context), with_prob=with_prob, lossy=lossy)
-    place = verdict.num_accepted
-    if place not in siblings.branches:
+    if verdict.num_accepted == tree.num_drafts:
         return verdict
-    branch = siblings.branches.index(place)
-    others: list[int] = siblings.ids[branch].tolist()
-    if verdict.next_token not in others:
-        return verdict
-    token = verdict.next_token
-    row = 1 + num_drafts + branch * count + others.index(token)
-    so_far = [*context, *draft_ids[:place].tolist(), token]
-    after = verify(
-        draft_ids[:0], sampler.shape(logits[row : row + 1], so_far), sampler, len(so_far), with_prob=with_prob
-    )
-    return Verdict(place + 1, after.next_token, after.next_token_prob, Sibling(token, row))
+    row, nothing, ids = verdict.num_accepted, draft_ids[:0], tree.ids.tolist()
+    so_far, found = [*context, *ids[:row]], list[TreeToken]()
+    rows = {(parent, token): place for place, (parent, token) in enumerate(zip(tree.parents, ids, strict=True), 1)}
+    token, prob = verdict.next_token, verdict.next_token_prob
+    while (row := rows.get((row, token), 0)) > tree.num_drafts:
+        found.append(TreeToken(token, row))
+        so_far.append(token)
+        shaped = sampler.shape(logits[row : row + 1], so_far)
+        after = verify(nothing, shaped, sampler, len(so_far), with_prob=with_prob)
+        token, prob = after.next_token, after.next_token_prob
+    return Verdict(verdict.num_accepted + len(found), token, prob, tuple(found))

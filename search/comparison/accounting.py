@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from layerskip.config.decode_config import DraftedBy
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, TreeReadings, WrongDraft
+from layerskip.config.decode_config import DraftedBy, DraftWeights
 from search.measure.decoder import Decoder, TextForcing, Timer
 from search.stop import StopSignal
 from search.trials.proposals import Proposal, Proposer
@@ -136,6 +136,12 @@ class SharedForcing:
         """See `TeacherForcing.read`."""
         question = ("read", self._texts, drafted_by, depth, None if texts is None else tuple(texts))
         return self._account.ask(question, lambda: cast(DraftReadings, self.forcing.read(drafted_by, depth, texts)))
+
+    def read_trees(self, weights: DraftWeights, depth: int, texts: Sequence[int] | None = None) -> TreeReadings:
+        """See `TeacherForcing.read_trees`."""
+        question = ("trees", self._texts, weights, depth, None if texts is None else tuple(texts))
+        read = lambda: cast(TreeReadings, self.forcing.read_trees(weights, depth, texts))  # noqa: E731
+        return self._account.ask(question, read)
 
     def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """See `TeacherForcing.overrun`; each run's own."""

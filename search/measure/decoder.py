@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.distance import Emitted, measure_distance
 from layerskip.analysis.identity import IdentityReport, check_identity
-from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
-from layerskip.config.decode_config import DecodeConfig, DraftedBy
+from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, TreeReadings, WrongDraft
+from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.decoding.stats import DecodeStats
@@ -53,6 +53,8 @@ class Forcing(Protocol):
     texts: tuple[ForcedText, ...]
 
     def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings: ...
+
+    def read_trees(self, weights: DraftWeights, depth: int, texts: Sequence[int] | None = None) -> TreeReadings: ...
 
     def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]: ...
 

@@ -14,6 +14,7 @@ from layerskip.config.decode_config import DecodeConfig, DrafterName, DraftWeigh
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.prefix import PrefixStates
 from search.outlook.warm_starts import warm_starts
+from search.predict.costs import named
 from search.predict.predictor import Predicted, Predictor
 from search.predict.sensitivity import Sensitivity
 from search.study.lookup_choice import LookupChoice
@@ -101,16 +102,16 @@ class Candidates:
         found: list[Predicted] = []
         for weights in self._space.draft_weights:
             alone, hybrid = ways_by(weights)
-            narrowed = self._space.narrowed(weights)
+            variants = self._space.variants_of(weights)
             if alone in self._space.drafters:
-                found += self._best_by_weights(narrowed, [None])
+                found += self._best_by_weights(variants, [None])
             if hybrid in self._space.drafters and lookups:
-                found += self._best_by_weights(narrowed, lookups)
+                found += self._best_by_weights(variants, lookups)
         return [self._candidate(one, full_fidelity=True) for one in found]
 
     def _best_by_weights(self, each: Sequence[DraftWeights], lookups: Sequence[LookupChoice | None]) -> list[Predicted]:
         found = [one for by in each for one in self.predictor.best_by_weights(by, lookups, count=_NUM_BY_WEIGHTS)]
-        if self._space.has_weights_siblings:
+        if self._space.has_weights_siblings(each[0].drafter):
             found += [more for one in found for more in self._siblings(one, full_fidelity=True)]
         return sorted(found, key=lambda one: -one.speedup)[:_NUM_BY_WEIGHTS]
 
@@ -143,7 +144,7 @@ class Candidates:
             weights = config.draft_weights
             by = str(config.skip_mask)
             if weights is not None:
-                by = ":".join([_WEIGHTS, weights.fingerprint, *([str(v)] if (v := weights.draft_vocab) else [])])
+                by = ":".join([_WEIGHTS, *named(weights).split()])
             row = [by, config.gamma, config.draft_threshold, config.target_threshold]
             share = [config.share_prefix] if self._space.share_prefix else []
             on_all = [True] if self.predictor.has_more and config.drafts_by_mask and one.full_fidelity else []
@@ -180,12 +181,14 @@ class Candidates:
         return found
 
     def _weights_called(self, text: str) -> DraftWeights | None:
-        word, fingerprint, size, *_ = [*text.split(":"), "", ""]
+        word, fingerprint, *sizes = [*text.split(":"), ""]
         if word != _WEIGHTS:
             return None
-        # Studies from before there could be several have the word alone.
+        # Studies from before there could be several have the word alone, and a `draft_vocab` as a number alone.
         found = next(one for one in self._space.draft_weights if fingerprint in ("", one.fingerprint))
-        return found.narrowed(int(size) if size else None)
+        vocab = next((int(size) for one in sizes if (size := one.removeprefix("v")).isdigit()), None)
+        tree = next((int(one[1:]) for one in sizes if one.startswith("t")), None)
+        return found.narrowed(vocab).branching(tree)
 
 
 @dataclass(frozen=True)

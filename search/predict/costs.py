@@ -49,7 +49,7 @@ class CostModel:
     narrowed_s: Mapping[str, float] = field(default_factory=dict)
     """What a draft token under a mask takes less with this `draft_vocab`, and with this one and `int8`."""
     weights_s: Mapping[str, float] = field(default_factory=dict)
-    """A draft token of trained weights, by name; see `named`."""
+    """A draft token of trained weights, or a level of a tree, by name; see `named`."""
     int8_s: tuple[float, float, float] | None = None
     """Under a mask with 8-bit weights: what is fixed of a draft step, an attention and an MLP. None where it is not
     searched."""
@@ -145,8 +145,9 @@ def _narrowing(mask: SkipMask) -> str:
 
 
 def named(weights: DraftWeights) -> str:
-    """Their fingerprint, with their `draft_vocab` if they have one."""
-    return weights.fingerprint if weights.draft_vocab is None else f"{weights.fingerprint} v{weights.draft_vocab}"
+    """Their fingerprint, with their `draft_vocab` and `tree_tokens` if they have such."""
+    vocab = "" if weights.draft_vocab is None else f" v{weights.draft_vocab}"
+    return weights.fingerprint + vocab + ("" if weights.tree_tokens is None else f" t{weights.tree_tokens}")
 
 
 def device_facts(fingerprint: Fingerprint) -> dict[str, object]:
@@ -166,7 +167,7 @@ def measure_costs(
         raise ValueError("texts: at least one is needed to time steps, got none")
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
-    trained = [one for weights in space.draft_weights for one in space.narrowed(weights)]
+    trained = [one for weights in space.draft_weights for one in space.variants_of(weights)]
     in_int8 = [mask.in_int8() for mask in masks] if space.int8 else []
     whole = [masks[1], *in_int8[1:2]]
     narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
-from layerskip.config.decode_config import DraftedBy
+from layerskip.analysis.teacher_forcing import DraftReadings, TreeReadings, WrongDraft
+from layerskip.config.decode_config import DraftedBy, DraftWeights
 from search.measure.decoder import Forcing
 from search.predict.replay import TextRows
+
+Readings = DraftReadings | TreeReadings
 
 
 class JoinedForcing:
@@ -30,13 +32,21 @@ class JoinedForcing:
 
     def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """As the parts read; their widths and depths are made the same. `texts` ascending, as ever."""
-        readings = []
+        readings = [part.read(drafted_by, depth, chosen) for part, chosen in self._chosen(texts)]
+        return join_readings(readings, self.rows.target_probs.shape[1])
+
+    def read_trees(self, weights: DraftWeights, depth: int, texts: Sequence[int] | None = None) -> TreeReadings:
+        """The same of trees."""
+        readings = [part.read_trees(weights, depth, chosen) for part, chosen in self._chosen(texts)]
+        return TreeReadings.join(readings, self.rows.target_probs.shape[1])
+
+    def _chosen(self, texts: Sequence[int] | None) -> Iterator[tuple[Forcing, list[int] | None]]:
+        """Parts with those of these texts that are theirs, where there are any."""
         for i, part in enumerate(self._parts):
             start, stop = self._starts[i], self._starts[i + 1]
             chosen = None if texts is None else [text - start for text in texts if start <= text < stop]
             if chosen is None or chosen:
-                readings.append(part.read(drafted_by, depth, chosen))
-        return join_readings(readings, self.rows.target_probs.shape[1])
+                yield part, chosen
 
     def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """As the parts say, each of its own texts."""
@@ -57,9 +67,9 @@ class KeptReadings:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._used_bytes = most_bytes, 0
-        self._readings: OrderedDict[DraftedBy, DraftReadings] = OrderedDict()
+        self._readings: OrderedDict[DraftedBy, Readings] = OrderedDict()
 
-    def of(self, drafted_by: DraftedBy, read: Callable[[], DraftReadings]) -> DraftReadings:
+    def of(self, drafted_by: DraftedBy, read: Callable[[], Readings]) -> Readings:
         """The reading that is kept, or a new one."""
         if drafted_by in self._readings:
             self._readings.move_to_end(drafted_by)

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from optuna.trial import FrozenTrial
 
-from layerskip.analysis.teacher_forcing import DraftReadings, WrongDraft
+from layerskip.analysis.teacher_forcing import DraftReadings, TreeReadings, WrongDraft
 from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Forcing
 from search.predict.costs import CostModel
-from search.predict.joined_forcing import JoinedForcing, KeptReadings, join_readings
+from search.predict.joined_forcing import JoinedForcing, KeptReadings, Readings, join_readings
 from search.predict.learnt_costs import CostLearner
 from search.predict.lookup_readings import LookupReadings, read_lookups
 from search.predict.replay import Counts, Floats, Round, Settings, SiblingRows, TextRows, replay, walk
@@ -29,6 +29,7 @@ from search.study.space import (
     SIBLING_THRESHOLDS,
     THRESHOLD_MAX,
     THRESHOLD_STEP,
+    TREES,
     lookup_settings,
     snap_threshold,
 )
@@ -38,6 +39,7 @@ _SHARP_ROWS = 4096
 """A config about to be measured is read with the draft's own keys as many drafts into a round as its gamma needs: up to
 a gamma of 8 always, beyond that while a text has no more rows than this, because attention among them is quadratic."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_TREE_THRESHOLDS = (0.0, 0.05, 0.1, 0.2)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _LOOKUP_GAMMAS = (2, 3, 4, 6, 8, 12, 16, LOOKUP_GAMMA_MAX)
 _LOOKUP_THRESHOLDS = (0.0, 0.3, 0.6)
@@ -170,7 +172,9 @@ class Predictor:
     def agreement(self, mask: SkipMask, *, full_fidelity: bool = False) -> float:
         """Share of positions where the draft's choice is the target's token."""
         lengths = self._rows_of(full_fidelity=full_fidelity).lengths
-        return float(self._reading(mask, full_fidelity=full_fidelity).accepted[0].sum() / max(1, (lengths - 1).sum()))
+        reading = self._reading(mask, full_fidelity=full_fidelity)
+        assert isinstance(reading, DraftReadings)
+        return float(reading.accepted[0].sum() / max(1, (lengths - 1).sum()))
 
     def best_setting(self, mask: SkipMask, *, full_fidelity: bool = False) -> Predicted:
         """The gamma and thresholds with the best predicted speedup: a coarse grid, then steps of 0.05 around its best.
@@ -216,9 +220,11 @@ class Predictor:
     ) -> list[Predicted]:
         """The `count` best settings of trained weights on all texts, after one of these lookups or, for None, alone;
         best first. Cost: a reading, and a replay of the coarse grid."""
-        gammas = coarse_gammas(self._gamma_max)
-        grid = Settings.grid(gammas, _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, lookups)
-        logs = self._log_speedups(weights, grid, full_fidelity=True)
+        gammas, tree_tokens = coarse_gammas(self._gamma_max), weights.tree_tokens or 0
+        grid = Settings.grid(
+            gammas, _TREE_THRESHOLDS if tree_tokens else _DRAFT_THRESHOLDS, _TARGET_THRESHOLDS, lookups
+        )
+        logs = self._log_speedups(weights, replace(grid, tree_tokens=tree_tokens), full_fidelity=True)
         order = np.argsort(-logs, kind="stable")[:count]
         return [Predicted(self._config(weights, grid, int(i)), float(np.exp(logs[i]))) for i in order]
 
@@ -346,10 +352,11 @@ class Predictor:
     def counts(self, config: DecodeConfig, *, sharp: bool, texts: Sequence[int] | None = None) -> Counts:
         """Counts (1, P) of one config on the texts at these places, ascending; on all without.
 
-        sharp: from a reading several drafts deep, drafts after a wrong token included; else as configs are ranked.
+        sharp: from a reading several drafts deep, drafts after a wrong token included; else as configs are ranked,
+        which of trees is as exact.
         """
         places = list(range(self.num_texts)) if texts is None else list(texts)
-        if sharp:
+        if sharp and not config.tree_tokens:
             return self._sharp_counts(config, places)
         settings = Settings.of(config)
         reading = self._reading_for(config.drafted_by, settings, full_fidelity=True).select(places)
@@ -474,7 +481,7 @@ class Predictor:
             self._lookups[settings] = read_lookups(self._forcing.texts, settings, LOOKUP_GAMMA_MAX, width)
         return self._lookups[settings]
 
-    def _reading_for(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> DraftReadings:
+    def _reading_for(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Readings:
         """The draft's; of lookups alone none is needed."""
         return (
             self._reading(drafted_by, full_fidelity=full_fidelity)
@@ -485,16 +492,27 @@ class Predictor:
     def _rows_of(self, *, full_fidelity: bool) -> TextRows:
         return self._rows if full_fidelity else self._first_rows
 
-    def _reading(self, drafted_by: DraftedBy, *, full_fidelity: bool) -> DraftReadings:
+    def _reading(self, drafted_by: DraftedBy, *, full_fidelity: bool) -> Readings:
         more = self._more
+        if isinstance(drafted_by, DraftWeights) and drafted_by.tree_tokens:
+            # What is read for large trees tells of smaller ones.
+            drafted_by = drafted_by.branching(max(TREES[-1], drafted_by.tree_tokens))
         if not full_fidelity or more is None:
-            return self._readings.of(drafted_by, lambda: self._first.read(drafted_by))
+            return self._readings.of(drafted_by, lambda: self._read(self._first, drafted_by))
         return self._full_readings.of(drafted_by, lambda: self._join(drafted_by, more))
 
-    def _join(self, drafted_by: DraftedBy, more: Forcing) -> DraftReadings:
+    def _read(self, forcing: Forcing, drafted_by: DraftedBy) -> Readings:
+        if isinstance(drafted_by, DraftWeights) and drafted_by.tree_tokens:
+            return forcing.read_trees(drafted_by, self._gamma_max)
+        return forcing.read(drafted_by)
+
+    def _join(self, drafted_by: DraftedBy, more: Forcing) -> Readings:
         """The reading of the first texts, and a new one of the others."""
-        readings = [self._reading(drafted_by, full_fidelity=False), more.read(drafted_by)]
-        return join_readings(readings, self._rows.target_probs.shape[1])
+        readings = [self._reading(drafted_by, full_fidelity=False), self._read(more, drafted_by)]
+        width = self._rows.target_probs.shape[1]
+        if trees := [one for one in readings if isinstance(one, TreeReadings)]:
+            return TreeReadings.join(trees, width)
+        return join_readings([one for one in readings if isinstance(one, DraftReadings)], width)
 
 
 def no_reading(rows: TextRows) -> DraftReadings:

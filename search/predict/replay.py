@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.analysis.teacher_forcing import DraftReadings
+from layerskip.analysis.teacher_forcing import DraftReadings, TreeReadings
 from layerskip.analysis.teacher_forcing.by_other_tokenizer import NOTHING
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.lookup_settings import LookupSettings
@@ -74,6 +74,8 @@ class Settings:
     """Of a computed draft token, the same for all settings."""
     sibling_threshold: float = 1.0
     """Tokens whose top probability is below it have them; the same for all settings."""
+    tree_tokens: int = 0
+    """Of a tree, the same for all settings; 0 for chains."""
 
     @classmethod
     def grid(
@@ -109,12 +111,13 @@ class Settings:
         if choice is not None and not config.computes_drafts:
             return cls.of_lookups([choice])
         one = cls.grid([config.gamma], [config.draft_threshold], [config.target_threshold], [choice])
-        return replace(one, siblings=config.siblings, sibling_threshold=config.sibling_threshold)
+        below = config.sibling_threshold
+        return replace(one, siblings=config.siblings, sibling_threshold=below, tree_tokens=config.tree_tokens)
 
     @property
     def most_verified(self) -> int:
         """Most tokens that any round verifies, siblings among them."""
-        computed = int(self.gamma.max()) * (1 + self.siblings)
+        computed = self.tree_tokens or int(self.gamma.max()) * (1 + self.siblings)
         return max(computed, *(0 if one is None else one.gamma for one in self.lookups))
 
     def select(self, places: Ints) -> Settings:
@@ -136,7 +139,7 @@ class Counts:
     """Forwards per setting and text, arrays (S, P)."""
 
     drafted: Floats
-    """Tokens drafted under the mask."""
+    """Tokens drafted under the mask or by trained weights; of a tree its levels."""
     looked_up: Floats
     """Tokens drafted by lookup."""
     rounds: Floats
@@ -161,7 +164,7 @@ ReadLookup = Callable[[LookupSettings], LookupReadings]
 
 
 def replay(
-    reading: DraftReadings,
+    reading: DraftReadings | TreeReadings,
     rows: TextRows,
     settings: Settings,
     verify_s: Sequence[float] | Floats | None = None,
@@ -175,17 +178,13 @@ def replay(
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core.
     Raises: ValueError if the shapes do not fit.
     """
-    shapes = reading.accepted.shape, reading.confidence.shape
-    if shapes[0][1:] != rows.target_probs.shape or shapes[1] != shapes[0]:
-        raise ValueError(f"reading: must have shape (depths, *{rows.target_probs.shape}), got {shapes[0]}, {shapes[1]}")
-    if settings.siblings and reading.ranks is None:
-        raise ValueError(f"reading: must have ranks to replay {settings.siblings} siblings, has none")
+    drafts = _Trees(reading, rows, settings) if isinstance(reading, TreeReadings) else _Chains(reading, rows, settings)
     given = np.zeros(settings.most_verified + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
     table = np.broadcast_to(given, (2, given.shape[-1]))
     if table.shape[1] <= settings.most_verified:
         raise ValueError(f"verify_s: must reach gamma {settings.most_verified}, has {table.shape[1]} entries")
     lookups = _Lookups(rows, settings.lookups, read_lookup)
-    return _run(reading, _Steps(reading.confidence, rows, settings, lookups), table)
+    return _run(_Steps(drafts, rows, settings, lookups), table)
 
 
 @dataclass(frozen=True)
@@ -332,21 +331,86 @@ class _Step:
     """What each of some settings does at a place of a text; arrays."""
 
     drafted: Ints
-    """Tokens under the mask; with nothing looked up either, 0 is the target alone."""
+    """Tokens that are computed; with nothing looked up either, 0 is the target alone."""
     looked_up: Ints
-    right: Ints
-    """Of those looked up."""
+    kept: Ints
+    """Tokens that are accepted."""
+    verified: Ints
+    """Siblings and other branches among them."""
+
+
+class _Chains:
+    """What each setting drafts at each place one token after the other, and what is right of it."""
+
+    def __init__(self, reading: DraftReadings, rows: TextRows, settings: Settings) -> None:
+        shapes = reading.accepted.shape, reading.confidence.shape
+        wanted = rows.target_probs.shape
+        if shapes[0][1:] != wanted or shapes[1] != shapes[0]:
+            raise ValueError(f"reading: must have shape (depths, *{wanted}), got {shapes[0]}, {shapes[1]}")
+        if settings.siblings and reading.ranks is None:
+            raise ValueError(f"reading: must have ranks to replay {settings.siblings} siblings, has none")
+        confidence = reading.confidence
+        levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
+        until = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
+        self._until_unsure = np.where(confidence[0] == NOTHING, -1, until)
+        self._until_wrong = drafts_before(reading.accepted == 0.0)
+        self._gamma = settings.gamma
+        self._siblings = SiblingRows(reading, settings) if settings.siblings else None
+        self._is_hit = None if self._siblings is None else self._siblings.hits(self._until_wrong)
+
+    def at(self, setting: Ints, text: Ints, row: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
+        """(drafted, accepted, verified)."""
+        unsure = self._until_unsure[self._level[setting], text, row] + 1
+        count = np.maximum(np.minimum(np.minimum(self._gamma[setting], room), unsure), 0)
+        right = self._until_wrong[text, row]
+        kept = np.minimum(count, right)
+        if self._siblings is None or self._is_hit is None:
+            return count, kept, count
+        kept = kept + ((count > right) & self._is_hit[text, row])
+        return count, kept, count + self._siblings.count(text, row, count)
+
+
+class _Trees:
+    """The same of trees: levels drafted, tokens on the text's own path, and all that are verified."""
+
+    def __init__(self, reading: TreeReadings, rows: TextRows, settings: Settings) -> None:
+        shape, most = reading.scores.shape[:2], settings.tree_tokens
+        if shape != rows.target_probs.shape:
+            raise ValueError(f"reading: must have shape ({rows.target_probs.shape}, M), got {reading.scores.shape}")
+        if not 1 <= most <= reading.most:
+            raise ValueError(f"tree_tokens: must be from 1 to {reading.most}, as many as were read, got {most}")
+        levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
+        self._gamma = np.minimum(settings.gamma, reading.depth)
+        drafted, kept, verified = self._found = np.zeros((3, len(levels), int(self._gamma.max()) + 1, *shape), int)
+        """By draft threshold and depth of the tree."""
+        going = np.ones((len(levels), *shape), dtype=bool)
+        own, is_own = np.maximum(reading.own, 0), reading.own >= 0
+        for depth in range(1, drafted.shape[1]):
+            within = reading.depths <= depth
+            rank = np.cumsum(within, axis=-1) - 1
+            latest = np.argmax(reading.depths == depth, axis=-1)[..., None]
+            has_latest = (reading.depths == depth).any(axis=-1)
+            for i, level in enumerate(levels):
+                is_likely = (rank < most) & (np.exp(reading.scores) >= level)
+                chosen = within & (is_likely | (rank == 0))
+                drafted[i, depth] = drafted[i, depth - 1] + going[i]
+                on_path = np.take_along_axis(chosen, own, axis=-1) & is_own
+                kept[i, depth], verified[i, depth] = on_path[..., :depth].sum(-1), chosen.sum(-1)
+                going[i] &= has_latest & np.take_along_axis(is_likely, latest, axis=-1)[..., 0]
+
+    def at(self, setting: Ints, text: Ints, row: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
+        """(drafted, accepted, verified)."""
+        depth = np.clip(room, 0, self._gamma[setting])
+        drafted, kept, verified = self._found[:, self._level[setting], depth, text, row]
+        return drafted, kept, verified
 
 
 class _Steps:
     """How many tokens each setting drafts at each position, or that the target goes alone there."""
 
-    def __init__(self, confidence: NDArray[np.float32], rows: TextRows, settings: Settings, lookups: _Lookups) -> None:
-        self.rows, self.settings, self._lookups = rows, settings, lookups
+    def __init__(self, drafts: _Chains | _Trees, rows: TextRows, settings: Settings, lookups: _Lookups) -> None:
+        self.rows, self.settings, self._drafts, self._lookups = rows, settings, drafts, lookups
         self.num_texts = len(rows.lengths)
-        levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
-        until = np.stack([drafts_before(confidence < level) for level in levels])  # (levels, P, T)
-        self._until_unsure = np.where(confidence[0] == NOTHING, -1, until)
         self._unsure_target = rows.target_probs[None] < np.unique(settings.target_threshold)[:, None, None]
         self._target_level = np.unique(settings.target_threshold, return_inverse=True)[1]
 
@@ -354,47 +418,36 @@ class _Steps:
         """The step after `emitted` tokens."""
         last = emitted - 1
         room = self.rows.max_new_tokens - emitted - 1
-        unsure = self._until_unsure[self._level[setting], text, last] + 1
-        count = np.minimum(np.minimum(self.settings.gamma[setting], room), unsure)
-        count = np.where(self._unsure_target[self._target_level[setting], text, last], 0, np.maximum(count, 0))
+        computed = np.stack(self._drafts.at(setting, text, last, room))
+        is_unsure = self._unsure_target[self._target_level[setting], text, last]
+        drafted, kept, verified = np.where(is_unsure | (computed[0] == 0), 0, computed)
         if not self._lookups.any:
-            nothing = np.zeros_like(count)
-            return _Step(count, nothing, nothing)
+            return _Step(drafted, np.zeros_like(drafted), kept, verified)
         proposed, right = self._lookups.at(self.settings.lookup[setting], text, last)
         looked_up = np.maximum(np.minimum(proposed, room), 0)
-        right = np.minimum(right, looked_up)
-        return _Step(np.where(looked_up > 0, 0, count), looked_up, right)
+        found = looked_up > 0
+        kept = np.where(found, np.minimum(right, looked_up), kept)
+        return _Step(np.where(found, 0, drafted), looked_up, kept, np.where(found, looked_up, verified))
 
 
-def _run(reading: DraftReadings, steps: _Steps, table: Floats) -> Counts:
+def _run(steps: _Steps, table: Floats) -> Counts:
     """Every (setting, text) walks through its rounds, all of them side by side."""
     shape = (len(steps.settings), steps.num_texts)
-    until_wrong = drafts_before(reading.accepted == 0.0)
-    siblings = SiblingRows(reading, steps.settings) if steps.settings.siblings else None
-    is_hit = None if siblings is None else siblings.hits(until_wrong)
     drafted, looked_up, rounds, target_only, verify_s = (np.zeros(shape[0] * shape[1]) for _ in range(5))
     setting, text = (axis.reshape(-1) for axis in np.indices(shape))
     emitted = np.ones(len(setting), dtype=np.int64)
     lengths = steps.rows.lengths[text]
     alive = np.flatnonzero(emitted < lengths)
     while len(alive):
-        at, where = emitted[alive], text[alive]
-        step = steps.at(setting[alive], where, at)
-        count = step.drafted + step.looked_up
-        alone = count == 0
+        at = emitted[alive]
+        step = steps.at(setting[alive], text[alive], at)
+        alone = step.verified == 0
         drafted[alive] += step.drafted
         looked_up[alive] += step.looked_up
         rounds[alive] += ~alone
         target_only[alive] += alone
-        verified = step.drafted + step.looked_up
-        if siblings is not None:
-            verified += siblings.count(where, at - 1, step.drafted)
-        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), verified])
-        right = until_wrong[where, at - 1]
-        kept = np.where(step.looked_up > 0, step.right, np.minimum(step.drafted, right))
-        if is_hit is not None:
-            kept += (step.drafted > right) & is_hit[where, at - 1]
-        emitted[alive] = at + kept + 1
+        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), step.verified])
+        emitted[alive] = at + step.kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
 

@@ -30,6 +30,7 @@ from search.study.space import (
     SIBLINGS,
     WEIGHTS_DRAFT_VOCAB,
     WEIGHTS_SIBLINGS,
+    WEIGHTS_TREE,
     SearchSpace,
     weights_of,
 )
@@ -155,6 +156,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=weights,
         narrows_weights=bool({WEIGHTS_DRAFT_VOCAB, WEIGHTS_SIBLINGS} & seen.keys()) or not (vocabs and weights),
+        trees=tuple(getattr(seen.get(WEIGHTS_TREE), "choices", ())),
         siblings_max=int(getattr(seen.get(SIBLINGS) or seen.get(WEIGHTS_SIBLINGS), "high", 0)),
     )
 

@@ -31,6 +31,8 @@ def _describe_computed(config: DecodeConfig) -> str:
     by = f"mask {config.skip_mask}" if weights is None else f"{weights.drafter} {Path(weights.path).name}"
     if weights is not None and weights.draft_vocab is not None:
         by += f", draft_vocab {weights.draft_vocab}"
+    if config.tree_tokens:
+        by += f", tree of {config.tree_tokens}"
     text = f"{by}, gamma {config.gamma}"
     if config.draft_threshold:
         text += f", draft_threshold {config.draft_threshold:g}"

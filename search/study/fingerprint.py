@@ -44,6 +44,7 @@ class Fingerprint:
     int8: bool = False
     siblings: int = 0
     """Most of a draft token."""
+    trees: tuple[int, ...] = ()
     sampling: str = "greedy"
     """How tokens are chosen; see `Sampling.name`."""
     draft_weights: str | None = None
@@ -105,6 +106,7 @@ def take_fingerprint(
         draft_vocabs=space.draft_vocabs,
         int8=space.int8,
         siblings=space.siblings_max,
+        trees=space.trees,
         draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
         device_map=model.placement.describe(),
     )
@@ -124,10 +126,11 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "draft_vocabs": [],
         "int8": False,
         "siblings": 0,
+        "trees": [],
     }
     before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
     stored = before | dict(stored)
-    for name in ("drafters", "draft_vocabs"):
+    for name in ("drafters", "draft_vocabs", "trees"):
         stored[name] = tuple(stored[name])  # JSON made a list of it
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()
     current = asdict(now)

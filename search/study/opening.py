@@ -61,15 +61,15 @@ def stored_study(storage: BaseStorage, name: str) -> optuna.Study | None:
 
 def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
     """The spec with what an existing study was measured with, and searches, in place of what is left open."""
-    choices = (spec.gamma_max, spec.share_prefix, spec.draft_vocab, spec.int8, spec.siblings)
+    choices = (spec.gamma_max, spec.share_prefix, spec.draft_vocab, spec.int8, spec.siblings, spec.trees)
     if spec.engine != "auto" and not _leaves_threads_open(spec) and None not in choices:
         return spec
     return with_choices(spec, _stored_fingerprint(paths.storage_url(spec), paths.study_name(spec)))
 
 
 def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> StudySpec:
-    """The spec with a fingerprint's engine, CPU threads, `gamma_max`, `share_prefix`, `draft_vocab`, `int8` and
-    `siblings`, where it leaves them open: a study goes on as it was begun, whatever a new one would be like.
+    """The spec with a fingerprint's engine, CPU threads, `gamma_max`, `share_prefix`, `draft_vocab`, `int8`,
+    `siblings` and `trees`, where it leaves them open: a study goes on as it was begun, whatever a new one is like.
 
     Threads are measured anew where workers may differ, and where there are fewer cores than the fingerprint's.
     """
@@ -86,6 +86,8 @@ def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> Stud
         update["int8"] = known.get("int8", False)
     if spec.siblings is None and known and spec.engine in ("auto", known.get("engine")):
         update["siblings"] = known.get("siblings", 0) > 0
+    if spec.trees is None and known and spec.engine in ("auto", known.get("engine")):
+        update["trees"] = bool(known.get("trees"))
     engine, threads = known.get("engine"), known.get("num_threads")
     if spec.engine == "auto" and isinstance(engine, str):
         update["engine"] = engine

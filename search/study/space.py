@@ -33,6 +33,7 @@ TARGET_THRESHOLD = "target_threshold"
 SHARE_PREFIX = "share_prefix"
 SIBLINGS, WEIGHTS_SIBLINGS = "siblings", "weights.siblings"
 SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD = "sibling_threshold", "weights.sibling_threshold"
+WEIGHTS_TREE = "weights.tree_tokens"
 _NEWER = {"drafter", SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD}
 """Parameters that trials of studies from before there were such do not have."""
 DRAFT_VOCAB = "draft_vocab"
@@ -51,6 +52,8 @@ SIBLINGS_MAX = 3
 """Of each draft token: a fourth guess is hardly ever right where three are wrong."""
 SIBLING_THRESHOLDS = (1.0, 0.7, 0.5, 0.3)
 """Those predicted; any other multiple of the step may be asked for."""
+TREES = (0, 4, 8, 12, 16, 24)
+"""What `tree_tokens` may be, 0 for a chain."""
 GAMMA_MAX = 16
 """Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""
 LOOKUP_GAMMA_MAX = 24
@@ -97,6 +100,8 @@ class SearchSpace:
     siblings_max: int = 0
     """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none, and never more
     than `gamma_limit` tokens verified: so a config may have fewer than its parameter says."""
+    trees: tuple[int, ...] = ()
+    """`tree_tokens` of drafts by `eagle`, from 0 on, in place of siblings; without any, chains alone."""
 
     def __post_init__(self) -> None:
         check_ways(self.drafters)
@@ -119,12 +124,14 @@ class SearchSpace:
         draft_weights: Sequence[DraftWeights] = (),
         narrows_weights: bool = True,
         siblings_max: int = 0,
+        trees: bool = False,
     ) -> SearchSpace:
         """What this model allows: where attention and MLP cannot be skipped apart, one bit stands for both."""
         whole: tuple[bool, ...] = model.whole_layers_only
         if granularity == "layer":
             whole = (True,) * model.num_layers
         apart = tuple(i for i, one in enumerate(whole) if not one)
+        has_eagle, most = any(one.drafter == "eagle" for one in draft_weights), max(gamma_max, lookup_gamma_max)
         return cls(
             num_layers=model.num_layers,
             gamma_max=gamma_max,
@@ -139,6 +146,7 @@ class SearchSpace:
             draft_weights=tuple(draft_weights),
             narrows_weights=narrows_weights,
             siblings_max=siblings_max,
+            trees=tuple(one for one in TREES if one <= most) if trees and has_eagle else (),
         )
 
     @property
@@ -157,19 +165,21 @@ class SearchSpace:
     def _has_hybrids(self) -> bool:
         return any(one in self.drafters for one in HYBRIDS)
 
-    def narrowed(self, weights: DraftWeights) -> list[DraftWeights]:
-        """These with each `draft_vocab` that they may have, of which none lets them choose among all they can."""
-        most = (num_draft_ids(weights.path) if weights.drafter == "eagle" else None) or math.inf
-        return [weights, *(weights.narrowed(size) for size in self._weights_vocabs[1:] if size < most)]
+    def variants_of(self, weights: DraftWeights) -> list[DraftWeights]:
+        """These with each `draft_vocab` that they may have, of which none lets them choose among all they can; and with
+        each number of `tree_tokens`."""
+        is_eagle = weights.drafter == "eagle"
+        most = (num_draft_ids(weights.path) if is_eagle else None) or math.inf
+        narrowed = [weights, *(weights.narrowed(size) for size in self._weights_vocabs[1:] if size < most)]
+        return [one.branching(size or None) for one in narrowed for size in (self.trees if is_eagle else ()) or (0,)]
 
     @property
     def _weights_vocabs(self) -> tuple[int, ...]:
         return self.draft_vocabs if self.narrows_weights else ()
 
-    @property
-    def has_weights_siblings(self) -> bool:
-        """Whether drafts by trained weights may have siblings."""
-        return self.siblings_max > 0 and self.narrows_weights
+    def has_weights_siblings(self, drafter: str | None) -> bool:
+        """Whether drafts by these trained weights may have siblings; where trees are searched, `eagle` has those."""
+        return self.siblings_max > 0 and self.narrows_weights and not (self.trees and drafter == "eagle")
 
     @property
     def uses_weights(self) -> bool:
@@ -194,7 +204,8 @@ class SearchSpace:
     @property
     def gamma_limit(self) -> int:
         """Most tokens that any round verifies: so far costs are measured, and siblings are searched no further."""
-        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods or self.siblings_max else 0)
+        branches = self.siblings_max or self.trees
+        return max(self.gamma_max, self.lookup_gamma_max if self.lookup_methods or branches else 0)
 
     @cached_property
     def bit_names(self) -> tuple[str, ...]:
@@ -235,8 +246,10 @@ class SearchSpace:
             }
             if self._weights_vocabs:
                 found[WEIGHTS_DRAFT_VOCAB] = CategoricalDistribution(self._weights_vocabs)
-            if self.has_weights_siblings:
+            if any(self.has_weights_siblings(one.drafter) for one in self.draft_weights):
                 found |= {WEIGHTS_SIBLINGS: IntDistribution(0, self.siblings_max), WEIGHTS_SIBLING_THRESHOLD: below}
+            if self.trees:
+                found[WEIGHTS_TREE] = CategoricalDistribution(self.trees)
             found |= {
                 weights_of(one): CategoricalDistribution(self._names_of(one))
                 for one in TRAINED
@@ -268,8 +281,10 @@ class SearchSpace:
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
             names += [WEIGHTS_DRAFT_VOCAB] if self._weights_vocabs else []
-            names += [WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD] if self.has_weights_siblings else []
-            names += [weights_of(kind)] if self._has_choice(kind := trained_by(drafter)) else []
+            kind = trained_by(drafter)
+            names += [WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD] if self.has_weights_siblings(kind) else []
+            names += [WEIGHTS_TREE] if self.trees and kind == "eagle" else []
+            names += [weights_of(kind)] if self._has_choice(kind) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
         if drafter not in ("layer_skip", *TRAINED):
@@ -350,7 +365,9 @@ class SearchSpace:
             "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
             "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
             **self._sibling_fields(params, WEIGHTS_GAMMA, WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD),
-            "draft_weights": self.weights_by_name[name].narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB))),
+            "draft_weights": self.weights_by_name[name]
+            .narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB)))
+            .branching(int(params.get(WEIGHTS_TREE, 0)) or None),
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
@@ -400,7 +417,9 @@ class SearchSpace:
             }
             if self._weights_vocabs:
                 params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
-            if self.has_weights_siblings:
+            if self.trees and drafter == "eagle":
+                params[WEIGHTS_TREE] = min(self.trees, key=lambda one: abs(one - config.tree_tokens))
+            if self.has_weights_siblings(drafter):
                 params[WEIGHTS_SIBLINGS] = min(config.siblings, self.siblings_max)
                 params[WEIGHTS_SIBLING_THRESHOLD] = config.sibling_threshold
             if self._has_choice(drafter):

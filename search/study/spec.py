@@ -101,6 +101,9 @@ class StudySpec(OneLineErrors):
     siblings: bool | None = None
     """Search over `siblings` too: of how many draft tokens next best in each place are verified as well. None = what an
     existing study has; of a new one, where the engine and the model can."""
+    trees: bool | None = None
+    """Search over `tree_tokens` of drafts by `eagle` too. None = what an existing study has, in a new one where the
+    engine can verify them."""
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
     by `draft_weights`. Lookups cost nothing to predict. None, or `all` = all that need no weights, and with weights

@@ -86,5 +86,7 @@ def config_fields(config: DecodeConfig) -> dict[str, Any]:
     """A config, flat."""
     names = ["drafter", "gamma", "draft_threshold", "target_threshold", "share_prefix", "siblings", "sibling_threshold"]
     flat = {"skip_mask": str(config.skip_mask)} | {name: getattr(config, name) for name in names}
-    weights = {} if config.draft_weights is None else {"draft_weights": config.draft_weights.path}
+    weights = {}
+    if config.draft_weights is not None:
+        weights = {"draft_weights": config.draft_weights.path, "tree_tokens": config.tree_tokens}
     return flat | weights | {"lookup": None if config.lookup is None else config.lookup.model_dump(exclude_none=True)}

@@ -49,7 +49,8 @@ def preflight_passed(
         + (", a shared prefix or none" if space.share_prefix else "")
         + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else "")
         + (", weights as they are or of 8 bits" if space.int8 else "")
-        + (f", 0..{space.siblings_max} siblings" if space.siblings_max else ""),
+        + (f", 0..{space.siblings_max} siblings" if space.siblings_max else "")
+        + (f", trees of {', '.join(map(str, space.trees[1:]))}" if space.trees else ""),
     ]
     if space.uses_masks and not subject.can_share_prefix:
         texts.append(f"engine {print_.engine} cannot verify behind the kept layers: no shared prefix is searched")
@@ -63,6 +64,7 @@ def preflight_passed(
         "model": subject.origin.model,
         **{name: getattr(print_, name) for name in ("model_class", "dtype", "device", "num_threads", "engine")},
         **{name: getattr(space, name) for name in ("num_layers", "gamma_max", "share_prefix", "int8", "siblings_max")},
+        "trees": list(space.trees),
         "ms_by_threads": None if subject.threads is None else dict(subject.threads.ms_by_threads),
         "num_tuning_prompts": len(subject.tuning),
         "num_held_out_prompts": len(subject.held_out),

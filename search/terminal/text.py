@@ -15,6 +15,7 @@ from search.study.space import (
     SIBLINGS,
     WEIGHTS_SIBLING_THRESHOLD,
     WEIGHTS_SIBLINGS,
+    WEIGHTS_TREE,
 )
 from search.study.trials import tokens_per_s_of
 
@@ -63,6 +64,8 @@ def _drafting(trial: FrozenTrial) -> list[str]:
     if siblings := params.get(SIBLINGS, 0) or params.get(WEIGHTS_SIBLINGS, 0):
         below = params.get(SIBLING_THRESHOLD, params.get(WEIGHTS_SIBLING_THRESHOLD, 1.0))
         parts.append(f"siblings {siblings}" + (f" below {below:g}" if below < 1.0 else ""))
+    if tree_tokens := params.get(WEIGHTS_TREE, 0):
+        parts.append(f"tree of {tree_tokens}")
     return parts
 
 

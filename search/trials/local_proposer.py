@@ -32,6 +32,7 @@ from search.study.space import (
     WEIGHTS_SIBLING_THRESHOLD,
     WEIGHTS_SIBLINGS,
     WEIGHTS_TARGET_THRESHOLD,
+    WEIGHTS_TREE,
     SearchSpace,
     snap_threshold,
 )
@@ -136,6 +137,8 @@ def local_move(params: Any, space: SearchSpace, rng: np.random.Generator) -> dic
     for name in (DRAFT_VOCAB, WEIGHTS_DRAFT_VOCAB):
         if name in moved and rng.random() < 0.2:
             moved[name] = int(rng.choice(space.draft_vocabs))
+    if WEIGHTS_TREE in moved and rng.random() < 0.3:
+        moved[WEIGHTS_TREE] = int(rng.choice(space.trees))
     # Siblings that a shared prefix or a long draft leaves no room for would be another name of the same config.
     moved, before = (space.to_params(space.to_config(one)) for one in (moved, params))
     if moved == before:

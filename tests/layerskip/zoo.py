@@ -170,6 +170,10 @@ GRAPH_RUNS = tuple(name + _GRAPH_SUFFIX for name in ("llama", "mistral-sliding",
 """Architectures on the eager engine, and once more those that the fused one serves. Every function here takes both."""
 
 
+WITHOUT_TREES = ("bloom", "mpt", "falcon-alibi")
+"""Their positions follow from the order of keys."""
+
+
 def architecture(run: str) -> str:
     return run.removesuffix(_SUFFIX).removesuffix(_GRAPH_SUFFIX)
 

@@ -4,5 +4,14 @@ from layerskip.analysis.teacher_forcing.base import DraftReadings, TeacherForcin
 from layerskip.analysis.teacher_forcing.choice import make_teacher_forcing
 from layerskip.analysis.teacher_forcing.layerwise import LayerwiseForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText
+from layerskip.analysis.teacher_forcing.trees import TreeReadings
 
-__all__ = ["DraftReadings", "ForcedText", "LayerwiseForcing", "TeacherForcing", "WrongDraft", "make_teacher_forcing"]
+__all__ = [
+    "DraftReadings",
+    "ForcedText",
+    "LayerwiseForcing",
+    "TeacherForcing",
+    "TreeReadings",
+    "WrongDraft",
+    "make_teacher_forcing",
+]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.by_weights import Chains, WeightsForcing
 from layerskip.analysis.teacher_forcing.rows import MOST_RANK, ForcedText, RowGeometry
+from layerskip.analysis.teacher_forcing.trees import TreeReadings
 from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.rounds.sampling import SamplingParams, choose, chosen_probability, rank_of, seeded_sampler
@@ -165,6 +166,13 @@ class TeacherForcing(ABC):
             # Ids are exact in float64, and one transfer serves all.
             readings.append(torch.cat([F.pad(known, (0, 1)), torch.stack([top.double(), chosen.double()])]))
         return self._collect(readings)
+
+    @torch.inference_mode()
+    def read_trees(self, weights: DraftWeights, depth: int, texts: Sequence[int] | None = None) -> TreeReadings:
+        """The same of weights that draft trees, up to `depth` tokens deep and of their `tree_tokens` or fewer."""
+        places = range(len(self.texts)) if texts is None else texts
+        found = [self._by_weights.trees(weights, i, depth, self._samplers[i]) for i in places]
+        return TreeReadings.join(found, self.shape[1])
 
     def _noise(self, i: int, shaped: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """(R, V): what decides the continuation tokens `rows` (R,) of one text, the one after the last included; None

@@ -12,6 +12,7 @@ import torch
 from layerskip.analysis.teacher_forcing.by_draft_model import draft_model_chains, draft_model_logits
 from layerskip.analysis.teacher_forcing.by_other_tokenizer import proposals, proposed_after
 from layerskip.analysis.teacher_forcing.rows import ChooseNext, ForcedText
+from layerskip.analysis.teacher_forcing.trees import TreeReadings, read_trees
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import loaded_weights
@@ -42,6 +43,8 @@ class _Text:
     """(T - 1, embedding) of the tokens after the first."""
     drafting: LeanEagleText
     """Keys and values of every position but the last, from the target's states."""
+    hidden: torch.Tensor
+    """(T - 1, hidden): what the layer gave there."""
 
 
 class WeightsForcing:
@@ -71,6 +74,14 @@ class WeightsForcing:
         hidden = torch.stack([step[0, start - 1 - first :][:count] for step in steps])
         logits = head.logits(self._engine, hidden.flatten(0, 1), weights.draft_vocab)
         return logits.view(len(steps), count, -1)
+
+    @torch.inference_mode()
+    def trees(self, weights: DraftWeights, i: int, depth: int, sampler: Sampler) -> TreeReadings:
+        """See `read_trees`."""
+        head, one = loaded_weights(self._engine, weights), self._texts[i]
+        assert isinstance(head, LeanEagle)
+        text = self._text(weights, head, i)
+        return read_trees(self._engine, text.drafting, text.hidden, one, sampler, weights, depth)
 
     @torch.inference_mode()
     def proposals(self, weights: DraftWeights, i: int, depth: int, sampler: Sampler) -> torch.Tensor | None:
@@ -112,8 +123,8 @@ class WeightsForcing:
                 states = engine.states.clone()
             embedded = engine.embed(ids[1:])
             drafting = head.new_text(len(ids) + 64)
-            drafting.run(head.enter(embedded, head.join(states[:-1])), 0)
-            self._known[key] = _Text(states, embedded, drafting)
+            hidden = drafting.run(head.enter(embedded, head.join(states[:-1])), 0)
+            self._known[key] = _Text(states, embedded, drafting, hidden)
         return self._known[key]
 
 

@@ -28,7 +28,7 @@ from layerskip.config.lossy_acceptance import (
 )
 from layerskip.engines import choice
 from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler
-from layerskip.rounds.verifier import Siblings, accepts, verify, verify_tree
+from layerskip.rounds.verifier import TreeDraft, accepts, verify, verify_tree
 from tests.layerskip import zoo
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
@@ -93,11 +93,10 @@ def test_never_less_than_without_it(seed: int, gamma: int, rule: LossyAcceptance
 
 def test_a_sibling_is_accepted_where_a_draft_token_is_not() -> None:
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.8, 0.1, 0.1], [0.1, 0.1, 0.8], [0.1, 0.8, 0.1]])
-    siblings = Siblings(torch.tensor([[0]]), (1,))  # instead of the second draft token
+    tree = TreeDraft(torch.tensor([1, 2, 0]), (0, 1, 1), 2)  # instead of the second draft token
     rule, sampler = ProbabilityAcceptance(threshold=0.2), Sampler(GREEDY)
-    drafts = torch.tensor([1, 2])
-    assert verify_tree(drafts, siblings, probs.log(), sampler, [0]).num_accepted == 0
-    verdict = verify_tree(drafts, siblings, probs.log(), sampler, [0], lossy=rule)
+    assert verify_tree(tree, probs.log(), sampler, [0]).num_accepted == 0
+    verdict = verify_tree(tree, probs.log(), sampler, [0], lossy=rule)
     assert (verdict.num_accepted, verdict.num_drafts_accepted, verdict.next_token) == (2, 1, 1)
 
 

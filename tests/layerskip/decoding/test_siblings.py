@@ -23,7 +23,7 @@ from layerskip.engines import choice
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree, TreeEngine
 from layerskip.rounds.sampling import Sampler, SamplingParams, choose, next_best, rank_of
-from layerskip.rounds.verifier import Sibling, Siblings, Verdict, verify_tree
+from layerskip.rounds.verifier import TreeDraft, TreeToken, Verdict, verify_tree
 from tests.layerskip import zoo
 from tests.layerskip.decoding.counters import check_counters
 from tests.layerskip.decoding.test_decode import SAMPLINGS
@@ -31,9 +31,7 @@ from tests.layerskip.drafters.test_drafters import by_weights
 from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
 from tests.layerskip.rounds.test_broken_rounds import failing
 
-REFUSED = ("bloom", "mpt", "falcon-alibi")
-"""Their positions follow from the order of keys."""
-RUNS = tuple(name for name in zoo.RUNS if name not in REFUSED)
+RUNS = tuple(name for name in zoo.RUNS if name not in zoo.WITHOUT_TREES)
 FEW = ("llama", "mistral-sliding", "gemma3", "llama fused", "mistral-sliding fused")
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
 
@@ -126,12 +124,12 @@ def test_the_cache_after_each_step_is_that_of_plain_decoding(name: str) -> None:
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(4)
     engine: Any = model.engine
     weights, hits = zoo.eagle_of(zoo.architecture(name)), 0
-    for siblings, gamma in ((1, 1), (3, 4)):
+    for siblings, gamma, tree_tokens in ((1, 1, None), (3, 4, None), (0, 4, 12)):
         config = DecodeConfig(
             drafter="eagle",
             skip_mask=SkipMask.none(zoo.NUM_LAYERS),
             gamma=gamma,
-            draft_weights=weights,
+            draft_weights=weights.branching(tree_tokens),
             siblings=siblings,
         )
         text = torch.tensor([*prompt, *zoo.greedy_reference(name, prompt)])
@@ -197,7 +195,7 @@ def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: An
     assert expected.stats.num_sibling_hits > 0
     places = [
         (type(model.engine), "verify_tree"),
-        (StatesEngine, "keep_sibling"),
+        (StatesEngine, "keep_rows"),
         (layerskip.decoding.loop, "verify_tree"),
         (Sampler, "siblings"),
     ]
@@ -215,18 +213,18 @@ Bug = Callable[[pytest.MonkeyPatch], None]
 
 def not_kept(patch: pytest.MonkeyPatch) -> None:
     """The keys of an accepted sibling stay where its row was."""
-    patch.setattr(StatesEngine, "keep_sibling", lambda *_: None)
+    patch.setattr(StatesEngine, "keep_rows", lambda *_: None)
 
 
 def sees_the_wrong_draft(patch: pytest.MonkeyPatch) -> None:
-    """A sibling sees the draft in whose place it stands."""
+    """A row sees those before it that go on from the same one."""
     visible = DraftTree.visible
 
     def wrong(self: DraftTree, start: int, window: int | None, device: torch.device) -> torch.Tensor:
         seen = visible(self, start, window, device)
         first = seen.shape[1] - self.num_rows
-        for row in range(self.num_drafts + 1, self.num_rows):
-            seen[row, first + 1 + self.branches[(row - self.num_drafts - 1) // self.siblings]] = True
+        for row, parent in enumerate(self.parents, 1):
+            seen[row, first + 1 + self.parents.index(parent)] = True
         return seen
 
     patch.setattr(DraftTree, "visible", wrong)
@@ -244,28 +242,28 @@ def sees_its_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_late(patch: pytest.MonkeyPatch) -> None:
-    """Siblings stand one position too far on."""
+    """All but the first that go on from a row stand one position too far on."""
     positions = DraftTree.positions
 
     def wrong(self: DraftTree, start: int, device: torch.device) -> torch.Tensor:
-        found = positions(self, start, device)
-        return torch.cat([found[: self.num_drafts + 1], found[self.num_drafts + 1 :] + 1])
+        late = [parent in self.parents[:place] for place, parent in enumerate(self.parents)]
+        return positions(self, start, device) + torch.tensor([0, *late], device=device)
 
     patch.setattr(DraftTree, "positions", wrong)
 
 
 def takes_any(patch: pytest.MonkeyPatch) -> None:
-    """The first sibling is accepted, whatever the target chose."""
+    """What goes on from the last accepted token is accepted, whatever the target chose."""
 
-    def wrong(ids: Any, siblings: Any, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
-        verdict = verify_tree(ids, siblings, logits, sampler, context, **more)
-        place = verdict.num_accepted
-        if verdict.sibling is not None or place not in siblings.branches:
+    def wrong(tree: TreeDraft, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
+        verdict = verify_tree(tree, logits, sampler, context, **more)
+        own = verdict.num_accepted
+        others = [row for row, at in enumerate(tree.parents, 1) if at == own and row > tree.num_drafts]
+        if verdict.off_draft or not others:
             return verdict
-        branch = siblings.branches.index(place)
-        row = 1 + len(ids) + branch * siblings.ids.shape[1]
-        token = int(sampler.choose(sampler.shape(logits[row : row + 1], context), len(context) + place + 1))
-        return Verdict(place + 1, token, verdict.next_token_prob, Sibling(int(siblings.ids[branch, 0]), row))
+        row = others[0]
+        token = int(sampler.choose(sampler.shape(logits[row : row + 1], context), len(context) + own + 1))
+        return Verdict(own + 1, token, verdict.next_token_prob, (TreeToken(int(tree.ids[row - 1]), row),))
 
     patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
 
@@ -273,9 +271,9 @@ def takes_any(patch: pytest.MonkeyPatch) -> None:
 def reads_the_next_row(patch: pytest.MonkeyPatch) -> None:
     """The token after a sibling is read from its neighbour's row."""
 
-    def wrong(ids: Any, siblings: Any, logits: Any, *rest: Any, **more: Any) -> Verdict:
-        rows = torch.cat([logits[: len(ids) + 1], logits[len(ids) + 1 :].roll(1, 0)])
-        return verify_tree(ids, siblings, rows, *rest, **more)
+    def wrong(tree: TreeDraft, logits: Any, *rest: Any, **more: Any) -> Verdict:
+        rows = torch.cat([logits[: tree.num_drafts + 1], logits[tree.num_drafts + 1 :].roll(1, 0)])
+        return verify_tree(tree, rows, *rest, **more)
 
     patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
 
@@ -283,15 +281,14 @@ def reads_the_next_row(patch: pytest.MonkeyPatch) -> None:
 def draws_anew(patch: pytest.MonkeyPatch) -> None:
     """The token after a sibling is drawn by the numbers of the place of the sibling."""
 
-    def wrong(ids: Any, siblings: Any, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
-        verdict = verify_tree(ids, siblings, logits, sampler, context, **more)
-        if verdict.sibling is None:
+    def wrong(tree: TreeDraft, logits: Any, sampler: Any, context: Any, **more: Any) -> Verdict:
+        verdict = verify_tree(tree, logits, sampler, context, **more)
+        if not verdict.off_draft:
             return verdict
-        row = verdict.sibling.row
-        token = int(
-            sampler.choose(sampler.shape(logits[row : row + 1], context), len(context) + verdict.num_accepted - 1)
-        )
-        return Verdict(verdict.num_accepted, token, verdict.next_token_prob, verdict.sibling)
+        row = verdict.off_draft[-1].row
+        place = len(context) + verdict.num_accepted - 1
+        token = int(sampler.choose(sampler.shape(logits[row : row + 1], context), place))
+        return Verdict(verdict.num_accepted, token, verdict.next_token_prob, verdict.off_draft)
 
     patch.setattr(layerskip.decoding.loop, "verify_tree", wrong)
 
@@ -346,43 +343,40 @@ def rows_for(*tokens: int, vocab: int = 9) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float()
 
 
+SIBLINGS = TreeDraft(torch.tensor([1, 2, 3, 4, 5, 6]), (0, 1, 0, 0, 1, 1), 2)
+"""Drafts 1 and 2; siblings 3 and 4 of the first, 5 and 6 of the second."""
+ONE_BRANCH = TreeDraft(torch.tensor([1, 2, 6, 5, 6]), (0, 1, 2, 1, 1), 3)
+"""Drafts 1, 2 and 6; siblings 5 and 6 of the second."""
+TREE = TreeDraft(torch.tensor([1, 2, 3, 4, 4, 5]), (0, 1, 0, 3, 1, 4), 2)
+"""Drafts 1 and 2; 3 in place of the first, then 4, then 5; 4 in place of the second."""
+
+
 @pytest.mark.parametrize(
-    ("target", "expected"),
+    ("tree", "target", "expected"),
     [
-        ((1, 2, 8, 0, 0, 0, 0), (2, 8, None)),  # all right: what follows the siblings is not looked at
-        ((7, 0, 0, 4, 5, 6, 8), (0, 7, None)),  # the first wrong, and no sibling of it right
-        ((3, 0, 0, 4, 5, 6, 8), (1, 4, Sibling(3, 3))),  # its first sibling
-        ((4, 0, 0, 4, 5, 6, 8), (1, 5, Sibling(4, 4))),  # its second
-        ((1, 6, 0, 4, 5, 6, 8), (2, 8, Sibling(6, 6))),  # the second wrong, and its second sibling right
-        ((1, 3, 0, 4, 5, 6, 8), (1, 3, None)),  # a sibling of the first is none of the second
+        (SIBLINGS, (1, 2, 8, 0, 0, 0, 0), (2, 8)),  # all right: what follows the siblings is not looked at
+        (SIBLINGS, (7, 0, 0, 4, 5, 6, 8), (0, 7)),  # the first wrong, and no sibling of it right
+        (SIBLINGS, (3, 0, 0, 4, 5, 6, 8), (1, 4, (3, 3))),  # its first sibling
+        (SIBLINGS, (4, 0, 0, 4, 5, 6, 8), (1, 5, (4, 4))),  # its second
+        (SIBLINGS, (1, 6, 0, 4, 5, 6, 8), (2, 8, (6, 6))),  # the second wrong, and its second sibling right
+        (SIBLINGS, (1, 3, 0, 4, 5, 6, 8), (1, 3)),  # a sibling of the first is none of the second
+        (ONE_BRANCH, (3, 0, 0, 0, 5, 6), (0, 3)),  # the first wrong, which has no siblings
+        (ONE_BRANCH, (1, 6, 0, 0, 5, 8), (2, 8, (6, 5))),  # the second wrong, and its second sibling right
+        (ONE_BRANCH, (1, 2, 6, 8, 0, 0), (3, 8)),  # all right
+        (TREE, (3, 0, 0, 8, 0, 0, 0), (1, 8, (3, 3))),  # another branch, and what follows is not in it
+        (TREE, (3, 0, 0, 4, 8, 0, 0), (2, 8, (3, 3), (4, 4))),  # two of another branch
+        (TREE, (3, 0, 0, 4, 5, 0, 8), (3, 8, (3, 3), (4, 4), (5, 6))),  # longer than the draft
+        (TREE, (1, 4, 0, 0, 5, 8, 0), (2, 8, (4, 5))),  # a 4 behind the draft's first is not the other one
     ],
 )
-def test_verdicts_by_hand(target: Sequence[int], expected: tuple[int, int, Sibling | None]) -> None:
-    """Drafts 1 and 2; siblings 3 and 4 of the first, 5 and 6 of the second."""
-    drafts, siblings = torch.tensor([1, 2]), Siblings(torch.tensor([[3, 4], [5, 6]]), (0, 1))
+def test_verdicts_by_hand(tree: TreeDraft, target: Sequence[int], expected: tuple[Any, ...]) -> None:
+    num_accepted, next_token, *others = expected
     for with_prob in (False, True):
-        verdict = verify_tree(drafts, siblings, rows_for(*target), GREEDY, [0], with_prob=with_prob)
-        assert (verdict.num_accepted, verdict.next_token, verdict.sibling) == expected
+        verdict = verify_tree(tree, rows_for(*target), GREEDY, [0], with_prob=with_prob)
+        assert (verdict.num_accepted, verdict.next_token) == (num_accepted, next_token)
+        assert verdict.off_draft == tuple(TreeToken(*one) for one in others)
         assert (verdict.next_token_prob is None) != with_prob
-        assert verdict.num_drafts_accepted == verdict.num_accepted - (verdict.sibling is not None)
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        ((3, 0, 0, 0, 5, 6), (0, 3, None)),  # the first wrong, which has no siblings
-        ((1, 6, 0, 0, 5, 8), (2, 8, Sibling(6, 5))),  # the second wrong, and its second sibling right
-        ((1, 2, 6, 8, 0, 0), (3, 8, None)),  # all right
-        ((1, 2, 6, 7, 0, 0), (3, 7, None)),
-    ],
-)
-def test_verdicts_where_one_draft_has_siblings(
-    target: Sequence[int], expected: tuple[int, int, Sibling | None]
-) -> None:
-    """Drafts 1, 2 and 6; siblings 5 and 6 of the second."""
-    drafts, siblings = torch.tensor([1, 2, 6]), Siblings(torch.tensor([[5, 6]]), (1,))
-    verdict = verify_tree(drafts, siblings, rows_for(*target), GREEDY, [0])
-    assert (verdict.num_accepted, verdict.next_token, verdict.sibling) == expected
+        assert verdict.num_drafts_accepted == num_accepted - len(others)
 
 
 @zoo.each(("llama", "llama fused"))
@@ -434,17 +428,18 @@ def test_the_next_best_are_what_would_be_chosen_one_after_the_other(
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 50])
 @pytest.mark.parametrize("start", [0, 4])
 def test_what_rows_see(start: int, window: int | None) -> None:
-    """Against the path of each row, token by token."""
-    tree = DraftTree(num_drafts=3, siblings=2, branches=(0, 2))
-    assert tree.num_rows == 8
+    """Against the path of each row, token by token: a chain of three, two beside its first, and two behind one beside
+    its last."""
+    tree = DraftTree((0, 1, 2, 0, 0, 2, 6, 6))
+    paths = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 4], [0, 5], [0, 1, 2, 6], [0, 1, 2, 6, 7], [0, 1, 2, 6, 8]]
     positions = tree.positions(start, torch.device("cpu")).tolist()
-    assert positions == [start + depth for depth in (0, 1, 2, 3, 1, 1, 3, 3)]
+    assert positions == [start + len(path) - 1 for path in paths]
     seen = tree.visible(start, window, torch.device("cpu"))
     first = 0 if window is None else max(start - window + 1, 0)
-    assert seen.shape == (8, start + 8 - first)
-    for row, own in enumerate(positions):
-        path = [*range(start + (own - start)), start + row]  # places in the cache
-        visible = [place for place in path if window is None or place == start + row or place > own - window]
+    assert seen.shape == (tree.num_rows, start + tree.num_rows - first) == (9, start + 9 - first)
+    for row, path in enumerate(paths):
+        places = [*range(start), *(start + one for one in path)]  # in the cache, by position
+        visible = [place for at, place in enumerate(places) if window is None or at > positions[row] - window]
         assert (first + seen[row].nonzero().flatten()).tolist() == visible
 
 
@@ -475,14 +470,14 @@ def test_configs_that_have_none(fields: dict[str, Any], said: str) -> None:
 def test_a_config_of_before_has_none() -> None:
     old = '{"schema_version": 1, "skip_mask": "4:1", "gamma": 2}'
     assert DecodeConfig.from_json(old).siblings == 0
-    assert not DecodeConfig.from_json(old).has_siblings
+    assert not DecodeConfig.from_json(old).has_branches
     assert DecodeConfig.from_json(config_of(3).to_json()) == config_of(3)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", zoo.WITHOUT_TREES)
 def test_models_that_take_positions_from_their_keys_are_refused(name: str) -> None:
     model = zoo.layerskip_of(name)
-    said = "siblings: need a model that can be told its tokens' positions and what each sees"
+    said = "siblings and trees: need a model that can be told its tokens' positions and what each sees"
     with pytest.raises(ValueError, match=said):
         model.config = config_of()
     with pytest.raises(ValueError, match=said):
@@ -492,9 +487,9 @@ def test_models_that_take_positions_from_their_keys_are_refused(name: str) -> No
 
 def test_cuda_graph_is_refused() -> None:
     model = zoo.layerskip_of("llama graph")
-    with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph"):
+    with pytest.raises(ValueError, match="siblings and trees: need the engine eager or fused, got cuda_graph"):
         model.generate(zoo.prompt_of(3), config=config_of(), max_new_tokens=3)
-    with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph and 2"):
+    with pytest.raises(ValueError, match="siblings and trees: need the engine eager or fused, got cuda_graph"):
         make_drafter(config_of(), model.engine, GREEDY)
 
 
@@ -526,8 +521,8 @@ def test_auto_leaves_cuda_graph_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_and_regimes_are_checked_too() -> None:
     plain = config_of(0)
     grouped = DecodeConfig(**dict(plain) | {"groups": {"code": {"skip_mask": "4:1", "gamma": 2, "siblings": 1}}})
-    assert grouped.has_siblings
-    with pytest.raises(ValueError, match="siblings: need a model"):
+    assert grouped.has_branches
+    with pytest.raises(ValueError, match="siblings and trees: need a model"):
         zoo.layerskip_of("bloom").config = grouped
 
 

@@ -56,6 +56,17 @@ def by_weights(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
     return found
 
 
+def by_trees(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
+    """Configs of drafts by trained weights that are trees."""
+    chains, found = by_weights(run, gamma), dict[str, DecodeConfig]()
+    for name, tree_tokens in (("eagle", 5), ("hybrid eagle", 9)):
+        weights = chains[name].draft_weights
+        assert weights is not None
+        update = {"draft_weights": weights.branching(tree_tokens), "draft_threshold": 0.0}
+        found[f"{name} tree"] = chains[name].model_copy(update=update)
+    return found
+
+
 def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
     """A config of every drafter that needs nothing but the model."""
     none = SkipMask.none(mask.num_layers)
@@ -76,9 +87,12 @@ def drafters(mask: SkipMask, gamma: int = 4) -> dict[str, DecodeConfig]:
 
 DRAFTERS = tuple(drafters(SkipMask.none(2)))
 TRAINED = ("eagle", "hybrid eagle", "draft_model", "hybrid draft_model")
+TREES = ("eagle tree", "hybrid eagle tree")
 
 
 def config_of(name: str, run: str, mask: SkipMask) -> DecodeConfig:
+    if name in TREES:
+        return by_trees(zoo.architecture(run))[name]
     return by_weights(zoo.architecture(run))[name] if name in TRAINED else drafters(mask)[name]
 
 
@@ -110,7 +124,8 @@ def test_greedy_equals_generate(name: str) -> None:
 @zoo.few(zoo.RUNS)
 def test_greedy_equals_generate_with_trained_weights(name: str) -> None:
     model, total = zoo.layerskip_of(name), Counter[str]()
-    for config in by_weights(zoo.architecture(name)).values():
+    run = zoo.architecture(name)
+    for config in (by_weights(run) | (by_trees(run) if run not in zoo.WITHOUT_TREES else {})).values():
         for prompt, budget in ((PROMPT, zoo.LONGEST), (again(name), 16), (zoo.prompt_of(1), 5)):
             out = model.generate(prompt, max_new_tokens=budget, config=config)
             assert out.ids == list(zoo.greedy_reference(name, prompt)[:budget]), config
@@ -131,7 +146,7 @@ def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str, draft
     assert total == len(PROMPT) + 20
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS + TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTERS + TRAINED + TREES)
 def test_end_of_text_at_every_offset_of_a_round(drafter: str) -> None:
     model, config = zoo.layerskip_of("llama fused"), config_of(drafter, "llama", SkipMask.from_sublayers(4, mlp=[3]))
     prompt = again("llama fused")

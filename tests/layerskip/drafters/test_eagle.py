@@ -20,7 +20,7 @@ from layerskip.rounds.sampling import Sampler, SamplingParams
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
 from tests.layerskip import zoo
-from tests.layerskip.drafters.test_drafters import PROMPT, by_weights
+from tests.layerskip.drafters.test_drafters import PROMPT, by_trees, by_weights
 from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
 from tests.layerskip.rounds.test_broken_rounds import failing
 from tests.layerskip.tape import graph_model
@@ -65,7 +65,8 @@ def test_sampled_text_is_the_targets_from_the_same_seed(name: str, temperature: 
     model = zoo.layerskip_of(name)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "repetition_penalty": 1.1, "max_new_tokens": 24}
     accepted = 0
-    for config in by_weights("llama").values():
+    trees = {} if name.endswith("graph") else by_trees("llama")
+    for config in (by_weights("llama") | trees).values():
         for seed in range(4):
             plain = model.generate(PROMPT, seed=seed, config=DecodeConfig.plain(zoo.NUM_LAYERS), **drawn)
             out = model.generate(PROMPT, seed=seed, config=config, **drawn)

@@ -52,7 +52,18 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
     }
     narrowed = own | {"draft_weights": weights_of(run, drafter).narrowed(zoo.VOCAB // 2)}
     lookup = SuffixLookup(min_match=1, gamma=3, target_threshold=0.2)
+    trees: list[DecodeConfig] = []
+    if drafter == "eagle":
+        small, large = (own | {"draft_weights": weights_of(run, drafter).branching(size)} for size in (3, 16))
+        trees = [
+            DecodeConfig(drafter=drafter, gamma=1, **large),
+            DecodeConfig(drafter=drafter, gamma=8, **small),
+            DecodeConfig(drafter=drafter, gamma=8, **large),
+            DecodeConfig(drafter=drafter, gamma=5, draft_threshold=0.1, target_threshold=0.2, **large),
+            DecodeConfig(drafter="hybrid", gamma=4, lookup=lookup, **small),
+        ]
     return [
+        *trees,
         DecodeConfig(drafter=drafter, gamma=1, **own),
         DecodeConfig(drafter=drafter, gamma=8, **own),
         DecodeConfig(drafter=drafter, gamma=6, draft_threshold=0.4, target_threshold=0.2, **own),
@@ -148,10 +159,10 @@ def test_a_draft_model_with_another_tokenizer_is_replayed_nearly(kind: str, para
 
 def test_ids_of_another_tokenizer_are_not_narrowed() -> None:
     where = replace(space("llama", "draft_model"), draft_vocabs=(VOCABULARY, 1_024))
-    assert [one.draft_vocab for one in where.narrowed(where.draft_weights[0])] == [None, 1_024]
+    assert [one.draft_vocab for one in where.variants_of(where.draft_weights[0])] == [None, 1_024]
     assert "weights.draft_vocab" in where.distributions
     where = replace(where, narrows_weights=False)
-    assert where.narrowed(where.draft_weights[0]) == list(where.draft_weights)
+    assert where.variants_of(where.draft_weights[0]) == list(where.draft_weights)
     assert "weights.draft_vocab" not in where.distributions
     config = configs("llama", "draft_model")[0]
     assert where.to_config(where.to_params(config)).draft_weights == config.draft_weights
@@ -164,7 +175,7 @@ def test_weights_are_narrowed_to_fewer_ids_than_they_know(tmp_path: Path) -> Non
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"shape": {"num_draft_ids": num_draft_ids}}))
         weights = DraftWeights(path=str(folder), fingerprint="0" * 16)
-        assert [one.draft_vocab for one in where.narrowed(weights)] == expected
+        assert [one.draft_vocab for one in where.variants_of(weights)] == expected
 
 
 @pytest.mark.parametrize("drafter", TRAINED)

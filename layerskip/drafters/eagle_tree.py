@@ -1,0 +1,201 @@
+"""EagleTreeDrafter: of all that trained weights propose, whatever follows whatever, the likeliest tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layerskip.drafters.base import Draft
+from layerskip.drafters.eagle import EagleDrafter, EagleSession, LeanEagleText
+from layerskip.engines.states import StatesEngine
+from layerskip.rounds.sampling import Sampler
+from layerskip.rounds.verifier import TreeDraft
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Roots:
+    """B places of one text that trees start from."""
+
+    states: torch.Tensor
+    """(B, hidden): what the layer gave for the last token of each."""
+    positions: Ints
+    """(B,): of the first drafted token's row; the rows of the text before it are seen."""
+    ids: Sequence[int]
+    """The text, as far as the last of them; the first drafted token of each is the one after `positions`."""
+
+
+@dataclass(frozen=True)
+class TreeNodes:
+    """Drafted tokens, level by level; arrays (N,)."""
+
+    roots: Ints
+    parents: Ints
+    """Places among these, -1 behind a root."""
+    tokens: Ints
+    depths: Ints
+    """From 1."""
+    scores: Floats
+    """Log-likelihood of the whole path."""
+
+    @classmethod
+    def none(cls) -> TreeNodes:
+        """Without a node."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, nothing, nothing, np.zeros(0))
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def select(self, places: Any) -> TreeNodes:
+        """Those at these places."""
+        return TreeNodes(*(getattr(self, one.name)[places] for one in fields(self)))
+
+    def join(self, other: TreeNodes) -> TreeNodes:
+        """These, then the others."""
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
+        return TreeNodes(*(np.concatenate(pair) for pair in pairs))
+
+    def order(self) -> Ints:
+        """Places by root and then by likelihood, the best first; of equals, what comes before its children."""
+        return np.lexsort((np.arange(len(self)), -self.scores, self.roots))
+
+    def ranks(self) -> Ints:
+        """(N,): how many of its root's are likelier."""
+        order = self.order()
+        first = np.searchsorted(self.roots[order], self.roots[order])
+        ranks = np.empty(len(self), dtype=np.int64)
+        ranks[order] = np.arange(len(self)) - first
+        return ranks
+
+    def draft(self, most: int, least: float) -> Draft:
+        """Of one root: the likeliest of the deepest with what leads there as the draft, and to be verified, of all, the
+        likeliest `most` that are as likely as `least`; the likeliest in any case."""
+        ranks = self.ranks()
+        verified = (ranks < most) & (self.scores >= _log(least)) | (ranks == 0)
+        at = int(np.argmax(np.where(self.depths == self.depths.max(), self.scores, -np.inf)))
+        path = list[int]()
+        while at >= 0:
+            path.insert(0, at)
+            at = int(self.parents[at])
+        own = [at for at in path if verified[at]]
+        rows = own + [at for at in np.argsort(ranks).tolist() if verified[at] and at not in own]
+        row_of = {-1: 0} | {at: row for row, at in enumerate(rows, 1)}
+        parents = tuple(row_of[int(self.parents[at])] for at in rows)
+        tree = TreeDraft(torch.from_numpy(self.tokens[rows]), parents, len(own))
+        return Draft(torch.from_numpy(self.tokens[path]), tree=tree)
+
+
+def grow(
+    text: LeanEagleText,
+    engine: StatesEngine,
+    sampler: Sampler,
+    roots: Roots,
+    *,
+    depth: int,
+    most: int,
+    least: float = 0.0,
+    draft_vocab: int | None = None,
+    slot: int | None = None,
+) -> TreeNodes:
+    """All tokens up to `depth` levels deep that may be among a root's likeliest `most` and are as likely as `least`,
+    and the likeliest of each level that was computed.
+
+    So the likeliest of a root are exact, and nothing is gone on from that cannot have one of them behind it: a level
+    costs what is left to be decided. Keys and values are written from `slot` on, or from the last root's position.
+    Cost: a level takes the layer and the output embedding over the tokens gone on from, and a device sync. The first
+    takes the output embedding over the roots alone.
+    Ref: EAGLE-2 (2406.16858), which goes on from a fixed number of tokens at each level.
+    """
+    head, start = text.head, int(roots.positions.max()) if slot is None else slot
+    vocabulary, log_least = head.module.shape.vocab_size, _log(least)
+    nodes, states, slot = TreeNodes.none(), roots.states, start
+    # What the rows of a level go on from: roots, and then nodes.
+    row_roots, row_scores = np.arange(len(states)), np.zeros(len(states))
+    row_nodes, seen = np.full(len(states), -1), np.zeros((len(states), 0), dtype=bool)
+    paths: list[list[int]] = [[] for _ in row_roots]
+    for level in range(1, depth + 1):
+        contexts = [
+            [*roots.ids[: roots.positions[root] + 1], *path] for root, path in zip(row_roots, paths, strict=True)
+        ]
+        likely = sampler.likelihoods(head.logits(engine, states, draft_vocab), contexts)
+        best = likely.topk(min(most, vocabulary))
+        found = torch.stack([best.values.double(), best.indices.double()]).cpu().numpy()  # ids are exact in float64
+        width = found.shape[-1]
+        new = TreeNodes(
+            np.repeat(row_roots, width),
+            np.repeat(row_nodes, width),
+            found[1].ravel().astype(np.int64),
+            np.full(found[1].size, level),
+            (row_scores[:, None] + found[0]).ravel(),
+        )
+        possible = np.isfinite(new.scores)
+        new, from_row = new.select(possible), np.repeat(np.arange(len(states)), width)[possible]
+        ranks = nodes.join(new).ranks()[len(nodes) :]
+        going = (ranks < most) & (new.scores >= log_least)
+        kept = going | (new.ranks() == 0)
+        row_nodes = len(nodes) + np.flatnonzero(going[kept])
+        nodes = nodes.join(new.select(kept))
+        if level == depth or not len(row_nodes):
+            break
+        from_row, row_roots, row_scores = from_row[going], new.roots[going], new.scores[going]
+        paths = [[*paths[row], int(token)] for row, token in zip(from_row, new.tokens[going], strict=True)]
+        seen = np.concatenate([seen[from_row], np.eye(len(from_row), dtype=bool)], axis=1)
+        before = np.arange(start) < roots.positions[row_roots][:, None]
+        entered = head.enter(engine.embed(_on(new.tokens[going], states)), states[_on(from_row, states)])
+        positions = _on(roots.positions[row_roots] + level - 1, states)
+        states = text.run_rows(entered, positions, slot, _on(np.concatenate([before, seen], axis=1), states))
+        slot += len(from_row)
+    return nodes
+
+
+class EagleTreeDrafter(EagleDrafter):
+    """A tree up to gamma tokens deep; see `grow` and `TreeNodes.draft`.
+
+    Cost: what `EagleDrafter` goes over of what the target has emitted, and that of `grow`.
+    """
+
+    def begin(self) -> EagleTreeSession:
+        return EagleTreeSession(self, self._head, self._engine)
+
+    def tree(self, text: LeanEagleText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
+        """After the context, up to `count` tokens deep; state: (1, hidden) of its last token."""
+        own = self.settings
+        roots = Roots(state, np.array([len(context) - 1]), context)
+        most, least, vocab = own.tree_tokens, own.draft_threshold, own.draft_vocab
+        nodes = grow(text, self._engine, self._sampler, roots, depth=count, most=most, least=least, draft_vocab=vocab)
+        return nodes.draft(most, least)
+
+
+class EagleTreeSession(EagleSession):
+    """See `DraftSession`."""
+
+    _drafter: EagleTreeDrafter
+
+    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Draft | None:
+        """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
+        if limit < 1 or not self._drafter.is_sure(target_prob):
+            return None
+        state = self._follow(context)
+        assert self._text is not None
+        return self._drafter.tree(self._text, state, context, min(limit, self._drafter.gamma))
+
+    @property
+    def _room(self) -> int:
+        return self._drafter.gamma * self._drafter.settings.tree_tokens
+
+
+def _on(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)
+
+
+def _log(likelihood: float) -> float:
+    return math.log(likelihood) if likelihood > 0 else -math.inf

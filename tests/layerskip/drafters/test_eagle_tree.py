@@ -1,0 +1,244 @@
+"""Trees of drafts: the likeliest of all that trained weights propose, and nothing else of the output changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from layerskip import DecodeConfig, SkipMask
+from layerskip.config.decode_config import DraftWeights
+from layerskip.drafters import Draft, make_drafter
+from layerskip.drafters.draft_weights import loaded_weights
+from layerskip.drafters.eagle import LeanEagleText
+from layerskip.drafters.eagle_tree import EagleTreeSession, Roots, TreeNodes, grow
+from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler
+from tests.layerskip import zoo
+from tests.layerskip.drafters.test_drafters import PROMPT, by_trees
+from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
+from tests.layerskip.rounds.test_broken_rounds import failing
+
+NONE = SkipMask.none(zoo.NUM_LAYERS)
+GREEDY = SamplingParams()
+WARM = SamplingParams(do_sample=True, temperature=0.8, top_k=12, repetition_penalty=1.2)
+
+
+def tree(weights: DraftWeights, tree_tokens: int = 8, gamma: int = 4, **fields: Any) -> DecodeConfig:
+    own = weights.branching(tree_tokens)
+    return DecodeConfig(drafter="eagle", skip_mask=NONE, gamma=gamma, draft_weights=own, **fields)
+
+
+class _Round:
+    """A round after PROMPT and some of what follows it, with everything that its weights may propose there."""
+
+    def __init__(self, run: str, params: SamplingParams) -> None:
+        self.model, self.params = zoo.layerskip_of(run), params
+        self.weights = zoo.eagle_of(zoo.architecture(run))
+        self.model.check_config(tree(self.weights))
+        self.context = [*PROMPT, *zoo.greedy_reference(run, PROMPT)[:3]]
+
+    def draft(self, config: DecodeConfig, limit: int = 9) -> Draft:
+        engine: Any = self.model.engine
+        head: Any = loaded_weights(engine, self.weights)
+        with engine.session(64), torch.inference_mode():
+            drafter = make_drafter(config, engine, self._sampler())
+            assert drafter is not None
+            engine.keep_states(head.aux_layers)
+            engine.forward(torch.tensor(self.context[:-1]))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(TreeNodes, "draft", self._noted(TreeNodes.draft))
+                found = drafter.begin().propose(self.context, limit, None)
+            assert isinstance(found, Draft)
+            return found
+
+    def _noted(self, draft: Any) -> Any:
+        def noting(nodes: TreeNodes, most: int, least: float) -> Draft:
+            self.nodes = nodes
+            return draft(nodes, most, least)  # type: ignore[no-any-return]
+
+        return noting
+
+    def likelihoods(self, path: Sequence[int]) -> torch.Tensor:
+        """(V,): of what goes on from a path, each token alone, by a chain of drafts along it."""
+        engine: Any = self.model.engine
+        head: Any = loaded_weights(engine, self.weights)
+        with engine.session(64), torch.inference_mode():
+            engine.keep_states(head.aux_layers)
+            engine.forward(torch.tensor(self.context[:-1]))
+            text, count = head.new_text(64), len(self.context) - 1
+            embedded = engine.embed(torch.tensor(self.context[1:]))
+            state = text.run(head.enter(embedded, head.join(engine.states[:count])), 0)[-1:]
+            for place, token in enumerate(path, count):
+                state = text.run(head.enter(engine.embed(torch.tensor([token])), state), place)
+            logits = head.logits(engine, state, None)
+            return self._sampler().likelihoods(logits, [[*self.context, *path]])[0]
+
+    def _sampler(self) -> Sampler:
+        sampler = seeded_sampler(self.params, 5, torch.device("cpu"))
+        sampler.begin(len(PROMPT))
+        return sampler
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("run", ["llama", "llama fused", "gemma3"])
+def test_what_is_verified_are_the_likeliest_paths_of_all(run: str, params: SamplingParams) -> None:
+    """Two tokens deep, of every token behind every token, each computed alone as a chain."""
+    at = _Round(run, params)
+    first = at.likelihoods([])
+    scores = {(one,): float(first[one]) for one in range(zoo.VOCAB)}
+    for one in range(zoo.VOCAB):
+        if np.isfinite(scores[one,]):
+            behind = at.likelihoods([one])
+            scores |= {(one, two): scores[one,] + float(behind[two]) for two in range(zoo.VOCAB)}
+    for size in (1, 2, 7, 16):
+        draft = at.draft(tree(at.weights, size, gamma=2))
+        assert draft.tree is not None
+        paths: list[tuple[int, ...]] = [()]
+        for parent, token in zip(draft.tree.parents, draft.tree.ids.tolist(), strict=True):
+            paths.append((*paths[parent], token))
+        assert len(set(paths)) == size + 1
+        best = sorted(scores.values(), reverse=True)[:size]
+        assert sorted((scores[one] for one in paths[1:]), reverse=True) == pytest.approx(best, abs=1e-4)
+        assert paths[draft.tree.num_drafts] == tuple(draft.ids.tolist())[: draft.tree.num_drafts]
+        nodes = at.nodes
+        for token, parent, score in zip(nodes.tokens, nodes.parents, nodes.scores, strict=True):
+            path = (int(token),) if parent < 0 else (int(nodes.tokens[parent]), int(token))
+            assert score == pytest.approx(scores[path], abs=1e-4)
+
+
+def test_no_deeper_than_there_is_room_and_than_it_can_matter() -> None:
+    at = _Round("llama", GREEDY)
+    for limit in (1, 2, 3):
+        assert len(at.draft(tree(at.weights, 30, gamma=4), limit).ids) == limit
+    alone = at.draft(tree(at.weights, 1, gamma=4))
+    assert alone.tree is not None
+    # The likeliest token is gone on from, and what follows it is likely enough never.
+    assert (len(alone.ids), alone.tree.ids.tolist(), alone.tree.parents) == (2, alone.ids.tolist()[:1], (0,))
+
+
+def test_what_is_less_likely_than_the_threshold_is_not_verified() -> None:
+    at = _Round("llama fused", GREEDY)
+    whole = at.draft(tree(at.weights, 30)).tree
+    assert whole is not None
+    counts = []
+    for threshold in (0.01, 0.05, 0.2, 0.95):
+        found = at.draft(tree(at.weights, 30, draft_threshold=threshold)).tree
+        assert found is not None
+        paths: list[tuple[int, ...]] = [()]
+        for parent, token in zip(found.parents, found.ids.tolist(), strict=True):
+            paths.append((*paths[parent], token))
+        for path in paths[2:]:
+            likely = sum(float(at.likelihoods(path[:i])[token]) for i, token in enumerate(path))
+            assert np.exp(likely) >= threshold - 1e-4
+        counts.append(len(found.parents))
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == 1
+
+
+@pytest.mark.parametrize("bug", ["neighbours", "positions", "parents"])
+def test_planted_bugs_are_seen_in_what_is_verified(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the test above: rows that see other branches, stand elsewhere or go on from another state."""
+    run_rows = LeanEagleText.run_rows
+
+    def wrong(self: LeanEagleText, x: torch.Tensor, positions: Any, start: int, mask: Any) -> torch.Tensor:
+        if mask is not None and not isinstance(positions, slice):
+            if bug == "neighbours":
+                mask = torch.ones_like(mask)
+            elif bug == "positions":
+                positions = positions + 1
+            else:
+                x = x.roll(1, 0)
+        return run_rows(self, x, positions, start, mask)
+
+    monkeypatch.setattr(LeanEagleText, "run_rows", wrong)
+    with pytest.raises(AssertionError):
+        test_what_is_verified_are_the_likeliest_paths_of_all("llama", GREEDY)
+
+
+def test_it_accepts_more_than_a_chain_and_draws_the_same() -> None:
+    model, totals = zoo.layerskip_of("llama fused"), []
+    weights = zoo.eagle_of("llama")
+    for config in (tree(weights, 4), tree(weights, 20)):
+        hits = accepted = rounds = 0
+        for seed in range(6):
+            drawn = {"max_new_tokens": 24, "do_sample": True, "seed": seed, "top_k": 0}
+            out = model.generate(PROMPT, config=config, **drawn)
+            assert out.ids == model.generate(PROMPT, config=DecodeConfig.plain(zoo.NUM_LAYERS), **drawn).ids
+            hits += out.stats.num_sibling_hits
+            accepted, rounds = accepted + out.stats.num_accepted, rounds + out.stats.num_rounds
+        assert hits > 0
+        totals.append(accepted / rounds)
+    assert totals[0] < totals[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama fused"])
+def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
+    model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
+    expected = model.generate(PROMPT, max_new_tokens=12, config=config)
+    drafting = ((EagleTreeSession, "propose"), (LeanEagleText, "run_rows"), (TreeNodes, "draft"))
+    for owner, attribute in (*drafting, (Sampler, "likelihoods")):
+        for call in range(2):
+            with failing(monkeypatch, owner, attribute, call, after=True), pytest.raises(PlantedError):
+                model.generate(PROMPT, max_new_tokens=12, config=config)
+            assert gates_on(model.model) == []
+            out = model.generate(PROMPT, max_new_tokens=12, config=config)
+            assert (out.ids, out.stats.counters()) == (expected.ids, expected.stats.counters())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tree_tokens": 0}, r"draft_weights\.tree_tokens: input should be greater than or equal to 1, got '0'"),
+        ({"tree_tokens": 65}, r"draft_weights\.tree_tokens: input should be less than or equal to 64, got '65'"),
+        (
+            {"tree_tokens": 4, "drafter": "draft_model"},
+            "tree_tokens: must be left out where the drafter is draft_model",
+        ),
+    ],
+)
+def test_bad_weights_name_field_and_rule(given: dict[str, Any], message: str) -> None:
+    weights = {"path": "weights", "fingerprint": "0", **given}
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(drafter=given.get("drafter", "eagle"), skip_mask=NONE, gamma=2, draft_weights=weights)
+
+
+def test_a_tree_has_no_siblings_and_no_graphs() -> None:
+    weights = zoo.eagle_of("llama")
+    with pytest.raises(ValueError, match=r"siblings: must be 0 where draft_weights\.tree_tokens are given, got 2"):
+        tree(weights, siblings=2)
+    with pytest.raises(ValueError, match="siblings and trees: need the engine eager or fused, got cuda_graph"):
+        zoo.layerskip_of("llama graph").generate(PROMPT, max_new_tokens=3, config=tree(weights))
+    config = tree(weights, 8)
+    assert DecodeConfig.from_json(config.to_json()) == config
+    assert config.max_verified == 8
+    assert DecodeConfig.from_json(tree(weights, 1).to_json()).draft_weights == weights.branching(1)
+
+
+def test_grow_takes_each_level_from_the_one_before() -> None:
+    """Depths, parents and scores of all that is kept, of several roots side by side."""
+    at = _Round("llama", GREEDY)
+    engine: Any = at.model.engine
+    head: Any = loaded_weights(engine, at.weights)
+    ids = [*at.context, 0]
+    with engine.session(64), torch.inference_mode():
+        engine.keep_states(head.aux_layers)
+        engine.forward(torch.tensor(ids[:-1]))
+        text, count = head.new_text(512), len(ids) - 1
+        hidden = text.run(head.enter(engine.embed(torch.tensor(ids[1:])), head.join(engine.states[:count])), 0)
+        positions = np.array([count - 3, count - 2, count - 1])
+        sampler = Sampler(GREEDY)
+        both = grow(text, engine, sampler, Roots(hidden[-4:-1], positions, ids), depth=3, most=6, slot=count)
+        for i, position in enumerate(positions):
+            one = Roots(hidden[position - 1 : position], positions[i : i + 1], ids)
+            alone = grow(text, engine, sampler, one, depth=3, most=6, slot=count)
+            mine = both.select(both.roots == i)
+            assert mine.tokens.tolist() == alone.tokens.tolist()
+            assert mine.depths.tolist() == alone.depths.tolist()
+            np.testing.assert_allclose(mine.scores, alone.scores, atol=1e-4)
+    behind = both.parents >= 0
+    assert (both.depths[behind] == both.depths[both.parents[behind]] + 1).all()
+    assert (both.roots[behind] == both.roots[both.parents[behind]]).all()
+    assert (both.scores[behind] <= both.scores[both.parents[behind]] + 1e-9).all()
