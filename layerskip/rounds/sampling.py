@@ -79,8 +79,9 @@ class Sampler:
     def likelihoods(self, logits: torch.Tensor, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
         """(R, V): log-likelihoods of the tokens after each context, that a target close to this draft chooses them.
 
-        Its choice is the best by a score (see `choose`), so they are the draft's softmax of that, made steeper: a draft
-        is right more often where it is sure than its own probability says. logits: (R, V), not shaped.
+        Its choice is the best by a score, see `choose`. So they are a softmax of the draft's scores, the steeper the
+        closer the draft is to the target; of drawn tokens in the scale of the logits before the temperature, in which
+        the draft's errors are. logits: (R, V), not shaped.
         """
         penalised = self._penalty is not None
         shaped = (
@@ -89,11 +90,13 @@ class Sampler:
             else (self.shape(logits, ()))
         )
         scores = shaped.log_softmax(dim=-1)
+        steepness = _STEEPNESS
         if not self.greedy:
+            steepness *= self.params.temperature
             places = [len(one) for one in contexts]
             rows = {place: self.noise(place, 1, scores.shape[-1], scores.device) for place in sorted(set(places))}
             scores = scores - (torch.cat([rows[place] for place in places]) if len(rows) > 1 else rows[places[0]]).log()
-        return (_STEEPNESS * scores).log_softmax(dim=-1)
+        return (steepness * scores).log_softmax(dim=-1)
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +122,8 @@ def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> S
     return Sampler(params, torch.Generator(device=device).manual_seed(seed) if params.do_sample else None)
 
 
-_STEEPNESS = 2.0
-"""See `Sampler.likelihoods`."""
+_STEEPNESS = 1.5
+"""See `Sampler.likelihoods`; at half and at double of it a tree holds fewer tokens (`studies/engine/trees.md`)."""
 
 
 class PlaceNoise:

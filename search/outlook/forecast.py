@@ -110,7 +110,13 @@ class Candidates:
         return [self._candidate(one, full_fidelity=True) for one in found]
 
     def _best_by_weights(self, each: Sequence[DraftWeights], lookups: Sequence[LookupChoice | None]) -> list[Predicted]:
-        found = [one for by in each for one in self.predictor.best_by_weights(by, lookups, count=_NUM_BY_WEIGHTS)]
+        def best(some: Iterable[DraftWeights]) -> list[Predicted]:
+            return [one for by in some for one in self.predictor.best_by_weights(by, lookups, count=_NUM_BY_WEIGHTS)]
+
+        found = best(one for one in each if not one.tree_tokens)
+        # A tree is read with as many ids as the best chain has.
+        own = max(found, key=lambda one: one.speedup).config.draft_weights
+        found += best(one for one in each if one.tree_tokens and own == one.branching(None))
         if self._space.has_weights_siblings(each[0].drafter):
             found += [more for one in found for more in self._siblings(one, full_fidelity=True)]
         return sorted(found, key=lambda one: -one.speedup)[:_NUM_BY_WEIGHTS]

@@ -499,5 +499,6 @@ def drafts_before(flags: NDArray[np.bool_]) -> Ints:
 
 def _ahead(values: NDArray[Any], count: int, filler: int | bool) -> NDArray[Any]:
     """(P, T): what stands `count` places further on."""
+    count = min(count, values.shape[1])
     padding = np.full((len(values), count), filler, dtype=values.dtype)
     return np.concatenate([values[:, count:], padding], axis=1)

@@ -52,7 +52,7 @@ SIBLINGS_MAX = 3
 """Of each draft token: a fourth guess is hardly ever right where three are wrong."""
 SIBLING_THRESHOLDS = (1.0, 0.7, 0.5, 0.3)
 """Those predicted; any other multiple of the step may be asked for."""
-TREES = (0, 4, 8, 12, 16, 24)
+TREES = (0, 4, 8, 16, 24)
 """What `tree_tokens` may be, 0 for a chain."""
 GAMMA_MAX = 16
 """Of drafts under a mask, unless the study says: a cheap draft that is mostly right is worth long rounds."""

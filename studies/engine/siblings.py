@@ -138,15 +138,13 @@ def timed_configs(model: LayerSkipModel, weights: Path | None) -> dict[str, Deco
     return found
 
 
-def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], config: DecodeConfig, repeats: int) -> Any:
-    """[What was decoded with each number of siblings], in turns with plain decoding and with one another, prompt by
-    prompt; the order turns from one to the next. Rates and ratios are medians of a prompt's repeats.
+def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], ways: Sequence[DecodeConfig], repeats: int) -> Any:
+    """[What was decoded in each way], in turns with plain decoding and with one another, prompt by prompt; the order
+    turns from one to the next. Rates and ratios are medians of a prompt's repeats; `over_none` is to the first way.
 
-    Cost: repeats x prompts x 5 decodings, and a pass over two prompts before.
+    Cost: repeats x prompts x one decoding more than there are ways, and a pass over two prompts before.
     """
-    plain = DecodeConfig.plain(config.skip_mask.num_layers)
-    branched = [{"siblings": count, "sibling_threshold": below} for count, below in TIMED_SIBLINGS]
-    configs = [plain, *(config.model_copy(update=one) for one in branched)]
+    configs = [DecodeConfig.plain(ways[0].skip_mask.num_layers), *ways]
     num_ways = len(configs)
     rates = np.zeros((repeats, len(prompts), num_ways))
     accepted, rounds, identical = np.zeros((3, num_ways), dtype=np.int64)
@@ -166,7 +164,6 @@ def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], config: Decod
     rates = rates[:, known]
     return [
         {
-            **branched[way - 1],
             "mean_accepted_length": float((accepted[way] + rounds[way]) / rounds[way]),
             "tokens_per_s": geometric_mean(np.median(rates[:, :, way], axis=0).tolist()),
             "speedup": _ratios(rates[:, :, way] / rates[:, :, 0]),
@@ -275,7 +272,10 @@ def _run(arguments: argparse.Namespace) -> int:
         decoder = ModelDecoder(model, arguments.new_tokens, params)
         for name, config in configs.items():
             say(f"decoding {regime} text, {name}")
-            by_siblings = timed(decoder, prompts[: arguments.timed_prompts], config, arguments.repeats)
+            branched = [{"siblings": count, "sibling_threshold": below} for count, below in TIMED_SIBLINGS]
+            ways = [config.model_copy(update=one) for one in branched]
+            found = timed(decoder, prompts[: arguments.timed_prompts], ways, arguments.repeats)
+            by_siblings = [told | one for told, one in zip(branched, found, strict=True)]
             record["timed"].append({"regime": regime, "drafter": name, "by_siblings": by_siblings})
         say(f"reading {regime} text")
         drafts = read(model, params, prompts, arguments.new_tokens)

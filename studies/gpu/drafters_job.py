@@ -17,6 +17,7 @@ class _Size:
     weights: tuple[str, ...]
     search: tuple[str, ...]
     regimes: tuple[str, ...]
+    trees: tuple[str, ...]
     bounds_s: dict[str, float]
 
 
@@ -25,19 +26,22 @@ SIZES = {
         ("--steps", "3", "--batch", "2", "--depth", "2", "--window", "64", "--device", "cpu", "--threads", "1"),
         ("--trials", "12"),
         ("--prompts", "2", "--repeats", "1", "--tokens", "8"),
-        {"weights": 120, "search": 180, "regimes": 120},
+        ("--num-prompts", "2", "--new-tokens", "8", "--repeats", "1"),
+        {"weights": 120, "search": 180, "regimes": 120, "trees": 120},
     ),
     "demo": _Size(
         ("--minutes", "1.5", "--device", "cuda", "--dtype", "bfloat16"),
         ("--trials", "60", "--timeout", "60"),
         ("--prompts", "8", "--repeats", "2"),
-        {"weights": 140, "search": 180, "regimes": 150},
+        ("--num-prompts", "12", "--device", "cuda", "--dtype", "bfloat16", "--repeats", "1"),
+        {"weights": 140, "search": 180, "regimes": 150, "trees": 120},
     ),
     "1b": _Size(
         ("--minutes", "2", "--device", "cuda", "--dtype", "bfloat16", "--draft-vocab", "4096"),
         ("--trials", "60", "--timeout", "60"),
         ("--prompts", "8", "--repeats", "1"),
-        {"weights": 190, "search": 190, "regimes": 150},
+        ("--num-prompts", "8", "--device", "cuda", "--dtype", "bfloat16", "--repeats", "1"),
+        {"weights": 190, "search": 190, "regimes": 150, "trees": 150},
     ),
 }
 
@@ -56,7 +60,8 @@ class DraftersJob(MainJob):
         return [Step(name, bound_s) for name, bound_s in SIZES[self.size].bounds_s.items()]
 
     def run_step(self, step: str, job: Job) -> None:
-        {"weights": self._weights, "search": self._search_all, "regimes": self._regimes}[step](job)
+        found = {"weights": self._weights, "search": self._search_all, "regimes": self._regimes, "trees": self._trees}
+        found[step](job)
 
     @property
     def _weights_folder(self) -> Path:
@@ -85,6 +90,15 @@ class DraftersJob(MainJob):
         out = self._folder / "regimes.json"
         command(regimes.main, ["--study", str(self._folder), "--out", str(out), *SIZES[self.size].regimes])
         job.add(regimes=read_json(out))
+
+    def _trees(self, job: Job) -> None:
+        """Of the engine `fused`: recorded rounds verify no trees."""
+        from studies.engine import trees
+
+        given = ["--model", str(self._source / "model"), "--draft-weights", str(self._weights_folder)]
+        given += ["--prompts", str(self._source / "tuning.jsonl"), "--out", str(self._folder)]
+        command(trees.main, [*given, *SIZES[self.size].trees])
+        job.add(trees=read_json(self._folder / "trees.json"))
 
     @property
     def _folder(self) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 from layerskip.config.decode_config import DecodeConfig
 from studies import regimes
+from studies.engine import trees
 from studies.gpu import tables
 from studies.gpu.book import DONE, read
 from studies.gpu.tables import Rows, percent
@@ -32,6 +33,7 @@ TITLES = {
     "bench": "Bench",
     "weights": "Training draft weights",
     "regimes": "Ways to draft",
+    "trees": "Trees of drafts",
 }
 
 
@@ -90,6 +92,8 @@ def _body(name: str, rows: Rows, facts: Mapping[str, Any]) -> str:
         return draft_weights(found["weights"])
     if name == "regimes":
         return "\n".join([regimes.table(found["regimes"]), *map(regimes.details, found["regimes"]["regimes"])])
+    if name == "trees":
+        return trees.tables(found["trees"])
     return search(found["summary"]) if name == "search" else bench(found["bench"])
 
 

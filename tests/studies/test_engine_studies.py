@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from layerskip import LayerSkipModel
+from layerskip import train as layerskip_train
 from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
+from layerskip.rounds import sampling
 from studies.demo.corpus import Module
-from studies.engine import growth, lookups, results, siblings, sizes, switches
+from studies.engine import growth, lookups, results, siblings, sizes, switches, trees
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
+from tests.layerskip.conftest import text_model, tokenizer
+
+__all__ = ["text_model", "tokenizer"]  # fixtures
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +179,31 @@ def test_random_models_never_end_their_text() -> None:
     assert text == random_text(9, seed=3) != random_text(9)
     assert all(0 < token < VOCABULARY for token in text)
     assert len(model.generate(text, max_new_tokens=5).ids) == 5
+
+
+@pytest.mark.slow
+def test_trees_tells_rounds_and_where_they_pay(text_model: LayerSkipModel, tmp_path: Path, capsys) -> None:
+    text_model.model.save_pretrained(tmp_path / "model")
+    text_model.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("def read(self):\n    return self.text\n" * 40)
+    prompts = ["def read(self):\n    return self.", "return self.text\n    return"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
+    model, weights = ["--model", str(tmp_path / "model")], str(tmp_path / "eagle")
+    trained = ["--data", str(tmp_path / "text.txt"), "--out", weights, "--steps", "8", "--window", "32"]
+    assert layerskip_train.main([*model, *trained, "--device", "cpu"]) == 0
+    given = [*model, "--draft-weights", weights, "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]
+    assert trees.main([*given, "--new-tokens", "12", "--out", str(tmp_path)]) == 0
+    regimes = json.loads((tmp_path / "trees.json").read_text())["regimes"]
+    assert regimes.keys() == trees.REGIMES.keys()
+    for one in regimes.values():
+        assert len(one["timed"]) == len(trees.TIMED)
+        assert all(by["num_identical"] == by["num_outputs"] for by in one["timed"].values())
+        found = {name: list(by.values()) for name, by in one["tokens_a_round"].items()}
+        assert found["tree"] == sorted(found["tree"])
+        assert all(more >= less for more, less in zip(found["siblings"], found["chain"], strict=True))
+        assert one["steepness"]["times 1"] == one["tokens_a_round"]["tree"]
+        assert {by["tree"]["tree_tokens"] for by in one["machines"].values()} <= set(trees.SIZES)
+    assert (tmp_path / "trees.md").read_text() in capsys.readouterr().out
+    with trees.steepness(2.0):
+        assert sampling._STEEPNESS == 3.0
+    assert sampling._STEEPNESS == 1.5

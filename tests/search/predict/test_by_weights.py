@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.analysis.teacher_forcing import ForcedText, make_teacher_forcing
+from layerskip.analysis.teacher_forcing import ForcedText, TreeReadings, make_teacher_forcing
 from layerskip.config.decode_config import TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
+from search.outlook.forecast import Candidate, Candidates
 from search.predict.costs import CostOptions, free_costs, measure_costs, named
 from search.predict.predictor import Predictor
-from search.predict.replay import TextRows, live_counts
+from search.predict.replay import Settings, TextRows, live_counts, replay
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
+from search.study.trials import key_of
+from search.trials.local_proposer import local_move
 from tests.layerskip import tokenizers, zoo
 
 NEW_TOKENS, VOCABULARY = 24, 2_048
@@ -42,6 +46,7 @@ def space(run: str, drafter: str = "eagle") -> SearchSpace:
         drafters=(drafter, f"hybrid_{drafter}"),
         lookup_gamma_max=8,
         draft_weights=(weights_of(run, drafter),),
+        trees=(0, 3, 16) if drafter == "eagle" else (),
     )
 
 
@@ -102,9 +107,11 @@ def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams,
             accepted += out.stats.num_accepted - out.stats.num_looked_up_accepted
     assert accepted
     weights = weights_of(run, drafter)
-    best = predictor.best_by_weights(weights, [None], count=3)
-    assert [one.config.way for one in best] == [drafter] * 3
-    assert best[0].speedup >= best[-1].speedup > 1.0
+    for each in (weights, weights.branching(16)) if drafter == "eagle" else (weights,):
+        best = predictor.best_by_weights(each, [None], count=3)
+        assert [one.config.way for one in best] == [drafter] * 3
+        assert best[0].config.draft_weights == each
+        assert best[0].speedup >= best[-1].speedup > 1.0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +176,7 @@ def test_ids_of_another_tokenizer_are_not_narrowed() -> None:
 
 
 def test_weights_are_narrowed_to_fewer_ids_than_they_know(tmp_path: Path) -> None:
-    where = replace(space("llama", "eagle"), draft_vocabs=(64, 32, 16), narrows_weights=True)
+    where = replace(space("llama", "eagle"), draft_vocabs=(64, 32, 16), trees=())
     for num_draft_ids, expected in ((None, [None, 32, 16]), (32, [None, 16]), (20, [None, 16]), (16, [None])):
         folder = tmp_path / str(num_draft_ids)
         folder.mkdir()
@@ -187,11 +194,13 @@ def test_a_draft_of_weights_is_timed(drafter: str) -> None:
     timer = ModelDecoder(model, NEW_TOKENS).timer(8)
     cost = measure_costs(timer, [text], space("llama", drafter), fingerprint, CostOptions(2, repeats=3))
     weights = weights_of("llama", drafter)
-    assert list(cost.weights_s) == [weights.fingerprint]
+    trees = (None, 3, 16) if drafter == "eagle" else (None,)
+    assert list(cost.weights_s) == [named(weights.branching(size)) for size in trees]
     draft_s = cost.draft_s(weights, threshold=False)
     assert draft_s > 0
     if drafter == "eagle":
         assert draft_s < cost.verify_s[0]  # one layer of four; the draft model is as large as the target
+        assert cost.draft_s(weights.branching(16), threshold=False) > draft_s
 
 
 @pytest.mark.parametrize("drafter", TRAINED)
@@ -204,3 +213,34 @@ def test_configs_and_parameters_are_each_others_inverse(drafter: str) -> None:
         assert where.to_params(where.to_config(params)) == params
     with pytest.raises(ValueError, match="draft_weights: are required to search eagle"):
         SearchSpace(4, 8, (), (), (), drafters=("layer_skip", "eagle"))
+
+
+def test_where_trees_are_searched_eagle_has_them_and_other_weights_siblings() -> None:
+    both = tuple(weights_of("llama", one) for one in TRAINED)
+    where = replace(space("llama"), drafters=TRAINED, draft_weights=both, siblings_max=3)
+    assert "weights.tree_tokens" in where.names_for("eagle")
+    assert "weights.siblings" not in where.names_for("eagle")
+    assert "weights.siblings" in where.names_for("draft_model")
+    assert "weights.tree_tokens" not in where.names_for("draft_model")
+    assert [one.tree_tokens for one in where.variants_of(both[0])] == [None, 3, 16]
+    assert where.variants_of(both[1]) == [both[1]]
+    tree = configs("llama")[2]
+    params = where.to_params(tree)
+    assert (params["weights.tree_tokens"], where.to_config(params).tree_tokens) == (16, 16)
+    candidates = Candidates(SimpleNamespace(has_more=False), where)  # type: ignore[arg-type]
+    one = Candidate(key_of(params), 0.25)
+    [row] = candidates.write([one])
+    assert row[0] == f"weights:{both[0].fingerprint}:t16"
+    assert candidates.read([row]) == [one]
+    rng = np.random.default_rng(0)
+    moved = {local_move(params, where, rng)["weights.tree_tokens"] for _ in range(60)}
+    assert moved == {0, 3, 16}
+
+
+def test_a_tree_larger_than_was_read_is_refused() -> None:
+    nothing = np.zeros((1, 4, 2), dtype=np.float32)
+    reading = TreeReadings(8, nothing, nothing.astype(np.uint8), nothing.astype(np.int16))
+    rows = TextRows(np.array([4]), np.ones((1, 4), dtype=np.float32), 4)
+    grid = replace(Settings.grid([2], [0.0], [0.0]), tree_tokens=9)
+    with pytest.raises(ValueError, match="tree_tokens: must be from 1 to 8, as many as were read, got 9"):
+        replay(reading, rows, grid)

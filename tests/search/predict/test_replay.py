@@ -54,10 +54,11 @@ def test_replayed_counts_are_the_live_loops(
             assert got[1:] == live_counts([live]).tolist()[1:]
 
 
-@given(seed=st.integers(0, 99), gamma=st.integers(1, 8), depth=st.integers(0, 3), threshold=st.floats(0, 0.9))
+@given(st.integers(0, 99), st.integers(1, 8), st.sampled_from([0, 1, 2, 3, 24]), st.floats(0, 0.9))
 @settings(max_examples=60, deadline=None)
 def test_depths_are_used_in_order_and_walk_agrees(seed: int, gamma: int, depth: int, threshold: float) -> None:
-    """A reading whose depths differ: the vectorised replay and the walk take the same path."""
+    """A reading whose depths differ: the vectorised replay and the walk take the same path. One that is deeper than its
+    texts are long was once an error."""
     rng = np.random.default_rng(seed)
     accepted = (rng.random((depth + 1, 3, 20)) < 0.8).astype(np.float32)
     accepted[:, :, -1] = 0

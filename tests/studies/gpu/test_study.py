@@ -253,8 +253,10 @@ def test_parts_c_and_d_run_on_a_cpu(tmp_path: Path, small_library: Path) -> None
     assert {"eagle", "hybrid"} <= rows_of(record, "search")[0]["summary"]["by_drafter"].keys()
     found = rows_of(record, "regimes")[0]["regimes"]["regimes"]
     assert any("eagle" in row for one in found if one["name"].startswith("greedy") for row in one["rows"])
+    for one in rows_of(record, "trees")[0]["trees"]["regimes"].values():
+        assert all(by["num_identical"] == by["num_outputs"] == 2 for by in one["timed"].values())
     page = summarise.page(tmp_path)
-    assert all(f"### {summarise.TITLES[name]}" in page for name in ("weights", "search", "regimes"))
+    assert all(f"### {summarise.TITLES[name]}" in page for name in ("weights", "search", "regimes", "trees"))
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["c-tiny.json", "d-tiny.json"]
 
 
