@@ -247,8 +247,8 @@ class _Setting(_LosslessAsBefore):
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
     """Most draft tokens a round; of a hybrid, those of layer skipping. 0 = plain decoding."""
     draft_threshold: Probability = 0.0
-    """Drafting stops after the first token whose draft top probability is below this; 0 = off. Of a tree: what is less
-    likely than this is not verified, but for the likeliest token."""
+    """Drafting stops after the first token whose draft top probability is below this; 0 = off. Of a tree:
+    what is less likely than this is not gone on from."""
     target_threshold: Probability = 0.0
     """While the target's probability of the token it just emitted is below this, it decodes alone; 0 = off."""
     share_prefix: bool = False

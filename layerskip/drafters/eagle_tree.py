@@ -76,11 +76,11 @@ class TreeNodes:
         ranks[order] = np.arange(len(self)) - first
         return ranks
 
-    def draft(self, most: int, least: float) -> Draft:
-        """Of one root: the likeliest of the deepest with what leads there as the draft, and to be verified, of all, the
-        likeliest `most` that are as likely as `least`; the likeliest in any case."""
+    def draft(self, most: int) -> Draft:
+        """Of one root: the likeliest of the deepest with what leads there as the draft, and to be verified of all the
+        likeliest `most`."""
         ranks = self.ranks()
-        verified = (ranks < most) & (self.scores >= _log(least)) | (ranks == 0)
+        verified = ranks < most
         at = int(np.argmax(np.where(self.depths == self.depths.max(), self.scores, -np.inf)))
         path = list[int]()
         while at >= 0:
@@ -106,8 +106,8 @@ def grow(
     draft_vocab: int | None = None,
     slot: int | None = None,
 ) -> TreeNodes:
-    """All tokens up to `depth` levels deep that may be among a root's likeliest `most` and are as likely as `least`,
-    and the likeliest of each level that was computed.
+    """All tokens up to `depth` levels deep that may be among a root's likeliest `most`, and the likeliest of each level
+    that was computed. Tokens less likely than `least` are not gone on from.
 
     So the likeliest of a root are exact, and nothing is gone on from that cannot have one of them behind it: a level
     costs what is left to be decided. Keys and values are written from `slot` on, or from the last root's position.
@@ -141,7 +141,7 @@ def grow(
         new, from_row = new.select(possible), np.repeat(np.arange(len(states)), width)[possible]
         ranks = nodes.join(new).ranks()[len(nodes) :]
         going = (ranks < most) & (new.scores >= log_least)
-        kept = going | (new.ranks() == 0)
+        kept = (ranks < most) | (new.ranks() == 0)
         row_nodes = len(nodes) + np.flatnonzero(going[kept])
         nodes = nodes.join(new.select(kept))
         if level == depth or not len(row_nodes):
@@ -172,7 +172,7 @@ class EagleTreeDrafter(EagleDrafter):
         roots = Roots(state, np.array([len(context) - 1]), context)
         most, least, vocab = own.tree_tokens, own.draft_threshold, own.draft_vocab
         nodes = grow(text, self._engine, self._sampler, roots, depth=count, most=most, least=least, draft_vocab=vocab)
-        return nodes.draft(most, least)
+        return nodes.draft(most)
 
 
 class EagleTreeSession(EagleSession):

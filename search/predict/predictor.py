@@ -39,7 +39,7 @@ _SHARP_ROWS = 4096
 """A config about to be measured is read with the draft's own keys as many drafts into a round as its gamma needs: up to
 a gamma of 8 always, beyond that while a text has no more rows than this, because attention among them is quadratic."""
 _DRAFT_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_TREE_THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
+_TREE_THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 _TARGET_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
 _LOOKUP_GAMMAS = (2, 3, 4, 6, 8, 12, 16, LOOKUP_GAMMA_MAX)
 _LOOKUP_THRESHOLDS = (0.0, 0.3, 0.6)

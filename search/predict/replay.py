@@ -386,17 +386,13 @@ class _Trees:
         going = np.ones((len(levels), *shape), dtype=bool)
         own, is_own = np.maximum(reading.own, 0), reading.own >= 0
         for depth in range(1, drafted.shape[1]):
-            within = reading.depths <= depth
-            rank = np.cumsum(within, axis=-1) - 1
-            latest = np.argmax(reading.depths == depth, axis=-1)[..., None]
-            has_latest = (reading.depths == depth).any(axis=-1)
             for i, level in enumerate(levels):
-                is_likely = (rank < most) & (np.exp(reading.scores) >= level)
-                chosen = within & (is_likely | (rank == 0))
+                within = (reading.depths <= depth) & (reading.behind >= _log(level))
+                chosen = within & (np.cumsum(within, axis=-1) <= most)
                 drafted[i, depth] = drafted[i, depth - 1] + going[i]
                 on_path = np.take_along_axis(chosen, own, axis=-1) & is_own
                 kept[i, depth], verified[i, depth] = on_path[..., :depth].sum(-1), chosen.sum(-1)
-                going[i] &= has_latest & np.take_along_axis(is_likely, latest, axis=-1)[..., 0]
+                going[i] &= (chosen & (reading.depths == depth) & (reading.scores >= _log(level))).any(axis=-1)
 
     def at(self, setting: Ints, text: Ints, row: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
         """(drafted, accepted, verified)."""
@@ -450,6 +446,10 @@ def _run(steps: _Steps, table: Floats) -> Counts:
         emitted[alive] = at + step.kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
+
+
+def _log(likelihood: float) -> float:
+    return float(np.log(likelihood)) if likelihood > 0 else -np.inf
 
 
 class SiblingRows:

@@ -38,7 +38,7 @@ SIZES = (4, 8, 12, 16, 24)
 """Drafted tokens that a round verifies."""
 GAMMA = 12
 """As deep as trees and chains go here."""
-THRESHOLDS, TREE_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
+THRESHOLDS, TREE_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 STEEPNESS = (0.5, 1.0, 2.0)
 """Times what `Sampler.likelihoods` has."""
 TIMED = ((4, 0, 0.0), (4, 1, 0.0), (4, 8, 0.0), (8, 8, 0.05), (8, 16, 0.05), (8, 24, 0.0))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.eagle import LeanEagleText
-from layerskip.drafters.eagle_tree import Roots, TreeNodes, grow
+from layerskip.drafters.eagle_tree import Floats, Roots, TreeNodes, grow
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
 
@@ -33,13 +33,15 @@ class TreeReadings:
     """(P, T, M): log-likelihoods of their paths, -inf behind the last."""
     depths: NDArray[np.uint8]
     """(P, T, M): from 1 on, 255 behind the last."""
+    behind: NDArray[np.float32]
+    """(P, T, M): the score of the token that each goes on from, 0 where that is the text's."""
     own: NDArray[np.int16]
     """(P, T, D): places of the text's own next tokens among them, -1 where they are not there."""
 
     @property
     def nbytes(self) -> int:
         """Of the arrays."""
-        return self.scores.nbytes + self.depths.nbytes + self.own.nbytes
+        return self.scores.nbytes + self.depths.nbytes + self.behind.nbytes + self.own.nbytes
 
     @property
     def depth(self) -> int:
@@ -49,7 +51,7 @@ class TreeReadings:
     def select(self, texts: Sequence[int]) -> TreeReadings:
         """The readings of the texts at these places."""
         chosen = list(texts)
-        return TreeReadings(self.most, self.scores[chosen], self.depths[chosen], self.own[chosen])
+        return TreeReadings(self.most, self.scores[chosen], self.depths[chosen], self.behind[chosen], self.own[chosen])
 
     @classmethod
     def join(cls, parts: Sequence[TreeReadings], width: int) -> TreeReadings:
@@ -64,6 +66,7 @@ class TreeReadings:
             parts[0].most,
             np.concatenate([padded(one.scores, -np.inf, size) for one in parts]),
             np.concatenate([padded(one.depths, 255, size) for one in parts]),
+            np.concatenate([padded(one.behind, 0.0, size) for one in parts]),
             np.concatenate([padded(one.own, -1, one.depth) for one in parts]),
         )
 
@@ -84,29 +87,28 @@ def read_trees(
     """
     most, start = weights.tree_tokens, len(one.prompt_ids)
     assert most is not None
-    text = text.copied(len(one.ids), _BATCH * most * depth)
-    count = len(one.continuation_ids) - 1
-    found: list[tuple[TreeNodes, list[int]]] = []
+    count, known = len(one.continuation_ids) - 1, len(one.ids) - 1
+    # Behind what is known there must be no gap: what nobody wrote may be no number, and then the mask does not help.
+    text = text.copied(known, _BATCH * most * depth)
+    trees: list[tuple[TreeNodes, list[int], Floats]] = []
     for first in range(0, count, _BATCH):
         positions = start + np.arange(first, min(first + _BATCH, count))
         roots = Roots(hidden[positions[0] - 1 : positions[-1]], positions, one.ids)
-        nodes = grow(
-            text, engine, sampler, roots, depth=depth, most=most, draft_vocab=weights.draft_vocab, slot=len(one.ids)
-        )
+        nodes = grow(text, engine, sampler, roots, depth=depth, most=most, draft_vocab=weights.draft_vocab, slot=known)
         for i, position in enumerate(positions):
-            found.append(_of_root(nodes, i, one.ids[position + 1 :][:depth]))
-    size = max([1, *(len(nodes) for nodes, _ in found)])
-    shape = (1, count + 1)
-    scores, depths = np.full((*shape, size), -np.inf, dtype=np.float32), np.full((*shape, size), 255, dtype=np.uint8)
-    own = np.full((*shape, depth), -1, dtype=np.int16)
-    for row, (nodes, path) in enumerate(found):
+            trees.append(_of_root(nodes, i, one.ids[position + 1 :][:depth]))
+    size = max([1, *(len(nodes) for nodes, *_ in trees)])
+    scores = np.full((1, count + 1, size), -np.inf, dtype=np.float32)
+    depths, behind = np.full(scores.shape, 255, dtype=np.uint8), np.zeros_like(scores)
+    own = np.full((1, count + 1, depth), -1, dtype=np.int16)
+    for row, (nodes, path, parents) in enumerate(trees):
         scores[0, row, : len(nodes)], depths[0, row, : len(nodes)] = nodes.scores, nodes.depths
-        own[0, row, : len(path)] = path
-    return TreeReadings(most, scores, depths, own)
+        behind[0, row, : len(nodes)], own[0, row, : len(path)] = parents, path
+    return TreeReadings(most, scores, depths, behind, own)
 
 
-def _of_root(nodes: TreeNodes, root: int, ids: Sequence[int]) -> tuple[TreeNodes, list[int]]:
-    """A root's nodes, best first, and the places of these tokens among them."""
+def _of_root(nodes: TreeNodes, root: int, ids: Sequence[int]) -> tuple[TreeNodes, list[int], Floats]:
+    """A root's nodes, best first; the places of these tokens among them; and the scores that they go on from."""
     order = nodes.order()
     order = order[nodes.roots[order] == root]
     place_of = {int(at): place for place, at in enumerate(order)}
@@ -116,4 +118,5 @@ def _of_root(nodes: TreeNodes, root: int, ids: Sequence[int]) -> tuple[TreeNodes
         if (at := children.get((at, token), -1)) < 0:
             break
         path.append(place_of[at])
-    return nodes.select(order), path
+    parents = nodes.parents[order]
+    return nodes.select(order), path, np.where(parents < 0, 0.0, nodes.scores[parents])

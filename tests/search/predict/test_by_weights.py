@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText, TreeReadings, make_teacher_forcing
 from layerskip.config.decode_config import TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
+from layerskip.drafters.eagle import LeanEagle, LeanEagleText
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.outlook.forecast import Candidate, Candidates
@@ -80,7 +82,19 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
 @pytest.mark.parametrize("drafter", TRAINED)
 @pytest.mark.parametrize("run", ["llama fused", "gemma3"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_replayed_counts_are_those_of_decoding(run: str, params: SamplingParams, drafter: str) -> None:
+def test_replayed_counts_are_those_of_decoding(
+    run: str, params: SamplingParams, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in memory where nothing was written yet."""
+    new_text = LeanEagle.new_text
+
+    def dirty(self: LeanEagle, capacity: int) -> LeanEagleText:
+        text = new_text(self, capacity)
+        text.keys.fill_(torch.nan)
+        text.values.fill_(torch.nan)
+        return text
+
+    monkeypatch.setattr(LeanEagle, "new_text", dirty)
     model = zoo.layerskip_of(run)
     decoder = ModelDecoder(model, NEW_TOKENS, params)
     plain = DecodeConfig.plain(zoo.NUM_LAYERS)
@@ -239,7 +253,7 @@ def test_where_trees_are_searched_eagle_has_them_and_other_weights_siblings() ->
 
 def test_a_tree_larger_than_was_read_is_refused() -> None:
     nothing = np.zeros((1, 4, 2), dtype=np.float32)
-    reading = TreeReadings(8, nothing, nothing.astype(np.uint8), nothing.astype(np.int16))
+    reading = TreeReadings(8, nothing, nothing.astype(np.uint8), nothing, nothing.astype(np.int16))
     rows = TextRows(np.array([4]), np.ones((1, 4), dtype=np.float32), 4)
     grid = replace(Settings.grid([2], [0.0], [0.0]), tree_tokens=9)
     with pytest.raises(ValueError, match="tree_tokens: must be from 1 to 8, as many as were read, got 9"):
