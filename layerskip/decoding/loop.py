@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -230,7 +230,7 @@ class DecodeLoop:
 
     def _verify_tree(self, tree: TreeDraft, context: Sequence[int]) -> Verdict:
         engine, cache = cast(TreeEngine, self._engine), self._engine.cache
-        start = cache.length
+        start, tree = cache.length, replace(tree, ids=tree.ids.to(self._engine.device))
         ids = torch.cat([tree.ids.new_tensor(context[-1:]), tree.ids])
         logits = engine.verify_tree(ids, DraftTree(tree.parents))
         verdict = verify_tree(tree, logits, self._sampler, context, with_prob=self._with_prob, lossy=self._config.lossy)
