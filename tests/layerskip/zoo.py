@@ -359,10 +359,12 @@ def each(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
 
 
 def few(names: Sequence[str] = NAMES, fast: Sequence[str] = FEW) -> Callable[[Any], Any]:
-    """The same, but only these architectures are among the fast tests."""
+    """The same, but only these architectures are among the fast tests, and those recorded by their own modules are
+    not."""
     import pytest
 
-    marks = {name: () if architecture(name) in fast else pytest.mark.slow for name in names}
+    slow = {name for name in names if architecture(name) not in fast or name == "gemma3 graph"}
+    marks = {name: pytest.mark.slow if name in slow else () for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 

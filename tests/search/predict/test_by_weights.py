@@ -79,8 +79,15 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
     ]
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
-@pytest.mark.parametrize("run", ["llama fused", "gemma3"])
+@pytest.mark.parametrize(
+    ("run", "drafter"),
+    [
+        ("llama fused", "eagle"),
+        ("gemma3", "eagle"),
+        ("llama fused", "draft_model"),
+        pytest.param("gemma3", "draft_model", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_replayed_counts_are_those_of_decoding(
     run: str, params: SamplingParams, drafter: str, monkeypatch: pytest.MonkeyPatch
