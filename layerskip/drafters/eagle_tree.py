@@ -126,9 +126,8 @@ def grow(
         contexts = [
             [*roots.ids[: roots.positions[root] + 1], *path] for root, path in zip(row_roots, paths, strict=True)
         ]
-        likely = sampler.likelihoods(head.logits(engine, states, draft_vocab), contexts)
-        best = likely.topk(min(most, vocabulary))
-        found = torch.stack([best.values.double(), best.indices.double()]).cpu().numpy()  # ids are exact in float64
+        best = sampler.likeliest(head.logits(engine, states, draft_vocab), contexts, min(most, vocabulary))
+        found = torch.stack([one.double() for one in best]).cpu().numpy()  # ids are exact in float64
         width = found.shape[-1]
         new = TreeNodes(
             np.repeat(row_roots, width),

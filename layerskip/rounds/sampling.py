@@ -76,27 +76,30 @@ class Sampler:
         noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
         return next_best(shaped, noise, chosen, count)
 
-    def likelihoods(self, logits: torch.Tensor, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """(R, V): log-likelihoods of the tokens after each context, that a target close to this draft chooses them.
+    def likeliest(
+        self, logits: torch.Tensor, contexts: Sequence[Sequence[int]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R, count) both: of the tokens after each context those that a target close to this draft most likely
+        chooses, best first: their log-likelihoods and their ids.
 
         Its choice is the best by a score, see `choose`. So they are a softmax of the draft's scores, the steeper the
         closer the draft is to the target; of drawn tokens in the scale of the logits before the temperature, in which
         the draft's errors are. logits: (R, V), not shaped.
         """
-        penalised = self._penalty is not None
-        shaped = (
-            torch.cat([self.shape(logits[i : i + 1], one) for i, one in enumerate(contexts)])
-            if penalised
-            else (self.shape(logits, ()))
-        )
-        scores = shaped.log_softmax(dim=-1)
+        if self._penalty is None:
+            scores = self.shape(logits, ())
+        else:
+            scores = torch.cat([self.shape(logits[i : i + 1], one) for i, one in enumerate(contexts)])
         steepness = _STEEPNESS
         if not self.greedy:
             steepness *= self.params.temperature
             places = [len(one) for one in contexts]
-            rows = {place: self.noise(place, 1, scores.shape[-1], scores.device) for place in sorted(set(places))}
-            scores = scores - (torch.cat([rows[place] for place in places]) if len(rows) > 1 else rows[places[0]]).log()
-        return (steepness * scores).log_softmax(dim=-1)
+            rows = {place: self.noise(place, 1, scores.shape[-1], scores.device) for place in set(places)}
+            noise = torch.cat([rows[place] for place in places]) if len(rows) > 1 else rows[places[0]]
+            scores = scores - noise.log()
+        scores = steepness * scores
+        best = scores.topk(count, dim=-1)
+        return best.values - scores.logsumexp(dim=-1, keepdim=True), best.indices
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +126,7 @@ def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> S
 
 
 _STEEPNESS = 1.5
-"""See `Sampler.likelihoods`; at half and at double of it a tree holds fewer tokens (`studies/engine/trees.md`)."""
+"""See `Sampler.likeliest`; at half and at double of it a tree holds fewer tokens (`studies/engine/trees.md`)."""
 
 
 class PlaceNoise:

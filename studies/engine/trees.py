@@ -40,7 +40,7 @@ GAMMA = 12
 """As deep as trees and chains go here."""
 THRESHOLDS, TREE_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 STEEPNESS = (0.5, 1.0, 2.0)
-"""Times what `Sampler.likelihoods` has."""
+"""Times what `Sampler.likeliest` has."""
 TIMED = ((4, 0, 0.0), (4, 1, 0.0), (4, 8, 0.0), (8, 8, 0.05), (8, 16, 0.05), (8, 24, 0.0))
 """(Gamma, siblings if it is 1 or else tree_tokens, draft_threshold) of what is decoded."""
 
@@ -123,7 +123,7 @@ def _grid(thresholds: Sequence[float], most: int) -> Settings:
 
 @contextmanager
 def steepness(factor: float) -> Iterator[None]:
-    """What `Sampler.likelihoods` has, times this."""
+    """What `Sampler.likeliest` has, times this."""
     module: Any = layerskip.rounds.sampling
     before = module._STEEPNESS
     try:

@@ -74,7 +74,8 @@ class _Round:
             for place, token in enumerate(path, count):
                 state = text.run(head.enter(engine.embed(torch.tensor([token])), state), place)
             logits = head.logits(engine, state, None)
-            return self._sampler().likelihoods(logits, [[*self.context, *path]])[0]
+            values, ids = self._sampler().likeliest(logits, [[*self.context, *path]], zoo.VOCAB)
+            return torch.empty(zoo.VOCAB).scatter(0, ids[0], values[0])
 
     def _sampler(self) -> Sampler:
         sampler = seeded_sampler(self.params, 5, torch.device("cpu"))
@@ -174,7 +175,7 @@ def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: An
     model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
     expected = model.generate(PROMPT, max_new_tokens=12, config=config)
     drafting = ((EagleTreeSession, "propose"), (LeanEagleText, "run_rows"), (TreeNodes, "draft"))
-    for owner, attribute in (*drafting, (Sampler, "likelihoods")):
+    for owner, attribute in (*drafting, (Sampler, "likeliest")):
         for call in range(2):
             with failing(monkeypatch, owner, attribute, call, after=True), pytest.raises(PlantedError):
                 model.generate(PROMPT, max_new_tokens=12, config=config)
