@@ -68,7 +68,7 @@ def fingerprint_of(table: Table) -> str:
     ]
     digest = hashlib.sha256(json.dumps(prices, sort_keys=True).encode())
     space = repr(table.space)
-    for absent in (", draft_weights=()", ", draft_vocabs=()", ", int8=False", ", siblings_max=0"):
+    for absent in (", draft_weights=()", ", draft_vocabs=()", ", int8=False", ", siblings_max=0", ", trees=()"):
         space = space.replace(absent, "")
     digest.update(f"({space}, {table.num_tuning!r}, {table.reporting!r})".encode())
     digest.update(table.codes.tobytes() + table.target_levels.tobytes())
