@@ -68,6 +68,7 @@ def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPa
     assert any(name.startswith("draft logits") for name in failed)
 
 
+@pytest.mark.slow
 def test_notices_a_lookup_that_is_believed_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu", engine="eager")
     right = layerskip.decoding.loop.verify

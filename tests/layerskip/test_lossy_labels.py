@@ -63,6 +63,7 @@ def test_the_server_says_so_when_it_starts(folder: Path) -> None:
     assert any("lossy probability_0.001" in line for line in lines if line.startswith("config"))
 
 
+@pytest.mark.slow
 def test_bench_tells_speed_and_distance_and_claims_no_identity(folder: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "bench.json"
     given = ["--config", str(folder / "lossy.json"), "--allow-lossy", "--repeats", "1", "--json", str(out)]

@@ -96,7 +96,7 @@ def test_the_penalty_after_a_sibling_sees_the_sibling(penalty: float) -> None:
     assert hits > 0
 
 
-@zoo.each(("llama", "llama fused"))
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "llama fused"])
 def test_every_computing_drafter_has_them(name: str) -> None:
     """Trained weights too, which go on from the target's states at the sibling; a hybrid's lookups have none."""
     model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(5), *zoo.prompt_of(5)]

@@ -79,6 +79,7 @@ def test_greedy_equals_generate(name: str) -> None:
     assert 0.1 * total["drafted"] < total["kept"] < total["drafted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", STATES, ids=["greedy", "sampled"])
 def test_both_may_run_on_recorded_steps(more: dict[str, Any]) -> None:
     own = target_of("byte_level")

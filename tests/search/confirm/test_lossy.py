@@ -45,6 +45,7 @@ def record_of(bench: Bench) -> Any:
     return read_record(optuna.load_study(study_name=bench.folder.name, storage=open_storage(bench.url)))
 
 
+@pytest.mark.slow
 def test_rungs_are_told_and_written_beside_a_lossless_verdict(tmp_path: Path) -> None:
     bench, without = (Bench(tmp_path / name, Loose(noise=0.0)) for name in ("with", "without"))
     for one in (bench, without):

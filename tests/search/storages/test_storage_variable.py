@@ -27,6 +27,7 @@ def test_the_flag_wins_and_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> No
     assert storage_argument("journal:b") == "journal:b"
 
 
+@pytest.mark.slow
 def test_every_command_reads_it(
     tiny_study: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
