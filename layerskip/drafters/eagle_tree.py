@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,17 +117,18 @@ def grow(
     Ref: EAGLE-2 (2406.16858), which goes on from a fixed number of tokens at each level.
     """
     head, start = text.head, int(roots.positions.max()) if slot is None else slot
-    vocabulary, log_least = head.module.shape.vocab_size, _log(least)
+    vocabulary, log_least = head.module.shape.vocab_size, math.log(least) if least > 0 else -math.inf
     nodes, states, slot = TreeNodes.none(), roots.states, start
     # What the rows of a level go on from: roots, and then nodes.
     row_roots, row_scores = np.arange(len(states)), np.zeros(len(states))
     row_nodes, seen = np.full(len(states), -1), np.zeros((len(states), 0), dtype=bool)
     paths: list[list[int]] = [[] for _ in row_roots]
     for level in range(1, depth + 1):
-        contexts = [
-            [*roots.ids[: roots.positions[root] + 1], *path] for root, path in zip(row_roots, paths, strict=True)
-        ]
-        best = sampler.likeliest(head.logits(engine, states, draft_vocab), contexts, min(most, vocabulary))
+        places = (roots.positions[row_roots] + level).tolist()
+        logits = head.logits(engine, states, draft_vocab)
+        # A copy of the text for each row, which only a penalty needs.
+        context = partial(_context, roots, row_roots, paths)
+        best = sampler.likeliest(logits, places, context, min(most, vocabulary))
         found = torch.stack([one.double() for one in best]).cpu().numpy()  # ids are exact in float64
         width = found.shape[-1]
         new = TreeNodes(
@@ -196,5 +198,6 @@ def _on(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values).to(like.device)
 
 
-def _log(likelihood: float) -> float:
-    return math.log(likelihood) if likelihood > 0 else -math.inf
+def _context(roots: Roots, row_roots: Ints, paths: Sequence[Sequence[int]], row: int) -> list[int]:
+    """The text before what a row's logits say, its drafted tokens included."""
+    return [*roots.ids[: roots.positions[row_roots[row]] + 1], *paths[row]]

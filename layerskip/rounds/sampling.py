@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers.generation.logits_process import (
@@ -77,23 +77,24 @@ class Sampler:
         return next_best(shaped, noise, chosen, count)
 
     def likeliest(
-        self, logits: torch.Tensor, contexts: Sequence[Sequence[int]], count: int
+        self, logits: torch.Tensor, places: Sequence[int], context: Callable[[int], Sequence[int]], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(R, count) both: of the tokens after each context those that a target close to this draft most likely
+        """(R, count) both: of the tokens at each of these places those that a target close to this draft most likely
         chooses, best first: their log-likelihoods and their ids.
 
         Its choice is the best by a score, see `choose`. So they are a softmax of the draft's scores, the steeper the
         closer the draft is to the target; of drawn tokens in the scale of the logits before the temperature, in which
-        the draft's errors are. logits: (R, V), not shaped.
+        the draft's errors are.
+
+        logits: (R, V), not shaped; context: the tokens before the place of each row, asked for with a penalty alone.
         """
         if self._penalty is None:
             scores = self.shape(logits, ())
         else:
-            scores = torch.cat([self.shape(logits[i : i + 1], one) for i, one in enumerate(contexts)])
+            scores = torch.cat([self.shape(logits[i : i + 1], context(i)) for i in range(len(logits))])
         steepness = _STEEPNESS
         if not self.greedy:
             steepness *= self.params.temperature
-            places = [len(one) for one in contexts]
             rows = {place: self.noise(place, 1, scores.shape[-1], scores.device) for place in set(places)}
             noise = torch.cat([rows[place] for place in places]) if len(rows) > 1 else rows[places[0]]
             scores = scores - noise.log()

@@ -132,12 +132,12 @@ def verify_tree(
     if verdict.num_accepted == tree.num_drafts:
         return verdict
     row, nothing, ids = verdict.num_accepted, draft_ids[:0], tree.ids.tolist()
-    so_far, found = [*context, *ids[:row]], list[TreeToken]()
+    accepted, found = ids[:row], list[TreeToken]()
     rows = {(parent, token): place for place, (parent, token) in enumerate(zip(tree.parents, ids, strict=True), 1)}
     token, prob = verdict.next_token, verdict.next_token_prob
     while (row := rows.get((row, token), 0)) > tree.num_drafts:
         found.append(TreeToken(token, row))
-        so_far.append(token)
+        so_far = [*context, *accepted, *(one.token for one in found)]
         shaped = sampler.shape(logits[row : row + 1], so_far)
         after = verify(nothing, shaped, sampler, len(so_far), with_prob=with_prob)
         token, prob = after.next_token, after.next_token_prob

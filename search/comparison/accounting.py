@@ -140,8 +140,7 @@ class SharedForcing:
     def read_trees(self, weights: DraftWeights, depth: int, texts: Sequence[int] | None = None) -> TreeReadings:
         """See `TeacherForcing.read_trees`."""
         question = ("trees", self._texts, weights, depth, None if texts is None else tuple(texts))
-        read = lambda: cast(TreeReadings, self.forcing.read_trees(weights, depth, texts))  # noqa: E731
-        return self._account.ask(question, read)
+        return self._account.ask(question, lambda: cast(TreeReadings, self.forcing.read_trees(weights, depth, texts)))
 
     def overrun(self, drafted_by: DraftedBy, wrong: Sequence[WrongDraft], threshold: float) -> list[int]:
         """See `TeacherForcing.overrun`; each run's own."""

@@ -380,19 +380,21 @@ class _Trees:
         if not 1 <= most <= reading.most:
             raise ValueError(f"tree_tokens: must be from 1 to {reading.most}, as many as were read, got {most}")
         levels, self._level = np.unique(settings.draft_threshold, return_inverse=True)
+        with np.errstate(divide="ignore"):
+            logs = np.log(levels)
         self._gamma = np.minimum(settings.gamma, reading.depth)
         drafted, kept, verified = self._found = np.zeros((3, len(levels), int(self._gamma.max()) + 1, *shape), int)
         """By draft threshold and depth of the tree."""
         going = np.ones((len(levels), *shape), dtype=bool)
         own, is_own = np.maximum(reading.own, 0), reading.own >= 0
         for depth in range(1, drafted.shape[1]):
-            for i, level in enumerate(levels):
-                within = (reading.depths <= depth) & (reading.behind >= _log(level))
+            for i, least in enumerate(logs):
+                within = (reading.depths <= depth) & (reading.behind >= least)
                 chosen = within & (np.cumsum(within, axis=-1) <= most)
                 drafted[i, depth] = drafted[i, depth - 1] + going[i]
                 on_path = np.take_along_axis(chosen, own, axis=-1) & is_own
                 kept[i, depth], verified[i, depth] = on_path[..., :depth].sum(-1), chosen.sum(-1)
-                going[i] &= (chosen & (reading.depths == depth) & (reading.scores >= _log(level))).any(axis=-1)
+                going[i] &= (chosen & (reading.depths == depth) & (reading.scores >= least)).any(axis=-1)
 
     def at(self, setting: Ints, text: Ints, row: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
         """(drafted, accepted, verified)."""
@@ -446,10 +448,6 @@ def _run(steps: _Steps, table: Floats) -> Counts:
         emitted[alive] = at + step.kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))
-
-
-def _log(likelihood: float) -> float:
-    return float(np.log(likelihood)) if likelihood > 0 else -np.inf
 
 
 class SiblingRows:

@@ -97,7 +97,7 @@ def best_on(cost: CostModel, drafts: Drafts) -> dict[str, dict[str, Any]]:
     step = cost.fixed_s + cost.attention_s[0] + cost.mlp_s[0]
     limit = len(cost.verify_s) - 1
     best: dict[str, dict[str, Any]] = {}
-    grids = [("chain", drafts.chain, replace(_grid(THRESHOLDS, limit)))]
+    grids = [("chain", drafts.chain, _grid(THRESHOLDS, limit))]
     grids += [("siblings", drafts.chain, replace(_grid(THRESHOLDS, limit // (1 + n)), siblings=n)) for n in (1, 2, 3)]
     grids += [("tree", drafts.tree, replace(_grid(TREE_THRESHOLDS, GAMMA), tree_tokens=n)) for n in SIZES]
     for name, reading, grid in grids:

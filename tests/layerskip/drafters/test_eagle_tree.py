@@ -74,7 +74,8 @@ class _Round:
             for place, token in enumerate(path, count):
                 state = text.run(head.enter(engine.embed(torch.tensor([token])), state), place)
             logits = head.logits(engine, state, None)
-            values, ids = self._sampler().likeliest(logits, [[*self.context, *path]], zoo.VOCAB)
+            so_far = [*self.context, *path]
+            values, ids = self._sampler().likeliest(logits, [len(so_far)], lambda _: so_far, zoo.VOCAB)
             return torch.empty(zoo.VOCAB).scatter(0, ids[0], values[0])
 
     def _sampler(self) -> Sampler:
