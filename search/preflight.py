@@ -110,6 +110,8 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
     searches_siblings = model.siblings_refusal is None if spec.siblings is None else spec.siblings
     trees = model.siblings_refusal is None if spec.trees is None else spec.trees
     weights = _draft_weights(model, spec)
+    if spec.trees and not any(one.drafter == "eagle" for one in weights):
+        raise ValueError("trees: need an eagle layer among draft_weights, which drafts them; there is none")
     return SearchSpace.for_model(
         model,
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,

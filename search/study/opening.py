@@ -86,8 +86,9 @@ def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> Stud
         update["int8"] = known.get("int8", False)
     if spec.siblings is None and known and spec.engine in ("auto", known.get("engine")):
         update["siblings"] = known.get("siblings", 0) > 0
-    if spec.trees is None and known and spec.engine in ("auto", known.get("engine")):
-        update["trees"] = bool(known.get("trees"))
+    # What has trees is left open: with other weights than the study's, those are what is to be said.
+    if spec.trees is None and known and not known.get("trees"):
+        update["trees"] = False
     engine, threads = known.get("engine"), known.get("num_threads")
     if spec.engine == "auto" and isinstance(engine, str):
         update["engine"] = engine

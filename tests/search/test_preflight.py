@@ -57,6 +57,14 @@ def test_siblings_are_searched_where_engine_and_model_can(given: bool | None, se
         space_for(model_on(object()), make_spec(siblings=True))
 
 
+def test_trees_that_are_asked_for_and_cannot_be_are_refused() -> None:
+    assert space_for(model_on(Sharing()), make_spec()).trees == ()
+    with pytest.raises(ValueError, match="trees: need the engine eager or fused, got cuda_graph"):
+        space_for(model_on(object()), make_spec(trees=True))
+    with pytest.raises(ValueError, match="trees: need an eagle layer among draft_weights, which drafts them"):
+        space_for(model_on(Sharing()), make_spec(trees=True))
+
+
 def test_lossy_rules_are_refused_before_anything_is_measured() -> None:
     assert space_for(model_on(Sharing()), make_spec(allow_lossy=True))
     with pytest.raises(ValueError, match="allow_lossy: needs the engine eager or fused, got cuda_graph"):
