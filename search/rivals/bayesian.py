@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
@@ -168,8 +168,8 @@ class Swift:
         number, dim = len(self._points), len(self._bits)
         rng = np.random.default_rng([self._seed, number])
         if (number + 1) % self.BAYES_EVERY == 0:
-            process = GaussianProcess(np.array(self._points), np.array(self._agreements))
-            point = upper_bound_points(process, dim, self.KAPPA, rng)[0]
+            seen = np.array(self._points).tobytes(), np.array(self._agreements).tobytes()
+            point = _best_bound(*seen, dim, self.KAPPA, (self._seed, number))
         else:
             point = np.zeros(dim)
             point[rng.choice(dim, size=self._num_skipped, replace=False)] = 1.0
@@ -179,3 +179,10 @@ class Swift:
     def _mask(self, point: Array) -> SkipMask:
         chosen = np.argsort(-point, kind="stable")[: self._num_skipped]
         return union(self._space.num_layers, [self._bits[i] for i in chosen])
+
+
+@lru_cache(maxsize=1 << 10)
+def _best_bound(points: bytes, values: bytes, dim: int, kappa: float, seed: tuple[int, int]) -> Array:
+    """The point (dim,) with the best upper confidence bound. Kept, for it is the same whatever steps cost."""
+    process = GaussianProcess(np.frombuffer(points).reshape(-1, dim), np.frombuffer(values))
+    return np.asarray(upper_bound_points(process, dim, kappa, np.random.default_rng(seed))[0])

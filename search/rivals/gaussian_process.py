@@ -41,17 +41,17 @@ class GaussianProcess:
         variance = 1.0 - np.einsum("ij,ij->i", kernel, kernel @ self._precision)
         return self._mean + self._spread * (kernel @ self._weights), self._spread * np.sqrt(np.maximum(variance, 1e-12))
 
-    def bound_and_gradient(self, point: Array, kappa: float) -> tuple[float, Array]:
-        """Upper confidence bound mean + kappa x deviation at one point (d,), standardised, and its gradient (d,)."""
-        offsets = point - self._points
-        distance = np.sqrt((offsets**2).sum(axis=1))
-        kernel = _matern(distance, self._scale)
-        root = np.sqrt(5.0) * distance / self._scale
-        slope = (-5.0 / (3.0 * self._scale**2) * (1.0 + root) * np.exp(-root))[:, None] * offsets
-        solved = self._precision @ kernel
-        deviation = np.sqrt(max(1.0 - float(kernel @ solved), 1e-12))
-        bound = float(kernel @ self._weights) + kappa * deviation
-        return bound, slope.T @ self._weights - kappa * (slope.T @ solved) / deviation
+    def bounds_and_gradients(self, points: Array, kappa: float) -> tuple[Array, Array]:
+        """Standardised upper confidence bounds mean + kappa x deviation (m,) at points (m, d), and gradients (m, d)."""
+        offsets = points[:, None] - self._points
+        root = np.sqrt(5.0 * (offsets**2).sum(axis=-1)) / self._scale
+        decay = (1.0 + root) * np.exp(-root)
+        kernel = decay + root**2 / 3.0 * np.exp(-root)
+        slope = (-5.0 / (3.0 * self._scale**2) * decay)[..., None] * offsets
+        solved = kernel @ self._precision
+        deviation = np.sqrt(np.maximum(1.0 - (kernel * solved).sum(axis=1), 1e-12))
+        weights = self._weights - kappa * solved / deviation[:, None]
+        return kernel @ self._weights + kappa * deviation, (weights[:, None] @ slope)[:, 0]
 
 
 def upper_bound_points(process: GaussianProcess, dim: int, kappa: float, rng: np.random.Generator) -> Array:
@@ -61,16 +61,15 @@ def upper_bound_points(process: GaussianProcess, dim: int, kappa: float, rng: np
     mean, deviation = process.predict(random)
     random = random[np.argsort(-(mean + kappa * deviation), kind="stable")]
 
-    def negative(point: Array) -> tuple[float, Array]:
-        bound, gradient = process.bound_and_gradient(point, kappa)
-        return -bound, -gradient
+    def negative(flat: Array) -> tuple[float, Array]:
+        bounds, gradients = process.bounds_and_gradients(flat.reshape(-1, dim), kappa)
+        return -float(bounds.sum()), -gradients.reshape(-1)
 
-    climbed = [
-        minimize(negative, start, jac=True, bounds=[(0.0, 1.0)] * dim, method="L-BFGS-B")
-        for start in random[:_NUM_REFINED]
-    ]
-    climbed.sort(key=lambda one: float(one.fun))
-    return np.vstack([*(np.clip(one.x, 0.0, 1.0)[None] for one in climbed), random])
+    starts = random[:_NUM_REFINED].reshape(-1)  # all at once: the highest sum is where each is highest
+    found = minimize(negative, starts, jac=True, bounds=[(0.0, 1.0)] * len(starts), method="L-BFGS-B")
+    climbed = np.clip(found.x.reshape(-1, dim), 0.0, 1.0)
+    bounds, _ = process.bounds_and_gradients(climbed, kappa)
+    return np.vstack([climbed[np.argsort(-bounds, kind="stable")], random])
 
 
 def _distances(left: Array, right: Array) -> Array:

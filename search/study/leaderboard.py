@@ -26,6 +26,8 @@ _ONE_SIDED_95 = 1.645
 _STOP_Z = 2.0
 _MIN_FREEDOM = 8
 _SWEEPS = 30
+_SETTLED = 1e-9
+"""A sweep that moves no prompt's effect by more is the last."""
 _INTERACTION_PRIOR = 0.03
 """Prior strength of an interaction weight of 1, as a sum of squared interactions: a handful of trials outweighs it."""
 _PRIOR_FORECAST_SIGMA = 0.02
@@ -210,7 +212,8 @@ class _Fit:
         first, unseen = np.flatnonzero(seen[:num_first]), seen == 0
         adjusted = log - self.interaction_weight * interaction
         for _ in range(_SWEEPS):
-            self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
+            before = self.prompts
+            self.configs = np.bincount(config, adjusted - before[prompt]) / self.pairs
             self.prompts = np.bincount(prompt, adjusted - self.configs[config]) / strength
             if len(first):
                 self.prompts -= np.add.reduce(self.prompts[first]) / len(first)
@@ -219,6 +222,8 @@ class _Fit:
                 followed = float(centred @ (log - self.prompts[prompt])) + _INTERACTION_PRIOR
                 self.interaction_weight = min(max(followed / total, 0.0), 1.0)
                 adjusted = log - self.interaction_weight * interaction
+            if np.abs(self.prompts - before).max() < _SETTLED:
+                break
         self.configs = np.bincount(config, adjusted - self.prompts[prompt]) / self.pairs
         residuals = (adjusted - self.configs[config] - self.prompts[prompt])[full]
         num_effects = len(np.unique(config[full])) + len(np.unique(prompt[full])) - 1

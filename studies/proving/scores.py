@@ -138,8 +138,12 @@ def _title(name: str) -> str:
 
 
 def to_json(means: dict[str, dict[str, Mean]]) -> dict[str, Any]:
-    """Plain values."""
-    return {name: {column: vars(one) for column, one in columns.items()} for name, columns in means.items()}
+    """Plain values, to a ten thousandth."""
+
+    def rounded(mean: Mean) -> dict[str, float | None]:
+        return {name: None if one is None else round(one, 4) for name, one in vars(mean).items()}
+
+    return {name: {column: rounded(one) for column, one in columns.items()} for name, columns in means.items()}
 
 
 def by_costs(scores: Iterable[Score]) -> dict[str, list[Score]]:

@@ -89,8 +89,7 @@ class TabularDecoder:
     devices: tuple[Any, ...] = (None,)
     is_sampled: bool = False
     _places: dict[tuple[int, ...], int] = field(init=False, repr=False)
-    _prices: dict[DecodeConfig, tuple[float, tuple[float, ...]]] = field(init=False, repr=False, default_factory=dict)
-    """Seconds of a draft token and of verifications."""
+    _known: dict[DecodeConfig, _KnownConfig] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         prompts = [tuple(one) for one in self.table.prompts.tolist()]
@@ -105,10 +104,15 @@ class TabularDecoder:
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:  # noqa: ARG002
         """The target's continuation, with the seconds that `config` takes for it."""
         place = self._place(prompt_ids)
-        text = self.table.text(place)
-        stats = self._stats(_steps_of(self.table, place, config), config)
+        known = self._known.get(config)
+        if known is None:
+            known = self._known[config] = _KnownConfig.of(config, self.machine.prices)
+        counts = known.counts.get(place)
+        if counts is None:
+            counts = known.counts[place] = _counts_of(self.table, place, config)
+        stats = self._timed(counts, known)
         self.machine.pass_time(stats.prefill_s + stats.decode_s)
-        return Decoded(text.continuation_ids, stats)
+        return Decoded(self.table.text(place).continuation_ids, stats)
 
     def check(
         self,
@@ -146,32 +150,23 @@ class TabularDecoder:
         """A reading is taken to cost a target step a text: a draft forward over it, many positions at once."""
         self.machine.pass_time(num_texts * self.machine.prices.alone_s)
 
-    def _stats(self, taken: _Steps, config: DecodeConfig) -> DecodeStats:
-        machine, stats = self.machine, copy.copy(taken.counts)
+    def _timed(self, counts: DecodeStats, known: _KnownConfig) -> DecodeStats:
+        """A copy with seconds; those of single tokens are left out, for no speed is told with them."""
+        machine, stats = self.machine, copy.copy(counts)
         factor, alone_s = machine.factor(), machine.verify_s(0)
         stats.prefill_s = _PREFILL_STEPS * alone_s * factor
-        draft_s, table = self._prices_of(config)
-        drafting = {n: n * draft_s * factor for n, _ in taken.steps}
-        verifying = {n: machine.verify_s(n, table) * factor for n in drafting}
-        step_s = {n: drafting[n] + verifying[n] for n in drafting} | {0: alone_s * factor}
-        seconds = [(step_s[n], num_tokens) for n, num_tokens in taken.steps]
-        rounds = [n for n, _ in taken.steps if n]
-        stats.decode_s = sum([one for one, _ in seconds])
-        stats.draft_s, stats.verify_s = (sum([by_number[n] for n in rounds]) for by_number in (drafting, verifying))
-        stats.target_only_s = sum([step_s[0]] * stats.num_target_only)
-        stats.round_s_by_drafted = [0.0] * config.gamma
-        for n in rounds:
-            stats.count_seconds(n, step_s[n], looked_up=False)
-        each = [one / num_tokens for one, num_tokens in seconds for _ in range(num_tokens)]
-        stats.token_s = each[: stats.num_emitted - 1]
+        stats.target_only_s = counts.num_target_only * alone_s * factor
+        seconds = [0.0] * len(counts.rounds_by_drafted)
+        for i, rounds in enumerate(counts.rounds_by_drafted):
+            if rounds:
+                draft_s = rounds * (i + 1) * known.draft_s * factor
+                verify_s = rounds * machine.verify_s(i + 1, known.verify_s) * factor
+                stats.draft_s += draft_s
+                stats.verify_s += verify_s
+                seconds[i] = draft_s + verify_s
+        stats.round_s_by_drafted = seconds
+        stats.decode_s = stats.target_only_s + sum(seconds)
         return stats
-
-    def _prices_of(self, config: DecodeConfig) -> tuple[float, tuple[float, ...]]:
-        if config not in self._prices:
-            prices, mask = self.machine.prices, config.skip_mask
-            draft_s = prices.draft_s(mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
-            self._prices[config] = draft_s, prices.verifications_s(mask, share_prefix=config.share_prefix)
-        return self._prices[config]
 
 
 class TabularForcing:
@@ -255,17 +250,27 @@ class NothingToWatch:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """What decoding one text under one config does, wrong drafts' own drafts included; no seconds yet."""
+class _KnownConfig:
+    """What one config costs at a machine's prices, and does on each text that it has decoded."""
 
-    counts: DecodeStats
-    steps: tuple[tuple[int, int], ...]
-    """(Tokens drafted, 0 for the target alone; tokens emitted) of each."""
+    draft_s: float
+    verify_s: tuple[float, ...]
+    counts: dict[int, DecodeStats] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: DecodeConfig, prices: Prices) -> _KnownConfig:
+        """No text yet."""
+        mask = config.skip_mask
+        draft_s = prices.draft_s(mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
+        return cls(draft_s, prices.verifications_s(mask, share_prefix=config.share_prefix))
 
 
-@lru_cache(maxsize=1 << 13)
-def _steps_of(table: Table, place: int, config: DecodeConfig) -> _Steps:
-    """The same in every run, so all runs of a process share it."""
+@lru_cache(maxsize=1 << 14)
+def _counts_of(table: Table, place: int, config: DecodeConfig) -> DecodeStats:
+    """What decoding one text does, wrong drafts' own drafts included; no seconds yet.
+
+    The same in every run, so all runs of a process share it.
+    """
     rounds = whole_rounds(TabularForcing(table, [place]), table.rows([place]), config)
     text = table.text(place)
     counts = DecodeStats(num_prompt_tokens=len(text.prompt_ids), num_emitted=len(text.continuation_ids))
@@ -275,9 +280,8 @@ def _steps_of(table: Table, place: int, config: DecodeConfig) -> _Steps:
             counts.count_round(one.drafted, one.accepted, looked_up=False)
         else:
             counts.num_target_only += 1
-    steps = tuple((one.drafted, one.accepted + 1) for one in rounds)
-    counts.num_cut = max(0, 1 + sum(num_tokens for _, num_tokens in steps) - counts.num_emitted)
-    return _Steps(counts, steps)
+    counts.num_cut = max(0, 1 + sum(one.accepted + 1 for one in rounds) - counts.num_emitted)
+    return counts
 
 
 def whole_rounds(forcing: TabularForcing, rows: TextRows, config: DecodeConfig) -> list[Round]:

@@ -116,7 +116,6 @@ def test_decoding_takes_the_forwards_that_replay_counts(config: DecodeConfig) ->
         counts = replay(reading, rows, Settings.of(config)).total()[0]
         assert [stats.num_drafted, stats.num_rounds, stats.num_target_only] == counts.tolist()
         assert stats.num_emitted == 1 + stats.num_accepted + stats.num_rounds + stats.num_target_only - stats.num_cut
-        assert len(stats.token_s) == LENGTH - 1
         assert sum(stats.round_s_by_drafted) + stats.target_only_s == pytest.approx(stats.decode_s)
 
 
