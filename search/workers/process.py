@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import lru_cache
 from pathlib import Path
 
 _GONE = "gone"
@@ -11,7 +12,12 @@ _GONE = "gone"
 
 def process_token() -> str:
     """This process as `host pid start`, so that a reused pid is not taken for it."""
-    return f"{platform.node()} {os.getpid()} {_start_time(os.getpid())}"
+    return _token(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _token(pid: int) -> str:
+    return f"{platform.node()} {pid} {_start_time(pid)}"
 
 
 def is_here(token: str) -> bool:

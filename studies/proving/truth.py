@@ -119,14 +119,17 @@ class GridSteps:
             for one in (settings.draft_threshold, settings.target_threshold)
         )
         each = len(THRESHOLDS) + 1
-        at = np.ix_(((settings.gamma - 1) * each + draft) * each + target, places)
-        counts = self.counts[:, at[0], at[1]]
+        at = ((settings.gamma - 1) * each + draft) * each + target
+        every = len(places) == self.drafted.shape[1]  # and in order, as prompts are numbered
+        counts, drafted = self.counts[:, at], self.drafted[at]
+        if not every:
+            counts, drafted = counts[:, :, places], drafted[:, places]
         seconds = np.zeros(counts.shape[1:])
         for steps, step_s in zip(counts[1:], verify_s[1:].tolist(), strict=False):
             seconds += steps * step_s
         alone = counts[0].astype(np.float64)
         rounds = counts[1:].sum(axis=0, dtype=np.float64)
-        return Counts(self.drafted[at].astype(np.float64), np.zeros_like(alone), rounds, alone, seconds)
+        return Counts(drafted.astype(np.float64), np.zeros_like(alone), rounds, alone, seconds)
 
 
 @dataclass(frozen=True)
