@@ -24,10 +24,9 @@ from layerskip.drafters.draft_weights import describe_weights, has_other_tokeniz
 from layerskip.drafters.eagle import LeanEagle
 from layerskip.drafters.eagle_head import load_eagle
 from layerskip.drafters.translation import Translation
-from layerskip.engines import Engine, make_engine
+from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
-from layerskip.engines.tree import TreeEngine, tree_refusal
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
@@ -146,7 +145,7 @@ class LayerSkipModel:
         self._engine_asked, self._allow_lossy = engine, allow_lossy
         self._asked_for_siblings: Engine | None = None
         self._siblings_refusal: str | None = None
-        self._choose_engine(with_graphs=config is None or not config.verifies_on_host)
+        self._choose_engine(with_graphs=config is None or not config.lossy_rules)
         self._fingerprint: str | None = None
         self.rounding: RoundingSpread | None = None
         """What a difference between two greedy outputs is judged by in reduced precision; see `rounding_spread`."""
@@ -229,9 +228,10 @@ class LayerSkipModel:
 
     @config.setter
     def config(self, config: DecodeConfig) -> None:
-        if config.verifies_on_host and self._engine_asked == "auto" and not isinstance(self._engine, TreeEngine):
-            if isinstance(self._engine, CudaGraphEngine):
-                self._engine.close()
+        recorded = self._engine if isinstance(self._engine, CudaGraphEngine) else None
+        refused = config.lossy_rules or (config.has_branches and self.siblings_refusal is not None)
+        if recorded is not None and self._engine_asked == "auto" and refused:
+            recorded.close()
             self._choose_engine(with_graphs=False)
         self.check_config(config)
         self._config = config

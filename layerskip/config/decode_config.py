@@ -501,11 +501,6 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
             )
 
     @property
-    def verifies_on_host(self) -> bool:
-        """Whether any of its settings verifies in a way that no recorded round has."""
-        return self.has_branches or bool(self.lossy_rules)
-
-    @property
     def _settings(self) -> tuple[_Setting, ...]:
         return (self, *(self.groups or {}).values(), *(self.regimes or ()))
 

@@ -16,7 +16,7 @@ from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
 from layerskip.engines.prefix import PrefixEngine
-from layerskip.engines.tree import DraftTree, TreeEngine
+from layerskip.engines.tree import DraftTree
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
@@ -79,8 +79,9 @@ class DecodeLoop:
         self._gamma = 0 if self._drafter is None else self._drafter.gamma
         self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
         self._device_target = self._on_device(0)
-        # A mask drafts on the device where that verifies; what else drafts does on the host.
-        host_gamma = config.lookup_gamma if config.draft_weights is None else config.max_gamma
+        # A mask drafts on the device where that verifies, but siblings; what else drafts does on the host.
+        all_on_host = config.draft_weights is not None or config.siblings > 0
+        host_gamma = config.max_gamma if all_on_host else config.lookup_gamma
         self._device_verify = self._on_device(host_gamma) if host_gamma else None
 
     def _on_device(self, gamma: int) -> DeviceRound | None:
@@ -143,6 +144,8 @@ class DecodeLoop:
             self._device_target.prepare(starts.alone)
         if self._device_verify is not None:
             self._device_verify.prepare_verify(starts.rounds)
+        if config.siblings or config.tree_tokens:
+            self._engine.prepare_trees(starts.rounds, config.max_verified)
 
     def step(self, run: Run) -> Emitted:
         """The prompt's own forward, then a round or the target alone; timed, the device synchronised around it.
@@ -209,11 +212,10 @@ class DecodeLoop:
     def _verify_draft(self, draft: Draft, context: Sequence[int]) -> Verdict:
         """One target forward over the last emitted token, the draft and its siblings, what it accepts, the rollback."""
         engine = self._engine
-        on_host = draft.looked_up or self._config.draft_weights is not None
-        if self._device_verify is not None and on_host:
-            return self._device_verify.verify(context[-1], draft.ids)
         if draft.tree is not None:
             return self._verify_tree(draft.tree, context)
+        if self._device_verify is not None:
+            return self._device_verify.verify(context[-1], draft.ids)
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)
         ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
@@ -229,7 +231,7 @@ class DecodeLoop:
         return verdict
 
     def _verify_tree(self, tree: TreeDraft, context: Sequence[int]) -> Verdict:
-        engine, cache = cast(TreeEngine, self._engine), self._engine.cache
+        engine, cache = self._engine, self._engine.cache
         start, tree = cache.length, replace(tree, ids=tree.ids.to(self._engine.device))
         ids = torch.cat([tree.ids.new_tensor(context[-1:]), tree.ids])
         logits = engine.verify_tree(ids, DraftTree(tree.parents))

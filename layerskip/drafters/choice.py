@@ -18,7 +18,6 @@ from layerskip.drafters.lookups.text_store import TextStore
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter
 from layerskip.engines import Engine
 from layerskip.engines.states import StatesEngine
-from layerskip.engines.tree import TreeEngine
 from layerskip.rounds.sampling import Sampler
 
 
@@ -28,13 +27,10 @@ def make_drafter(
     """None for plain decoding.
 
     store: earlier texts that a suffix drafter may look into.
-    Raises: ValueError for draft weights on an engine that cannot serve them, or that were not loaded; and for siblings
-    on one that cannot verify them.
+    Raises: ValueError for draft weights on an engine that cannot serve them, or that were not loaded.
     """
     if not config.speculates:
         return None
-    if (config.siblings or config.tree_tokens) and not isinstance(engine, TreeEngine):
-        raise ValueError(f"siblings and trees: need the engine eager or fused, got {engine.name}")
     lookup = None
     if config.lookup is not None:
         lookup = LookupDrafter(config.lookup, config.lookup_gamma, config.lookup_target_threshold, store)

@@ -14,7 +14,7 @@ from layerskip.drafters.chain import ChainDrafter, ChainSettings
 from layerskip.engines.base import Engine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from layerskip.rounds.device_round import DeviceRound, OffersRounds
-from layerskip.rounds.preparation import Starts
+from layerskip.rounds.preparation import ForwardPlan, Starts
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
 
@@ -43,15 +43,17 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
         self._device_round = self._on_device(self.needs_target_prob if with_prob is None else with_prob)
 
     def _on_device(self, with_prob: bool) -> DeviceRound | None:
-        if not isinstance(self._engine, OffersRounds):
-            return None
         one = self._settings
+        if one.siblings or not isinstance(self._engine, OffersRounds):  # a round on the device verifies a chain
+            return None
         plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
         return self._engine.make_round(plan, self._sampler)
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:
         if self._device_round is not None:
             self._device_round.prepare(starts.rounds, apart=profile)
+        elif isinstance(self._engine, OffersRounds):  # of which the loop prepares rounds alone
+            self._engine.prepare([ForwardPlan(self._settings.skip_mask, 1, starts.rounds)])
 
     def begin(self) -> LayerSkipDrafter:
         return self

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from layerskip.config.skip_mask import SkipMask
+from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.growing_keys import growing_keys_backend
 from layerskip.huggingface.kv_cache import SharedLengthCache
@@ -59,6 +60,21 @@ class Engine(Protocol):
 
         In a session, before the prompt's forward. Nothing where an engine does none of that.
         """
+        ...
+
+    def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """Logits (R, V) of the whole model for the tree's rows; the cache advances by R, in the order of the rows.
+
+        Not of every model, see `tree_refusal`.
+        """
+        ...
+
+    def prepare_trees(self, starts: range, most: int) -> None:
+        """As `prepare`: for trees of up to `most` tokens besides the last emitted one, with so many in the cache."""
+        ...
+
+    def keep_rows(self, sources: Sequence[int], place: int) -> None:
+        """What rows left at these positions of the cache, ascending, stands at `place` and after it from now on."""
         ...
 
     def synchronize(self) -> None:

@@ -20,6 +20,7 @@ from layerskip.engines.cuda_graph.static_step import StaticExecutor
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.recording.recorder import CudaRecorder
+from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.rounding import logit_difference
 
@@ -27,6 +28,8 @@ _CONTEXT = 8
 _NUM_TIMED = 5
 _VERIFIED = 4
 """Tokens of the verification that engines are compared by."""
+_TREE = DraftTree((0, 1, 2, 0, 0, 2, 2, 7, 7))
+"""A chain of three, two beside its first and two beside its last, of which the latter is gone on from twice."""
 _COMPILED_GAIN = 0.97
 """Compiled layers must take less than this part of the others' time, to be worth their compilation."""
 _MOST_COMPILE_S = 5.0
@@ -47,7 +50,7 @@ class EngineChoice:
 def make_engine(name: str, adapter: ModelAdapter, *, with_graphs: bool = True) -> EngineChoice:
     """The engine of this name; `auto` takes the fastest of those that serve this model here.
 
-    with_graphs: whether `auto` may take `cuda_graph`, which verifies neither siblings nor by a lossy rule.
+    with_graphs: whether `auto` may take `cuda_graph`, which verifies by no lossy rule.
 
     Cost of `auto`: about three dozen forwards over a few tokens. Of `cuda_graph`, and of `auto` on a CUDA device, with
     lean layers: besides, the timing of attention kernels and six compilations, of a few seconds each when they are made
@@ -239,3 +242,45 @@ def _decode_and_verify_ms(engine: Engine) -> float:
                 engine.cache.rollback_to(_CONTEXT)
             total += statistics.median(seconds[2:])
     return 1000 * total
+
+
+def tree_refusal(engine: Engine, adapter: ModelAdapter) -> str | None:
+    """Why siblings and trees of this model cannot be verified on this engine; None where they can.
+
+    Cost: a dozen forwards over a few tokens, whose logits are compared. Positions that a model takes from the order of
+    its keys (ALiBi) make them differ.
+    """
+    try:
+        same = _matches_chains(engine, adapter)
+    except Exception as error:  # noqa: BLE001 (an architecture may refuse a mask of ours in any way it likes)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"a model that can be told its tokens' positions and what each sees, got {reason}"
+    rule = "a model that can be told its tokens' positions and what each sees"
+    return None if same else f"{rule}, this one then gives other logits"
+
+
+@torch.inference_mode()
+def _matches_chains(engine: Engine, adapter: ModelAdapter) -> bool:
+    """Whether the rows of a tree say what ordinary forwards over their paths say, the step after a sibling included."""
+    tree, generator = _TREE, torch.Generator().manual_seed(0)
+    vocabulary = int(adapter.text_config.vocab_size)
+    ids = torch.randint(vocabulary, (_CONTEXT + tree.num_rows,), generator=generator).to(adapter.device)
+    context, rows = ids[:_CONTEXT], ids[_CONTEXT:]
+    paths = [[0]]
+    for row, parent in enumerate(tree.parents, 1):
+        paths.append([*paths[parent], row])
+    expected = []
+    for after in (rows[:0], context[:1]):
+        for path in paths if not len(after) else paths[-1:]:
+            with engine.session(len(ids) + 1):
+                engine.forward(context)
+                expected.append(engine.forward(torch.cat([rows[path], after])).clone())
+    with engine.session(len(ids)):
+        engine.forward(context)
+        found = engine.verify_tree(rows, tree).clone()
+        kept = paths[-1][1:]
+        engine.keep_rows([_CONTEXT + row for row in kept], _CONTEXT + 1)
+        engine.cache.rollback_to(_CONTEXT + 1 + len(kept))
+        last = engine.forward(context[:1])
+        difference, tolerance = logit_difference(torch.cat([found, last]), torch.cat(expected))
+    return difference <= tolerance

@@ -43,7 +43,7 @@ class EagerEngine(StatesEngine):
 
     @torch.inference_mode()
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-        """See `TreeEngine`."""
+        """See `Engine`."""
         adapter, start = self._adapter, self.cache.length
         forced = ForcedPositions.of(
             tree.positions(start, adapter.device),

@@ -93,7 +93,7 @@ class FusedEngine(StatesEngine):
 
     @torch.inference_mode()
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-        """See `TreeEngine`."""
+        """See `Engine`."""
         step = self._step(self.cache.length, tree.num_rows)
         positions = tree.positions(step.start, self.device)
         step.tree, step.cos, step.sin = tree, self._cos[positions], self._sin[positions]

@@ -77,8 +77,11 @@ class StatesEngine(SessionEngine):
     def _keeps_states(self) -> bool:
         return self._states is not None
 
+    def prepare_trees(self, starts: range, most: int) -> None:
+        """See `Engine`: nothing is."""
+
     def keep_rows(self, sources: Sequence[int], place: int) -> None:
-        """See `TreeEngine`."""
+        """See `Engine`."""
         self.cache.move(sources, place)
         if self._keeps_states:
             self.states[place : place + len(sources)] = self.states[list(sources)]

@@ -203,6 +203,11 @@ class StaticCache(SharedLengthCache):
         self._set_length(length)
         self.position.known(length)
 
+    def advance(self, num_tokens: int) -> None:
+        """See `SharedLengthCache`; in a static step nothing, for there positions are the device's business."""
+        if self.step is None:
+            super().advance(num_tokens)
+
     @contextmanager
     def static_step(self, positions: torch.Tensor, num_visible: int) -> Iterator[None]:
         """A forward in static form, over `positions` (T,), seeing `num_visible` positions."""

@@ -198,6 +198,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--new-tokens", type=int, default=64, help="most tokens of a continuation")
     parser.add_argument("--device", default="cpu", help="where the model is")
     parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--engine", choices=("fused", "cuda_graph"), default="fused", help="that decodes [fused]")
     parser.add_argument("--repeats", type=int, default=2, help="of decoding each")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for trees.json and trees.md")
     return parser
@@ -215,7 +216,7 @@ def _run(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     torch.set_num_threads(1)
     model = LayerSkipModel.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, engine="fused", looks_for_config=False
+        arguments.model, device=arguments.device, dtype=arguments.dtype, engine=arguments.engine, looks_for_config=False
     )
     weights = describe_weights(arguments.draft_weights)
     told = read_prompts(arguments.prompts)[: arguments.num_prompts]
@@ -223,7 +224,8 @@ def _run(arguments: argparse.Namespace) -> int:
     configs = timed_configs(model.num_layers, weights)
     model.check_config(next(iter(configs.values())))
     record: dict[str, Any] = {"num_prompts": len(prompts), "new_tokens": arguments.new_tokens}
-    record |= {"device": device_names([model.device]), "dtype": arguments.dtype, "regimes": {}}
+    record |= {"device": device_names([model.device]), "dtype": arguments.dtype, "engine": arguments.engine}
+    record["regimes"] = {}
     for regime, params in REGIMES.items():
         say(f"decoding {regime} text")
         decoder, plain = ModelDecoder(model, arguments.new_tokens, params), DecodeConfig.plain(model.num_layers)

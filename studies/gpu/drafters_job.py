@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from studies.gpu.main_job import DEMO, MainJob, command, read_json
 from studies.gpu.runner import Job, Step
 
@@ -92,12 +94,13 @@ class DraftersJob(MainJob):
         job.add(regimes=read_json(out))
 
     def _trees(self, job: Job) -> None:
-        """Of the engine `fused`: recorded rounds verify no trees."""
+        """On recorded verifications where there are any."""
         from studies.engine import trees
 
         given = ["--model", str(self._source / "model"), "--draft-weights", str(self._weights_folder)]
         given += ["--prompts", str(self._source / "tuning.jsonl"), "--out", str(self._folder)]
-        command(trees.main, [*given, *SIZES[self.size].trees])
+        engine = "cuda_graph" if torch.cuda.is_available() else "fused"
+        command(trees.main, [*given, "--engine", engine, *SIZES[self.size].trees])
         job.add(trees=read_json(self._folder / "trees.json"))
 
     @property

@@ -11,9 +11,10 @@ import torch
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import SessionEngine
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
-from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, StaticExecutor, num_visible_for
+from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, Branches, StaticExecutor, num_visible_for
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.recording.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
+from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
 from layerskip.rounds.device_free_steps import DeviceFreeSteps
@@ -22,6 +23,12 @@ from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.preparation import ForwardPlan
 from layerskip.rounds.round_work import Piece, RoundBuffers, RoundPlan
 from layerskip.rounds.sampling import Sampler
+
+_TREE_ROWS = 8
+"""Trees are recorded in multiples of so many rows, the last one repeated: fewer recordings, and rows are cheap where
+graphs are."""
+_ROWS_MOVED = 16
+"""By one recording, likewise."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,15 @@ class CudaGraphEngine(SessionEngine):
         self._running = False
         self._kept_layers: tuple[int, ...] = ()
         self._buffers: dict[tuple[int, bool], RoundBuffers] = {}
+        self._trees: dict[int, _TreeBuffers] = {}
+        """By rows."""
         self.stoppings: dict[Hashable, Stopping] = {}
         with torch.inference_mode():
             self.token, self.limit = DeviceNumber(self.device), DeviceNumber(self.device)
             self._ids = torch.zeros(self.options.max_tokens, dtype=torch.long, device=self.device)
             self._offsets = torch.arange(self.options.max_tokens, device=self.device)
+            self._moves = torch.zeros((2, _ROWS_MOVED), dtype=torch.long, device=self.device)
+            """Where rows stand, and where they are to."""
             self._logits = torch.zeros(
                 (self.options.max_tokens, executor.vocab_size), dtype=executor.logits_dtype, device=self.device
             )
@@ -148,6 +159,79 @@ class CudaGraphEngine(SessionEngine):
 
         return Piece(("forward", mask, num_tokens, num_visible, num_logits), work, ())
 
+    @torch.inference_mode()
+    def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """See `Engine`."""
+        cache, num_rows = self.cache, tree.num_rows
+        stop, size = cache.length + num_rows, _rounded_up(num_rows)
+        if stop > cache.capacity:
+            raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {stop}")
+        buffers = self._tree_buffers(size)
+        buffers.ids[:num_rows].copy_(input_ids)
+        buffers.ids[num_rows:].copy_(input_ids[-1:].expand(size - num_rows))
+        buffers.table.copy_(tree.table(size))
+        cache.position_on_device()
+        self.play(self._recorded_tree(size, self.num_visible_for(cache.length + size)))
+        cache.advance(num_rows)
+        return buffers.logits[:num_rows].clone()
+
+    @torch.inference_mode()
+    def keep_rows(self, sources: Sequence[int], place: int) -> None:
+        """See `Engine`. Cost: a launch for every 16 rows."""
+        self._prepare_moves()
+        for first in range(0, len(sources), _ROWS_MOVED):
+            some = sources[first : first + _ROWS_MOVED]
+            moves = torch.tensor([list(some), list(range(place + first, place + first + len(some)))])
+            self._moves.copy_(moves[:, torch.arange(_ROWS_MOVED).clamp(max=len(some) - 1)])
+            self.play(self._recorded_moves())
+
+    @torch.inference_mode()
+    def prepare_trees(self, starts: range, most: int) -> None:
+        """See `Engine`."""
+        self.cache.position_on_device()
+        self._prepare_moves()
+        for size in range(_TREE_ROWS, _rounded_up(most + 1) + 1, _TREE_ROWS):
+            for num_visible in self.visible_sizes(starts, size):
+                self.prepare_piece(self._recorded_tree(size, num_visible))
+
+    def _prepare_moves(self) -> None:
+        self._moves.zero_()  # to where they stand: recorded moves are made, and moving twice is not moving once
+        self.prepare_piece(self._recorded_moves())
+
+    def _recorded_tree(self, num_rows: int, num_visible: int) -> Piece:
+        """From the tree's buffers to its logits, at the cache's position."""
+        buffers, position = self._tree_buffers(num_rows), self.cache.position.tensor
+
+        def work() -> None:
+            depths, places, seen = buffers.table[:, 0], buffers.table[:, 1], buffers.table[:, 2:].bool()
+            branches = Branches(position + places, seen)
+            buffers.logits.copy_(
+                self.step(buffers.ids, position + depths, self._no_skip, num_visible, num_rows, branches)
+            )
+
+        return Piece(("tree", num_rows, num_visible), work, ())
+
+    def _recorded_moves(self) -> Piece:
+        """What stands at some places of the cache, and the states where they are kept, to others."""
+        layers, states = self.cache.layers, [self.states] if self._kept_layers else []
+
+        def work() -> None:
+            sources, places = self._moves[0], self._moves[1]
+            for layer in layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer.index_copy_(2, places, buffer.index_select(2, sources))
+            for rows in states:
+                rows.index_copy_(0, places, rows.index_select(0, sources))
+
+        return Piece("moves", work, ())
+
+    def _tree_buffers(self, num_rows: int) -> _TreeBuffers:
+        if num_rows not in self._trees:
+            logits = self._logits.new_zeros((num_rows, self.executor.vocab_size))
+            table = torch.zeros((num_rows, 2 + num_rows), dtype=torch.long, device=self.device)
+            self._trees[num_rows] = _TreeBuffers(torch.zeros_like(table[:, 0]), table, logits)
+        return self._trees[num_rows]
+
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
         """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
         return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None
@@ -194,13 +278,20 @@ class CudaGraphEngine(SessionEngine):
         self.pool.invalidate()
         self._static = None
         self._buffers.clear()
+        self._trees.clear()
 
     def step(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: SkipMask,
+        num_visible: int,
+        num_logits: int,
+        branches: Branches | None = None,
     ) -> torch.Tensor:
         """See `StaticExecutor.step`."""
-        with self.cache.static_step(positions, num_visible):
-            return self.executor.step(ids, positions, mask, num_visible, num_logits)
+        with self.cache.static_step(positions if branches is None else branches.slots, num_visible):
+            return self.executor.step(ids, positions, mask, num_visible, num_logits, branches)
 
     def play(self, piece: Piece) -> None:
         """See `RoundHost`."""
@@ -245,3 +336,17 @@ class CudaGraphEngine(SessionEngine):
             self.executor.use(static)
             self._static = static
         self._static.restart(capacity)
+
+
+@dataclass(frozen=True)
+class _TreeBuffers:
+    """What trees of so many rows are verified from and leave."""
+
+    ids: torch.Tensor
+    table: torch.Tensor
+    """See `DraftTree.table`."""
+    logits: torch.Tensor
+
+
+def _rounded_up(num_rows: int) -> int:
+    return -(-num_rows // _TREE_ROWS) * _TREE_ROWS

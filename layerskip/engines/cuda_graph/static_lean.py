@@ -13,7 +13,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
 from layerskip.engines.cuda_graph.attention_kernels import Kernel
-from layerskip.engines.cuda_graph.static_step import additive_mask
+from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
 from layerskip.huggingface.kv_cache import StaticCache
@@ -81,14 +81,21 @@ class LeanExecutor:
         return self.fused.forward(ids, None if _is_none(mask) else mask, num_logits=num_logits)
 
     def step(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: SkipMask,
+        num_visible: int,
+        num_logits: int,
+        branches: Branches | None = None,
     ) -> torch.Tensor:
         fused, num_tokens = self.fused, ids.shape[0]
         project = self._function(_project_and_store, num_tokens, self._cache.num_positions)
         finish_both = self._function(_finish_and_add_mlp, num_tokens)
         add_mlp = self._function(_add_mlp, num_tokens)
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
-        masks, attend = _Masks(positions, num_visible), self.attention.kernel(num_visible)
+        slots = positions if branches is None else branches.slots
+        masks, attend = _Masks(positions, num_visible, branches), self.attention.kernel(num_visible)
         x = F.embedding(ids, fused.embedding)
         kept = []
         for i, (attention, mlp) in enumerate(fused.layers):
@@ -96,13 +103,13 @@ class LeanExecutor:
             if mask.attention[i]:
                 x = x if skip_mlp else add_mlp(mlp, x)
             else:
-                queries = project(attention, x, (buffers.keys, buffers.values), positions, (cos, sin))
+                queries = project(attention, x, (buffers.keys, buffers.values), slots, (cos, sin))
                 attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
                 x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
             if i in fused.kept_layers:
                 kept.append(x)
         if kept and _is_none(mask):
-            fused.states.index_copy_(0, positions, torch.cat(kept, dim=-1))
+            fused.states.index_copy_(0, slots, torch.cat(kept, dim=-1))
         return fused.logits(x[-num_logits:], mask)
 
     def _attention_shape(self) -> AttentionShape:
@@ -121,14 +128,17 @@ def _is_none(mask: SkipMask) -> bool:
 class _Masks:
     """Of one step, made once for all layers alike."""
 
-    def __init__(self, positions: torch.Tensor, num_visible: int) -> None:
-        self._positions, self._num_visible = positions, num_visible
+    def __init__(self, positions: torch.Tensor, num_visible: int, branches: Branches | None) -> None:
+        self._positions, self._num_visible, self._branches = positions, num_visible, branches
         self._made: dict[tuple[int | None, int], torch.Tensor] = {}
 
     def of(self, layer: Attention, dtype: torch.dtype) -> torch.Tensor:
         key = (layer.window, layer.num_queries // layer.num_keys)
         if key not in self._made:
-            self._made[key] = additive_mask(self._positions, self._num_visible, key[0], dtype, repeats=key[1])
+            positions, num_visible = self._positions, self._num_visible
+            self._made[key] = additive_mask(
+                positions, num_visible, key[0], dtype, repeats=key[1], branches=self._branches
+            )
         return self._made[key]
 
 
@@ -136,17 +146,17 @@ def _project_and_store(
     layer: Attention,
     x: torch.Tensor,
     buffers: tuple[torch.Tensor, torch.Tensor],
-    positions: torch.Tensor,
+    slots: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Queries (1, key heads, group * T, head_dim); keys and values of the new positions go into the buffers.
+    """Queries (1, key heads, group * T, head_dim); keys and values go into the buffers, at these places.
 
     Shapes: buffers (1, key heads, positions, head_dim); rotary: cosines and signed sines (T, 1, head_dim).
     """
     num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
     queries, *new = layer.project(x, *rotary)
     for buffer, states in zip(buffers, new, strict=True):
-        buffer.index_copy_(2, positions, states.transpose(0, 1).unsqueeze(0))
+        buffer.index_copy_(2, slots, states.transpose(0, 1).unsqueeze(0))
     folded = queries.reshape(num_tokens, layer.num_keys, group, layer.head_dim).permute(1, 2, 0, 3)
     return folded.reshape(1, layer.num_keys, group * num_tokens, layer.head_dim)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.cuda_graph.static_step import additive_mask
+from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.recording.sync_watch import SyncError, SyncWatch
 from layerskip.huggingface.adapter import ForcedPositions, ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.growing_keys import growing_keys_backend
@@ -62,22 +62,25 @@ class ModuleExecutor:
         return self._adapter.forward(ids, self._cache, mask, num_logits=num_logits)
 
     def step(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: SkipMask,
+        num_visible: int,
+        num_logits: int,
+        branches: Branches | None = None,
     ) -> torch.Tensor:
-        adapter, cache = self._adapter, self._cache
+        adapter = self._adapter
         masks: dict[int | None, Any] = {
-            window: additive_mask(positions, num_visible, window, adapter.dtype)[None, None]
+            window: additive_mask(positions, num_visible, window, adapter.dtype, branches=branches)[None, None]
             for window in set(adapter.windows)
         }
         attention_mask: Any = next(iter(masks.values()))
         if self._mixed:
             window = next(window for window in masks if window is not None)
             attention_mask = {"full_attention": masks[None], "sliding_attention": masks[window]}
-        length = cache.length
         forced = ForcedPositions(positions, attention_mask)
-        logits = adapter.forward(ids, cache, mask, num_logits=num_logits, forced=forced)
-        cache.rollback_to(length)  # positions are the device's business here
-        return logits
+        return adapter.forward(ids, self._cache, mask, num_logits=num_logits, forced=forced)
 
     @property
     def _no_skip(self) -> SkipMask:

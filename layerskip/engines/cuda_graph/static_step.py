@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +13,24 @@ from layerskip.huggingface.kv_cache import StaticCache
 
 MIN_VISIBLE = 256
 """Smallest number of positions that a recorded step attends to."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Of tokens that do not simply follow each other, on the device: where they are kept, and what they see."""
+
+    slots: torch.Tensor
+    """(T,) int64: the cache's places of their keys and values, the first before the others."""
+    seen: torch.Tensor
+    """(T, T) boolean: which of the places from the first on each token sees."""
+
+    def look(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of the keys at these places (K,) tokens at `positions` (T,) see, (T, K) boolean; and the keys' own
+        positions (K,)."""
+        place = keys - self.slots[:1]
+        is_before, at = place < 0, place.clamp(0, len(positions) - 1)
+        seen = self.seen.index_select(1, at) & (place < len(positions))
+        return is_before | seen, torch.where(is_before, keys, positions.index_select(0, at))
 
 
 class StaticExecutor(Protocol):
@@ -43,12 +62,19 @@ class StaticExecutor(Protocol):
         ...
 
     def step(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: SkipMask,
+        num_visible: int,
+        num_logits: int,
+        branches: Branches | None = None,
     ) -> torch.Tensor:
         """The same in static form: logits (num_logits, V) of ids (T,) at positions (T,); the length does not move.
 
         Pure device work on buffers whose addresses stay: may be recorded, and replayed at other positions.
-        num_visible: more than every position in `positions`; attention looks at that many under a mask.
+        num_visible: more than every place that is written; attention looks at that many under a mask.
+        branches: None where each token is kept at its position and sees all before it.
         """
         ...
 
@@ -64,7 +90,13 @@ def num_visible_for(num_positions: int, limit: int, smallest: int = MIN_VISIBLE)
 
 
 def additive_mask(
-    positions: torch.Tensor, num_visible: int, window: int | None, dtype: torch.dtype, *, repeats: int = 1
+    positions: torch.Tensor,
+    num_visible: int,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    repeats: int = 1,
+    branches: Branches | None = None,
 ) -> torch.Tensor:
     """(repeats * T, num_visible): 0 where a query at `positions` (T,) may look, -inf elsewhere; the T rows repeated.
 
@@ -72,7 +104,10 @@ def additive_mask(
     """
     queries = positions.unsqueeze(1)
     keys = torch.arange(num_visible, device=positions.device)
-    visible = keys <= queries
+    if branches is None:
+        visible = keys <= queries
+    else:
+        visible, keys = branches.look(keys, positions)
     if window is not None:
         visible = visible & (keys > queries - window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))

@@ -17,11 +17,10 @@ import layerskip.decoding.loop
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
 from layerskip.config.lookup_settings import PromptLookup
 from layerskip.decoding.loop import ACCEPTED
-from layerskip.drafters import make_drafter
 from layerskip.drafters.eagle_head import read_config
-from layerskip.engines import choice
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
-from layerskip.engines.tree import DraftTree, TreeEngine
+from layerskip.engines.tree import DraftTree
 from layerskip.rounds.sampling import Sampler, SamplingParams, choose, next_best, rank_of
 from layerskip.rounds.verifier import TreeDraft, TreeToken, Verdict, verify_tree
 from tests.layerskip import zoo
@@ -30,9 +29,10 @@ from tests.layerskip.decoding.test_decode import SAMPLINGS
 from tests.layerskip.drafters.test_drafters import by_weights
 from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
 from tests.layerskip.rounds.test_broken_rounds import failing
+from tests.layerskip.tape import graph_model
 
-RUNS = tuple(name for name in zoo.RUNS if name not in zoo.WITHOUT_TREES)
-FEW = ("llama", "mistral-sliding", "gemma3", "llama fused", "mistral-sliding fused")
+RUNS = tuple(name for name in zoo.RUNS + zoo.GRAPH_RUNS if name not in zoo.WITHOUT_TREES)
+FEW = ("llama", "mistral-sliding", "gemma3", "llama fused", "mistral-sliding fused", "mistral-sliding graph")
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
 
 
@@ -43,7 +43,6 @@ def config_of(siblings: int = 2, gamma: int = 3, **fields: Any) -> DecodeConfig:
 @zoo.few(RUNS)
 def test_greedy_equals_generate(name: str) -> None:
     model, draw = zoo.layerskip_of(name), random.Random(name)
-    assert isinstance(model.engine, TreeEngine)
     thresholds = itertools.cycle(((0.0, 0.0), (0.4, 0.0), (0.0, 0.3)))
     hits = 0
     for siblings, gamma in ((1, 1), (2, 4), (4, 2), (1, 7)):
@@ -64,7 +63,7 @@ def test_greedy_equals_generate(name: str) -> None:
     assert hits > 0, "no sibling was ever right"
 
 
-@zoo.each(("llama", "llama fused", "gemma3", "gpt2", "mistral-sliding fused"))
+@zoo.each(("llama", "llama fused", "gemma3", "gpt2", "mistral-sliding fused", "llama graph"))
 def test_sampled_equals_generate(name: str) -> None:
     """From one seed, with every way to shape; and torch's own generator is left where `generate` leaves it."""
     model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(4), *zoo.prompt_of(4)]
@@ -96,7 +95,7 @@ def test_the_penalty_after_a_sibling_sees_the_sibling(penalty: float) -> None:
     assert hits > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "llama fused"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "llama fused", "llama graph"])
 def test_every_computing_drafter_has_them(name: str) -> None:
     """Trained weights too, which go on from the target's states at the sibling; a hybrid's lookups have none."""
     model, prompt = zoo.layerskip_of(name), [*zoo.prompt_of(5), *zoo.prompt_of(5)]
@@ -152,7 +151,7 @@ def test_the_cache_after_each_step_is_that_of_plain_decoding(name: str) -> None:
     assert hits > 0
 
 
-@zoo.each(("llama", "mistral-sliding fused"))
+@zoo.each(("llama", "mistral-sliding fused", "llama graph"))
 def test_the_text_may_end_at_a_sibling(name: str) -> None:
     """At every offset of a round, a sibling and what follows it among them."""
     model, prompt, config = zoo.layerskip_of(name), zoo.prompt_of(5), config_of(3, 4)
@@ -188,14 +187,14 @@ def test_stop_strings(text_model: LayerSkipModel, tokenizer: Any) -> None:
             check_counters(outs[1], config)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama fused"])
+@pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), config_of(2, 3)
     expected = model.generate(zoo.prompt_of(5), max_new_tokens=12, config=config)
     assert expected.stats.num_sibling_hits > 0
     places = [
         (type(model.engine), "verify_tree"),
-        (StatesEngine, "keep_rows"),
+        (type(model.engine), "keep_rows"),
         (layerskip.decoding.loop, "verify_tree"),
         (Sampler, "siblings"),
     ]
@@ -213,43 +212,37 @@ Bug = Callable[[pytest.MonkeyPatch], None]
 
 def not_kept(patch: pytest.MonkeyPatch) -> None:
     """The keys of an accepted sibling stay where its row was."""
-    patch.setattr(StatesEngine, "keep_rows", lambda *_: None)
+    for engine in (StatesEngine, CudaGraphEngine):
+        patch.setattr(engine, "keep_rows", lambda *_: None)
 
 
 def sees_the_wrong_draft(patch: pytest.MonkeyPatch) -> None:
     """A row sees those before it that go on from the same one."""
-    visible = DraftTree.visible
+    paths = DraftTree.paths.func
 
-    def wrong(self: DraftTree, start: int, window: int | None, device: torch.device) -> torch.Tensor:
-        seen = visible(self, start, window, device)
-        first = seen.shape[1] - self.num_rows
+    def wrong(self: DraftTree) -> torch.Tensor:
+        seen = paths(self)
         for row, parent in enumerate(self.parents, 1):
-            seen[row, first + 1 + self.parents.index(parent)] = True
+            seen[row, 1 + self.parents.index(parent)] = True
         return seen
 
-    patch.setattr(DraftTree, "visible", wrong)
+    patch.setattr(DraftTree, "paths", property(wrong))
 
 
 def sees_its_neighbour(patch: pytest.MonkeyPatch) -> None:
     """Rows see all rows before them, as in a chain."""
-    visible = DraftTree.visible
-
-    def wrong(self: DraftTree, start: int, window: int | None, device: torch.device) -> torch.Tensor:
-        seen = visible(self, start, window, device)
-        return seen | torch.ones_like(seen).tril(seen.shape[1] - self.num_rows)
-
-    patch.setattr(DraftTree, "visible", wrong)
+    patch.setattr(DraftTree, "paths", property(lambda self: torch.ones(self.num_rows, self.num_rows).tril().bool()))
 
 
 def one_late(patch: pytest.MonkeyPatch) -> None:
     """All but the first that go on from a row stand one position too far on."""
-    positions = DraftTree.positions
+    depths = DraftTree.depths.func
 
-    def wrong(self: DraftTree, start: int, device: torch.device) -> torch.Tensor:
-        late = [parent in self.parents[:place] for place, parent in enumerate(self.parents)]
-        return positions(self, start, device) + torch.tensor([0, *late], device=device)
+    def wrong(self: DraftTree) -> list[int]:
+        late = [False] + [parent in self.parents[:place] for place, parent in enumerate(self.parents)]
+        return [one + is_late for one, is_late in zip(depths(self), late, strict=True)]
 
-    patch.setattr(DraftTree, "positions", wrong)
+    patch.setattr(DraftTree, "depths", property(wrong))
 
 
 def takes_any(patch: pytest.MonkeyPatch) -> None:
@@ -326,8 +319,9 @@ def test_a_wrong_place_changes_sampled_text() -> None:
 
 
 @pytest.mark.parametrize("bug", ["sees_the_wrong_draft", "sees_its_neighbour", "one_late", "not_kept"])
-def test_the_check_of_a_model_would_refuse_a_broken_one(bug: str) -> None:
-    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+@pytest.mark.parametrize("on", ["fused", "graph"])
+def test_the_check_of_a_model_would_refuse_a_broken_one(on: str, bug: str) -> None:
+    model = graph_model("llama") if on == "graph" else LayerSkipModel(zoo.build("llama"), engine="fused")
     with pytest.MonkeyPatch.context() as patch:
         ANY_BUG[bug](patch)
         assert model.siblings_refusal == (
@@ -485,34 +479,17 @@ def test_models_that_take_positions_from_their_keys_are_refused(name: str) -> No
     assert model.generate(zoo.prompt_of(3), config=config_of(0), max_new_tokens=3).ids
 
 
-def test_cuda_graph_is_refused() -> None:
-    model = zoo.layerskip_of("llama graph")
-    with pytest.raises(ValueError, match="siblings and trees: need the engine eager or fused, got cuda_graph"):
-        model.generate(zoo.prompt_of(3), config=config_of(), max_new_tokens=3)
-    with pytest.raises(ValueError, match="siblings and trees: need the engine eager or fused, got cuda_graph"):
-        make_drafter(config_of(), model.engine, GREEDY)
-
-
-def test_auto_leaves_cuda_graph_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever the config comes."""
-    asked = []
-    monkeypatch.setattr(choice, "_has_graphs", lambda _device: True)
-
-    def graphs(*_: Any) -> Any:
-        asked.append(True)
-        raise choice.UnsupportedModelError("none here")
-
-    monkeypatch.setattr(choice, "_cuda_graph", graphs)
-    hf = zoo.model_of("llama")
-    LayerSkipModel(hf, config=config_of())
-    assert asked == []
-    model = LayerSkipModel(hf)
-    assert asked == [True]
-    graph_engine = zoo.layerskip_of("llama graph").engine
-    monkeypatch.setattr(type(graph_engine), "close", lambda _: asked.append(False))
-    model._engine = graph_engine
+def test_auto_leaves_graphs_where_they_cannot_verify_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LayerSkipModel(zoo.model_of("llama"))
+    model._engine = graph_model("llama").engine
     model.config = config_of()
-    assert (model.engine_name in ("eager", "fused"), asked) == (True, [True, False])
+    assert model.engine_name == "cuda_graph"
+    model._engine = graph_model("llama").engine
+    with monkeypatch.context() as patch:
+        not_kept(patch)
+        assert model.siblings_refusal is not None
+    model.config = config_of()
+    assert model.engine_name in ("eager", "fused")
     assert model.generate(zoo.prompt_of(5), max_new_tokens=8).ids == list(
         zoo.greedy_reference("llama", zoo.prompt_of(5))[:8]
     )

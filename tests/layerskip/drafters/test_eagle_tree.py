@@ -85,7 +85,7 @@ class _Round:
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("run", ["llama", "llama fused", "gemma3"])
+@pytest.mark.parametrize("run", ["llama", "llama fused", "llama graph", "gemma3"])
 def test_what_is_verified_are_the_likeliest_paths_of_all(run: str, params: SamplingParams) -> None:
     """Two tokens deep, of every token behind every token, each computed alone as a chain."""
     at = _Round(run, params)
@@ -155,8 +155,9 @@ def test_planted_bugs_are_seen_in_what_is_verified(bug: str, monkeypatch: pytest
         test_what_is_verified_are_the_likeliest_paths_of_all("llama", GREEDY)
 
 
-def test_it_accepts_more_than_a_chain_and_draws_the_same() -> None:
-    model, totals = zoo.layerskip_of("llama fused"), []
+@zoo.each(("llama fused", "llama graph"))
+def test_it_accepts_more_than_a_chain_and_draws_the_same(name: str) -> None:
+    model, totals = zoo.layerskip_of(name), []
     weights = zoo.eagle_of("llama")
     for config in (tree(weights, 4), tree(weights, 20)):
         hits = accepted = rounds = 0
@@ -171,7 +172,7 @@ def test_it_accepts_more_than_a_chain_and_draws_the_same() -> None:
     assert totals[0] < totals[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama fused"])
+@pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
     expected = model.generate(PROMPT, max_new_tokens=12, config=config)
@@ -202,12 +203,10 @@ def test_bad_weights_name_field_and_rule(given: dict[str, Any], message: str) ->
         DecodeConfig(drafter=given.get("drafter", "eagle"), skip_mask=NONE, gamma=2, draft_weights=weights)
 
 
-def test_a_tree_has_no_siblings_and_no_graphs() -> None:
+def test_a_tree_has_no_siblings() -> None:
     weights = zoo.eagle_of("llama")
     with pytest.raises(ValueError, match=r"siblings: must be 0 where draft_weights\.tree_tokens are given, got 2"):
         tree(weights, siblings=2)
-    with pytest.raises(ValueError, match="siblings and trees: need the engine eager or fused, got cuda_graph"):
-        zoo.layerskip_of("llama graph").generate(PROMPT, max_new_tokens=3, config=tree(weights))
     config = tree(weights, 8)
     assert DecodeConfig.from_json(config.to_json()) == config
     assert config.max_verified == 8

@@ -113,12 +113,19 @@ def test_rounds_start_while_two_tokens_are_wanted_and_the_target_alone_may_take_
 
 
 def random_config(draw: random.Random) -> DecodeConfig:
-    return DecodeConfig(
-        skip_mask=zoo.random_mask(zoo.NUM_LAYERS, draw),
-        gamma=draw.choice([0, 1, 3, 5]),
-        draft_threshold=draw.choice([0.0, 0.4]),
-        target_threshold=draw.choice([0.0, 0.35]),
-    )
+    gamma, by_weights = draw.choice([0, 1, 3, 5]), draw.choice([False, False, True])
+    drawn: dict[str, Any] = {
+        "gamma": gamma,
+        "draft_threshold": draw.choice([0.0, 0.4]),
+        "target_threshold": draw.choice([0.0, 0.35]),
+    }
+    if by_weights and gamma:
+        weights = zoo.eagle_of("llama").branching(draw.choice([None, 4, 12]))
+        siblings = draw.choice([0, 2]) if weights.tree_tokens is None else 0
+        none = SkipMask.none(zoo.NUM_LAYERS)
+        return DecodeConfig(drafter="eagle", skip_mask=none, draft_weights=weights, siblings=siblings, **drawn)
+    branching = {"siblings": 2, "sibling_threshold": draw.choice([0.3, 1.0])} if gamma and draw.random() < 0.5 else {}
+    return DecodeConfig(skip_mask=zoo.random_mask(zoo.NUM_LAYERS, draw), **drawn, **branching)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.2])
@@ -127,7 +134,7 @@ def test_nothing_is_recorded_between_the_steps_of_a_text(sampled: bool, penalty:
     """Across sizes of the visible part, on the device and, with a penalty, on the host."""
     model, draw = graph_model("llama", RerunRecorder(), max_graphs=2), random.Random(1)
     stats = engine_of(model).pool.stats
-    for case in range(12):
+    for case in range(24):
         arguments = {"do_sample": sampled, "seed": case, "repetition_penalty": penalty, "profile": case % 3 == 0}
         prompt, budget = zoo.prompt_of(draw.choice([1, 9, 14])), draw.choice([1, 2, 24])
         stream = model.stream(prompt, config=random_config(draw), max_new_tokens=budget, **arguments)

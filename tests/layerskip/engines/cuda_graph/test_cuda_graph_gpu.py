@@ -92,7 +92,7 @@ def configs_of(kernels: str) -> list[DecodeConfig]:
     for gamma, threshold in ((1, 0.0), (3, 0.0), (4, 0.4), (8, 0.0)):
         mask = zoo.random_mask(zoo.NUM_LAYERS, draw)
         configs.append(DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold))
-    return configs
+    return [*configs, DecodeConfig(skip_mask=mask, gamma=4, siblings=3)]
 
 
 def on_gpu(name: str, **overrides: Any) -> LayerSkipModel:
@@ -220,10 +220,33 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
             draft_threshold=draw.choice([0.0, 0.4]),
             target_threshold=draw.choice([0.0, 0.3]),
         )
+        if config.gamma and case % 3 == 0:
+            config = config.model_copy(update={"siblings": 2})
         ids = torch.tensor([prompt], device="cuda")
         expected = model.model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(prompt) :].tolist()
         ids_out = model.generate(prompt, config=config, max_new_tokens=24).ids
         assert check_identity(model, prompt, ids_out, expected).lossless, config  # float32: the same ids
+
+
+@with_devices
+def test_trees_of_trained_weights_leave_the_output_as_it_is(device: str) -> None:
+    """Drawn text too, and rows of accepted tokens are moved."""
+    hf, weights, hits = zoo.build("llama").to(device), zoo.eagle_of("llama"), 0
+    model = LayerSkipModel(hf, engine="cuda_graph" if device == "cuda" else "eager")
+    if device == "cpu":
+        on_graphs(model, RerunRecorder(), lean=True)
+    for seed, tree_tokens in enumerate((None, 3, 12, 24)):
+        own = weights.branching(tree_tokens)
+        config = DecodeConfig(drafter="eagle", skip_mask=SkipMask.none(zoo.NUM_LAYERS), gamma=5, draft_weights=own)
+        for drawn in ({"do_sample": False}, {"do_sample": True, "seed": seed, "top_k": 0}):
+            prompt = zoo.prompt_of(9, seed)
+            plain, out = (
+                model.generate(prompt, config=one, max_new_tokens=NEW_TOKENS, **drawn)
+                for one in (DecodeConfig.plain(zoo.NUM_LAYERS), config)
+            )
+            assert out.ids == plain.ids
+            hits += out.stats.num_sibling_hits
+    assert hits > 0
 
 
 @needs_cuda
