@@ -28,7 +28,7 @@ from search.storages.address import FROM_ENVIRONMENT, JOURNAL, SQLITE, STORAGE_V
 STUDY_FILE = "study.toml"
 _MAX_FILE_BYTES = 1 << 20
 Granularity = Literal["layer", "sublayer"]
-SamplerName = Literal["replay", "local-tpe", "tpe", "gp", "random"]
+SamplerName = Literal["replay", "tpe", "gp", "random"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ObjectiveName = Literal["tokens_per_s", "speedup"]
 EngineName = Literal["auto", "eager", "fused", "cuda_graph"]
@@ -118,8 +118,9 @@ class StudySpec(OneLineErrors):
     objective: ObjectiveName = "tokens_per_s"
     """What is maximised. `speedup` lets workers on unlike devices share a study: each compares with its own plain
     decoding, and has costs and predictions of its own."""
-    sampler: SamplerName = "replay"
-    """Who proposes new configs; warm starts and re-measurements come with each of them."""
+    sampler: Annotated[SamplerName, BeforeValidator(lambda name: "tpe" if name == "local-tpe" else name)] = "replay"
+    """Who proposes new configs; warm starts and re-measurements come with each of them. `local-tpe`, of studies from
+    before, is `tpe` now."""
     force: bool = False
     """Search on where predictions say that nothing can beat plain decoding."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -16,9 +16,9 @@ from search.study.attributes import CONSIDERED, ORIGIN, REPEAT_OF
 from search.study.space import SearchSpace
 from search.study.spec import SamplerName
 from search.study.trials import counted, key_of
-from search.trials.local_proposer import LocalProposer
 from search.trials.proposals import Proposal, ProposeOptions, Proposer
 from search.trials.replay_proposer import ReplayProposer
+from search.trials.warm_proposer import WarmProposer
 from search.workers.claims import Claims, fixed_params, open_trials, taken_keys, with_claims
 
 _MAX_ATTEMPTS = 16
@@ -125,7 +125,7 @@ class ProposalSampler(BaseSampler):
         if self._drawn_by == "gp":
             return GPSampler(seed=seed, deterministic_objective=False)
         # Ten startup trials are the warm starts. What others measure is claimed, so there is nothing to keep away from.
-        return TPESampler(seed=seed, multivariate=self._drawn_by == "tpe", constant_liar=False)
+        return TPESampler(seed=seed, multivariate=True, constant_liar=False)
 
 
 def make_sampler(
@@ -137,13 +137,11 @@ def make_sampler(
 ) -> ProposalSampler:
     """The sampler of this name. `replay` needs an outlook, the others ignore it.
 
-    `replay` ranks configs by prediction; `local-tpe` mixes single flips of the leader, local moves and univariate TPE;
-    `tpe`, `gp` and `random` are Optuna's, after the same warm starts and with the same repeats.
+    `replay` ranks configs by prediction; `tpe`, `gp` and `random` are Optuna's, after warm starts and with repeats.
     """
     if name == "replay":
         if outlook is None:
             raise ValueError("sampler: replay needs predictions, and there is no outlook")
         return ProposalSampler(space, ReplayProposer.of(outlook, options), options.seed, claims=claims)
-    share = {"local_share": 0.0} if name != "local-tpe" else {}
-    proposer = LocalProposer(space, options, drawn_by=name, **share)
+    proposer = WarmProposer(space, options, drawn_by=name)
     return ProposalSampler(space, proposer, options.seed, drawn_by=name, claims=claims)

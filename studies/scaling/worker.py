@@ -68,7 +68,7 @@ def main() -> int:
 
 def _work(job: Job, study: optuna.Study, storage: BaseStorage, crew: Crew) -> dict[str, Any]:
     options = ProposeOptions(_REPEAT_EVERY, NOISE, NUM_PROMPTS, job.seed)
-    sampler = make_sampler("local-tpe", SPACE, options, None, crew.claims)
+    sampler = make_sampler("tpe", SPACE, options, None, crew.claims)
     study.sampler = sampler
     objective = _Objective(job, sampler)
     clock = _clocked(storage)

@@ -29,7 +29,7 @@ def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["replay", "random", "local-tpe"])
+@pytest.mark.parametrize("sampler", ["replay", "random", "tpe"])
 def test_it_is_searched_resumed_and_decoded_with(
     tiny_study: list[str], tiny_model: Path, tmp_path: Path, capsys: Any, sampler: str
 ) -> None:

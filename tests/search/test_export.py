@@ -266,7 +266,7 @@ def test_a_config_of_other_weights_is_refused(
 
 def finished(bench: Bench, **spec: Any) -> DecodeConfig:
     bench.in_sqlite = True
-    bench.run(trials=6, sampler="local-tpe", **spec)
+    bench.run(trials=6, sampler="tpe", **spec)
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     return DecodeConfig.load(bench.paths.best)
 
@@ -298,7 +298,7 @@ def test_a_study_without_a_verdict_and_half_a_command_are_told(
 ) -> None:
     bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
     bench.in_sqlite = True
-    assert bench.run(trials=9, sampler="local-tpe", max_failures=2, repeat_every=0) == 1
+    assert bench.run(trials=9, sampler="tpe", max_failures=2, repeat_every=0) == 1
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
     file = str(bench.folder / "again.json")
     usage = "give --config FILE and --draft-model DIR, or STUDY and --config-out FILE or --archive FILE"

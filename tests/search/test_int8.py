@@ -27,7 +27,7 @@ def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["replay", "random", "local-tpe"])
+@pytest.mark.parametrize("sampler", ["replay", "random", "tpe"])
 def test_it_is_searched_resumed_and_replayed(tiny_study: list[str], tmp_path: Path, capsys: Any, sampler: str) -> None:
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
     assert run.main([*given, "--trials", "4"]) in (0, 1)

@@ -93,7 +93,7 @@ def test_prompts_are_used_where_their_records_say(bench: Bench) -> None:
     assert greedy.fingerprint.tuning_prompts != warmer.fingerprint.tuning_prompts != FINGERPRINT.tuning_prompts
     assert greedy.in_regime(Sampling.parse("t0.7")) == warmer
     assert greedy.held_out == whole.held_out
-    spec = make_spec(sampler="local-tpe", regimes=("greedy", "t0.7"), trials=8, storage=bench.url)
+    spec = make_spec(sampler="tpe", regimes=("greedy", "t0.7"), trials=8, storage=bench.url)
     for _ in range(2):
         assert RegimeRun(whole, spec, bench.paths, bench.tools).run() == 0
     assert DecodeConfig.load(bench.paths.best).regime_names == ("greedy", "t0.7")
@@ -220,7 +220,7 @@ def test_a_regime_that_was_searched_on_alone_is_exported_as_it_is_now(bench: Ben
     bench.decoder.gain_by_regime = {"t1": 0.0}
     assert bench.run_regimes("greedy", "t1", trials=16) == 0
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
-    spec = make_spec(sampler="local-tpe", regimes=("greedy", "t1"), trials=24, storage=bench.url)
+    spec = make_spec(sampler="tpe", regimes=("greedy", "t1"), trials=24, storage=bench.url)
     spec, paths = regime_study(spec, bench.paths, "t1")
     assert SearchRun(subject.in_regime(Sampling.parse("t1")), spec, paths, bench.tools).run() == 0
     storage = open_storage(bench.url)
@@ -389,7 +389,7 @@ def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -
 
     bench.decoder = Watched()
     subject = Subject(bench.decoder, SPACE, prompts(12), prompts(20, first=500), FINGERPRINT, ORIGIN)
-    spec = make_spec(sampler="local-tpe", trials=8, num_confirm_prompts=10, storage=bench.url)
+    spec = make_spec(sampler="tpe", trials=8, num_confirm_prompts=10, storage=bench.url)
     assert SearchRun(subject, spec, bench.paths, bench.tools).run() == 0
     held_out = [one.ids for one in prompts(20, first=500)]
     assert seen["fresh"] == set(held_out[:10])

@@ -98,7 +98,7 @@ def test_same_seed_same_trials(bench: Bench, finished: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("sampler", "in_sqlite"),
-    [("replay", True), ("local-tpe", False), ("tpe", False), ("random", False)],
+    [("replay", True), ("tpe", False), ("random", False)],
 )
 def test_stop_and_resume_equals_uninterrupted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, sampler: str, in_sqlite: bool
@@ -111,7 +111,7 @@ def test_stop_and_resume_equals_uninterrupted(
     assert history(resumed) == history(whole)
 
 
-@pytest.mark.parametrize("sampler", ["local-tpe", "tpe", "random"])
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_a_parameter_with_one_value_is_searched_too(bench: Bench, sampler: str) -> None:
     bench.space = replace(SPACE, gamma_max=1)
     bench.run(trials=14, sampler=sampler)

@@ -57,7 +57,7 @@ def strike(config):
 bench.decoder.break_on = strike
 with bench.stop.installed():
     try:
-        sys.exit(bench.run(trials=16, sampler="local-tpe", trial_timeout_s=0.5 if what == "hang" else None))
+        sys.exit(bench.run(trials=16, sampler="tpe", trial_timeout_s=0.5 if what == "hang" else None))
     except KeyboardInterrupt:
         sys.exit(bench.stop.exit_code)
 """
@@ -91,7 +91,7 @@ def test_a_trial_that_takes_too_long_is_failed_and_the_search_goes_on(bench: Ben
             time.sleep(60.0 if how == "sleeps" else 0.0)
 
     bench.decoder.break_on = take_for_ever
-    assert bench.run(trials=12, sampler="local-tpe", trial_timeout_s=1.0) == 0
+    assert bench.run(trials=12, sampler="tpe", trial_timeout_s=1.0) == 0
     trials = bench.trials()
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
     assert failed
@@ -125,7 +125,7 @@ def test_a_trial_that_no_exception_reaches_ends_the_process_with_its_trial_marke
     last = bench.trials()[-1]
     assert last.state == TrialState.FAIL
     assert last.user_attrs["failure"].startswith("hung: did not end")
-    assert bench.run(trials=16, sampler="local-tpe") == 0
+    assert bench.run(trials=16, sampler="tpe") == 0
     assert counted(bench.trials()) == 16
 
 
@@ -221,7 +221,7 @@ def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(b
     assert child.returncode == 130
     assert errors == "ended at once; the same command clears up and continues\n"
     assert bench.trials()[-1].state == TrialState.RUNNING
-    assert bench.run(trials=16, sampler="local-tpe") == 0
+    assert bench.run(trials=16, sampler="tpe") == 0
     trials = bench.trials()
     assert counted(trials) == 16
     assert all(trial.state.is_finished() for trial in trials)

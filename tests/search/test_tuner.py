@@ -172,7 +172,7 @@ def fake_subject(bench: Bench) -> Subject:
 
 
 def test_the_winner_of_the_pipeline_is_returned(bench: Bench) -> None:
-    spec = make_spec(trials=12, sampler="local-tpe", storage=bench.url)
+    spec = make_spec(trials=12, sampler="tpe", storage=bench.url)
     config = _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=True, load_s=0.0)
     assert config.confirmed is not None
     assert config.confirmed.speedup == pytest.approx(true_speedup(config), rel=0.03)
@@ -181,7 +181,7 @@ def test_the_winner_of_the_pipeline_is_returned(bench: Bench) -> None:
 
 def test_where_nothing_is_faster_the_config_says_so(bench: Bench) -> None:
     bench.decoder.gain = 0.0
-    spec = make_spec(trials=4, sampler="local-tpe", storage=bench.url)
+    spec = make_spec(trials=4, sampler="tpe", storage=bench.url)
     config = _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
     assert config.gamma == 0
     assert config.reason is not None
@@ -190,14 +190,14 @@ def test_where_nothing_is_faster_the_config_says_so(bench: Bench) -> None:
 
 def test_a_broken_machine_and_a_wrong_output_are_raised_with_their_reason(bench: Bench) -> None:
     bench.decoder.wrong_on = lambda config: config.speculates
-    spec = make_spec(trials=4, sampler="local-tpe", storage=bench.url)
+    spec = make_spec(trials=4, sampler="tpe", storage=bench.url)
     with pytest.raises(SearchFailed, match="NOT LOSSLESS"):
         _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
 
 
 def test_failures_in_a_row_are_raised(bench: Bench) -> None:
     bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
-    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="local-tpe", storage=bench.url)
+    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="tpe", storage=bench.url)
     with pytest.raises(SearchFailed, match="3 trials in a row failed, the last one with RuntimeError: driver gone"):
         _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
 
@@ -250,6 +250,6 @@ def test_failures_of_a_search_per_group_are_raised(bench: Bench) -> None:
     bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
     sets = group_prompts({"a": 4, "b": 4}), group_prompts({"a": 4, "b": 4}, first=500)
     subject = Subject(bench.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
-    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="local-tpe", per_group=True, storage=bench.url)
+    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="tpe", per_group=True, storage=bench.url)
     with pytest.raises(SearchFailed, match="3 trials in a row failed, the last one with RuntimeError: driver gone"):
         _search(subject, spec, bench.paths, quiet=True, keeps=False, load_s=0.0)

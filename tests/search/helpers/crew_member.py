@@ -32,7 +32,7 @@ class Order:
     storage: str
     study_name: str = "s"
     trials: int = 12
-    sampler: str = "local-tpe"
+    sampler: str = "tpe"
     log: str = "worker.log"
     pause_s: float = 0.0
     """Real seconds that a decoding takes."""

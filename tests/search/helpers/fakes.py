@@ -283,7 +283,7 @@ class Bench:
     def run_regimes(self, *regimes: str, **spec: object) -> int:
         """The sampler is one that needs no predictions: nothing here depends on who proposes."""
         subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
-        fields = {"sampler": "local-tpe", "regimes": regimes, "storage": self.url} | spec
+        fields = {"sampler": "tpe", "regimes": regimes, "storage": self.url} | spec
         return RegimeRun(subject, make_spec(**fields), self.paths, self.tools).run()
 
     def run_groups(self, groups: Mapping[str, int], held_out: Mapping[str, int] | None = None, **spec: object) -> int:
@@ -293,5 +293,5 @@ class Bench:
         """
         sets = group_prompts(groups), group_prompts(held_out or groups, first=500)
         subject = Subject(self.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
-        fields = {"sampler": "local-tpe", "per_group": True, "storage": self.url} | spec
+        fields = {"sampler": "tpe", "per_group": True, "storage": self.url} | spec
         return GroupRun(subject, make_spec(**fields), self.paths, self.tools).run()

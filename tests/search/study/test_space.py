@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import optuna
 import pytest
 from hypothesis import given
@@ -16,7 +15,6 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.config.decode_config import UNTRAINED
 from search.outlook.warm_starts import warm_starts
 from search.study.space import SearchSpace, snap_threshold
-from search.trials.local_proposer import local_move, unmeasured_flips
 
 
 @st.composite
@@ -73,44 +71,6 @@ def test_a_trial_given_a_configs_params_suggests_that_config(point: tuple[Search
         space.distributions[name]._contains(space.distributions[name].to_internal_repr(value))
         for name, value in trial.params.items()
     )
-
-
-@given(points(), st.integers(0, 2**32 - 1))
-def test_a_local_move_is_another_point_of_the_space(point: tuple[SearchSpace, dict[str, Any]], seed: int) -> None:
-    space, params = point
-    moved = local_move(params, space, np.random.default_rng(seed))
-    assert moved != params
-    assert space.to_params(space.to_config(moved)) == moved
-
-
-@pytest.mark.parametrize("share_prefix", [False, True])
-def test_a_local_move_has_no_siblings_that_its_config_has_not(share_prefix: bool) -> None:
-    """It once named siblings beside a shared prefix, or more than a round may verify: the same config a second time."""
-    model = SimpleNamespace(num_layers=4, whole_layers_only=(False,) * 4, vocab_size=4096)
-    space = SearchSpace.for_model(
-        model, gamma_max=12, granularity="sublayer", share_prefix=share_prefix, siblings_max=3
-    )
-    params = space.to_params(DecodeConfig(skip_mask=SkipMask.from_layers(4, [2]), gamma=8, siblings=1))
-    for seed in range(200):
-        moved = local_move(params, space, np.random.default_rng(seed))
-        assert space.to_params(space.to_config(moved)) == moved
-        assert space.to_config(moved) != space.to_config(params)
-        params = moved
-
-
-@given(points(), st.data())
-def test_flips_are_the_untried_neighbours(point: tuple[SearchSpace, dict[str, Any]], data: st.DataObject) -> None:
-    space, params = point
-    bits = [name for name in space.bit_names if name in params]  # a lookup alone has none
-    tried = data.draw(st.sets(st.sampled_from(bits))) if bits else set()
-    known = {name: space.distributions[name] for name in params}
-    trials = [
-        optuna.trial.create_trial(params=params | {name: not params[name]}, distributions=known, value=1.0)
-        for name in sorted(tried)
-    ]
-    flips = unmeasured_flips(params, trials, space)
-    changed = [[name for name in params if flip[name] != params[name]] for flip in flips]
-    assert changed == [[name] for name in bits if name not in tried]
 
 
 @given(spaces())

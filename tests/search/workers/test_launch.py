@@ -149,7 +149,7 @@ def test_signals_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_two_workers_from_one_command(tiny_study: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    flags = [*changed(tiny_study, trials="8"), "--devices", "cpu,cpu", "--sampler", "local-tpe"]
+    flags = [*changed(tiny_study, trials="8"), "--devices", "cpu,cpu", "--sampler", "tpe"]
     command = [sys.executable, "-m", "search.run", *flags]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -223,7 +223,7 @@ def test_a_waiting_process_of_another_host_gives_signs_of_life_as_well(storage: 
 def test_a_proposal_waits_for_those_before_it_and_takes_the_next_best(storage: BaseStorage) -> None:
     crew, study = make_crew(storage, ENDLESS)
     running(study, process=ELSEWHERE)  # thinking about what to measure
-    sampler = make_sampler("local-tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
+    sampler = make_sampler("tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
     study.sampler = sampler
     asked: list[optuna.Trial] = []
     thread = threading.Thread(target=lambda: asked.append(ask(study)))
@@ -244,13 +244,13 @@ def test_one_that_dies_before_it_claims_keeps_nobody(storage: BaseStorage) -> No
     crew, study = make_crew(storage)
     running(study, process=ELSEWHERE)
     running(study)  # has not even said whose it is
-    study.sampler = make_sampler("local-tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
+    study.sampler = make_sampler("tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
     ask(study)
     assert key_of(study.get_trials()[2].user_attrs[CLAIM]) == key_of(params_of(0))
     crew.leave()
 
 
-@pytest.mark.parametrize("name", ["local-tpe", "tpe", "random"])
+@pytest.mark.parametrize("name", ["tpe", "random"])
 def test_no_two_open_trials_share_a_config_and_no_seed_is_used_twice(storage: BaseStorage, name: Any) -> None:
     crew, study = make_crew(storage)
     study.sampler = make_sampler(name, SPACE, ProposeOptions(0, 0.02, 5), None, crew.claims)
@@ -267,7 +267,7 @@ def test_a_leader_that_somebody_measures_again_is_left_to_them(bench: Bench) -> 
     study = bench.study()
     repeated = []
     for _ in range(2):
-        sampler = make_sampler("local-tpe", SPACE, ProposeOptions(1, 0.02, 5), None)
+        sampler = make_sampler("tpe", SPACE, ProposeOptions(1, 0.02, 5), None)
         study.sampler = sampler
         trial = ask(study)
         proposal = sampler.proposal_of(trial.number)
@@ -283,7 +283,7 @@ def test_the_last_trial_is_begun_once(storage: BaseStorage) -> None:
     running(study, process=ELSEWHERE, claim=params_of(0))
     assert crew.may_begin(2)
     assert not crew.may_begin(1)
-    sampler = make_sampler("local-tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
+    sampler = make_sampler("tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
     study.sampler = sampler
     study.ask()
     assert sampler.is_surplus  # somebody else was faster: the total is 1
@@ -304,7 +304,7 @@ def test_a_dead_workers_trial_is_failed_with_the_reason_and_queued_twice(storage
         assert (dead.state, dead.user_attrs[FAILURE]) == (TrialState.FAIL, WORKER_DIED)
         assert queued.state == TrialState.WAITING
         assert queued.user_attrs == {RETRY_OF: number, ATTEMPT: attempt, "origin": "warm:x"}  # none of its numbers
-        study.sampler = make_sampler("local-tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
+        study.sampler = make_sampler("tpe", SPACE, ProposeOptions(4, 0.02, 5), None, crew.claims)
         trial = study.ask()
         SPACE.suggest(trial)
         assert trial.params == params_of(3)
@@ -493,7 +493,7 @@ def log_of(order: Order) -> str:
 def test_workers_share_one_study_and_its_total(tmp_path: Path, kind: str) -> None:
     file = "study.db" if kind == "sqlite" else "study.log"
     storage = f"{'sqlite:///' if kind == 'sqlite' else 'journal:'}{tmp_path / file}"
-    sampler = "replay" if kind == "sqlite" else "local-tpe"
+    sampler = "replay" if kind == "sqlite" else "tpe"
     order = Order(tmp_path, storage, study_name=tmp_path.name, trials=24, sampler=sampler, pause_s=0.002)
     workers = [start(order) for _ in range(3)]
     for worker in workers:
