@@ -21,8 +21,8 @@ from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens
-from layerskip.drafters.eagle import LeanEagle
-from layerskip.drafters.eagle_head import load_eagle
+from layerskip.drafters.eagle.head import load_eagle
+from layerskip.drafters.eagle.lean import LeanEagle
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine

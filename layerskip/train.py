@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     _check_out(arguments.out)
-    from layerskip.drafters.eagle_head import check_aux_layers
+    from layerskip.drafters.eagle.head import check_aux_layers
     from layerskip.model import LayerSkipModel
     from layerskip.training.data import DataOptions, make_sequences
     from layerskip.training.eagle import TrainOptions, train_eagle, usual_aux_layers
@@ -158,7 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_out(folder: Path) -> None:
     """Raises: ValueError unless weights may be written there: into a folder that holds none, or older ones."""
-    from layerskip.drafters.eagle_head import CONFIG_NAME, WEIGHTS_NAME, describe_eagle
+    from layerskip.drafters.eagle.head import CONFIG_NAME, WEIGHTS_NAME, describe_eagle
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out: must be a folder, got the file {folder}")

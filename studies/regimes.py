@@ -22,7 +22,7 @@ from layerskip.config.sampling_regime import Sampling
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from layerskip.decoding.stats import DecodeStats
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle_head import describe_eagle
+from layerskip.drafters.eagle.head import describe_eagle
 from layerskip.machine.host import cpu_name, git_commit
 from layerskip.model import LayerSkipModel
 from search.measure.decoder import ModelDecoder

@@ -12,7 +12,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters import LayerSkipDrafter, LayerSkipSettings, make_drafter
 from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle import EagleDrafter
+from layerskip.drafters.eagle.drafter import EagleDrafter
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerSession
 from layerskip.engines import Engine
 from layerskip.rounds.device_round import DeviceRound, OffersRounds

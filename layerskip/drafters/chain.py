@@ -43,6 +43,11 @@ class WeightsSettings(ChainSettings):
     """See `DraftWeights`."""
     tree_tokens: int = field(default=0, kw_only=True)
 
+    @property
+    def room(self) -> int:
+        """Keys and values that a draft of an `eagle` leaves besides those of the text's positions."""
+        return self.gamma * self.tree_tokens
+
 
 SettingsT = TypeVar("SettingsT", bound=ChainSettings)
 

@@ -9,8 +9,8 @@ from layerskip.drafters.base import Drafter
 from layerskip.drafters.chain import WeightsSettings
 from layerskip.drafters.draft_model import DraftModel, DraftModelDrafter
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle import EagleDrafter
-from layerskip.drafters.eagle_tree import EagleTreeDrafter
+from layerskip.drafters.eagle.drafter import EagleDrafter
+from layerskip.drafters.eagle.tree import EagleTreeDrafter
 from layerskip.drafters.hybrid import HybridDrafter
 from layerskip.drafters.layer_skip import LayerSkipDrafter, LayerSkipSettings
 from layerskip.drafters.lookups.drafter import LookupDrafter

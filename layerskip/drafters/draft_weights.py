@@ -10,8 +10,8 @@ from typing import Any
 from layerskip.config.decode_config import DraftWeights
 from layerskip.config.hub import WEIGHTS_FILES, is_hub_id, locate_weights
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.eagle import LeanEagle
-from layerskip.drafters.eagle_head import CONFIG_NAME, describe_eagle, read_config
+from layerskip.drafters.eagle.head import CONFIG_NAME, describe_eagle, read_config
+from layerskip.drafters.eagle.lean import LeanEagle
 
 _SAMPLED = 2**20
 """Bytes at the beginning of a file of weights, where its tensors are listed, and at its end."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from layerskip.config.decode_config import DraftWeights
-from layerskip.drafters.eagle_head import EagleHead, EagleShape
+from layerskip.drafters.eagle.head import EagleHead, EagleShape
 from layerskip.model import LayerSkipModel
 from layerskip.training.data import Sequences
 

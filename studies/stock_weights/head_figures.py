@@ -15,7 +15,7 @@ from layerskip.analysis.timed_steps import HostSteps, Step, TextEnd
 from layerskip.command_line.cli import OneLineParser
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.sampling_params import SamplingParams
-from layerskip.drafters.eagle_head import EagleHead
+from layerskip.drafters.eagle.head import EagleHead
 from layerskip.model import LayerSkipModel
 from layerskip.rounds.sampling import Sampler, seeded_sampler
 from studies.stock_weights.draft_heads import Ends, Heads, LeanHeads, states_of

@@ -24,7 +24,7 @@ from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.draft_weights import describe_weights
-from layerskip.drafters.eagle_head import load_eagle
+from layerskip.drafters.eagle.head import load_eagle
 from layerskip.machine.host import cpu_name, git_commit
 from layerskip.model import LayerSkipModel
 from layerskip.prompts import encode_prompt, read_prompts

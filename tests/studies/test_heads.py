@@ -13,7 +13,7 @@ import torch
 from layerskip import LayerSkipModel
 from layerskip import train as layerskip_train
 from layerskip.drafters import make_drafter
-from layerskip.drafters.eagle_head import load_eagle
+from layerskip.drafters.eagle.head import load_eagle
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from studies.stock_weights import head_figures as figures
 from studies.stock_weights import heads as study

@@ -16,7 +16,7 @@ from layerskip.analysis.teacher_forcing.trees import TreeReadings, read_trees
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle import LeanEagle, LeanEagleText
+from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
 from layerskip.rounds.sampling import Sampler
 
 _DEPTH = 7

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.config.decode_config import DraftWeights
-from layerskip.drafters.eagle import LeanEagleText
-from layerskip.drafters.eagle_tree import Floats, Roots, TreeNodes, grow
+from layerskip.drafters.eagle.lean import LeanEagleText
+from layerskip.drafters.eagle.tree import Floats, Roots, TreeNodes, grow
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
 

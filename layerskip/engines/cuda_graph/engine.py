@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,6 +74,8 @@ class CudaGraphEngine(SessionEngine):
         self._buffers: dict[tuple[int, bool], RoundBuffers] = {}
         self._trees: dict[int, _TreeBuffers] = {}
         """By rows."""
+        self.beside_cache: dict[str, Any] = {}
+        """What drafters keep, as long as the cache's buffers stay."""
         self.stoppings: dict[Hashable, Stopping] = {}
         with torch.inference_mode():
             self.token, self.limit = DeviceNumber(self.device), DeviceNumber(self.device)
@@ -163,12 +166,12 @@ class CudaGraphEngine(SessionEngine):
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
         """See `Engine`."""
         cache, num_rows = self.cache, tree.num_rows
-        stop, size = cache.length + num_rows, _rounded_up(num_rows)
+        stop, size = cache.length + num_rows, rounded_up(num_rows)
         if stop > cache.capacity:
             raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {stop}")
         buffers = self._tree_buffers(size)
         buffers.ids[:num_rows].copy_(input_ids)
-        buffers.ids[num_rows:].copy_(input_ids[-1:].expand(size - num_rows))
+        buffers.ids[num_rows:] = input_ids[-1]
         buffers.table.copy_(tree.table(size))
         cache.position_on_device()
         self.play(self._recorded_tree(size, self.num_visible_for(cache.length + size)))
@@ -190,7 +193,7 @@ class CudaGraphEngine(SessionEngine):
         """See `Engine`."""
         self.cache.position_on_device()
         self._prepare_moves()
-        for size in range(_TREE_ROWS, _rounded_up(most + 1) + 1, _TREE_ROWS):
+        for size in range(_TREE_ROWS, rounded_up(most + 1) + 1, _TREE_ROWS):
             for num_visible in self.visible_sizes(starts, size):
                 self.prepare_piece(self._recorded_tree(size, num_visible))
 
@@ -277,8 +280,8 @@ class CudaGraphEngine(SessionEngine):
             raise RuntimeError("this model is decoding; close its engine afterwards")
         self.pool.invalidate()
         self._static = None
-        self._buffers.clear()
-        self._trees.clear()
+        for kept in (self._buffers, self._trees, self.beside_cache):
+            kept.clear()
 
     def step(
         self,
@@ -305,15 +308,15 @@ class CudaGraphEngine(SessionEngine):
         """The same work is another recording where it keeps states."""
         return (piece.key, self._kept_layers) if self._kept_layers else piece.key
 
-    def num_visible_for(self, num_positions: int) -> int:
-        """Positions a recorded step attends to when it must see `num_positions`."""
-        return num_visible_for(num_positions, self.cache.num_positions, self.options.min_visible)
+    def num_visible_for(self, num_positions: int, limit: int | None = None) -> int:
+        """Positions a recorded step attends to when it must see `num_positions`, of as many as the cache has."""
+        return num_visible_for(num_positions, limit or self.cache.num_positions, self.options.min_visible)
 
-    def visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
+    def visible_sizes(self, starts: range, num_tokens: int, limit: int | None = None) -> list[int]:
         """All that `num_visible_for` may say of so many tokens after any of these numbers of cached ones."""
         sizes: list[int] = []
         while starts:
-            sizes.append(self.num_visible_for(starts[0] + num_tokens))
+            sizes.append(self.num_visible_for(starts[0] + num_tokens, limit))
             starts = starts[max(0, sizes[-1] - num_tokens - starts[0]) + 1 :]
         return sizes
 
@@ -331,6 +334,7 @@ class CudaGraphEngine(SessionEngine):
         if self._static is None or self._static.num_positions < capacity:
             self.pool.invalidate()
             self._static = None  # free the old buffers before the new ones are made
+            self.beside_cache.clear()
             granule = self.options.granule
             static = StaticCache(self._adapter.windows, -(-capacity // granule) * granule, self.device)
             self.executor.use(static)
@@ -348,5 +352,6 @@ class _TreeBuffers:
     logits: torch.Tensor
 
 
-def _rounded_up(num_rows: int) -> int:
+def rounded_up(num_rows: int) -> int:
+    """As many as are recorded."""
     return -(-num_rows // _TREE_ROWS) * _TREE_ROWS

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
-from layerskip.engines.cuda_graph.attention_kernels import Kernel
+from layerskip.engines.cuda_graph.attention_kernels import Kernel, attend
 from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
@@ -182,3 +182,20 @@ def _finish_and_add_mlp(layer: Attention, mlp: Mlp, x: torch.Tensor, attended: t
 
 def _add_mlp(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     return mlp.add_to(x)
+
+
+def static_layer(
+    attention: Attention,
+    mlp: Mlp,
+    x: torch.Tensor,
+    buffers: Any,
+    slots: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    look: torch.Tensor,
+) -> torch.Tensor:
+    """One layer over x (T, hidden) by itself, for what drafts with one: keys and values at `slots` of the buffers.
+
+    Shapes: look as `additive_mask` gives it, its rows repeated for each query head of a key head.
+    """
+    queries = _project_and_store(attention, x, (buffers.keys, buffers.values), slots, rotary)
+    return _finish_and_add_mlp(attention, mlp, x, _attend(attend, attention, queries, buffers, look))

@@ -17,7 +17,7 @@ import layerskip.decoding.loop
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
 from layerskip.config.lookup_settings import PromptLookup
 from layerskip.decoding.loop import ACCEPTED
-from layerskip.drafters.eagle_head import read_config
+from layerskip.drafters.eagle.head import read_config
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree

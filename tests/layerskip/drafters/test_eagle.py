@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle import EagleSession, LeanEagleText
-from layerskip.drafters.eagle_head import load_eagle
+from layerskip.drafters.eagle.drafter import EagleSession
+from layerskip.drafters.eagle.head import load_eagle
+from layerskip.drafters.eagle.lean import LeanEagleText
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, by_trees, by_weights
+from tests.layerskip.engines.cuda_graph.test_cuda_graph import Frozen, Operations
 from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
 from tests.layerskip.rounds.test_broken_rounds import failing
 from tests.layerskip.tape import graph_model
@@ -65,8 +68,7 @@ def test_sampled_text_is_the_targets_from_the_same_seed(name: str, temperature: 
     model = zoo.layerskip_of(name)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "repetition_penalty": 1.1, "max_new_tokens": 24}
     accepted = 0
-    trees = {} if name.endswith("graph") else by_trees("llama")
-    for config in (by_weights("llama") | trees).values():
+    for config in (by_weights("llama") | by_trees("llama")).values():
         for seed in range(4):
             plain = model.generate(PROMPT, seed=seed, config=DecodeConfig.plain(zoo.NUM_LAYERS), **drawn)
             out = model.generate(PROMPT, seed=seed, config=config, **drawn)
@@ -203,7 +205,9 @@ def test_recordings_with_states_stay_right_beside_those_of_other_layers_and_with
     eager = LayerSkipModel(zoo.model_of("llama"), engine="eager")
     last_alone = train_eagle(eager, Sequences((text,), (text,)), tmp_path, options, tell=lambda _: None).weights
     recorded = graph_model("llama", granule=32)
-    configs = [eagle(zoo.eagle_of("llama")), eagle(last_alone), DecodeConfig.plain(zoo.NUM_LAYERS)]
+    own = zoo.eagle_of("llama")
+    trees = [eagle(own.branching(size), gamma) for size, gamma in ((5, 2), (20, 5))]
+    configs = [eagle(own), eagle(last_alone), *trees, eagle(own, 7), DecodeConfig.plain(zoo.NUM_LAYERS)]
     accepted = 0
     for prompt in (PROMPT, PROMPT, zoo.prompt_of(40, seed=2), PROMPT):
         for config in configs:
@@ -215,3 +219,26 @@ def test_recordings_with_states_stay_right_beside_those_of_other_layers_and_with
             assert out.stats.accepted_by_position == live.stats.accepted_by_position
             accepted += out.stats.num_accepted
     assert accepted
+
+
+def test_a_drafted_token_is_one_recording_and_its_choice() -> None:
+    """On lean layers as they are it is some forty operations."""
+    model, weights, names = graph_model("llama", Frozen()), zoo.eagle_of("llama"), []
+    engine: Any = model.engine
+    for gamma in (2, 6):
+        model.check_config(eagle(weights, gamma))
+        with torch.inference_mode(), engine.session(64):
+            drafter = make_drafter(eagle(weights, gamma), engine, Sampler(SamplingParams()))
+            assert drafter is not None
+            engine.keep_states((0, 2))
+            engine.forward(torch.tensor(PROMPT))
+            session: Any = drafter.begin()
+            for _ in range(2):  # over the prompt, then what is recorded
+                session.propose([*PROMPT, 1], 9, None)
+                session.forget_from(len(PROMPT) - 2)
+            with Operations() as seen:
+                session.propose([*PROMPT, 1], 9, None)
+        names.append(Counter(seen.names))
+    each = {name: count / 4 for name, count in (names[1] - names[0]).items() if name not in ("slice", "squeeze")}
+    # Its token and its place into their buffers, and the greedy choice.
+    assert each == {"copy_": 1, "fill_": 1, "max": 1, "to": 1}

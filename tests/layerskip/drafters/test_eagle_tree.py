@@ -13,8 +13,9 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import Draft, make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle import LeanEagleText
-from layerskip.drafters.eagle_tree import EagleTreeSession, Roots, TreeNodes, grow
+from layerskip.drafters.eagle.lean import LeanEagleText
+from layerskip.drafters.eagle.recorded import StaticEagleText
+from layerskip.drafters.eagle.tree import EagleTreeSession, Roots, TreeNodes, grow
 from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, by_trees
@@ -176,7 +177,8 @@ def test_it_accepts_more_than_a_chain_and_draws_the_same(name: str) -> None:
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
     expected = model.generate(PROMPT, max_new_tokens=12, config=config)
-    drafting = ((EagleTreeSession, "propose"), (LeanEagleText, "run_rows"), (TreeNodes, "draft"))
+    step = (StaticEagleText, "branch") if name == "llama graph" else (LeanEagleText, "run_rows")
+    drafting = ((EagleTreeSession, "propose"), step, (TreeNodes, "draft"))
     for owner, attribute in (*drafting, (Sampler, "likeliest")):
         for call in range(2):
             with failing(monkeypatch, owner, attribute, call, after=True), pytest.raises(PlantedError):

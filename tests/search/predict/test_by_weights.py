@@ -16,7 +16,7 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText, TreeReadings, make_teacher_forcing
 from layerskip.config.decode_config import TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
-from layerskip.drafters.eagle import LeanEagle, LeanEagleText
+from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.outlook.forecast import Candidate, Candidates

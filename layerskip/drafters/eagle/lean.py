@@ -1,23 +1,18 @@
-"""EagleDrafter: trained weights go on from the target's own hidden states, one decoder layer a token."""
+"""LeanEagle: an `EagleHead` as lean operations, and LeanEagleText: one text's keys and values under it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from layerskip.drafters.base import Draft
-from layerskip.drafters.chain import ChainDrafter, WeightsSettings
-from layerskip.drafters.eagle_head import EagleHead
+from layerskip.drafters.eagle.head import EagleHead
 from layerskip.engines.lean_layers import Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.linear import Linear, fused
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
-from layerskip.rounds.preparation import Starts
-from layerskip.rounds.sampling import Sampler
 
 
 class LeanEagle:
@@ -108,6 +103,34 @@ class LeanEagleText:
     cos: torch.Tensor
     sin: torch.Tensor
 
+    def follow(self, engine: StatesEngine, ids: torch.Tensor, first: int) -> torch.Tensor:
+        """Over positions from `first` on that the target has computed, with the tokens after them, ids (T,).
+
+        Returns: (1, hidden) of the last one.
+        """
+        states = self.head.join(engine.states[first : first + len(ids)])
+        return self.run(self.head.enter(engine.embed(ids), states), first)[-1:]
+
+    def go_on(self, engine: StatesEngine, ids: torch.Tensor, states: torch.Tensor, place: int) -> torch.Tensor:
+        """Over one drafted token, ids (1,), after the state (1, hidden) at `place`; (1, hidden)."""
+        return self.run(self.head.enter(engine.embed(ids), states), place)
+
+    def branch(
+        self,
+        engine: StatesEngine,
+        ids: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        slot: int,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Over drafted tokens (R,) of a tree after states (R, hidden); else as `run_rows`."""
+        return self.run_rows(self.head.enter(engine.embed(ids), states), positions, slot, mask)
+
+    def logits(self, engine: StatesEngine, states: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
+        """See `LeanEagle.logits`; states: what one of these gave last."""
+        return self.head.logits(engine, states, draft_vocab)
+
     def copied(self, length: int, room: int) -> LeanEagleText:
         """The same of its first positions, with room for so many more keys and values."""
         copy = self.head.new_text(length + room)
@@ -142,70 +165,3 @@ class LeanEagleText:
             )
         x = attention.out.add_to(x, out[0].transpose(0, 1).reshape(num_rows, -1))
         return self.head.mlp.add_to(x)
-
-
-class EagleDrafter(ChainDrafter[WeightsSettings]):
-    """A chain of up to gamma tokens.
-
-    Cost: of a round, one layer over what the target has emitted since the last one and one layer a further token, and
-    the target's output embedding a token; the first round's layer goes over the prompt. Syncs as `ChainDrafter.chain`.
-    """
-
-    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: WeightsSettings) -> None:
-        super().__init__(sampler, settings)
-        self._head, self._engine = head, engine
-
-    def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (nothing is recorded)
-        self._engine.keep_states(self._head.aux_layers)
-        self._head.prepare_unembed(self._engine, self.settings.draft_vocab)
-
-    def begin(self) -> EagleSession:
-        return EagleSession(self, self._head, self._engine)
-
-
-class EagleSession:
-    """See `DraftSession`."""
-
-    def __init__(self, drafter: EagleDrafter, head: LeanEagle, engine: StatesEngine) -> None:
-        self._drafter, self._head, self._engine = drafter, head, engine
-        self._text: LeanEagleText | None = None
-        self._num_done = 0
-        """Positions whose keys and values come from the target's states."""
-
-    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Draft | None:
-        """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
-        if limit < 1 or not self._drafter.is_sure(target_prob):
-            return None
-        engine, place = self._engine, self._engine.cache.length
-        state = self._follow(context)
-
-        def next_logits(last: torch.Tensor | None) -> torch.Tensor:
-            nonlocal state, place
-            if last is not None:
-                state = self._run(engine.embed(last), state, place)
-                place += 1
-            return self._head.logits(engine, state, self._drafter.settings.draft_vocab)
-
-        return self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)
-
-    def forget_from(self, position: int) -> None:
-        """The next round goes over the tokens behind this position, and the states before them, again."""
-        self._num_done = min(self._num_done, position)
-
-    def _follow(self, context: Sequence[int]) -> torch.Tensor:
-        """Go over what the target has computed since the last round; (1, hidden) of its last position."""
-        engine, first, stop = self._engine, self._num_done, self._engine.cache.length
-        ids = torch.tensor(context[first + 1 : stop + 1], device=engine.device)
-        last = self._run(engine.embed(ids), self._head.join(engine.states[first:stop]), first)[-1:]
-        self._num_done = stop
-        return last
-
-    @property
-    def _room(self) -> int:
-        """Keys and values besides those of the text's positions."""
-        return 0
-
-    def _run(self, embedded: torch.Tensor, states: torch.Tensor, start: int) -> torch.Tensor:
-        if self._text is None:
-            self._text = self._head.new_text(self._engine.cache.capacity + self._room)
-        return self._text.run(self._head.enter(embedded, states), start)

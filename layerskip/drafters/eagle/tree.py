@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from layerskip.drafters.base import Draft
-from layerskip.drafters.eagle import EagleDrafter, EagleSession, LeanEagleText
+from layerskip.drafters.eagle.drafter import EagleDrafter, EagleSession
+from layerskip.drafters.eagle.lean import LeanEagleText
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
 from layerskip.rounds.verifier import TreeDraft
@@ -125,7 +126,7 @@ def grow(
     paths: list[list[int]] = [[] for _ in row_roots]
     for level in range(1, depth + 1):
         places = (roots.positions[row_roots] + level).tolist()
-        logits = head.logits(engine, states, draft_vocab)
+        logits = text.logits(engine, states, draft_vocab)
         # A copy of the text for each row, which only a penalty needs.
         context = partial(_context, roots, row_roots, paths)
         best = sampler.likeliest(logits, places, context, min(most, vocabulary))
@@ -151,9 +152,9 @@ def grow(
         paths = [[*paths[row], int(token)] for row, token in zip(from_row, new.tokens[going], strict=True)]
         seen = np.concatenate([seen[from_row], np.eye(len(from_row), dtype=bool)], axis=1)
         before = np.arange(start) < roots.positions[row_roots][:, None]
-        entered = head.enter(engine.embed(_on(new.tokens[going], states)), states[_on(from_row, states)])
-        positions = _on(roots.positions[row_roots] + level - 1, states)
-        states = text.run_rows(entered, positions, slot, _on(np.concatenate([before, seen], axis=1), states))
+        ids, positions = (_on(one, states) for one in (new.tokens[going], roots.positions[row_roots] + level - 1))
+        mask = _on(np.concatenate([before, seen], axis=1), states)
+        states = text.branch(engine, ids, states[_on(from_row, states)], positions, slot, mask)
         slot += len(from_row)
     return nodes
 
@@ -165,7 +166,7 @@ class EagleTreeDrafter(EagleDrafter):
     """
 
     def begin(self) -> EagleTreeSession:
-        return EagleTreeSession(self, self._head, self._engine)
+        return EagleTreeSession(self, self._engine)
 
     def tree(self, text: LeanEagleText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
         """After the context, up to `count` tokens deep; state: (1, hidden) of its last token."""
@@ -186,12 +187,7 @@ class EagleTreeSession(EagleSession):
         if limit < 1 or not self._drafter.is_sure(target_prob):
             return None
         state = self._follow(context)
-        assert self._text is not None
         return self._drafter.tree(self._text, state, context, min(limit, self._drafter.gamma))
-
-    @property
-    def _room(self) -> int:
-        return self._drafter.gamma * self._drafter.settings.tree_tokens
 
 
 def _on(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:

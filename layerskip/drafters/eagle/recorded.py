@@ -1,0 +1,205 @@
+"""StaticEagleText: the steps of a trained layer as recorded work, one launch each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from layerskip.drafters.chain import WeightsSettings
+from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine, rounded_up
+from layerskip.engines.cuda_graph.static_lean import static_layer
+from layerskip.engines.cuda_graph.static_step import additive_mask
+from layerskip.engines.lean_layers import rotary_table
+from layerskip.engines.states import StatesEngine
+from layerskip.rounds.round_work import Piece
+
+Source = Callable[[], torch.Tensor]
+
+
+_serials = itertools.count()
+
+
+class StaticEagleText(LeanEagleText):
+    """See `LeanEagleText`; on buffers that outlive texts. A prompt is gone over as there, as are more rows than a round
+    emits.
+
+    Recorded by the number of rows, in eights with the last one repeated, and of visible positions. What a step gives is
+    overwritten by the next.
+    Memory: keys and values of the engine's positions and of a tree's tokens; logits of as many rows as a level has.
+    """
+
+    settings: WeightsSettings
+    """Of the running text."""
+
+    def __init__(self, head: LeanEagle, engine: CudaGraphEngine, room: int, num_rows: int) -> None:
+        """room: keys and values besides those of the engine's positions; num_rows: most of a step."""
+        self._engine, self.room, self.num_rows = engine, room, num_rows
+        total, attention = engine.cache.num_positions + room, head.attention
+        like = head.module.project.weight[:1]
+        keys, values = like.new_zeros((2, 1, attention.num_keys, total, attention.head_dim))
+        super().__init__(head, keys, values, *rotary_table(head.module.rotary, like, total))
+        self._ids, self._positions, self._slots = torch.zeros((3, num_rows), dtype=torch.long, device=like.device)
+        self._states = like.new_zeros((num_rows, head.module.shape.hidden_size))
+        self._look = like.new_zeros(num_rows * total)
+        self._logits: dict[int, torch.Tensor] = {}
+        """By rows."""
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+        """States that the last step gave, and their logits."""
+        self._serial = next(_serials)
+
+    @torch.inference_mode()
+    def prepare(self, starts: range) -> None:
+        """Record what rounds need that begin with so many tokens in the cache, before anything is timed."""
+        if not starts:
+            return
+        gamma, tree_tokens = self.settings.gamma, self.settings.tree_tokens
+        for num_rows in range(8, rounded_up(gamma + 1) + 1, 8):
+            for num_visible in self._visible_sizes(starts, 0):
+                self._engine.prepare_piece(self._recorded_follow(num_rows, num_visible))
+        places = range(starts[0], starts[-1] + (gamma - 1) * max(1, tree_tokens) + 1)
+        if not tree_tokens:
+            for num_visible in self._visible_sizes(places, 1):
+                self._engine.prepare_piece(self._recorded_step(num_visible))
+        for num_rows in range(8, rounded_up(tree_tokens) + 1, 8):
+            for num_visible in self._visible_sizes(places, num_rows):
+                self._engine.prepare_piece(self._recorded_branch(num_rows, num_visible))
+
+    def follow(self, engine: StatesEngine, ids: torch.Tensor, first: int) -> torch.Tensor:
+        stop, num_rows = first + len(ids), rounded_up(len(ids))
+        if num_rows > rounded_up(self.settings.gamma + 1):
+            return super().follow(engine, ids, first)
+        self._place(self._ids, ids, num_rows)
+        self._place(self._slots, torch.arange(first, stop, device=ids.device), num_rows)
+        return self._play(self._recorded_follow(num_rows, self._num_visible(stop)), 1, 1)
+
+    def go_on(self, engine: StatesEngine, ids: torch.Tensor, states: torch.Tensor, place: int) -> torch.Tensor:  # noqa: ARG002
+        self._ids[:1].copy_(ids)
+        self._slots[:1].fill_(place)
+        if states.data_ptr() != self._states.data_ptr():
+            self._states[:1].copy_(states)
+        return self._play(self._recorded_step(self._num_visible(place + 1)), 1, 1)
+
+    def branch(
+        self,
+        engine: StatesEngine,  # noqa: ARG002
+        ids: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        slot: int,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        count, stop = mask.shape
+        num_rows = rounded_up(count)
+        num_visible = self._num_visible(slot + num_rows)
+        self._place(self._ids, ids, num_rows)
+        self._place(self._positions, positions, num_rows)
+        self._place(self._slots, torch.arange(slot, slot + count, device=ids.device), num_rows)
+        self._place(self._states, states, num_rows)
+        look = self._look[: num_rows * num_visible].view(num_rows, num_visible).fill_(float("-inf"))
+        look[:count, :stop].masked_fill_(mask, 0.0)
+        look[count:] = look[count - 1]
+        return self._play(self._recorded_branch(num_rows, num_visible), num_rows, count)
+
+    def logits(self, engine: StatesEngine, states: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
+        if self._given is not None and self._given[0] is states:
+            return self._given[1]
+        return super().logits(engine, states, draft_vocab)
+
+    def _play(self, piece: Piece, num_given: int, count: int) -> torch.Tensor:
+        """States of the first `count` rows of those that it gives."""
+        self._engine.play(piece)
+        self._given = self._states[:count], self._logits[num_given][:count]
+        return self._given[0]
+
+    @staticmethod
+    def _place(buffer: torch.Tensor, values: torch.Tensor, num_rows: int) -> None:
+        count = len(values)
+        buffer[:count].copy_(values)
+        buffer[count:num_rows] = values[-1]
+
+    def _recorded_follow(self, num_rows: int, num_visible: int) -> Piece:
+        """Of what it gives the last row alone."""
+        places = self._slots[:num_rows]
+        look = partial(self._causal, places, num_visible)
+
+        def states() -> torch.Tensor:
+            return self.head.join(self._engine.states.index_select(0, places))
+
+        return self._piece("follow", 1, num_rows, num_visible, places, states, look)
+
+    def _recorded_step(self, num_visible: int) -> Piece:
+        place = self._slots[:1]
+        return self._piece(
+            "step", 1, 1, num_visible, place, lambda: self._states[:1], partial(self._causal, place, num_visible)
+        )
+
+    def _recorded_branch(self, num_rows: int, num_visible: int) -> Piece:
+        group = self.head.attention.num_queries // self.head.attention.num_keys
+        return self._piece(
+            "branch",
+            num_rows,
+            num_rows,
+            num_visible,
+            self._positions[:num_rows],
+            lambda: self._states[:num_rows],
+            lambda: self._look[: num_rows * num_visible].view(num_rows, num_visible).repeat(group, 1),
+        )
+
+    def _causal(self, places: torch.Tensor, num_visible: int) -> torch.Tensor:
+        group = self.head.attention.num_queries // self.head.attention.num_keys
+        return additive_mask(places, num_visible, None, self._states.dtype, repeats=group)
+
+    def _piece(
+        self,
+        kind: str,
+        num_given: int,
+        num_rows: int,
+        num_visible: int,
+        positions: torch.Tensor,
+        states: Source,
+        look: Source,
+    ) -> Piece:
+        """A step over so many rows, of which the last ones' states and logits are given."""
+        head, vocab = self.head, self.settings.draft_vocab
+        engine: Any = self._engine  # which does what a `StatesEngine` does
+        if num_given not in self._logits:
+            shape = (num_given, head.module.shape.vocab_size)
+            self._logits[num_given] = self._states.new_zeros(shape)
+        ids, slots, given, logits = (
+            self._ids[:num_rows],
+            self._slots[:num_rows],
+            self._states[:num_given],
+            self._logits[num_given],
+        )
+
+        def work() -> None:
+            x = head.enter(engine.embed(ids), states())
+            rotary = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+            x = static_layer(head.attention, head.mlp, x, self, slots, rotary, look())
+            x = x[-num_given:]
+            logits.copy_(head.logits(engine, x, vocab))
+            given.copy_(x)
+
+        return Piece(("eagle", kind, num_given, num_rows, num_visible, vocab, self._serial), work, (given,))
+
+    def _num_visible(self, num_positions: int) -> int:
+        return self._engine.num_visible_for(num_positions, self.keys.shape[2])
+
+    def _visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
+        return self._engine.visible_sizes(starts, num_tokens, self.keys.shape[2])
+
+
+def static_text(head: LeanEagle, engine: CudaGraphEngine, settings: WeightsSettings) -> StaticEagleText:
+    """The running session's; the same for all texts, unless one needs more room."""
+    room, num_rows = settings.room, rounded_up(max(settings.gamma + 1, settings.tree_tokens))
+    text = engine.beside_cache.get(head.fingerprint)
+    if text is None or text.head is not head or text.room < room or text.num_rows < num_rows:
+        with torch.inference_mode():
+            text = engine.beside_cache[head.fingerprint] = StaticEagleText(head, engine, room, num_rows)
+    text.settings = settings
+    return text
