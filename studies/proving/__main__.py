@@ -136,8 +136,9 @@ def benchmark(args: argparse.Namespace) -> int:
             "num_reporting": {name: len(table.reporting) for name, table in tables.items()},
             "tuning_regret": vars(least),
             "means": to_json(summary),
-            "means_by_costs": {name: to_json(summarise(some)) for name, some in by_costs(scores).items()},
         }
+        if len(args.costs) > 1:
+            facts["means_by_costs"] = {name: to_json(summarise(some)) for name, some in by_costs(scores).items()}
         write_lines(args.out.with_suffix(RUNS), [asdict(one) for one in scores])
         write_atomically(args.out, json.dumps(facts) + "\n")
     if journal is not None:
