@@ -19,45 +19,47 @@ from layerskip.engines.states import StatesEngine
 from layerskip.rounds.round_work import Piece
 
 Source = Callable[[], torch.Tensor]
-
-
 _serials = itertools.count()
 
 
-class StaticEagleText(LeanEagleText):
-    """See `LeanEagleText`; on buffers that outlive texts. A prompt is gone over as there, as are more rows than a round
-    emits.
+class _Buffers:
+    """What recordings of one trained layer read and write; they outlive texts.
 
-    Recorded by the number of rows, in eights with the last one repeated, and of visible positions. What a step gives is
-    overwritten by the next.
     Memory: keys and values of the engine's positions and of a tree's tokens; logits of as many rows as a level has.
     """
 
-    settings: WeightsSettings
-    """Of the running text."""
-
-    def __init__(self, head: LeanEagle, engine: CudaGraphEngine, room: int, num_rows: int) -> None:
-        """room: keys and values besides those of the engine's positions; num_rows: most of a step."""
-        self._engine, self.room, self.num_rows = engine, room, num_rows
-        total, attention = engine.cache.num_positions + room, head.attention
-        like = head.module.project.weight[:1]
-        keys, values = like.new_zeros((2, 1, attention.num_keys, total, attention.head_dim))
-        super().__init__(head, keys, values, *rotary_table(head.module.rotary, like, total))
-        self._ids, self._positions, self._slots = torch.zeros((3, num_rows), dtype=torch.long, device=like.device)
-        self._states = like.new_zeros((num_rows, head.module.shape.hidden_size))
-        self._look = like.new_zeros(num_rows * total)
-        self._logits: dict[int, torch.Tensor] = {}
+    def __init__(self, head: LeanEagle, num_positions: int, num_rows: int) -> None:
+        """num_positions: of keys and values; num_rows: most of a step."""
+        attention, like = head.attention, head.module.project.weight[:1]
+        self.keys, self.values = like.new_zeros((2, 1, attention.num_keys, num_positions, attention.head_dim))
+        self.rotary = rotary_table(head.module.rotary, like, num_positions)
+        self.ids, self.positions, self.slots = torch.zeros((3, num_rows), dtype=torch.long, device=like.device)
+        self.states = like.new_zeros((num_rows, head.module.shape.hidden_size))
+        self.look = like.new_zeros(num_rows * num_positions)
+        self.logits: dict[int, torch.Tensor] = {}
         """By rows."""
+        self.head, self.num_positions, self.num_rows, self.serial = head, num_positions, num_rows, next(_serials)
+
+
+class StaticEagleText(LeanEagleText):
+    """See `LeanEagleText`. A prompt is gone over as there, as are more rows than a round emits.
+
+    Recorded by the number of rows, in eights with the last one repeated, and of visible positions. What a step gives is
+    overwritten by the next.
+    """
+
+    def __init__(self, engine: CudaGraphEngine, settings: WeightsSettings, buffers: _Buffers) -> None:
+        super().__init__(buffers.head, buffers.keys, buffers.values, *buffers.rotary)
+        self._engine, self._settings, self._buffers = engine, settings, buffers
         self._given: tuple[torch.Tensor, torch.Tensor] | None = None
         """States that the last step gave, and their logits."""
-        self._serial = next(_serials)
 
     @torch.inference_mode()
     def prepare(self, starts: range) -> None:
         """Record what rounds need that begin with so many tokens in the cache, before anything is timed."""
         if not starts:
             return
-        gamma, tree_tokens = self.settings.gamma, self.settings.tree_tokens
+        gamma, tree_tokens = self._settings.gamma, self._settings.tree_tokens
         for num_rows in range(8, rounded_up(gamma + 1) + 1, 8):
             for num_visible in self._visible_sizes(starts, 0):
                 self._engine.prepare_piece(self._recorded_follow(num_rows, num_visible))
@@ -71,17 +73,17 @@ class StaticEagleText(LeanEagleText):
 
     def follow(self, engine: StatesEngine, ids: torch.Tensor, first: int) -> torch.Tensor:
         stop, num_rows = first + len(ids), rounded_up(len(ids))
-        if num_rows > rounded_up(self.settings.gamma + 1):
+        if num_rows > rounded_up(self._settings.gamma + 1):
             return super().follow(engine, ids, first)
-        self._place(self._ids, ids, num_rows)
-        self._place(self._slots, torch.arange(first, stop, device=ids.device), num_rows)
+        self._place(self._buffers.ids, ids, num_rows)
+        self._place(self._buffers.slots, torch.arange(first, stop, device=ids.device), num_rows)
         return self._play(self._recorded_follow(num_rows, self._num_visible(stop)), 1, 1)
 
     def go_on(self, engine: StatesEngine, ids: torch.Tensor, states: torch.Tensor, place: int) -> torch.Tensor:  # noqa: ARG002
-        self._ids[:1].copy_(ids)
-        self._slots[:1].fill_(place)
-        if states.data_ptr() != self._states.data_ptr():
-            self._states[:1].copy_(states)
+        self._buffers.ids[:1].copy_(ids)
+        self._buffers.slots[:1].fill_(place)
+        if states.data_ptr() != self._buffers.states.data_ptr():
+            self._buffers.states[:1].copy_(states)
         return self._play(self._recorded_step(self._num_visible(place + 1)), 1, 1)
 
     def branch(
@@ -96,11 +98,11 @@ class StaticEagleText(LeanEagleText):
         count, stop = mask.shape
         num_rows = rounded_up(count)
         num_visible = self._num_visible(slot + num_rows)
-        self._place(self._ids, ids, num_rows)
-        self._place(self._positions, positions, num_rows)
-        self._place(self._slots, torch.arange(slot, slot + count, device=ids.device), num_rows)
-        self._place(self._states, states, num_rows)
-        look = self._look[: num_rows * num_visible].view(num_rows, num_visible).fill_(float("-inf"))
+        self._place(self._buffers.ids, ids, num_rows)
+        self._place(self._buffers.positions, positions, num_rows)
+        self._place(self._buffers.slots, torch.arange(slot, slot + count, device=ids.device), num_rows)
+        self._place(self._buffers.states, states, num_rows)
+        look = self._buffers.look[: num_rows * num_visible].view(num_rows, num_visible).fill_(float("-inf"))
         look[:count, :stop].masked_fill_(mask, 0.0)
         look[count:] = look[count - 1]
         return self._play(self._recorded_branch(num_rows, num_visible), num_rows, count)
@@ -113,7 +115,7 @@ class StaticEagleText(LeanEagleText):
     def _play(self, piece: Piece, num_given: int, count: int) -> torch.Tensor:
         """States of the first `count` rows of those that it gives."""
         self._engine.play(piece)
-        self._given = self._states[:count], self._logits[num_given][:count]
+        self._given = self._buffers.states[:count], self._buffers.logits[num_given][:count]
         return self._given[0]
 
     @staticmethod
@@ -124,7 +126,7 @@ class StaticEagleText(LeanEagleText):
 
     def _recorded_follow(self, num_rows: int, num_visible: int) -> Piece:
         """Of what it gives the last row alone."""
-        places = self._slots[:num_rows]
+        places = self._buffers.slots[:num_rows]
         look = partial(self._causal, places, num_visible)
 
         def states() -> torch.Tensor:
@@ -133,9 +135,15 @@ class StaticEagleText(LeanEagleText):
         return self._piece("follow", 1, num_rows, num_visible, places, states, look)
 
     def _recorded_step(self, num_visible: int) -> Piece:
-        place = self._slots[:1]
+        place = self._buffers.slots[:1]
         return self._piece(
-            "step", 1, 1, num_visible, place, lambda: self._states[:1], partial(self._causal, place, num_visible)
+            "step",
+            1,
+            1,
+            num_visible,
+            place,
+            lambda: self._buffers.states[:1],
+            partial(self._causal, place, num_visible),
         )
 
     def _recorded_branch(self, num_rows: int, num_visible: int) -> Piece:
@@ -145,14 +153,14 @@ class StaticEagleText(LeanEagleText):
             num_rows,
             num_rows,
             num_visible,
-            self._positions[:num_rows],
-            lambda: self._states[:num_rows],
-            lambda: self._look[: num_rows * num_visible].view(num_rows, num_visible).repeat(group, 1),
+            self._buffers.positions[:num_rows],
+            lambda: self._buffers.states[:num_rows],
+            lambda: self._buffers.look[: num_rows * num_visible].view(num_rows, num_visible).repeat(group, 1),
         )
 
     def _causal(self, places: torch.Tensor, num_visible: int) -> torch.Tensor:
         group = self.head.attention.num_queries // self.head.attention.num_keys
-        return additive_mask(places, num_visible, None, self._states.dtype, repeats=group)
+        return additive_mask(places, num_visible, None, self._buffers.states.dtype, repeats=group)
 
     def _piece(
         self,
@@ -165,17 +173,12 @@ class StaticEagleText(LeanEagleText):
         look: Source,
     ) -> Piece:
         """A step over so many rows, of which the last ones' states and logits are given."""
-        head, vocab = self.head, self.settings.draft_vocab
+        head, vocab, buffers = self.head, self._settings.draft_vocab, self._buffers
         engine: Any = self._engine  # which does what a `StatesEngine` does
-        if num_given not in self._logits:
-            shape = (num_given, head.module.shape.vocab_size)
-            self._logits[num_given] = self._states.new_zeros(shape)
-        ids, slots, given, logits = (
-            self._ids[:num_rows],
-            self._slots[:num_rows],
-            self._states[:num_given],
-            self._logits[num_given],
-        )
+        if num_given not in buffers.logits:
+            buffers.logits[num_given] = buffers.states.new_zeros((num_given, head.module.shape.vocab_size))
+        ids, slots, given = buffers.ids[:num_rows], buffers.slots[:num_rows], buffers.states[:num_given]
+        logits = buffers.logits[num_given]
 
         def work() -> None:
             x = head.enter(engine.embed(ids), states())
@@ -185,7 +188,7 @@ class StaticEagleText(LeanEagleText):
             logits.copy_(head.logits(engine, x, vocab))
             given.copy_(x)
 
-        return Piece(("eagle", kind, num_given, num_rows, num_visible, vocab, self._serial), work, (given,))
+        return Piece(("eagle", buffers.serial, kind, num_rows, num_visible, vocab), work, (given,))
 
     def _num_visible(self, num_positions: int) -> int:
         return self._engine.num_visible_for(num_positions, self.keys.shape[2])
@@ -195,11 +198,11 @@ class StaticEagleText(LeanEagleText):
 
 
 def static_text(head: LeanEagle, engine: CudaGraphEngine, settings: WeightsSettings) -> StaticEagleText:
-    """The running session's; the same for all texts, unless one needs more room."""
-    room, num_rows = settings.room, rounded_up(max(settings.gamma + 1, settings.tree_tokens))
-    text = engine.beside_cache.get(head.fingerprint)
-    if text is None or text.head is not head or text.room < room or text.num_rows < num_rows:
+    """For the running session; its buffers are those of all texts, unless it needs larger ones."""
+    num_positions = engine.cache.num_positions + settings.room
+    num_rows = rounded_up(max(settings.gamma + 1, settings.tree_tokens))
+    known = engine.beside_cache.get(head.fingerprint)
+    if known is None or known.head is not head or known.num_positions < num_positions or known.num_rows < num_rows:
         with torch.inference_mode():
-            text = engine.beside_cache[head.fingerprint] = StaticEagleText(head, engine, room, num_rows)
-    text.settings = settings
-    return text
+            known = engine.beside_cache[head.fingerprint] = _Buffers(head, num_positions, num_rows)
+    return StaticEagleText(engine, settings, known)
