@@ -10,11 +10,13 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from safetensors.torch import load_file, save_file
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, train
 from layerskip.drafters.draft_weights import describe_weights
+from layerskip.engines import choice
+from layerskip.engines.recording.graph_pool import RerunRecorder
 from search import report, run
 from search.storages.opening import open_storage
 
@@ -66,6 +68,26 @@ def test_they_are_searched_confirmed_exported_and_shown(
     assert out.stats.num_drafted
     assert report.main([str(tmp_path / "study")]) == 0
     assert "eagle" in (tmp_path / "study" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_they_are_searched_on_recorded_work(
+    weights: Path, tiny_study: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `cuda_graph`, on the CPU, where recordings are played by running their work again: nothing is recorded while a
+    clock runs, and what is predicted is what is decoded."""
+    monkeypatch.setattr(choice, "_has_graphs", lambda _device: True)
+    monkeypatch.setattr(choice, "_compiles", lambda _device: False)
+    monkeypatch.setattr(choice, "CudaRecorder", lambda _device: RerunRecorder())
+    drafters = ["--drafters", "eagle,hybrid_eagle,layer_skip", "--draft-weights", str(weights), "--force"]
+    given = [*tiny_study, *drafters, "--engine", "cuda_graph", "--sampler", "random", "--trials", "24"]
+    assert run.main(given) in (0, 1)
+    trials = trials_of(tmp_path / "study")
+    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+    assert {trial.user_attrs["drafter"] for trial in trials} == {"eagle", "hybrid_eagle", "layer_skip"}
+    assert {trial.params.get("weights.tree_tokens") for trial in trials} >= {0, 4}
+    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
+    assert summary["config"]["provenance"]["engine"] == "cuda_graph"
 
 
 def test_few_ways_are_searched_alone(weights: Path, tiny_study: list[str], tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class WeightsForcing:
             with engine.session(len(ids)):
                 engine.keep_states(head.aux_layers)
                 engine.forward(ids)
-                states = engine.states.clone()
+                states = engine.states[: len(ids)].clone()  # an engine may keep room for longer texts
             embedded = engine.embed(ids[1:])
             drafting = head.new_text(len(ids) + 64)
             hidden = drafting.run(head.enter(embedded, head.join(states[:-1])), 0)

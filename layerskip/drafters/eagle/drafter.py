@@ -10,7 +10,7 @@ import torch
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
 from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
-from layerskip.drafters.eagle.recorded import static_text
+from layerskip.drafters.eagle.recorded import StaticEagleText, static_text
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.preparation import Starts
@@ -27,17 +27,20 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
     def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: WeightsSettings) -> None:
         super().__init__(sampler, settings)
         self._head, self._engine = head, engine
+        self._static: StaticEagleText | None = None
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (its pieces are the same)
         self._engine.keep_states(self._head.aux_layers)
         self._head.prepare_unembed(self._engine, self.settings.draft_vocab)
         if isinstance(self._engine, CudaGraphEngine):
-            static_text(self._head, self._engine, self.settings).prepare(starts.rounds)
+            self._static = static_text(self._head, self._engine, self.settings)
+            self._static.prepare(starts.rounds)
 
     def new_text(self) -> LeanEagleText:
         """For the running session."""
         if isinstance(self._engine, CudaGraphEngine):
-            return static_text(self._head, self._engine, self.settings)
+            # What was prepared, for others may have needed larger buffers since.
+            return self._static or static_text(self._head, self._engine, self.settings)
         return self._head.new_text(self._engine.cache.capacity + self.settings.room)
 
     def begin(self) -> EagleSession:
