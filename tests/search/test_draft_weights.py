@@ -87,7 +87,7 @@ def test_they_are_searched_on_recorded_work(
     assert {trial.user_attrs["drafter"] for trial in trials} == {"eagle", "hybrid_eagle", "layer_skip"}
     assert {trial.params.get("weights.tree_tokens") for trial in trials} >= {0, 4}
     summary = json.loads((tmp_path / "study" / "summary.json").read_text())
-    assert summary["config"]["provenance"]["engine"] == "cuda_graph"
+    assert summary["fingerprint"]["engine"] == "cuda_graph"
 
 
 def test_few_ways_are_searched_alone(weights: Path, tiny_study: list[str], tmp_path: Path) -> None:
