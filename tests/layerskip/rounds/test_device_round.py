@@ -61,7 +61,13 @@ class TableExecutor:
         return self.step(ids, torch.arange(start, start + len(ids)), mask, 0, num_logits)
 
     def step(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: SkipMask, num_visible: int, num_logits: int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: SkipMask,
+        num_visible: int,
+        num_logits: int,
+        branches: Any = None,
     ) -> torch.Tensor:
         self._text.index_copy_(0, positions, ids)
         before = self._text.index_select(0, (positions - 1).clamp_min(0))
