@@ -297,7 +297,6 @@ class SearchRun:
         options = ConfirmOptions(
             subject.space.num_layers,
             repeats,
-            reference.noise_sigma,
             spec.seed,
             is_sampled=subject.sampling.do_sample,
         )

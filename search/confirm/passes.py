@@ -42,7 +42,6 @@ class ConfirmOptions:
 
     num_layers: int
     repeats: int
-    noise_sigma: float
     seed: int
     is_sampled: bool = False
     """Whether a prompt can be continued in more than one way."""

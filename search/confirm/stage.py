@@ -6,10 +6,8 @@ A first pass over all of them only chooses, fresh passes of the chosen one again
 reported, so the luck that helped it win is not in it (`passes`). Where there are prompts enough, others report than
 choose, see `split_held_out`.
 
-The choice: best geometric mean of per-prompt ratios; candidates whose paired difference to it is at most
-max(1 %, noise / sqrt(prompts) * sqrt(2)) tie with it, and the tie goes to one drafter instead of a hybrid, then to
-fewer skipped sublayers, then smaller gamma, then lower draft_threshold, then lower target_threshold. The chosen one is
-exported only if the low end of its 95 % interval lies above 1.0.
+The choice: best geometric mean of per-prompt ratios. The chosen one is exported only if the low end of its 95 %
+interval lies above 1.0.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from layerskip.config.decode_config import Confirmed, DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from layerskip.machine.watch import describe_machine
 from search.confirm.held_out import HeldOut, held_out_of, typical_rate
-from search.confirm.passes import TIE, Candidate, ConfirmOptions, HeldOutPrompts, Passes, ratios_of
+from search.confirm.passes import Candidate, ConfirmOptions, HeldOutPrompts, Passes, ratios_of
 from search.measure.decoder import Decoder
 from search.measure.pairs import Fault, Pair, Timed, add_up
 from search.measure.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
@@ -105,7 +103,7 @@ def confirm(
         return _nothing("no config was measured losslessly on all tuning prompts", options)
     passes = Passes(decoder, prompts, options)
     candidates = passes.choosing(entries, tell, progress("prompts under every candidate"))
-    while order := choose(candidates, options.noise_sigma):
+    while order := choose(candidates):
         chosen = order[0]
         tell(f"chosen: {describe(chosen.entry.config)}; measuring it afresh {options.repeats} times")
         watch = decoder.watch_machine()
@@ -132,19 +130,9 @@ def _nothing(reason: str, options: ConfirmOptions) -> Confirmation:
     return Confirmation(DecodeConfig.plain(options.num_layers, reason=reason), None, None, ())
 
 
-def choose(candidates: Sequence[Candidate], noise_sigma: float) -> list[Candidate]:
-    """Candidates in the order of preference (see the module's rule); excluded ones are left out."""
-    able = _fastest_first(candidates)
-    if not able:
-        return []
-    longest = max(len(one.ratios) for one in able)
-    dropped = [one for one in able if len(one.ratios) < longest]
-    able = [one for one in able if len(one.ratios) == longest]
-    tolerance = max(TIE, math.sqrt(2) * noise_sigma / math.sqrt(len(able[0].ratios)))
-    best = able[0]
-    tied = [one for one in able if _log_difference(best.ratios, one.ratios) <= tolerance]
-    tied.sort(key=lambda one: _simplicity(one.entry.config))
-    return tied + [one for one in able if one not in tied] + dropped
+def choose(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that stayed to the end, then those that dropped out, the fastest first; excluded ones are left out."""
+    return sorted(_fastest_first(candidates), key=lambda one: -len(one.ratios))
 
 
 def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -237,13 +225,3 @@ def _verdict(measured: Confirmed, held_out: HeldOut, entry: Entry, candidates: t
     )
     plain = DecodeConfig.plain(entry.config.skip_mask.num_layers, reason=reason)
     return Confirmation(plain, None, measured, candidates, raw, held_out)
-
-
-def _log_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    return math.log(geometric_mean(one) / geometric_mean(other))
-
-
-def _simplicity(config: DecodeConfig) -> tuple[bool, bool, int, int, float, float]:
-    is_hybrid = config.drafter == "hybrid"
-    mask = config.skip_mask
-    return (is_hybrid, mask.int8, mask.num_skipped, config.max_gamma, config.draft_threshold, config.target_threshold)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from search.confirm import passes, stage
+from search.confirm import passes
 from search.outlook import forecast, refinement
 from search.outlook.opening import _Opening
 from search.outlook.outlook import Outlook
@@ -91,7 +91,7 @@ CONSTANTS: dict[str, ModuleType] = {
     "_NUM_REPEAT": proposals,
     "_NUM_KEPT": costs,
     "RACE_FROM": passes,
-    "TIE": stage,
+    "TIE": passes,
 }
 """Constants of the search's statistics that were set by hand, and the module that has each."""
 

@@ -172,7 +172,7 @@ class _Run:
 
     def exported(self) -> DecodeConfig:
         subject, spec, num_layers = self.subject, self.spec, self.subject.space.num_layers
-        options = ConfirmOptions(num_layers, spec.confirm_repeats, self.reference.noise_sigma, spec.seed)
+        options = ConfirmOptions(num_layers, spec.confirm_repeats, spec.seed)
         entries = shortlist(self._standings(), spec.num_confirm_candidates)
         return confirm(subject.decoder, HeldOutPrompts(subject.held_out), entries, options).config.bare()
 

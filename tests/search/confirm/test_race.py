@@ -21,7 +21,7 @@ NUM_PROMPTS = 24
 def run(decoder: FakeDecoder, *configs: DecodeConfig) -> Confirmation:
     prompts = [EncodedPrompt(str(i), None, (i,)) for i in range(NUM_PROMPTS)]
     entries = [Entry(config, {}, (0,), 5, 1.2, 1.1) for config in configs]
-    return confirm(decoder, HeldOutPrompts(prompts), entries, ConfirmOptions(6, 1, 0.01, 0))
+    return confirm(decoder, HeldOutPrompts(prompts), entries, ConfirmOptions(6, 1, 0))
 
 
 def test_who_is_surely_slower_drops_out_and_the_last_one_ends_the_race() -> None:

@@ -45,7 +45,7 @@ def trial(model: LayerSkipModel) -> None:
 
 def confirmed(model: LayerSkipModel) -> None:
     entries = [Entry(config, {}, (0,), 3, 1.1, 1.0) for config in CONFIGS]
-    options = ConfirmOptions(zoo.NUM_LAYERS, repeats=2, noise_sigma=0.02, seed=0)
+    options = ConfirmOptions(zoo.NUM_LAYERS, repeats=2, seed=0)
     prompts = HeldOutPrompts([EncodedPrompt(case.prompt_id, None, case.prompt_ids) for case in cases()])
     found = confirm(ModelDecoder(model, NEW_TOKENS), prompts, entries, options)
     reasons = [one.excluded for one in found.candidates if one.excluded]
