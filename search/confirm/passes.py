@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from layerskip.config.decode_config import DecodeConfig
 from search.measure.decoder import Decoder
@@ -172,7 +172,8 @@ def is_surely_slower(ratios: Sequence[float], leading: Sequence[float]) -> bool:
     interval of their log ratios at `RACE_LEVEL`."""
     differences = np.log(ratios) - np.log(leading)
     spread = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    return float(differences.mean()) + float(stats.t.ppf(RACE_LEVEL, len(differences) - 1)) * spread < -TIE
+    # Student's quantile; `stats.t.ppf` takes a hundred times as long.
+    return float(differences.mean()) + float(special.stdtrit(len(differences) - 1, RACE_LEVEL)) * spread < -TIE
 
 
 def ratios_of(rates: Sequence[float], plain: Sequence[float]) -> tuple[float, ...]:
