@@ -199,7 +199,7 @@ class StaticEagleText(LeanEagleText):
 
 def static_text(head: LeanEagle, engine: CudaGraphEngine, settings: WeightsSettings) -> StaticEagleText:
     """For the running session; its buffers are those of all texts, unless it needs larger ones."""
-    num_positions = engine.cache.num_positions + settings.room
+    num_positions = rounded_up(engine.cache.num_positions + settings.room)  # kernels like eights
     num_rows = rounded_up(max(settings.gamma + 1, settings.tree_tokens))
     known = engine.beside_cache.get(head.fingerprint)
     if known is None or known.head is not head or known.num_positions < num_positions or known.num_rows < num_rows:
