@@ -366,6 +366,11 @@ class _Setting(_LosslessAsBefore):
         return 0 if self.draft_weights is None else self.draft_weights.tree_tokens or 0
 
     @property
+    def branches(self) -> bool:
+        """Whether its drafts have siblings or are trees."""
+        return self.siblings > 0 or self.tree_tokens > 0
+
+    @property
     def watches_confidence(self) -> bool:
         """Whether drafting looks at the top probability of each token that it computes."""
         return self.draft_threshold > 0.0 or self.sibling_threshold < 1.0
@@ -485,7 +490,7 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     @property
     def has_branches(self) -> bool:
         """Whether any of its settings, groups and regimes included, drafts siblings or trees."""
-        return any(one.siblings or one.tree_tokens for one in self._settings)
+        return any(one.branches for one in self._settings)
 
     @property
     def lossy_rules(self) -> tuple[LossyAcceptance, ...]:

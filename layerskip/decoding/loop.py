@@ -144,7 +144,7 @@ class DecodeLoop:
             self._device_target.prepare(starts.alone)
         if self._device_verify is not None:
             self._device_verify.prepare_verify(starts.rounds)
-        if config.siblings or config.tree_tokens:
+        if config.branches:
             self._engine.prepare_trees(starts.rounds, config.max_verified)
 
     def step(self, run: Run) -> Emitted:

@@ -51,6 +51,11 @@ class Attention:
     scaling: float
     window: int | None
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_queries // self.num_keys
+
     def project(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

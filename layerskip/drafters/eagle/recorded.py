@@ -11,7 +11,7 @@ import torch
 
 from layerskip.drafters.chain import WeightsSettings
 from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
-from layerskip.engines.cuda_graph.engine import CudaGraphEngine, rounded_up
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine, recorded_sizes, rounded_up
 from layerskip.engines.cuda_graph.static_lean import static_layer
 from layerskip.engines.cuda_graph.static_step import additive_mask
 from layerskip.engines.lean_layers import rotary_table
@@ -60,14 +60,14 @@ class StaticEagleText(LeanEagleText):
         if not starts:
             return
         gamma, tree_tokens = self._settings.gamma, self._settings.tree_tokens
-        for num_rows in range(8, rounded_up(gamma + 1) + 1, 8):
+        for num_rows in recorded_sizes(gamma + 1):
             for num_visible in self._visible_sizes(starts, 0):
                 self._engine.prepare_piece(self._recorded_follow(num_rows, num_visible))
         places = range(starts[0], starts[-1] + (gamma - 1) * max(1, tree_tokens) + 1)
         if not tree_tokens:
             for num_visible in self._visible_sizes(places, 1):
                 self._engine.prepare_piece(self._recorded_step(num_visible))
-        for num_rows in range(8, rounded_up(tree_tokens) + 1, 8):
+        for num_rows in recorded_sizes(tree_tokens):
             for num_visible in self._visible_sizes(places, num_rows):
                 self._engine.prepare_piece(self._recorded_branch(num_rows, num_visible))
 
@@ -147,7 +147,7 @@ class StaticEagleText(LeanEagleText):
         )
 
     def _recorded_branch(self, num_rows: int, num_visible: int) -> Piece:
-        group = self.head.attention.num_queries // self.head.attention.num_keys
+        group = self.head.attention.group
         return self._piece(
             "branch",
             num_rows,
@@ -159,8 +159,7 @@ class StaticEagleText(LeanEagleText):
         )
 
     def _causal(self, places: torch.Tensor, num_visible: int) -> torch.Tensor:
-        group = self.head.attention.num_queries // self.head.attention.num_keys
-        return additive_mask(places, num_visible, None, self._buffers.states.dtype, repeats=group)
+        return additive_mask(places, num_visible, None, self._buffers.states.dtype, repeats=self.head.attention.group)
 
     def _piece(
         self,

@@ -181,25 +181,28 @@ class CudaGraphEngine(SessionEngine):
     @torch.inference_mode()
     def keep_rows(self, sources: Sequence[int], place: int) -> None:
         """See `Engine`. Cost: a launch for every 16 rows."""
-        self._prepare_moves()
+        piece = self._prepared_moves()
         for first in range(0, len(sources), _ROWS_MOVED):
             some = sources[first : first + _ROWS_MOVED]
             moves = torch.tensor([list(some), list(range(place + first, place + first + len(some)))])
             self._moves.copy_(moves[:, torch.arange(_ROWS_MOVED).clamp(max=len(some) - 1)])
-            self.play(self._recorded_moves())
+            self.play(piece)
 
     @torch.inference_mode()
     def prepare_trees(self, starts: range, most: int) -> None:
         """See `Engine`."""
         self.cache.position_on_device()
-        self._prepare_moves()
-        for size in range(_TREE_ROWS, rounded_up(most + 1) + 1, _TREE_ROWS):
+        self._prepared_moves()
+        for size in recorded_sizes(most + 1):
             for num_visible in self.visible_sizes(starts, size):
                 self.prepare_piece(self._recorded_tree(size, num_visible))
 
-    def _prepare_moves(self) -> None:
-        self._moves.zero_()  # to where they stand: recorded moves are made, and moving twice is not moving once
-        self.prepare_piece(self._recorded_moves())
+    def _prepared_moves(self) -> Piece:
+        piece = self._recorded_moves()
+        if self._key(piece) not in self.pool:
+            self._moves.zero_()  # to where they stand: recorded moves are made, and moving twice is not moving once
+        self.prepare_piece(piece)
+        return piece
 
     def _recorded_tree(self, num_rows: int, num_visible: int) -> Piece:
         """From the tree's buffers to its logits, at the cache's position."""
@@ -355,3 +358,8 @@ class _TreeBuffers:
 def rounded_up(num_rows: int) -> int:
     """As many as are recorded."""
     return -(-num_rows // _TREE_ROWS) * _TREE_ROWS
+
+
+def recorded_sizes(most: int) -> range:
+    """All that `rounded_up` may say of up to so many rows."""
+    return range(_TREE_ROWS, rounded_up(most) + 1, _TREE_ROWS)

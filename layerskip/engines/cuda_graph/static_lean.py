@@ -133,7 +133,7 @@ class _Masks:
         self._made: dict[tuple[int | None, int], torch.Tensor] = {}
 
     def of(self, layer: Attention, dtype: torch.dtype) -> torch.Tensor:
-        key = (layer.window, layer.num_queries // layer.num_keys)
+        key = (layer.window, layer.group)
         if key not in self._made:
             positions, num_visible = self._positions, self._num_visible
             self._made[key] = additive_mask(
@@ -153,7 +153,7 @@ def _project_and_store(
 
     Shapes: buffers (1, key heads, positions, head_dim); rotary: cosines and signed sines (T, 1, head_dim).
     """
-    num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
+    num_tokens, group = x.shape[0], layer.group
     queries, *new = layer.project(x, *rotary)
     for buffer, states in zip(buffers, new, strict=True):
         buffer.index_copy_(2, slots, states.transpose(0, 1).unsqueeze(0))
@@ -170,7 +170,7 @@ def _attend(kernel: Kernel, layer: Attention, queries: torch.Tensor, buffers: An
 
 def _finish(layer: Attention, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """x plus the output product of what `_attend` gave."""
-    num_tokens, group = x.shape[0], layer.num_queries // layer.num_keys
+    num_tokens, group = x.shape[0], layer.group
     unfolded = attended.view(layer.num_keys, group, num_tokens, layer.head_dim).permute(2, 0, 1, 3)
     return layer.out.add_to(x, unfolded.reshape(num_tokens, -1))
 
