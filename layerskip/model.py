@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from layerskip.config.decode_config import DecodeConfig, DraftWeights
+from layerskip.config.decode_config import OWN_LAYERS, DecodeConfig, DraftWeights
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments, locate_weights
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.stats import DecodeStats
@@ -23,6 +23,8 @@ from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens
 from layerskip.drafters.eagle.head import load_eagle
 from layerskip.drafters.eagle.lean import LeanEagle
+from layerskip.drafters.eagle.state_head import StateHead
+from layerskip.drafters.mtp import MtpHead
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
@@ -30,6 +32,7 @@ from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
+from layerskip.huggingface.mtp import load_mtp, mtp_refusal
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
 from layerskip.rounds.device_round import OffersRounds
@@ -230,6 +233,7 @@ class LayerSkipModel:
     def config(self, config: DecodeConfig) -> None:
         recorded = self._engine if isinstance(self._engine, CudaGraphEngine) else None
         refused = config.lossy_rules or (config.has_branches and self.siblings_refusal is not None)
+        refused = refused or any(one.drafter == "mtp" for one in config.all_draft_weights)
         if recorded is not None and self._engine_asked == "auto" and refused:
             recorded.close()
             self._choose_engine(with_graphs=False)
@@ -293,14 +297,47 @@ class LayerSkipModel:
     def _load_draft_weights(self, weights: DraftWeights) -> None:
         """Once for a folder, as long as its fingerprint is the one asked for."""
         known = self._engine.draft_weights.get(weights.path)
-        if known is None or known.fingerprint != weights.fingerprint:
-            load = self._load_draft_model if weights.drafter == "draft_model" else self._load_eagle
-            self._engine.draft_weights[weights.path] = load(weights)
+        whatever_lies_there = weights.path == OWN_LAYERS and not weights.fingerprint
+        if known is None or not (whatever_lies_there or known.fingerprint == weights.fingerprint):
+            self._engine.draft_weights[weights.path] = self._load[weights.drafter](weights)
         if weights.draft_vocab is not None and has_other_tokenizer(self._engine, weights):
             raise ValueError(
                 "draft_weights.draft_vocab: must be left out where the draft model has another tokenizer, as "
                 f"{weights.path} has; got {weights.draft_vocab}"
             )
+
+    @property
+    def _load(self) -> dict[str, Callable[[DraftWeights], StateHead | DraftModel]]:
+        return {"eagle": self._load_eagle, "mtp": self._load_mtp, "draft_model": self._load_draft_model}
+
+    @property
+    def mtp_refusal(self) -> str | None:
+        """Why no multi-token-prediction layer of the model's own checkpoint may draft; None where one may be loaded."""
+        if not isinstance(self._engine, StatesEngine):
+            return f"the engine eager or fused, got {self._engine.name}"
+        return mtp_refusal(self._adapter)
+
+    def mtp_weights(self) -> DraftWeights:
+        """The first multi-token-prediction layer of the model's own checkpoint, loaded, as a config names it.
+
+        Cost: its weights are read once. Raises: ValueError where there is none, or it cannot draft.
+        """
+        known = self._engine.draft_weights.get(OWN_LAYERS)
+        if known is None:
+            known = self._engine.draft_weights[OWN_LAYERS] = self._load_mtp(None)
+        return DraftWeights(drafter="mtp", path=OWN_LAYERS, fingerprint=known.fingerprint)
+
+    def _load_mtp(self, weights: DraftWeights | None) -> MtpHead:
+        if self.mtp_refusal is not None:
+            raise ValueError(f"draft_weights: mtp needs {self.mtp_refusal}")
+        found = load_mtp(self._adapter)
+        fingerprint = weights_fingerprint(found.layers[0])
+        if weights is not None and weights.fingerprint not in ("", fingerprint):
+            raise ValueError(
+                f"draft_weights.fingerprint: must be that of the model's own layer, {fingerprint}, got "
+                f"{weights.fingerprint}"
+            )
+        return MtpHead(found, self.model, fingerprint)
 
     def _load_eagle(self, weights: DraftWeights) -> LeanEagle:
         recorded = isinstance(self._engine, CudaGraphEngine) and self._engine.lean is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -9,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerskip.config.decode_config import (
+    BY_GIVEN_WEIGHTS,
     BY_WEIGHTS,
     DEFAULT_GROUP,
     UNTRAINED,
     DecodeConfig,
     DraftWeights,
+    trained_by,
     ways_by,
 )
 from layerskip.config.sampling_params import SamplingParams
@@ -36,6 +39,8 @@ from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SIBLINGS_MAX, Search
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.progress_events import LONG_S, Planned
 from search.terminal.text import duration
+
+LOG = logging.getLogger(__name__)
 
 
 def open_subject(spec: StudySpec, paths: StudyPaths, prompt_sets: tuple[PromptSet, PromptSet]) -> Subject:
@@ -110,8 +115,8 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
     searches_siblings = model.siblings_refusal is None if spec.siblings is None else spec.siblings
     trees = model.siblings_refusal is None if spec.trees is None else spec.trees
     weights = _draft_weights(model, spec)
-    if spec.trees and not any(one.drafter == "eagle" for one in weights):
-        raise ValueError("trees: need an eagle layer among draft_weights, which drafts them; there is none")
+    if spec.trees and not any(one.reads_states for one in weights):
+        raise ValueError("trees: need an eagle layer among draft_weights, or mtp, which draft them; there is none")
     return SearchSpace.for_model(
         model,
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
@@ -130,15 +135,37 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
 
 def _draft_weights(model: Any, spec: StudySpec) -> list[DraftWeights]:
     """Loaded into the model. Raises: ValueError if there are none for it, or none are given and needed."""
-    if not spec.draft_weights and (needed := [one for one in spec.ways if one in BY_WEIGHTS]):
+    needed = [one for one in spec.ways if one in BY_GIVEN_WEIGHTS]
+    if needed and not spec.draft_weights:
         raise ValueError(f"draft_weights: are required to search {', '.join(needed)}; layerskip.train makes them")
-    found = [describe_weights(one) for one in spec.draft_weights]
+    found = [*_own_layers(model, spec), *(describe_weights(one) for one in spec.draft_weights)]
     for one in found:
         if same := [other.path for other in found if other.fingerprint == one.fingerprint and other is not one]:
             raise ValueError(f"draft_weights: must be different ones, got the same in {one.path} and {same[0]}")
         none = SkipMask.none(model.num_layers)
         model.check_config(DecodeConfig(drafter=one.drafter, skip_mask=none, gamma=1, draft_weights=one))
     return found
+
+
+def _own_layers(model: Any, spec: StudySpec) -> list[DraftWeights]:
+    """The multi-token-prediction layer that lies with the model, if ways by it are searched and it has one.
+
+    Raises: ValueError if they are asked for by name and it has none.
+    """
+    asked = [one for one in spec.drafters or () if trained_by(one) == "mtp"]
+    if spec.drafters is not None and not asked:
+        return []
+    if model.mtp_refusal is not None:
+        if asked:
+            raise ValueError(f"drafters: {', '.join(asked)} need {model.mtp_refusal}")
+        return []
+    try:
+        return [model.mtp_weights()]
+    except ValueError as error:
+        if asked:
+            raise
+        LOG.warning("%s; searching without it", error)
+        return []
 
 
 def _ways(spec: StudySpec, weights: Sequence[DraftWeights]) -> tuple[str, ...]:

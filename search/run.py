@@ -109,7 +109,7 @@ def build_parser() -> OneLineParser:
         type=split_list,
         metavar="LIST",
         help=f"ways to draft that are searched, of {','.join(WAYS)} (default: all, which is those that need no "
-        "--draft-weights, and those that are given some)",
+        "weights, those that are given some by --draft-weights, and mtp where the model's checkpoint has such a layer)",
     )
     parser.add_argument(
         "--draft-weights",
@@ -166,7 +166,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--trees",
         action=argparse.BooleanOptionalAction,
-        help="search too over trees in place of chains of what an eagle layer drafts (default: where the engine can)",
+        help="search too over trees in place of chains of what eagle and mtp draft (default: where the engine can)",
     )
     parser.add_argument(
         "--allow-lossy",

@@ -11,12 +11,13 @@ import torch
 from transformers import CompileConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip.benchmark.names import HF_ASSISTANT, HF_COMPILED, HF_EARLY_EXIT, HF_GENERATE, HF_PROMPT_LOOKUP
+from layerskip.benchmark.names import HF_ASSISTANT, HF_COMPILED, HF_EARLY_EXIT, HF_GENERATE, HF_MTP, HF_PROMPT_LOOKUP
 from layerskip.benchmark.ways import CannotRun, Refused, Sample, Stopwatch
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.hub import locate_weights
 from layerskip.drafters.draft_weights import other_tokens
 from layerskip.huggingface.loading import load_pretrained
+from layerskip.huggingface.mtp import generates_with, load_mtp
 from layerskip.model import LayerSkipModel
 
 LOOKUP_TOKENS = 10
@@ -105,6 +106,19 @@ class CompiledWay(HuggingFaceWay):
         return {"past_key_values": self._static}
 
 
+class MtpWay(HuggingFaceWay):
+    """`generate` with the multi-token-prediction layers of the model's checkpoint, one draft token for each, which are
+    read once and not at every call."""
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        super().__init__(HF_MTP, model, {"use_mtp": True})
+        self._mtp = load_mtp(model.adapter)
+
+    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
+        with generates_with(self._mtp):
+            return super().run(prompt_ids, max_new_tokens)
+
+
 class _Arrivals(BaseStreamer):  # type: ignore[misc]
     """Tells a stopwatch of the tokens that come after the prompt."""
 
@@ -150,6 +164,11 @@ def huggingface_ways(
             refused.append(Refused(HF_ASSISTANT, "needs a config that drafts by a draft model"))
         else:
             ways.append(_assistant(model, config, weights))
+    if HF_MTP in names:
+        try:
+            ways.append(MtpWay(model))
+        except ValueError as error:
+            refused.append(Refused(HF_MTP, str(error)))
     if HF_PROMPT_LOOKUP in names:
         ways.append(HuggingFaceWay(HF_PROMPT_LOOKUP, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}))
     return ways, refused

@@ -1,14 +1,14 @@
 """Names of a benchmark's rows. Imports nothing: `--help` and bad input are to be answered at once."""
 
 HF_GENERATE, HF_COMPILED = "hf_generate", "hf_generate_compiled"
-HF_EARLY_EXIT, HF_PROMPT_LOOKUP, HF_ASSISTANT = "hf_early_exit", "hf_prompt_lookup", "hf_assistant"
+HF_EARLY_EXIT, HF_PROMPT_LOOKUP, HF_ASSISTANT, HF_MTP = "hf_early_exit", "hf_prompt_lookup", "hf_assistant", "hf_mtp"
 PLAIN, FREE_RUNNING, SPECULATIVE = "plain", "plain_free_running", "speculative"
 LAYER_SKIP, PROMPT_LOOKUP, SUFFIX, HYBRID = "layer_skip", "prompt_lookup", "suffix", "hybrid"
-EAGLE, DRAFT_MODEL = "eagle", "draft_model"
+EAGLE, MTP, DRAFT_MODEL = "eagle", "mtp", "draft_model"
 """Single drafters beside the config: its mask or weights, lookups, and n-grams where they match, else those."""
 
-HF_ROWS = (HF_GENERATE, HF_COMPILED, HF_EARLY_EXIT, HF_ASSISTANT, HF_PROMPT_LOOKUP)
-OWN_ROWS = (PLAIN, FREE_RUNNING, SPECULATIVE, LAYER_SKIP, EAGLE, DRAFT_MODEL, PROMPT_LOOKUP, SUFFIX, HYBRID)
+HF_ROWS = (HF_GENERATE, HF_COMPILED, HF_EARLY_EXIT, HF_ASSISTANT, HF_MTP, HF_PROMPT_LOOKUP)
+OWN_ROWS = (PLAIN, FREE_RUNNING, SPECULATIVE, LAYER_SKIP, EAGLE, MTP, DRAFT_MODEL, PROMPT_LOOKUP, SUFFIX, HYBRID)
 LOSSY = "lossy"
 """Where the config has a lossy rule: that, beside the lossless rows, `speculative` being the config without it."""
 BASELINES = (HF_GENERATE, PLAIN, FREE_RUNNING)

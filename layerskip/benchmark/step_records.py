@@ -44,8 +44,8 @@ def step_records(
         target.append(record | _traffic(machine, machine.step_bytes.of(None, n, context), seconds))
     draft_bytes = machine.step_bytes.of(config.skip_mask, 1, context)
     if config.draft_weights is not None:  # cached keys and values are left out
-        # Eagle ends with the model's own output embedding, a draft model with its own.
-        ends = machine.step_bytes.head if config.draft_weights.drafter == "eagle" else 0
+        # A layer on the model's states ends with its output embedding, a draft model with its own.
+        ends = machine.step_bytes.head if config.draft_weights.reads_states else 0
         draft_bytes = ends + machine.weights_bytes
     draft = [
         {"draft_length": k, **seconds.to_dict("seconds"), **_traffic(machine, draft_bytes, seconds)}

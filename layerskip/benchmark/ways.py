@@ -14,6 +14,7 @@ from layerskip.benchmark.names import (
     FREE_RUNNING,
     HYBRID,
     LOSSY,
+    MTP,
     OWN_ROWS,
     PLAIN,
     PROMPT_LOOKUP,
@@ -203,4 +204,6 @@ def _why_not(name: str, settings: Mapping[str, DecodeConfig], *, has_config: boo
         return "the config says gamma 0"
     if settings[SPECULATIVE].drafter == name:
         return f"the config is that, see {SPECULATIVE}"
-    return f"the config has no draft weights of {name}" if name in (EAGLE, DRAFT_MODEL) else "the config has no mask"
+    return (
+        f"the config has no draft weights of {name}" if name in (EAGLE, MTP, DRAFT_MODEL) else "the config has no mask"
+    )

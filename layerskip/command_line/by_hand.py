@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from layerskip.config.decode_config import DRAFTERS, TRAINED, DecodeConfig
+from layerskip.config.decode_config import DRAFTERS, OWN_LAYERS, TRAINED, DecodeConfig, DraftWeights
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.skip_mask import SkipMask
 from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES, lookup_alone, lookup_else
@@ -39,7 +39,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         "--sibling-threshold", type=float, help="only draft tokens below this confidence have siblings; default: all"
     )
     group.add_argument(
-        "--tree-tokens", type=int, help="of eagle: so many of all it proposes are verified, as a tree; default: a chain"
+        "--tree-tokens",
+        type=int,
+        help="of eagle and mtp: so many of all it proposes are verified, as a tree; default: a chain",
     )
     group.add_argument("--min-match", type=int, help=f"fewest tokens that a lookup goes by; else {NGRAMS.min_match}")
     group.add_argument(
@@ -72,6 +74,11 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
     """The part that computes its drafts."""
     names = ("draft_threshold", "siblings", "sibling_threshold")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.drafter == "mtp":
+        weights = DraftWeights(drafter="mtp", path=OWN_LAYERS, fingerprint="", tree_tokens=arguments.tree_tokens)
+        return DecodeConfig(
+            drafter="mtp", skip_mask=SkipMask.none(num_layers), gamma=gamma, draft_weights=weights, **given
+        )
     if arguments.draft_weights is None:
         return DecodeConfig(skip_mask=SkipMask.parse(arguments.mask), gamma=gamma, **given)
     from layerskip.drafters.draft_weights import describe_weights
@@ -90,12 +97,14 @@ def _check_flags(arguments: argparse.Namespace, drafter: str | None) -> None:
         raise ValueError("--mask: give it or --draft-weights, a hybrid computes its drafts in one way")
     if drafter in _COMPUTED:
         by_weights = drafter in TRAINED or arguments.draft_weights is not None
-        for name in ("draft_weights" if by_weights else "mask", "gamma"):
+        source = () if drafter == "mtp" else ("draft_weights" if by_weights else "mask",)
+        for name in (*source, "gamma"):
             if getattr(arguments, name) is None:
                 flag = "--mask" if arguments.drafter is None else f"--drafter {drafter}"
                 raise ValueError(f"{flag}: needs --{name.replace('_', '-')}")
-    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED, "draft_weights": (*TRAINED, "hybrid")}
-    needed |= {"siblings": _COMPUTED, "sibling_threshold": _COMPUTED, "tree_tokens": (*TRAINED, "hybrid")}
+    needed = {"mask": _BY_MASK, "gamma": DRAFTERS, "draft_threshold": _COMPUTED}
+    needed |= {"draft_weights": ("eagle", "draft_model", "hybrid"), "tree_tokens": (*TRAINED, "hybrid")}
+    needed |= {"siblings": _COMPUTED, "sibling_threshold": _COMPUTED}
     needed |= {"min_match": ("prompt_lookup", "suffix", "hybrid"), "max_match": _BY_NGRAMS}
     for name, drafters in needed.items():
         if getattr(arguments, name) is not None and drafter not in drafters:

@@ -88,34 +88,49 @@ def _read_mask(value: object) -> SkipMask:
 
 MaskField = Annotated[SkipMask, PlainValidator(_read_mask), PlainSerializer(str, return_type=str)]
 GroupName = Annotated[str, AfterValidator(_check_group_name)]
-DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid", "eagle", "draft_model"]
-TrainedDrafter = Literal["eagle", "draft_model"]
+DrafterName = Literal["layer_skip", "prompt_lookup", "suffix", "hybrid", "eagle", "mtp", "draft_model"]
+TrainedDrafter = Literal["eagle", "mtp", "draft_model"]
 DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 UNTRAINED: tuple[DrafterName, ...] = ("layer_skip", "prompt_lookup", "suffix", "hybrid")
 """Those that need nothing but the model."""
 
 
+READ_STATES: tuple[TrainedDrafter, ...] = ("eagle", "mtp")
+"""Those that are a layer, which goes on from the target's hidden states, and no whole model."""
+OWN_LAYERS = "model"
+"""The path of `mtp`: its weights lie with the model's own."""
+
+
 class DraftWeights(Frozen):
-    """Trained weights that propose tokens: those that `python -m layerskip.train` writes, or a smaller model."""
+    """Trained weights that propose tokens: those that `python -m layerskip.train` writes, multi-token-prediction layers
+    of the model's own checkpoint, or a smaller model."""
 
     drafter: TrainedDrafter = "eagle"
     path: Annotated[str, Field(min_length=1)]
     """Their folder, or their repository on the hub; in a config file, a folder starting with `./` or `../` is relative
-    to the file's own."""
+    to the file's own. Of mtp `model`."""
     fingerprint: str
-    """Of the weights; others in this folder are refused."""
+    """Of the weights; others in this folder are refused. Of mtp it may be empty: whatever lies with the model."""
     draft_vocab: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)] | None = None
     """They choose among so many of the first token ids, see `SkipMask.draft_vocab`; where they were trained to choose
     among the commonest, of those."""
     tree_tokens: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS)] | None = None
-    """Of eagle: not a chain is drafted but a tree, and of all that the weights propose up to gamma tokens deep the
-    likeliest so many are verified. Their likelihood is that of their whole path."""
+    """Of eagle and mtp: not a chain is drafted but a tree, and of all that the weights propose up to gamma tokens deep
+    the likeliest so many are verified. Their likelihood is that of their whole path."""
 
     @model_validator(mode="after")
-    def _check_tree(self) -> Self:
-        if self.tree_tokens is not None and self.drafter != "eagle":
+    def _check_kind(self) -> Self:
+        if self.tree_tokens is not None and not self.reads_states:
             raise ValueError(f"tree_tokens: must be left out where the drafter is {self.drafter}")
+        if (self.path == OWN_LAYERS) != (self.drafter == "mtp"):
+            rule = f"must be {OWN_LAYERS}" if self.drafter == "mtp" else "must be a folder or a hub id"
+            raise ValueError(f"path: {rule} where the drafter is {self.drafter}, got {self.path}")
         return self
+
+    @property
+    def reads_states(self) -> bool:
+        """See `READ_STATES`."""
+        return self.drafter in READ_STATES
 
     def narrowed(self, draft_vocab: int | None) -> DraftWeights:
         """The same weights, with this `draft_vocab`."""
@@ -146,6 +161,10 @@ def trained_by(way: str) -> str | None:
     """The drafter of weights by which a way computes its drafts; None of a way that needs none."""
     name = way.removeprefix("hybrid_")
     return name if name in TRAINED else None
+
+
+BY_GIVEN_WEIGHTS = tuple(one for one in BY_WEIGHTS if trained_by(one) != "mtp")
+"""Ways whose weights do not lie with the model."""
 
 
 class Provenance(Frozen):
@@ -263,7 +282,7 @@ class _Setting(_LosslessAsBefore):
     lookup: LookupSettings | None = None
     """How tokens are looked up, for every drafter but `layer_skip`."""
     draft_weights: DraftWeights | None = None
-    """Of `eagle` and `draft_model`, and of a hybrid that drafts by trained weights in place of a mask."""
+    """Of `eagle`, `mtp` and `draft_model`, and of a hybrid that drafts by trained weights in place of a mask."""
     lossy: LossyAcceptance | None = None
     """A rule that accepts draft tokens besides the target's own choices: the output is then not the target's, and a
     model takes the config only with `allow_lossy`. None = lossless."""
@@ -506,6 +525,11 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
             )
 
     @property
+    def all_draft_weights(self) -> tuple[DraftWeights, ...]:
+        """Of any of its settings."""
+        return tuple(one.draft_weights for one in self._settings if one.draft_weights is not None)
+
+    @property
     def _settings(self) -> tuple[_Setting, ...]:
         return (self, *(self.groups or {}).values(), *(self.regimes or ()))
 
@@ -633,8 +657,8 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
 
         Raises: ValueError for a config with draft weights in a folder of this machine, which would mean nothing there.
         """
-        for path in (one.draft_weights.path for one in self._settings if one.draft_weights is not None):
-            if not is_hub_id(path):
+        for path in (one.path for one in self.all_draft_weights):
+            if path != OWN_LAYERS and not is_hub_id(path):
                 raise ValueError(f"draft_weights: a config on the hub cannot name a folder of this machine, got {path}")
         return upload_config(
             self._next_to_its_model().to_json(), repo_id, check_file_name(config_file_name), **push_arguments
@@ -645,9 +669,9 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
 
         def of(setting: _Setting) -> dict[str, Any]:
             weights = setting.draft_weights
-            return (
-                {} if weights is None else {"draft_weights": weights.model_copy(update={"path": moved(weights.path)})}
-            )
+            if weights is None or weights.path == OWN_LAYERS:
+                return {}
+            return {"draft_weights": weights.model_copy(update={"path": moved(weights.path)})}
 
         changes = of(self)
         if self.groups is not None:

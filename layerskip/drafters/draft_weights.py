@@ -11,7 +11,7 @@ from layerskip.config.decode_config import DraftWeights
 from layerskip.config.hub import WEIGHTS_FILES, is_hub_id, locate_weights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle.head import CONFIG_NAME, describe_eagle, read_config
-from layerskip.drafters.eagle.lean import LeanEagle
+from layerskip.drafters.eagle.state_head import StateHead
 
 _SAMPLED = 2**20
 """Bytes at the beginning of a file of weights, where its tensors are listed, and at its end."""
@@ -50,9 +50,9 @@ def _fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def loaded_weights(engine: Any, weights: DraftWeights) -> LeanEagle | DraftModel:
+def loaded_weights(engine: Any, weights: DraftWeights) -> StateHead | DraftModel:
     """What was loaded of them for the model of this engine. Raises: ValueError if nothing was."""
-    known: dict[str, LeanEagle | DraftModel] = getattr(engine, "draft_weights", {})
+    known: dict[str, StateHead | DraftModel] = getattr(engine, "draft_weights", {})
     if weights.path not in known:
         raise ValueError(f"draft_weights: {weights.path} is not loaded; `LayerSkipModel.check_config` loads it")
     return known[weights.path]

@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config.decode_config import TRAINED, DecodeConfig, DraftWeights, trained_by
+from layerskip.config.decode_config import OWN_LAYERS, TRAINED, DecodeConfig, DraftWeights, trained_by
 from layerskip.config.skip_mask import SkipMask
 from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
@@ -172,7 +172,8 @@ def _weights_of(trials: Sequence[FrozenTrial], drafters: Sequence[str]) -> tuple
         known = [DraftWeights(**one).narrowed(None) for one in used.values() if one.get("drafter", "eagle") == drafter]
         names = getattr(seen.get(weights_of(drafter)), "choices", ())
         of_name = {name: one for one in known for name in (one.path, Path(one.path).name)}
-        missing = [DraftWeights(drafter=drafter, path=name, fingerprint=name) for name in names or ("unknown",)]
+        places = {name: OWN_LAYERS if drafter == "mtp" else name for name in names or ("unknown",)}
+        missing = [DraftWeights(drafter=drafter, path=at, fingerprint=name) for name, at in places.items()]
         found += [of_name.get(one.path, one) for one in missing] if names else known[:1] or missing
     return tuple(found)
 

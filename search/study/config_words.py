@@ -28,7 +28,8 @@ def describe(config: DecodeConfig) -> str:
 
 def _describe_computed(config: DecodeConfig) -> str:
     weights = config.draft_weights
-    by = f"mask {config.skip_mask}" if weights is None else f"{weights.drafter} {Path(weights.path).name}"
+    by = f"mask {config.skip_mask}" if weights is None else weights.drafter
+    by += "" if weights is None or weights.drafter == "mtp" else f" {Path(weights.path).name}"
     if weights is not None and weights.draft_vocab is not None:
         by += f", draft_vocab {weights.draft_vocab}"
     if config.tree_tokens:

@@ -16,6 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from layerskip.config.decode_config import (
     BY_WEIGHTS,
     HYBRIDS,
+    READ_STATES,
     TRAINED,
     DecodeConfig,
     DraftWeights,
@@ -101,9 +102,11 @@ class SearchSpace:
     """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none, and never more
     than `gamma_limit` tokens verified: so a config may have fewer than its parameter says."""
     trees: tuple[int, ...] = ()
-    """`tree_tokens` of drafts by `eagle`, from 0 on, in place of siblings; without any, chains alone."""
+    """`tree_tokens` of drafts by `eagle` and `mtp`, from 0 on, in place of siblings; without any, chains alone. None are
+    more than `gamma_limit`."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "trees", tuple(one for one in self.trees if one <= self.gamma_limit))
         check_ways(self.drafters)
         given = {one.drafter for one in self.draft_weights}
         if missing := [one for one in self.drafters if one in BY_WEIGHTS and trained_by(one) not in given]:
@@ -131,7 +134,7 @@ class SearchSpace:
         if granularity == "layer":
             whole = (True,) * model.num_layers
         apart = tuple(i for i, one in enumerate(whole) if not one)
-        has_eagle, most = any(one.drafter == "eagle" for one in draft_weights), max(gamma_max, lookup_gamma_max)
+        reads_states = any(one.reads_states for one in draft_weights)
         return cls(
             num_layers=model.num_layers,
             gamma_max=gamma_max,
@@ -146,7 +149,7 @@ class SearchSpace:
             draft_weights=tuple(draft_weights),
             narrows_weights=narrows_weights,
             siblings_max=siblings_max,
-            trees=tuple(one for one in TREES if one <= most) if trees and has_eagle else (),
+            trees=TREES if trees and reads_states else (),
         )
 
     @property
@@ -168,18 +171,22 @@ class SearchSpace:
     def variants_of(self, weights: DraftWeights) -> list[DraftWeights]:
         """These with each `draft_vocab` that they may have, of which none lets them choose among all they can; and with
         each number of `tree_tokens`."""
-        is_eagle = weights.drafter == "eagle"
-        most = (num_draft_ids(weights.path) if is_eagle else None) or math.inf
+        most = (num_draft_ids(weights.path) if weights.drafter == "eagle" else None) or math.inf
         narrowed = [weights, *(weights.narrowed(size) for size in self._weights_vocabs[1:] if size < most)]
-        return [one.branching(size or None) for one in narrowed for size in (self.trees if is_eagle else ()) or (0,)]
+        return [
+            one.branching(size or None)
+            for one in narrowed
+            for size in (self.trees if weights.reads_states else ()) or (0,)
+        ]
 
     @property
     def _weights_vocabs(self) -> tuple[int, ...]:
         return self.draft_vocabs if self.narrows_weights else ()
 
     def has_weights_siblings(self, drafter: str | None) -> bool:
-        """Whether drafts by these trained weights may have siblings; where trees are searched, `eagle` has those."""
-        return self.siblings_max > 0 and self.narrows_weights and not (self.trees and drafter == "eagle")
+        """Whether drafts by these trained weights may have siblings; where trees are searched, layers on the
+        target's states have those."""
+        return self.siblings_max > 0 and self.narrows_weights and not (self.trees and drafter in READ_STATES)
 
     @property
     def uses_weights(self) -> bool:
@@ -283,7 +290,7 @@ class SearchSpace:
             names += [WEIGHTS_DRAFT_VOCAB] if self._weights_vocabs else []
             kind = trained_by(drafter)
             names += [WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD] if self.has_weights_siblings(kind) else []
-            names += [WEIGHTS_TREE] if self.trees and kind == "eagle" else []
+            names += [WEIGHTS_TREE] if self.trees and kind in READ_STATES else []
             names += [weights_of(kind)] if self._has_choice(kind) else []
         if drafter in HYBRIDS:
             names.append(LOOKUP_METHOD)
@@ -417,7 +424,7 @@ class SearchSpace:
             }
             if self._weights_vocabs:
                 params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
-            if self.trees and drafter == "eagle":
+            if self.trees and config.draft_weights.reads_states:
                 params[WEIGHTS_TREE] = min(self.trees, key=lambda one: abs(one - config.tree_tokens))
             if self.has_weights_siblings(drafter):
                 params[WEIGHTS_SIBLINGS] = min(config.siblings, self.siblings_max)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from layerskip.config.decode_config import (
-    BY_WEIGHTS,
+    BY_GIVEN_WEIGHTS,
     MAX_NEW_TOKENS,
     MAX_REGIMES,
     MAX_THREADS,
@@ -102,12 +102,12 @@ class StudySpec(OneLineErrors):
     """Search over `siblings` too: of how many draft tokens next best in each place are verified as well. None = what an
     existing study has; of a new one, where the engine and the model can."""
     trees: bool | None = None
-    """Search over `tree_tokens` of drafts by `eagle` too. None = what an existing study has, in a new one where the
-    engine can verify them."""
+    """Search over `tree_tokens` of drafts by `eagle` and `mtp` too. None = what an existing study has, in a new one
+    where the engine can verify them."""
     drafters: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """Ways to draft that are searched; `layer_skip` and `hybrid` under a mask, `eagle`, `draft_model` and their hybrids
-    by `draft_weights`. Lookups cost nothing to predict. None, or `all` = all that need no weights, and with weights
-    those too."""
+    by `draft_weights`, `mtp` and its hybrid by what lies with the model. Lookups cost nothing to predict. None, or
+    `all` = all that there are weights for, and those that need none."""
     draft_weights: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] = ()
     """Folders, or hub ids, of weights that `python -m layerskip.train` has made for this model and of smaller models
     with the same tokenizer; which of them drafts is searched."""
@@ -168,7 +168,7 @@ class StudySpec(OneLineErrors):
         """`drafters`, or what stands for None."""
         if self.drafters is not None:
             return self.drafters
-        return (*UNTRAINED, *BY_WEIGHTS) if self.draft_weights else UNTRAINED
+        return (*UNTRAINED, *BY_GIVEN_WEIGHTS) if self.draft_weights else UNTRAINED
 
     @field_validator("regimes")
     @classmethod
@@ -192,8 +192,8 @@ class StudySpec(OneLineErrors):
     def _check_draft_weights(self) -> StudySpec:
         if twice := [one for one in self.draft_weights if self.draft_weights.count(one) > 1]:
             raise ValueError(f"draft_weights: must name each once, got {twice[0]} {len(twice)} times")
-        if self.draft_weights and not set(BY_WEIGHTS) & set(self.ways):
-            raise ValueError(f"draft_weights: must be left out where drafters has none of {', '.join(BY_WEIGHTS)}")
+        if self.draft_weights and not set(BY_GIVEN_WEIGHTS) & set(self.ways):
+            raise ValueError(f"draft_weights: must be left out where drafters has none of {', '.join(BY_GIVEN_WEIGHTS)}")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from layerskip import LayerSkipModel, Provenance, SkipMask
@@ -20,6 +21,7 @@ from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
+from studies.mtp.checkpoint import layer_loss, new_layer, save_layer
 
 VOCAB = 61
 NUM_LAYERS = 4
@@ -53,6 +55,8 @@ _OPT = {
     "max_position_embeddings": MAX_POSITIONS,
     "tie_word_embeddings": False,
 }
+_ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_ROUTED |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -154,8 +158,17 @@ SPECS: dict[str, Spec] = {
         mlp_out="mlp.experts",
         seed=2,
     ),
+    "glm4-moe": Spec("Glm4MoeConfig", {**_GROUPED, "head_dim": 8, **_ROUTED}, mlp_out="mlp"),
+    "deepseek-v3": Spec(
+        "DeepseekV3Config",
+        {**_PLAIN, "num_key_value_heads": 4, **_ROUTED, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 12},
+        mlp_out="mlp",
+    ),
 }
 NAMES = tuple(SPECS)
+WITH_MTP = ("glm4-moe", "deepseek-v3")
+"""Have multi-token-prediction layers in their checkpoints."""
 FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
 NOT_RECORDED = ("opt", "opt-post-norm", "falcon-old", "falcon-new", "falcon-alibi", "bloom", "mpt")
 """Ask for the text's length in the middle of a forward, or cannot be told positions."""
@@ -233,6 +246,37 @@ def eagle_of(run: str) -> DraftWeights:
         return train_eagle(
             model, Sequences(tuple(own[2:]), tuple(own[:2])), folder, options, tell=lambda _: None
         ).weights
+
+
+@functools.cache
+def mtp_of(run: str) -> DraftWeights:
+    """The multi-token-prediction layer of `mtp_folder`, which the shared model is told of here."""
+    model = model_of(run)
+    model.config.name_or_path = str(mtp_folder(run))
+    return LayerSkipModel(model, engine="eager").mtp_weights()
+
+
+@functools.cache
+def mtp_folder(run: str) -> Path:
+    """The model's checkpoint and a tokenizer of words, w0 and so on, with a multi-token-prediction layer in it that was
+    trained for a moment on its texts."""
+    folder = Path(tempfile.mkdtemp(prefix="mtp-"))
+    with torch.inference_mode(mode=False):
+        model = model_of(run)
+        texts = [prompt_of(6, seed=i) for i in range(24)]
+        ids = torch.cat([model.generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts])
+        mtp = new_layer(model)
+        optimizer = torch.optim.Adam(mtp.layers.parameters(), lr=0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            layer_loss(model, mtp, ids, depth=2).backward()
+            optimizer.step()
+        model.save_pretrained(folder)
+        save_layer(mtp, model.config.num_hidden_layers, folder)
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
+    return folder
 
 
 @functools.cache

@@ -19,6 +19,8 @@ from layerskip.engines import choice
 from layerskip.engines.recording.graph_pool import RerunRecorder
 from search import report, run
 from search.storages.opening import open_storage
+from tests.layerskip import zoo
+from tests.search.conftest import tiny_flags
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,31 @@ def test_they_are_searched_confirmed_exported_and_shown(
     assert out.stats.num_drafted
     assert report.main([str(tmp_path / "study")]) == 0
     assert "eagle" in (tmp_path / "study" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_models_own_layer_is_searched_without_being_asked_for(tmp_path: Path, capsys: Any) -> None:
+    folder = zoo.mtp_folder(zoo.WITH_MTP[0])
+    flags = [*tiny_flags(folder, tmp_path), "--force"]
+    assert run.main(flags) in (0, 1)
+    assert "hybrid_mtp" in capsys.readouterr().out
+    assert {"mtp", "hybrid_mtp"} & {trial.user_attrs["drafter"] for trial in trials_of(tmp_path / "study")}
+    only = [*flags, "--study", str(tmp_path / "only"), "--drafters", "mtp", "--trials", "3"]
+    assert run.main(only) in (0, 1)
+    assert {trial.user_attrs["drafter"] for trial in trials_of(tmp_path / "only")} == {"mtp"}
+    # What is exported is decoded with, and found with the model.
+    summary = json.loads((tmp_path / "only" / "summary.json").read_text())
+    DecodeConfig(**summary["candidates"][0]["config"]).bare().save(tmp_path / "mtp.json")
+    model = LayerSkipModel.from_pretrained(folder, config=tmp_path / "mtp.json", device="cpu", dtype="float32")
+    plain = model.generate("w1 w2 w3", max_new_tokens=8, config=DecodeConfig.plain(model.num_layers))
+    out = model.generate("w1 w2 w3", max_new_tokens=8)
+    assert out.ids == plain.ids
+    assert out.stats.num_drafted
+
+
+def test_a_layer_that_the_model_does_not_have_is_not_searched(tiny_study: list[str], capsys: Any) -> None:
+    assert run.main([*tiny_study, "--drafters", "mtp,layer_skip"]) == 2
+    assert "drafters: mtp need a model whose config tells of multi-token" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from layerskip.analysis.teacher_forcing.trees import TreeReadings, read_trees
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
+from layerskip.drafters.eagle.state_head import StateHead, StateText
 from layerskip.rounds.sampling import Sampler
 
 _DEPTH = 7
@@ -41,21 +41,21 @@ class _Text:
     """(T, depths * hidden) of the target at every position."""
     embedded: torch.Tensor
     """(T - 1, embedding) of the tokens after the first."""
-    drafting: LeanEagleText
+    drafting: StateText
     """Keys and values of every position but the last, from the target's states."""
     hidden: torch.Tensor
     """(T - 1, hidden): what the layer gave there."""
 
 
 class WeightsForcing:
-    """What trained weights draft along the texts of a teacher forcing. Of eagle, see `EagleHead.rollouts`.
+    """What trained weights draft along the texts of a teacher forcing. Of layers, see `StateHead.rollouts`.
 
-    Cost, of eagle: a target forward over a text when it is first asked for. Memory: the target's last states, and the
+    Cost, of layers: a target forward over a text when it is first asked for. Memory: the target's last states, and the
     head's keys and values, of every text.
     """
 
     def __init__(self, engine: Any, texts: Sequence[ForcedText]) -> None:
-        """engine: for eagle a `StatesEngine`."""
+        """engine: for layers on the target's states a `StatesEngine`."""
         self._engine, self._texts = engine, texts
         self._known: dict[tuple[str, int], _Text] = {}
 
@@ -70,8 +70,8 @@ class WeightsForcing:
         start, count = len(one.prompt_ids), len(one.continuation_ids)
         depth = max(depth, _DEPTH)
         first = max(0, start - 1 - depth)
-        steps = head.module.rollouts(text.states[:-1][None], text.embedded[None], depth, first)
-        hidden = torch.stack([step[0, start - 1 - first :][:count] for step in steps])
+        steps = head.rollouts(text.states[:-1], text.embedded, depth, first)
+        hidden = torch.stack([step[start - 1 - first :][:count] for step in steps])
         logits = head.logits(self._engine, hidden.flatten(0, 1), weights.draft_vocab)
         return logits.view(len(steps), count, -1)
 
@@ -79,7 +79,7 @@ class WeightsForcing:
     def trees(self, weights: DraftWeights, i: int, depth: int, sampler: Sampler) -> TreeReadings:
         """See `read_trees`."""
         head, one = loaded_weights(self._engine, weights), self._texts[i]
-        assert isinstance(head, LeanEagle)
+        assert isinstance(head, StateHead)
         text = self._text(weights, head, i)
         return read_trees(self._engine, text.drafting, text.hidden, one, sampler, weights, depth)
 
@@ -112,7 +112,7 @@ class WeightsForcing:
         else:
             yield _EagleChains(self._engine, head, self._text(weights, head, i), self._texts[i], weights.draft_vocab)
 
-    def _text(self, weights: DraftWeights, head: LeanEagle, i: int) -> _Text:
+    def _text(self, weights: DraftWeights, head: StateHead, i: int) -> _Text:
         key = (weights.path, i)
         if key not in self._known:
             engine = self._engine
@@ -133,7 +133,7 @@ class _EagleChains:
     """See `Chains`. Cost: a layer a token."""
 
     engine: Any
-    head: LeanEagle
+    head: StateHead
     text: _Text
     one: ForcedText
     draft_vocab: int | None

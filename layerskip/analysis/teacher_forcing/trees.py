@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.config.decode_config import DraftWeights
-from layerskip.drafters.eagle.lean import LeanEagleText
+from layerskip.drafters.eagle.state_head import StateText
 from layerskip.drafters.eagle.tree import Floats, Roots, TreeNodes, grow
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
@@ -73,7 +73,7 @@ class TreeReadings:
 
 def read_trees(
     engine: StatesEngine,
-    text: LeanEagleText,
+    text: StateText,
     hidden: torch.Tensor,
     one: ForcedText,
     sampler: Sampler,

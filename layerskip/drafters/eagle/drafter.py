@@ -1,4 +1,4 @@
-"""EagleDrafter: trained weights go on from the target's own hidden states, one decoder layer a token."""
+"""EagleDrafter: weights go on from the target's own hidden states, one decoder layer a token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
-from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
+from layerskip.drafters.eagle.lean import LeanEagle
 from layerskip.drafters.eagle.recorded import StaticEagleText, static_text
+from layerskip.drafters.eagle.state_head import StateHead, StateText
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.preparation import Starts
@@ -24,7 +25,7 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
     the target's output embedding a token; the first round's layer goes over the prompt. Syncs as `ChainDrafter.chain`.
     """
 
-    def __init__(self, head: LeanEagle, engine: StatesEngine, sampler: Sampler, settings: WeightsSettings) -> None:
+    def __init__(self, head: StateHead, engine: StatesEngine, sampler: Sampler, settings: WeightsSettings) -> None:
         super().__init__(sampler, settings)
         self._head, self._engine = head, engine
         self._static: StaticEagleText | None = None
@@ -33,15 +34,19 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
         self._engine.keep_states(self._head.aux_layers)
         self._head.prepare_unembed(self._engine, self.settings.draft_vocab)
         if isinstance(self._engine, CudaGraphEngine):
-            self._static = static_text(self._head, self._engine, self.settings)
+            self._static = self._recorded_text(self._engine)
             self._static.prepare(starts.rounds)
 
-    def new_text(self) -> LeanEagleText:
+    def new_text(self) -> StateText:
         """For the running session."""
         if isinstance(self._engine, CudaGraphEngine):
             # What was prepared, for others may have needed larger buffers since.
-            return self._static or static_text(self._head, self._engine, self.settings)
+            return self._static or self._recorded_text(self._engine)
         return self._head.new_text(self._engine.cache.capacity + self.settings.room)
+
+    def _recorded_text(self, engine: CudaGraphEngine) -> StaticEagleText:
+        assert isinstance(self._head, LeanEagle)  # no other is loaded for this engine
+        return static_text(self._head, engine, self.settings)
 
     def begin(self) -> EagleSession:
         return EagleSession(self, self._engine)
@@ -82,5 +87,5 @@ class EagleSession:
         return self._text.follow(self._engine, ids, first)
 
     @cached_property
-    def _text(self) -> LeanEagleText:
+    def _text(self) -> StateText:
         return self._drafter.new_text()

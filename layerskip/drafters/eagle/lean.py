@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layerskip.drafters.eagle.head import EagleHead
+from layerskip.drafters.eagle.state_head import StateHead, StateText
 from layerskip.engines.lean_layers import Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.linear import Linear, fused
 from layerskip.engines.states import StatesEngine
@@ -15,7 +16,7 @@ from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
 
 
-class LeanEagle:
+class LeanEagle(StateHead):
     """An `EagleHead` for drafting: lean operations on one text's rows, keys and values in buffers of the text's own.
 
     Cost: a second copy of its matrices, or of most of them, and the measurement of how they should lie.
@@ -23,7 +24,7 @@ class LeanEagle:
 
     def __init__(self, head: EagleHead, output_embedding: Any, fingerprint: str) -> None:
         """output_embedding: the target's; fingerprint: of the weights, see `DraftWeights`."""
-        self.module, self.fingerprint = head, fingerprint
+        self.module, self.fingerprint, self.aux_layers = head, fingerprint, head.shape.aux_layers
         self._output_embedding = output_embedding
         self._heads: dict[int, Linear] = {}
         """By how many of the draft ids they choose among."""
@@ -42,39 +43,32 @@ class LeanEagle:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, once."""
         return self.module.nbytes
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """See `EagleShape.aux_layers`."""
-        return self.module.shape.aux_layers
+    def vocab_size(self) -> int:
+        return self.module.shape.vocab_size
 
     def new_text(self, capacity: int) -> LeanEagleText:
-        """A text of up to `capacity` tokens."""
         if len(self._cos) < capacity:
             self._cos, self._sin = rotary_table(self._rotary, self._like, capacity)
         shape = (1, self.attention.num_keys, capacity, self.attention.head_dim)
         return LeanEagleText(self, self._like.new_empty(shape), self._like.new_empty(shape), self._cos, self._sin)
 
     def join(self, states: torch.Tensor) -> torch.Tensor:
-        """See `EagleHead.join`; (T, hidden)."""
         return states if self._joined is None else self._joined(states)
 
     def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """See `EagleHead.enter`; (T, hidden)."""
         return self._project(torch.cat([self._embed_norm(embedded), self._state_norm(states)], dim=-1))
 
     def prepare_unembed(self, engine: StatesEngine, draft_vocab: int | None) -> None:
-        """What `logits` then computes with, made before a clock runs."""
         if self.module.draft_ids is None:
             engine.prepare_unembed(draft_vocab)
         else:
             self._head_of(self.module.draft_ids[:draft_vocab])
 
     def logits(self, engine: StatesEngine, state: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
-        """(T, V) of what `LeanEagleText.run` gave (T, hidden); -inf but for the ids it chooses among, which are the
-        first so many of its draft ids, or of all where it has none."""
+        """See `StateHead`: it chooses among the first so many of its draft ids, or of all where it has none."""
         hidden, ids = self.norm(state), self.module.draft_ids
         if ids is None:
             return engine.unembed(hidden, draft_vocab)
@@ -83,6 +77,9 @@ class LeanEagle:
         logits = found.new_full((len(hidden), self.module.shape.vocab_size), float("-inf"))
         logits[:, ids] = found
         return logits
+
+    def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int, first: int) -> list[torch.Tensor]:
+        return [one[0] for one in self.module.rollouts(states[None], embedded[None], depth, first)]
 
     def _head_of(self, ids: torch.Tensor) -> Linear:
         if len(ids) not in self._heads:
@@ -94,8 +91,8 @@ class LeanEagle:
 
 
 @dataclass
-class LeanEagleText:
-    """Keys and values (1, heads, capacity, head_dim) of one text."""
+class LeanEagleText(StateText):
+    """See `StateText`."""
 
     head: LeanEagle
     keys: torch.Tensor
@@ -103,53 +100,16 @@ class LeanEagleText:
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def follow(self, engine: StatesEngine, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Over positions from `first` on that the target has computed, with the tokens after them, ids (T,).
-
-        Returns: (1, hidden) of the last one.
-        """
-        states = self.head.join(engine.states[first : first + len(ids)])
-        return self.run(self.head.enter(engine.embed(ids), states), first)[-1:]
-
-    def go_on(self, engine: StatesEngine, ids: torch.Tensor, states: torch.Tensor, place: int) -> torch.Tensor:
-        """Over one drafted token, ids (1,), after the state (1, hidden) at `place`; (1, hidden)."""
-        return self.run(self.head.enter(engine.embed(ids), states), place)
-
-    def branch(
-        self,
-        engine: StatesEngine,
-        ids: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        slot: int,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        """Over drafted tokens (R,) of a tree after states (R, hidden); else as `run_rows`."""
-        return self.run_rows(self.head.enter(engine.embed(ids), states), positions, slot, mask)
-
-    def logits(self, engine: StatesEngine, states: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
-        """See `LeanEagle.logits`; states: what one of these gave last."""
-        return self.head.logits(engine, states, draft_vocab)
-
     def copied(self, length: int, room: int) -> LeanEagleText:
-        """The same of its first positions, with room for so many more keys and values."""
+        """See `StateText`."""
         copy = self.head.new_text(length + room)
         copy.keys[:, :, :length], copy.values[:, :, :length] = self.keys[:, :, :length], self.values[:, :, :length]
         return copy
 
-    def run(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """The layer over rows (T, hidden) at positions from `start` on, whose keys and values are then those of x."""
-        stop, mask = start + len(x), None
-        if len(x) > 1 and start:
-            places = torch.arange(stop, device=x.device)
-            mask = places <= places[start:].unsqueeze(1)
-        return self.run_rows(x, slice(start, stop), start, mask)
-
     def run_rows(
         self, x: torch.Tensor, positions: slice | torch.Tensor, start: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The layer over rows (R, hidden) at these positions (R,), whose keys and values are kept at `start` and after
-        it; mask (R, start + R): which of those kept each row sees, None for rows that follow each other from 0."""
+        """See `StateText`."""
         attention, num_rows = self.head.attention, len(x)
         stop = start + num_rows
         queries, keys, values = attention.project(x, self.cos[positions], self.sin[positions])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from layerskip.drafters.base import Draft
 from layerskip.drafters.eagle.drafter import EagleDrafter, EagleSession
-from layerskip.drafters.eagle.lean import LeanEagleText
+from layerskip.drafters.eagle.state_head import StateText
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
 from layerskip.rounds.verifier import TreeDraft
@@ -97,7 +97,7 @@ class TreeNodes:
 
 
 def grow(
-    text: LeanEagleText,
+    text: StateText,
     engine: StatesEngine,
     sampler: Sampler,
     roots: Roots,
@@ -118,7 +118,7 @@ def grow(
     Ref: EAGLE-2 (2406.16858), which goes on from a fixed number of tokens at each level.
     """
     head, start = text.head, int(roots.positions.max()) if slot is None else slot
-    vocabulary, log_least = head.module.shape.vocab_size, math.log(least) if least > 0 else -math.inf
+    vocabulary, log_least = head.vocab_size, math.log(least) if least > 0 else -math.inf
     nodes, states, slot = TreeNodes.none(), roots.states, start
     # What the rows of a level go on from: roots, and then nodes.
     row_roots, row_scores = np.arange(len(states)), np.zeros(len(states))
@@ -168,7 +168,7 @@ class EagleTreeDrafter(EagleDrafter):
     def begin(self) -> EagleTreeSession:
         return EagleTreeSession(self, self._engine)
 
-    def tree(self, text: LeanEagleText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
+    def tree(self, text: StateText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
         """After the context, up to `count` tokens deep; state: (1, hidden) of its last token."""
         own = self.settings
         roots = Roots(state, np.array([len(context) - 1]), context)

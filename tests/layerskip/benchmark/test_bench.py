@@ -80,7 +80,8 @@ def test_the_json_holds_every_row_the_steps_and_the_facts(folder: Path, tmp_path
     assert "--compile" in rows.pop("hf_generate_compiled")["reason"]
     assert rows.pop("layer_skip")["reason"] == "the config is that, see speculative"
     assert rows.pop("hf_assistant")["reason"] == "needs a config that drafts by a draft model"
-    for name in ("eagle", "draft_model"):
+    assert "num_mtp_layers" in rows.pop("hf_mtp")["reason"]
+    for name in ("eagle", "mtp", "draft_model"):
         assert rows.pop(name)["reason"] == f"the config has no draft weights of {name}"
     for name, row in rows.items():
         assert (row["identical"], row["ties"], row["num_outputs"], row["differing"]) == (6, 0, 6, []), name
@@ -261,7 +262,7 @@ def test_the_rows_of_single_drafters_are_what_the_config_has_of_each() -> None:
     lookup = SuffixLookup(min_match=3, gamma=2)
     hybrid = DecodeConfig(drafter="hybrid", skip_mask=mask, gamma=3, lookup=lookup, draft_threshold=0.1)
     found = own_settings(num_layers, hybrid)
-    assert found.keys() == set(OWN_ROWS) - {FREE_RUNNING, "eagle", "draft_model"}
+    assert found.keys() == set(OWN_ROWS) - {FREE_RUNNING, "eagle", "mtp", "draft_model"}
     assert found["speculative"] == hybrid
     assert found["layer_skip"] == EARLY_EXIT
     assert (found["hybrid"].skip_mask, found["hybrid"].gamma, found["hybrid"].lookup_gamma) == (mask, 3, 10)
@@ -323,8 +324,8 @@ def test_one_with_another_tokenizer_is_compared_with_transformers_universal_assi
     assert [rows[one]["identical"] for one in ("hf_assistant", "speculative", "hybrid")] == [2, 2, 2]
 
 
-NO_WEIGHTS = {one: f"the config has no draft weights of {one}" for one in ("eagle", "draft_model")}
-COMPUTED = ("speculative", "layer_skip", "eagle", "draft_model", "hybrid")
+NO_WEIGHTS = {one: f"the config has no draft weights of {one}" for one in ("eagle", "mtp", "draft_model")}
+COMPUTED = ("speculative", "layer_skip", "eagle", "mtp", "draft_model", "hybrid")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def by_weights(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
     common: dict[str, Any] = {"skip_mask": SkipMask.none(zoo.NUM_LAYERS), "gamma": gamma}
     lookup = NGRAM.model_copy(update={"gamma": gamma + 2})
     found = {}
-    for weights in (zoo.eagle_of(run), zoo.draft_model_of(run)):
+    own_layers = [zoo.mtp_of(run)] if run in zoo.WITH_MTP else []
+    for weights in (*own_layers, zoo.eagle_of(run), zoo.draft_model_of(run)):
         own = common | {"draft_weights": weights}
         found[weights.drafter] = DecodeConfig(drafter=weights.drafter, **own, draft_threshold=0.2, target_threshold=0.1)
         found[f"hybrid {weights.drafter}"] = DecodeConfig(drafter="hybrid", **own, lookup=lookup)
@@ -59,7 +60,8 @@ def by_weights(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
 def by_trees(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
     """Configs of drafts by trained weights that are trees."""
     chains, found = by_weights(run, gamma), dict[str, DecodeConfig]()
-    for name, tree_tokens in (("eagle", 5), ("hybrid eagle", 9)):
+    named = (("eagle", 5), ("hybrid eagle", 9), ("mtp", 5), ("hybrid mtp", 9))
+    for name, tree_tokens in (one for one in named if one[0] in chains):
         weights = chains[name].draft_weights
         assert weights is not None
         update = {"draft_weights": weights.branching(tree_tokens), "draft_threshold": 0.0}

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -577,6 +577,15 @@ def test_a_gamma_limit_that_nobody_asked_for_is_lowered_to_what_fits(
     else:
         assert note == f"gamma 1..{searched} instead of 1..16: the longest continuation has {lengths[0]} tokens"
         assert fitted.with_room(reference, make_spec()) == (fitted, None), "told once"
+
+
+def test_no_tree_is_larger_than_what_a_round_verifies() -> None:
+    """However short the texts turn out to be: its verification would have no cost."""
+    where = replace(up_to(16), lookup_gamma_max=14, siblings_max=3, trees=(0, 4, 8, 16))
+    assert where.trees == (0, 4, 8, 16)
+    subject = Subject(planted(), where, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    fitted, _ = subject.with_room(reference_of((16, 9)), make_spec())
+    assert (fitted.space.gamma_limit, fitted.space.trees) == (14, (0, 4, 8))
 
 
 def test_what_was_lowered_is_told_and_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText, TreeReadings, make_teacher_forcing
-from layerskip.config.decode_config import TRAINED, DraftWeights
+from layerskip.config.decode_config import READ_STATES, TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
 from layerskip.rounds.sampling import SamplingParams
@@ -33,8 +33,8 @@ GREEDY, WARM = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8,
 
 
 def weights_of(run: str, drafter: str) -> DraftWeights:
-    make = zoo.eagle_of if drafter == "eagle" else zoo.draft_model_of
-    return make(zoo.architecture(run))
+    make = {"eagle": zoo.eagle_of, "mtp": zoo.mtp_of, "draft_model": zoo.draft_model_of}
+    return make[drafter](zoo.architecture(run))
 
 
 def space(run: str, drafter: str = "eagle") -> SearchSpace:
@@ -47,7 +47,7 @@ def space(run: str, drafter: str = "eagle") -> SearchSpace:
         drafters=(drafter, f"hybrid_{drafter}"),
         lookup_gamma_max=8,
         draft_weights=(weights_of(run, drafter),),
-        trees=(0, 3, 16) if drafter == "eagle" else (),
+        trees=(0, 3, 16) if drafter in READ_STATES else (),
     )
 
 
@@ -59,7 +59,7 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
     narrowed = own | {"draft_weights": weights_of(run, drafter).narrowed(zoo.VOCAB // 2)}
     lookup = SuffixLookup(min_match=1, gamma=3, target_threshold=0.2)
     trees: list[DecodeConfig] = []
-    if drafter == "eagle":
+    if drafter in READ_STATES:
         small, large = (own | {"draft_weights": weights_of(run, drafter).branching(size)} for size in (3, 16))
         trees = [
             DecodeConfig(drafter=drafter, gamma=1, **large),
@@ -83,6 +83,8 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
     [
         ("llama fused", "eagle"),
         ("gemma3", "eagle"),
+        ("glm4-moe", "mtp"),
+        pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow),
         ("llama fused", "draft_model"),
         pytest.param("gemma3", "draft_model", marks=pytest.mark.slow),
     ],
@@ -127,7 +129,7 @@ def test_replayed_counts_are_those_of_decoding(
             accepted += out.stats.num_accepted - out.stats.num_looked_up_accepted
     assert accepted
     weights = weights_of(run, drafter)
-    for each in (weights, weights.branching(16)) if drafter == "eagle" else (weights,):
+    for each in (weights, weights.branching(16)) if drafter in READ_STATES else (weights,):
         best = predictor.best_by_weights(each, [None], count=3)
         assert [one.config.way for one in best] == [drafter] * 3
         assert best[0].config.draft_weights == each
@@ -207,26 +209,28 @@ def test_weights_are_narrowed_to_fewer_ids_than_they_know(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("drafter", TRAINED)
 def test_a_draft_of_weights_is_timed(drafter: str) -> None:
-    model = zoo.layerskip_of("llama fused")
-    model.check_config(configs("llama", drafter)[0])
+    run = zoo.WITH_MTP[0] if drafter == "mtp" else "llama fused"
+    model = zoo.layerskip_of(run)
+    model.check_config(configs(run, drafter)[0])
     fingerprint = Fingerprint(*["x"] * 12, 16, 4, "layer")  # type: ignore[arg-type]
-    text = (*zoo.prompt_of(20), *zoo.greedy_reference("llama", zoo.prompt_of(20)))
+    text = (*zoo.prompt_of(20), *zoo.greedy_reference(run, zoo.prompt_of(20)))
     timer = ModelDecoder(model, NEW_TOKENS).timer(8)
-    cost = measure_costs(timer, [text], space("llama", drafter), fingerprint, CostOptions(2, repeats=3))
-    weights = weights_of("llama", drafter)
-    trees = (None, 3, 16) if drafter == "eagle" else (None,)
+    cost = measure_costs(timer, [text], space(run, drafter), fingerprint, CostOptions(2, repeats=3))
+    weights = weights_of(run, drafter)
+    trees = (None, 3, 16) if drafter in READ_STATES else (None,)
     assert list(cost.weights_s) == [named(weights.branching(size)) for size in trees]
     draft_s = cost.draft_s(weights, threshold=False)
     assert draft_s > 0
-    if drafter == "eagle":
+    if drafter in READ_STATES:
         assert draft_s < cost.verify_s[0]  # one layer of four; the draft model is as large as the target
         assert cost.draft_s(weights.branching(16), threshold=False) > draft_s
 
 
 @pytest.mark.parametrize("drafter", TRAINED)
 def test_configs_and_parameters_are_each_others_inverse(drafter: str) -> None:
-    where = space("llama", drafter)
-    for config in configs("llama", drafter):
+    run = zoo.WITH_MTP[0] if drafter == "mtp" else "llama"
+    where = space(run, drafter)
+    for config in configs(run, drafter):
         params = where.to_params(config)
         assert where.holds(params)
         assert where.to_config(params).way == config.way
@@ -236,8 +240,8 @@ def test_configs_and_parameters_are_each_others_inverse(drafter: str) -> None:
 
 
 def test_where_trees_are_searched_eagle_has_them_and_other_weights_siblings() -> None:
-    both = tuple(weights_of("llama", one) for one in TRAINED)
-    where = replace(space("llama"), drafters=TRAINED, draft_weights=both, siblings_max=3)
+    both = tuple(weights_of("llama", one) for one in ("eagle", "draft_model"))
+    where = replace(space("llama"), drafters=("eagle", "draft_model"), draft_weights=both, siblings_max=3)
     assert "weights.tree_tokens" in where.names_for("eagle")
     assert "weights.siblings" not in where.names_for("eagle")
     assert "weights.siblings" in where.names_for("draft_model")
