@@ -103,15 +103,17 @@ class MtpText(StateText):
         self._cache.advance(start)
         if isinstance(positions, slice):
             positions = torch.arange(positions.start, positions.stop, device=x.device)
-        if mask is None:
-            places = torch.arange(start + num_rows, device=x.device)
-            mask = places <= places[start:].unsqueeze(1)
-        hidden = torch.full(mask.shape, torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device)
-        ids = (positions + 1).unsqueeze(0)
+        ids, hidden = (positions + 1).unsqueeze(0), None
+        if mask is None and num_rows > 1:
+            places = torch.arange(num_rows, device=x.device)
+            mask = places <= places.unsqueeze(1)
+        if mask is not None:
+            hidden = torch.full(mask.shape, torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device)
+            hidden = hidden.masked_fill(mask, 0.0)[None, None]
         with over_growing_keys((x.device,)):
             out = layer.mtp_block(
                 x.unsqueeze(0),
-                attention_mask=hidden.masked_fill(mask, 0.0)[None, None],
+                attention_mask=hidden,
                 position_embeddings=self.head.rotary(x, position_ids=ids),
                 position_ids=ids,
                 past_key_values=self._cache,

@@ -102,8 +102,8 @@ class SearchSpace:
     """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none, and never more
     than `gamma_limit` tokens verified: so a config may have fewer than its parameter says."""
     trees: tuple[int, ...] = ()
-    """`tree_tokens` of drafts by `eagle` and `mtp`, from 0 on, in place of siblings; without any, chains alone. None are
-    more than `gamma_limit`."""
+    """`tree_tokens` of drafts by `eagle` and `mtp`, from 0 on, in place of siblings; without any, chains alone. None
+    are more than `gamma_limit`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trees", tuple(one for one in self.trees if one <= self.gamma_limit))

@@ -193,7 +193,8 @@ class StudySpec(OneLineErrors):
         if twice := [one for one in self.draft_weights if self.draft_weights.count(one) > 1]:
             raise ValueError(f"draft_weights: must name each once, got {twice[0]} {len(twice)} times")
         if self.draft_weights and not set(BY_GIVEN_WEIGHTS) & set(self.ways):
-            raise ValueError(f"draft_weights: must be left out where drafters has none of {', '.join(BY_GIVEN_WEIGHTS)}")
+            names = ", ".join(BY_GIVEN_WEIGHTS)
+            raise ValueError(f"draft_weights: must be left out where drafters has none of {names}")
         return self
 
     @model_validator(mode="after")

@@ -84,7 +84,8 @@ def test_a_models_own_layer_is_searched_without_being_asked_for(tmp_path: Path, 
     assert {trial.user_attrs["drafter"] for trial in trials_of(tmp_path / "only")} == {"mtp"}
     # What is exported is decoded with, and found with the model.
     summary = json.loads((tmp_path / "only" / "summary.json").read_text())
-    DecodeConfig(**summary["candidates"][0]["config"]).bare().save(tmp_path / "mtp.json")
+    found = DecodeConfig(**summary["candidates"][0]["config"]).bare()
+    found.model_copy(update={"target_threshold": 0.0}).save(tmp_path / "mtp.json")
     model = LayerSkipModel.from_pretrained(folder, config=tmp_path / "mtp.json", device="cpu", dtype="float32")
     plain = model.generate("w1 w2 w3", max_new_tokens=8, config=DecodeConfig.plain(model.num_layers))
     out = model.generate("w1 w2 w3", max_new_tokens=8)
