@@ -13,17 +13,17 @@ search: $(VENV)/.installed
 
 # Units and contracts, greedy identity, distributions, a resume, a kill, a search from one end to the other: minutes.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not browser"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not browser"
 
 # Everything: servers and databases that die, chaos, memory, notebooks, browser and rehearsals too. What CI runs.
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Are the lower bounds in pyproject.toml true? Its own environment of the lowest versions admitted, and there every test that is
 # not marked slow, browser or gpu, once: of a parametrised one the first case. `CASES=` runs all of their cases.
 # torch is left to pip: the older wheels that PyPI has bring gigabytes of CUDA libraries. `FREE=` holds it down too.
 test-minimum: $(MINIMUM)/.installed
-	$(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(CASES) -m "not slow and not browser and not gpu"
+	$(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(CASES) -m "not slow and not browser and not gpu"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config.decode_config import WAYS, DecodeConfig, write_atomically
+from layerskip.config.decode_config import OWN_LAYERS, WAYS, DecodeConfig, write_atomically
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from layerskip.decoding.stats import DecodeStats
@@ -170,9 +170,10 @@ def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float
     """(Bytes beside the model's own, minutes of training) that a config needs; 8-bit copies have a byte a weight."""
     if config.draft_weights is None:
         return (model.model.num_parameters() if config.computes_drafts and config.skip_mask.int8 else 0), 0.0
-    folder = Path(config.draft_weights.path)
+    own = config.draft_weights.path == OWN_LAYERS
+    folder = Path(model.model.config.name_or_path if own else config.draft_weights.path)
     record = folder / "training.json"
-    if record.exists():  # a whole model, as `studies.demo.make_model` makes it
+    if record.exists():  # a whole model, as `studies.demo.make_model` makes it, or one with a layer for drafts in it
         minutes = float(json.loads(record.read_text(encoding="utf-8"))["training_minutes"])
     else:
         minutes = float(describe_eagle(folder)[1]["training"]["seconds"]) / 60

@@ -46,7 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the markers have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--first-cases` each test function runs once: enough to see whether a library has what is called of it."""
+    """The longest first, or one process waits minutes for the other's last file. With `--first-cases` each test runs
+    once: enough to see whether a library has what is called of it."""
+    items.sort(key=lambda item: not {"studies", "browser"} & set(item.path.parts[len(config.rootpath.parts) :]))
     if not config.getoption("--first-cases"):
         return
     first: dict[str, pytest.Item] = {}

@@ -103,7 +103,12 @@ def _run(arguments: argparse.Namespace) -> int:
     save_layer(mtp, model.config.num_hidden_layers, arguments.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, arguments.out / name)
-    facts = {"minutes": arguments.minutes, "threads": arguments.threads, "depth": arguments.depth, "steps": step}
+    facts = {
+        "training_minutes": arguments.minutes,
+        "threads": arguments.threads,
+        "depth": arguments.depth,
+        "steps": step,
+    }
     facts |= {"held_out_agreement": [round(one, 4) for one in right]}
     write_atomically(arguments.out / "training.json", json.dumps(facts, indent=2) + "\n")
     return 0

@@ -45,7 +45,7 @@ def space(run: str, drafter: str = "eagle") -> SearchSpace:
         (),
         (),
         drafters=(drafter, f"hybrid_{drafter}"),
-        lookup_gamma_max=8,
+        lookup_gamma_max=16,
         draft_weights=(weights_of(run, drafter),),
         trees=(0, 3, 16) if drafter in READ_STATES else (),
     )
