@@ -158,6 +158,8 @@ def _own_layers(model: Any, spec: StudySpec) -> list[DraftWeights]:
     if model.mtp_refusal is not None:
         if asked:
             raise ValueError(f"drafters: {', '.join(asked)} need {model.mtp_refusal}")
+        if getattr(model.model.config.get_text_config(decoder=True), "num_mtp_layers", None):
+            LOG.warning("the model's multi-token-prediction layer does not draft, it needs %s", model.mtp_refusal)
         return []
     try:
         return [model.mtp_weights()]
