@@ -20,9 +20,10 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens
-from layerskip.drafters.eagle.head import load_eagle
+from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens, runs_modules
+from layerskip.drafters.eagle.head import load_eagle, read_config
 from layerskip.drafters.eagle.lean import LeanEagle
+from layerskip.drafters.eagle.published import Eagle3Head, is_published, load_published
 from layerskip.drafters.eagle.state_head import StateHead
 from layerskip.drafters.mtp import MtpHead
 from layerskip.drafters.translation import Translation
@@ -233,7 +234,7 @@ class LayerSkipModel:
     def config(self, config: DecodeConfig) -> None:
         recorded = self._engine if isinstance(self._engine, CudaGraphEngine) else None
         refused = config.lossy_rules or (config.has_branches and self.siblings_refusal is not None)
-        refused = refused or any(one.drafter == "mtp" for one in config.all_draft_weights)
+        refused = refused or any(runs_modules(one) for one in config.all_draft_weights)
         if recorded is not None and self._engine_asked == "auto" and refused:
             recorded.close()
             self._choose_engine(with_graphs=False)
@@ -339,7 +340,10 @@ class LayerSkipModel:
             )
         return MtpHead(found, self.model, fingerprint)
 
-    def _load_eagle(self, weights: DraftWeights) -> LeanEagle:
+    def _load_eagle(self, weights: DraftWeights) -> StateHead:
+        folder = locate_weights(weights.path)
+        if is_published(read_config(folder)):
+            return self._load_published(folder, weights)
         recorded = isinstance(self._engine, CudaGraphEngine) and self._engine.lean is not None
         if not recorded and not isinstance(self._engine, StatesEngine):
             raise ValueError(
@@ -350,14 +354,28 @@ class LayerSkipModel:
         head = load_eagle(weights, self.model, self.weights_fingerprint())
         return LeanEagle(head, self.model.get_output_embeddings(), weights.fingerprint)
 
-    def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
-        """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""
+    def _load_published(self, folder: Path, weights: DraftWeights) -> Eagle3Head:
+        if not isinstance(self._engine, StatesEngine):
+            raise ValueError(
+                f"draft_weights: {weights.path}, published weights, need the engine eager or fused, got "
+                f"{self._engine.name}"
+            )
+        self.placement.check_whole("draft_weights")
+        self._check_fingerprint(weights)
+        return load_published(folder, read_config(folder), weights.fingerprint, self.model)
+
+    def _check_fingerprint(self, weights: DraftWeights) -> None:
+        """Raises: ValueError if what lies there is something else now."""
         found = describe_weights(weights.path)
         if (found.drafter, found.fingerprint) != (weights.drafter, weights.fingerprint):
             raise ValueError(
                 f"draft_weights.fingerprint: must be that of {weights.path}, {found.drafter} {found.fingerprint}, got "
                 f"{weights.drafter} {weights.fingerprint}"
             )
+
+    def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
+        """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""
+        self._check_fingerprint(weights)
         dtype = str(self.dtype).removeprefix("torch.")
         model, tokenizer = load_pretrained(locate_weights(weights.path), device=str(self.device), dtype=dtype)
         difference = other_tokens(self.tokenizer, tokenizer)

@@ -89,10 +89,10 @@ def locate_weights(name: str) -> Path:
 @lru_cache
 def num_draft_ids(name: str) -> int | None:
     """How many token ids the trained draft weights of this folder or repository choose among; None for all of them, and
-    where there is nothing to read."""
+    where there is nothing to read; 0 of such as choose among ids in no order, of which the first mean nothing."""
     try:
         config = json.loads((locate_weights(name) / "config.json").read_text(encoding="utf-8"))
-        found = config["shape"].get("num_draft_ids")
+        found = 0 if "draft_vocab_size" in config else config["shape"].get("num_draft_ids")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return found if isinstance(found, int) else None

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from layerskip.config.decode_config import DraftWeights
+from layerskip.config.decode_config import DraftWeights, TrainedDrafter
 from layerskip.config.hub import WEIGHTS_FILES, is_hub_id, locate_weights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle.head import CONFIG_NAME, describe_eagle, read_config
+from layerskip.drafters.eagle.published import is_published
 from layerskip.drafters.eagle.state_head import StateHead
 
 _SAMPLED = 2**20
@@ -25,7 +26,8 @@ def describe_weights(name: str | os.PathLike[str]) -> DraftWeights:
     """
     text = os.fspath(name)
     folder = locate_weights(text)
-    if "architectures" not in read_config(folder):
+    config = read_config(folder)
+    if "architectures" not in config:
         weights = describe_eagle(folder)[0]
     else:
         files = sorted(file for pattern in WEIGHTS_FILES for file in folder.glob(pattern))
@@ -34,7 +36,8 @@ def describe_weights(name: str | os.PathLike[str]) -> DraftWeights:
                 f"draft_weights: {folder} has a model's {CONFIG_NAME}, and no weights ({', '.join(WEIGHTS_FILES)})"
             )
         fingerprint = _fingerprint([folder / CONFIG_NAME, *files])
-        weights = DraftWeights(drafter="draft_model", path=str(folder), fingerprint=fingerprint)
+        drafter: TrainedDrafter = "eagle" if is_published(config) else "draft_model"
+        weights = DraftWeights(drafter=drafter, path=str(folder), fingerprint=fingerprint)
     return weights.model_copy(update={"path": text if is_hub_id(text) else str(folder.absolute())})
 
 
@@ -48,6 +51,13 @@ def _fingerprint(files: list[Path]) -> str:
             file.seek(max(0, size - _SAMPLED))
             digest.update(file.read(_SAMPLED))
     return digest.hexdigest()[:16]
+
+
+def runs_modules(weights: DraftWeights) -> bool:
+    """Whether they are a layer that drafts in modules of Transformers, which no engine records."""
+    return weights.reads_states and (
+        weights.drafter == "mtp" or is_published(read_config(locate_weights(weights.path)))
+    )
 
 
 def loaded_weights(engine: Any, weights: DraftWeights) -> StateHead | DraftModel:

@@ -171,7 +171,8 @@ class SearchSpace:
     def variants_of(self, weights: DraftWeights) -> list[DraftWeights]:
         """These with each `draft_vocab` that they may have, of which none lets them choose among all they can; and with
         each number of `tree_tokens`."""
-        most = (num_draft_ids(weights.path) if weights.drafter == "eagle" else None) or math.inf
+        known = num_draft_ids(weights.path) if weights.drafter == "eagle" else None
+        most = math.inf if known is None else known
         narrowed = [weights, *(weights.narrowed(size) for size in self._weights_vocabs[1:] if size < most)]
         return [
             one.branching(size or None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from transformers import LlamaConfig
 
 from layerskip import LayerSkipModel, Provenance, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
+from layerskip.drafters.eagle.published import Eagle3Head, Eagle3Layers
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
 from studies.mtp.checkpoint import layer_loss, new_layer, save_layer
@@ -246,6 +250,55 @@ def eagle_of(run: str) -> DraftWeights:
         return train_eagle(
             model, Sequences(tuple(own[2:]), tuple(own[:2])), folder, options, tell=lambda _: None
         ).weights
+
+
+@functools.cache
+def published_of(run: str) -> DraftWeights:
+    """Weights as EAGLE-3's are published, over half of the token ids, trained for a moment on the model's texts."""
+    folder = Path(tempfile.mkdtemp(prefix="eagle3-"))
+    with torch.inference_mode(mode=False):
+        model, generator = model_of(run), torch.Generator().manual_seed(5)
+        texts = [prompt_of(6, seed=i) for i in range(24)]
+        ids = torch.cat([model.generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts])
+        draft_ids = ids.flatten().bincount(minlength=VOCAB).argsort(descending=True)[: VOCAB // 2].sort().values
+        hidden, heads = model.config.hidden_size, model.config.num_attention_heads
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **{name: getattr(model.config, name) for name in ("vocab_size", "intermediate_size", "rms_norm_eps")},
+            **{"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": 2, "num_hidden_layers": 1},
+            "max_position_embeddings": MAX_POSITIONS,
+            "draft_vocab_size": len(draft_ids),
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        }
+        layers = Eagle3Layers(LlamaConfig(**config), num_draft_ids=len(draft_ids), depths=3, norms_residual=False)
+        with torch.no_grad():
+            for one in layers.parameters():
+                if one.ndim == 2:
+                    one.copy_(torch.randn(one.shape, generator=generator) * 0.1)
+            output = model(ids, output_hidden_states=True)
+            states, embedded = (
+                torch.cat(output.hidden_states[1:4], dim=-1)[:, :-1],
+                model.get_input_embeddings()(ids[:, 1:]),
+            )
+            wanted = output.logits[:, 1:, draft_ids].softmax(-1)
+        head = Eagle3Head(layers, draft_ids, VOCAB, (0, 1, 2), "")
+        positions = torch.arange(1, ids.shape[1]).unsqueeze(0)
+        hidden_keys = torch.full((positions.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
+        optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
+        for _ in range(80):
+            optimizer.zero_grad()
+            x = head.enter(embedded, head.join(states))
+            rotary = layers.rotary(embedded, position_ids=positions)
+            out = head.block(x, attention_mask=hidden_keys, position_embeddings=rotary, past_key_values=None)
+            logits = layers.lm_head(layers.norm(out))
+            (-(wanted * logits.log_softmax(-1)).sum(-1).mean()).backward()
+            optimizer.step()
+        tensors = {name: one.detach().contiguous() for name, one in layers.state_dict().items()}
+    tensors |= {"d2t": draft_ids - torch.arange(len(draft_ids)), "t2d": torch.zeros(VOCAB).bool()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return describe_weights(folder)
 
 
 @functools.cache

@@ -29,15 +29,19 @@ from search.study.trials import key_of
 from tests.layerskip import tokenizers, zoo
 
 NEW_TOKENS, VOCABULARY = 24, 2_048
+PUBLISHED = "published"
+"""Weights of `eagle` that others have trained."""
 GREEDY, WARM = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8, top_k=0)
 
 
-def weights_of(run: str, drafter: str) -> DraftWeights:
-    make = {"eagle": zoo.eagle_of, "mtp": zoo.mtp_of, "draft_model": zoo.draft_model_of}
-    return make[drafter](zoo.architecture(run))
+def weights_of(run: str, kind: str) -> DraftWeights:
+    make = {"eagle": zoo.eagle_of, "mtp": zoo.mtp_of, "draft_model": zoo.draft_model_of, PUBLISHED: zoo.published_of}
+    return make[kind](zoo.architecture(run))
 
 
-def space(run: str, drafter: str = "eagle") -> SearchSpace:
+def space(run: str, kind: str = "eagle") -> SearchSpace:
+    weights = weights_of(run, kind)
+    drafter = weights.drafter
     return SearchSpace(
         zoo.NUM_LAYERS,
         8,
@@ -46,21 +50,20 @@ def space(run: str, drafter: str = "eagle") -> SearchSpace:
         (),
         drafters=(drafter, f"hybrid_{drafter}"),
         lookup_gamma_max=16,
-        draft_weights=(weights_of(run, drafter),),
+        draft_weights=(weights,),
         trees=(0, 3, 16) if drafter in READ_STATES else (),
     )
 
 
-def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
-    own: dict[str, Any] = {
-        "skip_mask": SkipMask.none(zoo.NUM_LAYERS),
-        "draft_weights": weights_of(run, drafter),
-    }
-    narrowed = own | {"draft_weights": weights_of(run, drafter).narrowed(zoo.VOCAB // 2)}
+def configs(run: str, kind: str = "eagle") -> list[DecodeConfig]:
+    weights = weights_of(run, kind)
+    drafter = weights.drafter
+    own: dict[str, Any] = {"skip_mask": SkipMask.none(zoo.NUM_LAYERS), "draft_weights": weights}
+    narrowed = own | {"draft_weights": weights.narrowed(zoo.VOCAB // 2)}
     lookup = SuffixLookup(min_match=1, gamma=3, target_threshold=0.2)
     trees: list[DecodeConfig] = []
     if drafter in READ_STATES:
-        small, large = (own | {"draft_weights": weights_of(run, drafter).branching(size)} for size in (3, 16))
+        small, large = (own | {"draft_weights": weights.branching(size)} for size in (3, 16))
         trees = [
             DecodeConfig(drafter=drafter, gamma=1, **large),
             DecodeConfig(drafter=drafter, gamma=8, **small),
@@ -83,6 +86,7 @@ def configs(run: str, drafter: str = "eagle") -> list[DecodeConfig]:
     [
         ("llama fused", "eagle"),
         ("gemma3", "eagle"),
+        ("llama", PUBLISHED),
         ("glm4-moe", "mtp"),
         pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow),
         ("llama fused", "draft_model"),
@@ -129,9 +133,9 @@ def test_replayed_counts_are_those_of_decoding(
             accepted += out.stats.num_accepted - out.stats.num_looked_up_accepted
     assert accepted
     weights = weights_of(run, drafter)
-    for each in (weights, weights.branching(16)) if drafter in READ_STATES else (weights,):
+    for each in (weights, weights.branching(16)) if weights.reads_states else (weights,):
         best = predictor.best_by_weights(each, [None], count=3)
-        assert [one.config.way for one in best] == [drafter] * 3
+        assert [one.config.way for one in best] == [weights.drafter] * 3
         assert best[0].config.draft_weights == each
         assert best[0].speedup >= best[-1].speedup > 1.0
 

@@ -1,0 +1,173 @@
+"""Weights as EAGLE-3's are published: computed as the paper says, lossless, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.config.decode_config import DraftWeights
+from layerskip.config.hub import num_draft_ids
+from layerskip.config.lookup_settings import SuffixLookup
+from layerskip.drafters.draft_weights import describe_weights
+from layerskip.drafters.eagle.published import usual_layers
+from tests.layerskip import zoo
+from tests.layerskip.tape import graph_model
+
+PROMPT = (3, 5, 8, 3, 5, 9, 3, 5)
+
+
+def eagle(weights: DraftWeights, **more: Any) -> DecodeConfig:
+    fields = {"drafter": "eagle", "gamma": 4, "skip_mask": SkipMask.none(zoo.NUM_LAYERS), "draft_weights": weights}
+    return DecodeConfig(**fields | more)
+
+
+class ByThePaper:
+    """The same layer, one text, every row anew; written from the paper, over the file's own tensors."""
+
+    def __init__(self, folder: Path, model: Any, ids: list[int], *, norm_before_residual: bool) -> None:
+        self.tensors, self.model, self.norm_before = (
+            load_file(folder / "model.safetensors"),
+            model,
+            norm_before_residual,
+        )
+        output = model(torch.tensor([ids]), output_hidden_states=True)
+        fused = torch.cat(output.hidden_states[1:4], dim=-1)[0, :-1] @ self.tensors["fc.weight"].T
+        self.rows = list(fused)  # one for each token after the first
+        self.tokens = ids[1:]
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.tensors[f"{name}.weight"]
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, heads, width), by their places."""
+        half = x.shape[-1] // 2
+        angles = torch.arange(len(x)).unsqueeze(1) * 10_000.0 ** (-torch.arange(half) / half)
+        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        low, high = x[..., :half], x[..., half:]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    def next_logits(self) -> torch.Tensor:
+        """Over all token ids, after the last token; its state then stands for one that the model has not computed."""
+        states, get = torch.stack(self.rows), self.tensors
+        normed = self.norm("midlayer.hidden_norm", states)
+        embedded = self.model.get_input_embeddings()(torch.tensor(self.tokens))
+        x = torch.cat([self.norm("midlayer.input_layernorm", embedded), normed], dim=-1)
+        heads = [
+            self.turned(one) if name != "v" else one
+            for name, count in (("q", 4), ("k", 2), ("v", 2))
+            for one in [(x @ get[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(x), count, -1)]
+        ]
+        query, key, value = heads[0], *(one.repeat_interleave(2, dim=1) for one in heads[1:])
+        scores = torch.einsum("thd,shd->hts", query, key) / math.sqrt(query.shape[-1])
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
+        seen = torch.einsum("hts,shd->thd", scores.softmax(-1), value).flatten(1)
+        out = (normed if self.norm_before else states) + seen @ get["midlayer.self_attn.o_proj.weight"].T
+        inner = self.norm("midlayer.post_attention_layernorm", out)
+        gated = F.silu(inner @ get["midlayer.mlp.gate_proj.weight"].T) * (inner @ get["midlayer.mlp.up_proj.weight"].T)
+        out = out + gated @ get["midlayer.mlp.down_proj.weight"].T
+        logits = torch.full((zoo.VOCAB,), -math.inf)
+        ids = get["d2t"] + torch.arange(len(get["d2t"]))
+        logits[ids] = self.norm("norm", out[-1]) @ get["lm_head.weight"].T
+        self.rows.append(out[-1])
+        return logits
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_drafts_in_a_row_have_the_logits_that_the_paper_says(norm_before_residual: bool, tmp_path: Path) -> None:
+    weights = changed(tmp_path, config={"norm_before_residual": norm_before_residual})
+    model, ids = zoo.layerskip_of("llama"), [*PROMPT, 4, 7]
+    model.check_config(eagle(weights))
+    engine: Any = model.engine
+    head = engine.draft_weights[weights.path]
+    with torch.inference_mode(), engine.session(len(ids) + 4):
+        paper = ByThePaper(tmp_path / "weights", model.model, ids, norm_before_residual=norm_before_residual)
+        engine.keep_states(head.aux_layers)
+        engine.forward(torch.tensor(ids[:-1]))
+        text = head.new_text(len(ids) + 4)
+        text.follow(engine, torch.tensor(ids[1:4]), 0)
+        state = text.follow(engine, torch.tensor(ids[4:]), 3)
+        for place in range(len(ids) - 1, len(ids) + 3):
+            found, expected = head.logits(engine, state, None)[0], paper.next_logits()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            token = int(expected.argmax())
+            paper.tokens.append(token)
+            state = text.go_on(engine, torch.tensor([token]), state, place)
+
+
+@pytest.mark.parametrize("run", ["llama", "llama fused"])
+def test_output_is_the_targets(run: str) -> None:
+    model, weights, kept = zoo.layerskip_of(run), zoo.published_of("llama"), 0
+    lookup = SuffixLookup(min_match=1, gamma=3)
+    for config in (
+        eagle(weights),
+        eagle(weights, gamma=2, siblings=2, draft_threshold=0.2),
+        eagle(weights.branching(6)),
+        eagle(weights.narrowed(20)),
+        eagle(weights, drafter="hybrid", lookup=lookup),
+    ):
+        out = model.generate(PROMPT, max_new_tokens=zoo.LONGEST, config=config)
+        assert out.ids == list(zoo.greedy_reference("llama", PROMPT))
+        plain, same = (
+            model.generate(PROMPT, max_new_tokens=zoo.LONGEST, do_sample=True, seed=3, config=one).ids
+            for one in (DecodeConfig.plain(zoo.NUM_LAYERS), config)
+        )
+        assert plain == same
+        kept += out.stats.num_accepted - out.stats.num_looked_up_accepted
+    assert kept > 10
+
+
+def changed(
+    tmp_path: Path,
+    config: dict[str, Any] | None = None,
+    tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
+) -> DraftWeights:
+    """The zoo's weights with some of this otherwise, in `tmp_path/weights`."""
+    at = tmp_path / "weights"
+    shutil.rmtree(at, ignore_errors=True)
+    shutil.copytree(zoo.published_of("llama").path, at)
+    kept = json.loads((at / "config.json").read_text()) | (config or {})
+    (at / "config.json").write_text(json.dumps({name: one for name, one in kept.items() if one is not None}))
+    if tensors is not None:
+        save_file(tensors(load_file(at / "model.safetensors")), at / "model.safetensors")
+    return describe_weights(at)
+
+
+def refused(model: LayerSkipModel, weights: DraftWeights) -> str:
+    with pytest.raises(ValueError, match="draft_weights") as error:
+        model.check_config(eagle(weights))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = zoo.layerskip_of("llama")
+    assert "hidden_size must be 32, got 64" in refused(model, changed(tmp_path, {"hidden_size": 64}))
+    assert "num_hidden_layers must be 1, got 2" in refused(model, changed(tmp_path, {"num_hidden_layers": 2}))
+    assert "eagle_aux_hidden_state_layer_ids: must be ascending" in refused(
+        model, changed(tmp_path, {"eagle_config": None})
+    )
+    assert "is not of the shape" in refused(model, changed(tmp_path, {"intermediate_size": 40}))
+    without = changed(tmp_path, tensors=lambda all_of: {name: all_of[name] for name in all_of if name != "fc.weight"})
+    assert "fc.weight" in refused(model, without)
+    no_ids = changed(tmp_path, tensors=lambda all_of: {name: all_of[name] for name in all_of if name != "d2t"})
+    assert f"without d2t draft_vocab_size must be the model's {zoo.VOCAB}" in refused(model, no_ids)
+    beyond = changed(tmp_path, tensors=lambda all_of: all_of | {"d2t": all_of["d2t"] + zoo.VOCAB})
+    assert f"ids of 0 to {zoo.VOCAB - 1}" in refused(model, beyond)
+    other = zoo.published_of("llama").model_copy(update={"fingerprint": "0" * 16})
+    assert "draft_weights.fingerprint: must be that of" in refused(model, other)
+    assert "need the engine eager or fused, got cuda_graph" in refused(graph_model("llama"), zoo.published_of("llama"))
+
+
+def test_its_ids_are_in_no_order_so_a_search_does_not_narrow_them() -> None:
+    assert num_draft_ids(zoo.published_of("llama").path) == 0
+    assert usual_layers(32) == (1, 15, 28)
