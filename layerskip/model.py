@@ -13,27 +13,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from layerskip.config.decode_config import OWN_LAYERS, DecodeConfig, DraftWeights
-from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments, locate_weights
+from layerskip.config.decode_config import DecodeConfig, DraftWeights
+from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
-from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens, runs_modules
-from layerskip.drafters.eagle.head import load_eagle, read_config
-from layerskip.drafters.eagle.lean import LeanEagle
-from layerskip.drafters.eagle.published import Eagle3Head, is_published, load_published
-from layerskip.drafters.eagle.state_head import StateHead
-from layerskip.drafters.mtp import MtpHead
-from layerskip.drafters.translation import Translation
+from layerskip.drafters.draft_weights import has_other_tokenizer, runs_modules
+from layerskip.drafters.load_weights import WeightsLoader
 from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
-from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
-from layerskip.huggingface.mtp import load_mtp, mtp_refusal
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
 from layerskip.rounds.device_round import OffersRounds
@@ -269,7 +261,7 @@ class LayerSkipModel:
         for one in (config, *(config.groups or {}).values(), *(config.regimes or ())):
             if one.draft_weights is not None:
                 self._adapter.check_vocab("draft_weights", one.draft_weights.draft_vocab)
-                self._load_draft_weights(one.draft_weights)
+                self._weights_loader.load(one.draft_weights)
                 if one.siblings and has_other_tokenizer(self._engine, one.draft_weights):
                     raise ValueError(
                         f"siblings: must be 0 where the draft model has another tokenizer, as {one.draft_weights.path} "
@@ -295,116 +287,23 @@ class LayerSkipModel:
         choice = make_engine(self._engine_asked, self._adapter, with_graphs=with_graphs)
         self._engine, self.engine_reason = choice.engine, choice.reason
 
-    def _load_draft_weights(self, weights: DraftWeights) -> None:
-        """Once for a folder, as long as its fingerprint is the one asked for."""
-        known = self._engine.draft_weights.get(weights.path)
-        whatever_lies_there = weights.path == OWN_LAYERS and not weights.fingerprint
-        if known is None or not (whatever_lies_there or known.fingerprint == weights.fingerprint):
-            self._engine.draft_weights[weights.path] = self._load[weights.drafter](weights)
-        if weights.draft_vocab is not None and has_other_tokenizer(self._engine, weights):
-            raise ValueError(
-                "draft_weights.draft_vocab: must be left out where the draft model has another tokenizer, as "
-                f"{weights.path} has; got {weights.draft_vocab}"
-            )
-
     @property
-    def _load(self) -> dict[str, Callable[[DraftWeights], StateHead | DraftModel]]:
-        return {"eagle": self._load_eagle, "mtp": self._load_mtp, "draft_model": self._load_draft_model}
+    def _weights_loader(self) -> WeightsLoader:
+        return WeightsLoader(
+            self._engine, self._adapter, self.tokenizer, self._vocabulary_size, self.weights_fingerprint
+        )
 
     @property
     def mtp_refusal(self) -> str | None:
         """Why no multi-token-prediction layer of the model's own checkpoint may draft; None where one may be loaded."""
-        if not isinstance(self._engine, StatesEngine):
-            return f"the engine eager or fused, got {self._engine.name}"
-        return mtp_refusal(self._adapter)
+        return self._weights_loader.mtp_refusal
 
     def mtp_weights(self) -> DraftWeights:
         """The first multi-token-prediction layer of the model's own checkpoint, loaded, as a config names it.
 
         Cost: its weights are read once. Raises: ValueError where there is none, or it cannot draft.
         """
-        known = self._engine.draft_weights.get(OWN_LAYERS)
-        if known is None:
-            known = self._engine.draft_weights[OWN_LAYERS] = self._load_mtp(None)
-        return DraftWeights(drafter="mtp", path=OWN_LAYERS, fingerprint=known.fingerprint)
-
-    def _load_mtp(self, weights: DraftWeights | None) -> MtpHead:
-        if self.mtp_refusal is not None:
-            raise ValueError(f"draft_weights: mtp needs {self.mtp_refusal}")
-        found = load_mtp(self._adapter)
-        fingerprint = weights_fingerprint(found.layers[0])
-        if weights is not None and weights.fingerprint not in ("", fingerprint):
-            raise ValueError(
-                f"draft_weights.fingerprint: must be that of the model's own layer, {fingerprint}, got "
-                f"{weights.fingerprint}"
-            )
-        return MtpHead(found, self.model, fingerprint)
-
-    def _load_eagle(self, weights: DraftWeights) -> StateHead:
-        folder = locate_weights(weights.path)
-        if is_published(read_config(folder)):
-            return self._load_published(folder, weights)
-        recorded = isinstance(self._engine, CudaGraphEngine) and self._engine.lean is not None
-        if not recorded and not isinstance(self._engine, StatesEngine):
-            raise ValueError(
-                "draft_weights: eagle needs the engine eager or fused, or cuda_graph over lean layers, got "
-                f"{self._engine.name} over {type(self.model).__name__}'s own modules"
-            )
-        self.placement.check_whole("draft_weights")
-        head = load_eagle(weights, self.model, self.weights_fingerprint())
-        return LeanEagle(head, self.model.get_output_embeddings(), weights.fingerprint)
-
-    def _load_published(self, folder: Path, weights: DraftWeights) -> Eagle3Head:
-        if not isinstance(self._engine, StatesEngine):
-            raise ValueError(
-                f"draft_weights: {weights.path}, published weights, need the engine eager or fused, got "
-                f"{self._engine.name}"
-            )
-        self.placement.check_whole("draft_weights")
-        self._check_fingerprint(weights)
-        return load_published(folder, read_config(folder), weights.fingerprint, self.model)
-
-    def _check_fingerprint(self, weights: DraftWeights) -> None:
-        """Raises: ValueError if what lies there is something else now."""
-        found = describe_weights(weights.path)
-        if (found.drafter, found.fingerprint) != (weights.drafter, weights.fingerprint):
-            raise ValueError(
-                f"draft_weights.fingerprint: must be that of {weights.path}, {found.drafter} {found.fingerprint}, got "
-                f"{weights.drafter} {weights.fingerprint}"
-            )
-
-    def _load_draft_model(self, weights: DraftWeights) -> DraftModel:
-        """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""
-        self._check_fingerprint(weights)
-        dtype = str(self.dtype).removeprefix("torch.")
-        model, tokenizer = load_pretrained(locate_weights(weights.path), device=str(self.device), dtype=dtype)
-        difference = other_tokens(self.tokenizer, tokenizer)
-        adapter = ModelAdapter(model)
-        known = int(model.get_input_embeddings().weight.shape[0])
-        if None in (self.tokenizer, tokenizer) and known != self._vocabulary_size:
-            raise ValueError(
-                f"draft_weights: without tokenizers to compare, {weights.path} must know as many tokens as the model, "
-                f"{self._vocabulary_size}, got {known}"
-            )
-        translation = None
-        if difference is not None:
-            logger.info("%s has another tokenizer (%s): what it drafts is encoded anew", weights.path, difference)
-            translation = Translation(self.tokenizer, tokenizer, self._vocabulary_size)
-            if translation.own.num_ids > known:
-                raise ValueError(
-                    f"draft_weights: the tokenizer of {weights.path} must have at most the {known} ids of its model, "
-                    f"got {translation.own.num_ids}"
-                )
-        return DraftModel(
-            make_engine("auto", adapter).engine,
-            weights.fingerprint,
-            num_layers=adapter.num_layers,
-            num_tokens=known,
-            vocabulary=self.vocab_size if translation is None else translation.own.num_ids,
-            max_positions=adapter.max_positions,
-            nbytes=sum(one.nbytes for one in model.parameters()),
-            translation=translation,
-        )
+        return self._weights_loader.own_layer()
 
     def check_text_store(self, store: TextStore | None) -> None:
         """Raises ValueError if it holds token ids that this model does not have, which no forward could take."""
