@@ -26,7 +26,7 @@ def facts_in(path: str) -> dict[str, str]:
 def test_it_is_short_and_names_nothing_that_is_not_there() -> None:
     assert len(LOG.splitlines()) <= 250
     here = re.sub(r"`[^`]*`(?:, `[^`]*`)* at commit [0-9a-f]{7}", "", LOG)  # what went lies where it says
-    named = set(re.findall(r"studies/[\w./-]+\.(?:jsonl\.xz|json|md)", here))
+    named = set(re.findall(r"studies/[\w./-]+\.(?:jsonl\.xz|json|md)\b", here))
     assert len(named) > 20
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
     modules = set(re.findall(r"python -m ([\w.]+)", here))
