@@ -205,21 +205,38 @@ def _shrink_to_forecasts(
     return np.array(given) + bias + gain * (residuals - bias), np.sqrt(gain * variances)
 
 
+@dataclass(frozen=True)
+class _Observed:
+    """What one trial saw, pair by pair."""
+
+    steps: npt.NDArray[np.int64]
+    logs: Floats
+    interactions: Floats | None
+    is_full: bool
+
+
+@lru_cache(maxsize=1 << 10)
+def _observed(trial: _Trials) -> _Observed:
+    """Of one finished trial, which every later fit takes in again."""
+    [one] = trial
+    found, logs = interactions_of(one.user_attrs), np.array([math.log(ratio) for ratio in one.user_attrs[RATIOS]])
+    # A trial that stopped early was forecast on more prompts than it saw.
+    interactions = None if found is None else np.array(found[: len(logs)])
+    return _Observed(np.array(one.user_attrs[PROMPT_STEPS]), logs, interactions, is_full(one))
+
+
 class _Fit:
     """The fit: arrays `configs` and `prompts` of effects, `pairs` per config, `interaction_weight`, `sigma` or None."""
 
     def __init__(self, groups: Sequence[Sequence[FrozenTrial]], num_first: int) -> None:
-        trials = [(i, trial, interactions_of(trial.user_attrs)) for i, group in enumerate(groups) for trial in group]
-        all_forecast = all(interactions is not None for _, _, interactions in trials)
-        rows = []
-        for i, trial, interactions in trials:
-            steps, ratios = trial.user_attrs[PROMPT_STEPS], trial.user_attrs[RATIOS]
-            # A trial that stopped early was forecast on more prompts than it saw.
-            forecast = interactions if all_forecast and interactions else [0.0] * len(ratios)
-            is_whole = is_full(trial)
-            for step, ratio, one in zip(steps, ratios, forecast, strict=False):
-                rows.append((i, step, math.log(ratio), is_whole, one))
-        config, prompt, log, full, interaction = (np.array(column) for column in zip(*rows, strict=True))
+        seen_by = [(i, _observed(_Trials((trial,)))) for i, group in enumerate(groups) for trial in group]
+        all_forecast = all(one.interactions is not None for _, one in seen_by)
+        config = np.repeat([i for i, _ in seen_by], [len(one.logs) for _, one in seen_by])
+        prompt, log = (np.concatenate([getattr(one, name) for _, one in seen_by]) for name in ("steps", "logs"))
+        full = np.concatenate([np.full(len(one.logs), one.is_full) for _, one in seen_by])
+        interaction = np.zeros(len(log))
+        if all_forecast:
+            interaction = np.concatenate([one.interactions for _, one in seen_by])
         self.pairs = np.bincount(config)
         self.interaction_weight: float = 1.0 if all_forecast else 0.0
         centred = interaction - (np.bincount(config, interaction) / self.pairs)[config]

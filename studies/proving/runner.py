@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.pruners import NopPruner
+from optuna.storages import InMemoryStorage
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
@@ -112,6 +114,24 @@ def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
     return RunResult(leaders, exported, run.study.user_attrs.get(CANNOT_WIN) is not None, len(trials))
 
 
+class _InPlace(InMemoryStorage):
+    """Sets what a running trial is given, of which Optuna's own copies all at each of some fifty times a trial. One
+    thread has it, and a running trial is kept by nobody."""
+
+    def set_trial_param(
+        self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
+    ) -> None:
+        trial = self.get_trial(trial_id)
+        trial.params[param_name] = distribution.to_external_repr(param_value_internal)
+        trial.distributions[param_name] = distribution
+
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+        self.get_trial(trial_id).user_attrs[key] = value
+
+    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
+        self.get_trial(trial_id).intermediate_values[step] = intermediate_value
+
+
 @dataclass(frozen=True)
 class _Run:
     """A run with what it is measured with."""
@@ -130,7 +150,7 @@ class _Run:
         subject, spec = _subject(case, TabularDecoder(case.table, machine)), _spec(case)
         options = ReferenceOptions(subject.space.num_layers, case.seed, spec.trial_seconds, spec.prompts_per_trial)
         reference = make_reference(subject.decoder, subject.tuning, options)
-        study = optuna.create_study(direction="maximize", pruner=NopPruner())
+        study = optuna.create_study(storage=_InPlace(), direction="maximize", pruner=NopPruner())
         tools = Tools(Reporter(io.StringIO()), StopSignal(), "python -m studies.proving", machine)
         return cls(case, study, subject, spec, reference, tools)
 
