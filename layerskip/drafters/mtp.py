@@ -20,17 +20,10 @@ class MtpHead(ModuleHead):
     def __init__(self, mtp: Any, model: Any, fingerprint: str) -> None:
         """model: the target, whose embeddings and positions it shares."""
         self.fingerprint = fingerprint
-        self.layer, self.rotary, self.config = mtp.layers[0], mtp.rotary_emb, mtp.config
+        self.layer: Any = mtp.layers[0]
+        self.module, self.rotary, self.config = self.layer, mtp.rotary_emb, mtp.config
         self._final_norm = final_norm(model)
-        self._vocab_size = int(model.get_output_embeddings().weight.shape[0])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.layer.parameters())
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
 
     def join(self, states: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._final_norm(states)

@@ -166,11 +166,6 @@ class EagleHead(nn.Module):
             found.append(x)
         return found
 
-    @property
-    def nbytes(self) -> int:
-        """Of the weights."""
-        return sum(one.nbytes for one in self.parameters())
-
     def save(self, folder: Path, target: str, facts: dict[str, Any]) -> DraftWeights:
         """Write weights and config. target: the model's `weights_fingerprint`; facts: how they were trained."""
         folder.mkdir(parents=True, exist_ok=True)

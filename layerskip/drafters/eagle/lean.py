@@ -24,7 +24,8 @@ class LeanEagle(StateHead):
 
     def __init__(self, head: EagleHead, output_embedding: Any, fingerprint: str) -> None:
         """output_embedding: the target's; fingerprint: of the weights, see `DraftWeights`."""
-        self.module, self.fingerprint, self.aux_layers = head, fingerprint, head.shape.aux_layers
+        self.module: EagleHead = head
+        self.fingerprint, self.aux_layers, self.vocab_size = fingerprint, head.shape.aux_layers, head.shape.vocab_size
         self._output_embedding = output_embedding
         self._heads: dict[int, Linear] = {}
         """By how many of the draft ids they choose among."""
@@ -40,14 +41,6 @@ class LeanEagle(StateHead):
         self._rotary = head.rotary
         self._like = weight[:1]
         self._cos = self._sin = torch.empty(0)
-
-    @property
-    def nbytes(self) -> int:
-        return self.module.nbytes
-
-    @property
-    def vocab_size(self) -> int:
-        return self.module.shape.vocab_size
 
     def new_text(self, capacity: int) -> LeanEagleText:
         if len(self._cos) < capacity:

@@ -64,6 +64,8 @@ class Eagle3Head(ModuleHead):
     """Reads the target's states of several depths, joined, and on drafted tokens its own; has its own output embedding
     over some of the target's token ids."""
 
+    module: Eagle3Layers
+
     def __init__(
         self,
         layers: Eagle3Layers,
@@ -73,33 +75,25 @@ class Eagle3Head(ModuleHead):
         fingerprint: str,
     ) -> None:
         """draft_ids: (num_draft_ids,) token ids that it chooses among; None: all."""
-        self.layers, self.rotary, self._vocab_size = layers, layers.rotary, vocab_size
+        self.module, self.rotary, self.vocab_size = layers, layers.rotary, vocab_size
         self.fingerprint, self.aux_layers = fingerprint, tuple(aux_layers)
         self._draft_ids = draft_ids
         self._width = layers.fc.in_features
 
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.layers.parameters())
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
     def join(self, states: torch.Tensor) -> torch.Tensor:
         """See `StateHead`; the last layer's states, which are kept too, are not read."""
-        out: torch.Tensor = self.layers.fc(states[..., : self._width])
+        out: torch.Tensor = self.module.fc(states[..., : self._width])
         return out
 
     def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """(T, 3 * hidden): what attention reads, and what its output is added to."""
-        layer: Any = self.layers.midlayer
+        layer: Any = self.module.midlayer
         normed = layer.hidden_norm(states)
-        residual = normed if self.layers.norms_residual else states
+        residual = normed if self.module.norms_residual else states
         return torch.cat([layer.input_layernorm(embedded), normed, residual], dim=-1)
 
     def block(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        layer: Any = self.layers.midlayer
+        layer: Any = self.module.midlayer
         hidden = x.shape[-1] // 3
         out: torch.Tensor = x[..., 2 * hidden :] + layer.self_attn(x[..., : 2 * hidden], **arguments)[0]
         return torch.add(out, layer.mlp(layer.post_attention_layernorm(out)))
@@ -108,9 +102,9 @@ class Eagle3Head(ModuleHead):
         """See `StateHead`: nothing is."""
 
     def logits(self, engine: StatesEngine, state: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:  # noqa: ARG002
-        found: torch.Tensor = self.layers.lm_head(self.layers.norm(state))
+        found: torch.Tensor = self.module.lm_head(self.module.norm(state))
         if self._draft_ids is not None:
-            few, found = found, found.new_full((len(found), self._vocab_size), float("-inf"))
+            few, found = found, found.new_full((len(found), self.vocab_size), float("-inf"))
             found[:, self._draft_ids] = few
         if draft_vocab is not None:
             found[:, draft_vocab:] = float("-inf")

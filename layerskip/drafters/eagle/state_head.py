@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch import nn
 
 from layerskip.engines.states import StatesEngine
 
@@ -21,15 +22,15 @@ class StateHead(ABC):
     aux_layers: tuple[int, ...] = ()
     """Layers of the target, ascending and counted from 0, whose states are read before the last one's."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of the weights, once."""
+    module: nn.Module
+    """What holds its weights."""
+    vocab_size: int
+    """Of the target."""
 
     @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Of the target."""
+    def nbytes(self) -> int:
+        """Of the weights, once."""
+        return sum(one.nbytes for one in self.module.parameters())
 
     @abstractmethod
     def new_text(self, capacity: int) -> StateText:
