@@ -60,8 +60,18 @@ def _drafts(
         output = model(ids, output_hidden_states=True)
     states, wanted = output.hidden_states[-1][:, :-1], output.logits[:, 1:]
     positions = torch.arange(1, ids.shape[1]).unsqueeze(0)
+    embedded = mtp.embed_tokens(ids[:, 1:])
+    hidden = torch.full((positions.shape[1],) * 2, torch.finfo(embedded.dtype).min).triu(1)[None, None]
+    rotary = mtp.rotary_emb(embedded, position_ids=positions)
     for d in range(depth):
-        states = mtp.forward_layer(0, states, positions, None, input_ids=ids[:, 1:])
+        states = mtp.layers[0](
+            embedded,
+            states,
+            position_embeddings=rotary,
+            attention_mask=hidden,
+            position_ids=positions,
+            past_key_values=None,
+        )
         yield mtp.shared_head(states[:, d:]), wanted[:, d:]
         states = F.pad(states, (0, 0, 1, 0))[:, :-1]
 

@@ -61,7 +61,7 @@ def test_trees_that_are_asked_for_and_cannot_be_are_refused() -> None:
     assert space_for(model_on(Sharing()), make_spec()).trees == ()
     with pytest.raises(ValueError, match="trees: need the engine eager or fused, got cuda_graph"):
         space_for(model_on(object()), make_spec(trees=True))
-    with pytest.raises(ValueError, match="trees: need an eagle layer among draft_weights, which drafts them"):
+    with pytest.raises(ValueError, match="trees: need an eagle layer among draft_weights, or mtp, which draft them"):
         space_for(model_on(Sharing()), make_spec(trees=True))
 
 

@@ -341,7 +341,10 @@ def test_a_file_of_before_there_were_drafters_is_layer_skip() -> None:
 
 LOOKUP = {"method": "prompt_lookup", "min_match": 2, "max_match": 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"drafter": "ngrams"}, "drafter: input should be 'layer_skip', 'prompt_lookup', 'suffix', 'hybrid', 'eagle' or"),
+    (
+        {"drafter": "ngrams"},
+        "drafter: input should be 'layer_skip', 'prompt_lookup', 'suffix', 'hybrid', 'eagle', 'mtp' or",
+    ),
     ({"drafter": "suffix"}, "lookup: is required where the drafter is suffix"),
     ({"lookup": LOOKUP}, "lookup: must be left out where the drafter is layer_skip"),
     ({"drafter": "suffix", "lookup": LOOKUP}, "lookup.method: must be the drafter, suffix, got prompt_lookup"),
