@@ -83,18 +83,24 @@ def generates_with(mtp: Any) -> Iterator[None]:
 @contextmanager
 def _as_published(adapter: ModelAdapter) -> Iterator[None]:
     """Inside, the layer behind the model's last one is known to be such a layer, whatever the model's size, where
-    Transformers goes by the sizes that were published; and the config tells the number format as a dtype."""
+    Transformers goes by the sizes that were published; how a checkpoint's names are read is known of a model that was
+    not loaded, too; and the config tells the number format as a dtype."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     model: Any = adapter.model
-    patterns, own = "_keys_to_ignore_on_load_unexpected", f"model.layers.{adapter.num_layers}."
-    before, dtype = model.__dict__.get(patterns), adapter.config.dtype
-    known = list(getattr(model, patterns) or ())
+    own = f"model.layers.{adapter.num_layers}."
+    known, dtype = list(model._keys_to_ignore_on_load_unexpected or ()), adapter.config.dtype
+    names = ("_keys_to_ignore_on_load_unexpected", "_weight_conversions")
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
     try:
         if not any(re.search(one, own) or "mtp" in one for one in known):
-            setattr(model, patterns, [*known, "^" + re.escape(own)])
+            model._keys_to_ignore_on_load_unexpected = [*known, "^" + re.escape(own)]
+        if not hasattr(model, "_weight_conversions"):
+            model._weight_conversions = get_model_conversion_mapping(model)
         adapter.config.dtype = adapter.dtype
         yield
     finally:
         adapter.config.dtype = dtype
-        model.__dict__.pop(patterns, None)
-        if before is not None:
-            setattr(model, patterns, before)
+        for name in names:
+            vars(model).pop(name, None)
+        vars(model).update(before)
