@@ -114,7 +114,7 @@ def test_a_wrong_token_is_a_failure_in_either_dtype_and_can_be_run_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(decode, "verify", accept_one_more)
-        assert main(tmp_path, "--cases", "16") == 1
+        assert main(tmp_path, "--cases", "30") == 1
         failures = stored(tmp_path)["failures"]
         assert {"float32", "bfloat16"} <= {found["case"]["dtype"] for found in failures}
         assert main(tmp_path, "--replay") == 1
