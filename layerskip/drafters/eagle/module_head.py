@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from layerskip.drafters.eagle.state_head import StateHead, StateText
+from layerskip.huggingface.adapter import ForcedPositions
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.kv_cache import SharedLengthCache
 
@@ -75,13 +76,12 @@ class ModuleText(StateText):
         self._cache.advance(start)
         if isinstance(positions, slice):
             positions = torch.arange(positions.start, positions.stop, device=x.device)
-        ids, hidden = (positions + 1).unsqueeze(0), None
+        ids, hidden = (positions + 1).unsqueeze(0), None  # of a single row that sees all before it
         if mask is None and num_rows > 1:
             places = torch.arange(num_rows, device=x.device)
             mask = places <= places.unsqueeze(1)
         if mask is not None:
-            hidden = torch.full(mask.shape, torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device)
-            hidden = hidden.masked_fill(mask, 0.0)[None, None]
+            hidden = ForcedPositions.of(positions, {None: mask}, x.dtype).attention_mask
         with over_growing_keys((x.device,)):
             out = self.head.block(
                 x.unsqueeze(0),

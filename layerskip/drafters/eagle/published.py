@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
@@ -23,9 +24,8 @@ from layerskip.engines.states import StatesEngine
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _NOT_READ = ("t2d", "embed_tokens.weight")
 """The inverse of `d2t`, and the target's own embedding."""
-
-
 _OF_THE_FILE = ("architectures", "model_type")
+"""Fields of config.json that say nothing of the layer."""
 
 
 def is_published(config: dict[str, Any]) -> bool:
@@ -127,7 +127,7 @@ def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model
     aux_layers = tuple(known.get("eagle_aux_hidden_state_layer_ids") or usual_layers(num_layers))
     check_aux_layers(aux_layers, num_layers, "draft_weights: eagle_aux_hidden_state_layer_ids")
     num_draft_ids = config.get("draft_vocab_size") or vocab_size
-    tensors = {name: one for file in _files_of(folder) for name, one in load_file(file).items()}
+    tensors = _tensors_in(folder)
     tensors = {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items() if name not in _NOT_READ}
     offsets = tensors.pop("d2t", None)
     layers = Eagle3Layers(
@@ -156,5 +156,12 @@ def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model
     return Eagle3Head(layers, draft_ids, vocab_size, aux_layers, fingerprint)
 
 
-def _files_of(folder: Path) -> list[Path]:
-    return sorted(file for pattern in WEIGHTS_FILES for file in folder.glob(pattern))
+def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Raises: ValueError naming a file that cannot be read."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(file for pattern in WEIGHTS_FILES for file in folder.glob(pattern)):
+        try:
+            found |= load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"draft_weights: {file}: cannot be read: {error}") from None
+    return found

@@ -163,6 +163,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert f"without d2t draft_vocab_size must be the model's {zoo.VOCAB}" in refused(model, no_ids)
     beyond = changed(tmp_path, tensors=lambda all_of: all_of | {"d2t": all_of["d2t"] + zoo.VOCAB})
     assert f"ids of 0 to {zoo.VOCAB - 1}" in refused(model, beyond)
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"no tensors")
+    assert "model.safetensors: cannot be read" in refused(model, describe_weights(tmp_path / "weights"))
     other = zoo.published_of("llama").model_copy(update={"fingerprint": "0" * 16})
     assert "draft_weights.fingerprint: must be that of" in refused(model, other)
     assert "need the engine eager or fused, got cuda_graph" in refused(graph_model("llama"), zoo.published_of("llama"))
