@@ -22,11 +22,10 @@ def repeated_ngram_share(texts: Iterable[tuple[Sequence[int], Sequence[int]]], n
     repeated = total = 0
     for prompt, output in texts:
         ids = [*prompt, *output]
-        seen: set[tuple[int, ...]] = set()
-        for start in range(len(ids) - n + 1):
-            ngram = tuple(ids[start : start + n])
-            if start >= len(prompt):
-                total += 1
-                repeated += ngram in seen
+        ngrams = list(zip(*(ids[start:] for start in range(n)), strict=False))
+        seen = set(ngrams[: len(prompt)])
+        for ngram in ngrams[len(prompt) :]:
+            total += 1
+            repeated += ngram in seen
             seen.add(ngram)
     return repeated / total if total else None

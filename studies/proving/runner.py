@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,6 +15,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.pruners import NopPruner
 from optuna.storages import InMemoryStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
@@ -116,7 +117,15 @@ def run_case(case: Case, checkpoints: Iterable[int]) -> RunResult:
 
 class _InPlace(InMemoryStorage):
     """Sets what a running trial is given, of which Optuna's own copies all at each of some fifty times a trial. One
-    thread has it, and a running trial is kept by nobody."""
+    thread has it, a running trial is kept by nobody, and a finished one is changed by nobody."""
+
+    def get_all_trials(
+        self,
+        study_id: int,
+        deepcopy: bool = True,  # noqa: ARG002 (as Optuna has it)
+        states: Container[TrialState] | None = None,
+    ) -> list[FrozenTrial]:
+        return super().get_all_trials(study_id, deepcopy=False, states=states)
 
     def set_trial_param(
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
