@@ -64,6 +64,34 @@ def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
     assert table(record) in README
 
 
+SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "demo", "demo/t0.7")
+SEARCHED += ("mtp", "mtp/t0.7", "stock_weights", "stock_weights/t0.7")
+
+
+def test_the_readmes_table_of_what_was_found_is_that_of_the_searches() -> None:
+    rows = re.findall(
+        r"^\| .* \| \*\*(.+?)\*\* \((.+?)\.\.(.+?)\) \| (.+?) \| (.+?) \| (.+?) \| .+ \|$", README, re.MULTILINE
+    )
+    for row, study in zip(rows, SEARCHED, strict=True):
+        summary = json.loads((ROOT / "studies" / study / "summary.json").read_text(encoding="utf-8"))
+        confirmed, best = summary["confirmed"], summary["by_drafter"]
+        weights = summary["config"]["draft_weights"]
+        chosen = summary["config"]["drafter"]
+        if chosen == "hybrid" and weights is not None:
+            chosen = f"hybrid_{weights['drafter']}"
+        numbers = [confirmed[name] for name in ("speedup", "speedup_ci_low", "speedup_ci_high")]
+        numbers += [best[chosen], best["layer_skip"], best["prompt_lookup"]]
+        assert row == tuple(f"{one:.2f}" for one in numbers), study
+
+
+def test_the_readmes_row_of_searches_is_that_of_the_output() -> None:
+    means = json.loads((ROOT / "studies" / "proving" / "rivals.json").read_text(encoding="utf-8"))["means"]
+    names = ("ours", "leave-one-out+settings", "layerskip+settings", "layerskip", "draft-verify", "random+settings")
+    cells = [means[name]["regret"] for name in names]
+    assert f"| {' | '.join('{mean:.2f} ({low:.2f}..{high:.2f})'.format(**one) for one in cells)} |" in README
+    assert all(one["regret"]["mean"] >= means["ours"]["regret"]["mean"] for one in means.values())
+
+
 def test_the_table_of_searches_is_that_of_the_output() -> None:
     """Every strategy that was run has its row, losing ones too."""
     means = json.loads((ROOT / "studies" / "proving" / "rivals.json").read_text(encoding="utf-8"))["means"]
