@@ -19,7 +19,7 @@ from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
-from layerskip.drafters.draft_weights import has_other_tokenizer, runs_modules
+from layerskip.drafters.draft_weights import has_other_tokenizer
 from layerskip.drafters.load_weights import WeightsLoader
 from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
@@ -225,13 +225,17 @@ class LayerSkipModel:
     @config.setter
     def config(self, config: DecodeConfig) -> None:
         recorded = self._engine if isinstance(self._engine, CudaGraphEngine) else None
-        refused = config.lossy_rules or (config.has_branches and self.siblings_refusal is not None)
-        refused = refused or any(runs_modules(one) for one in config.all_draft_weights)
-        if recorded is not None and self._engine_asked == "auto" and refused:
+        if recorded is not None and self._engine_asked == "auto" and not self._may_record(config, recorded):
             recorded.close()
             self._choose_engine(with_graphs=False)
         self.check_config(config)
         self._config = config
+
+    def _may_record(self, config: DecodeConfig, engine: CudaGraphEngine) -> bool:
+        if config.lossy_rules or (config.has_branches and self.siblings_refusal is not None):
+            return False
+        read_states = [one.drafter for one in config.all_draft_weights if one.reads_states]
+        return not read_states or (engine.lean is not None and "mtp" not in read_states)
 
     def check_config(self, config: DecodeConfig) -> None:
         """Raises ValueError if the config is lossy and that was not allowed, if a mask does not fit this model or the

@@ -37,6 +37,9 @@ def describe_weights(name: str | os.PathLike[str]) -> DraftWeights:
             )
         fingerprint = _fingerprint([folder / CONFIG_NAME, *files])
         drafter: TrainedDrafter = "eagle" if is_published(config) else "draft_model"
+        if drafter != "eagle" and "speculators_model_type" in config:
+            kind = config["speculators_model_type"]
+            raise ValueError(f"draft_weights: {folder}: speculators_model_type must be eagle3, got {kind}")
         weights = DraftWeights(drafter=drafter, path=str(folder), fingerprint=fingerprint)
     return weights.model_copy(update={"path": text if is_hub_id(text) else str(folder.absolute())})
 
@@ -51,13 +54,6 @@ def _fingerprint(files: list[Path]) -> str:
             file.seek(max(0, size - _SAMPLED))
             digest.update(file.read(_SAMPLED))
     return digest.hexdigest()[:16]
-
-
-def runs_modules(weights: DraftWeights) -> bool:
-    """Whether they are a layer that drafts in modules of Transformers, which no engine records."""
-    return weights.reads_states and (
-        weights.drafter == "mtp" or is_published(read_config(locate_weights(weights.path)))
-    )
 
 
 def loaded_weights(engine: Any, weights: DraftWeights) -> StateHead | DraftModel:

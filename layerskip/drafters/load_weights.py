@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from layerskip.config.decode_config import OWN_LAYERS, DraftWeights
@@ -13,9 +12,8 @@ from layerskip.config.hub import locate_weights
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer, other_tokens
 from layerskip.drafters.eagle.head import load_eagle, read_config
-from layerskip.drafters.eagle.lean import LeanEagle
-from layerskip.drafters.eagle.published import Eagle3Head, is_published, load_published
-from layerskip.drafters.eagle.state_head import StateHead
+from layerskip.drafters.eagle.lean import LeanEagle, LeanHead
+from layerskip.drafters.eagle.published import is_published, load_published
 from layerskip.drafters.mtp import MtpHead
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
@@ -82,10 +80,7 @@ class WeightsLoader:
             )
         return MtpHead(found, self.adapter.model, fingerprint)
 
-    def _eagle(self, weights: DraftWeights) -> StateHead:
-        folder = locate_weights(weights.path)
-        if is_published(read_config(folder)):
-            return self._published(folder, weights)
+    def _eagle(self, weights: DraftWeights) -> LeanHead:
         recorded = isinstance(self.engine, CudaGraphEngine) and self.engine.lean is not None
         if not recorded and not isinstance(self.engine, StatesEngine):
             raise ValueError(
@@ -93,18 +88,12 @@ class WeightsLoader:
                 f"{self.engine.name} over {type(self.adapter.model).__name__}'s own modules"
             )
         self.adapter.placement.check_whole("draft_weights")
+        folder = locate_weights(weights.path)
+        if is_published(config := read_config(folder)):
+            _check_fingerprint(weights)
+            return load_published(folder, config, weights.fingerprint, self.adapter.model)
         head = load_eagle(weights, self.adapter.model, self.target_fingerprint())
         return LeanEagle(head, self.adapter.head, weights.fingerprint)
-
-    def _published(self, folder: Path, weights: DraftWeights) -> Eagle3Head:
-        if not isinstance(self.engine, StatesEngine):
-            raise ValueError(
-                f"draft_weights: {weights.path}, published weights, need the engine eager or fused, got "
-                f"{self.engine.name}"
-            )
-        self.adapter.placement.check_whole("draft_weights")
-        _check_fingerprint(weights)
-        return load_published(folder, read_config(folder), weights.fingerprint, self.adapter.model)
 
     def _draft_model(self, weights: DraftWeights) -> DraftModel:
         """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""

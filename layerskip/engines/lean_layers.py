@@ -40,7 +40,7 @@ class Norm:
 class Attention:
     """One attention sublayer; the residual addition is the caller's (`out.add_to`)."""
 
-    norm: Norm
+    norm: Callable[[torch.Tensor], torch.Tensor]
     qkv: Linear
     out: Linear
     query_norm: Norm | None
@@ -107,6 +107,21 @@ class Mlp:
         """x plus the sublayer's output."""
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return self.down.add_to(x, self.activation(gate).mul_(up))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Both sublayers of one layer that stands by itself."""
+
+    attention: Attention
+    mlp: Mlp
+    num_read: int | None = None
+    """Columns of its input, the first so many, that attention reads, and to the others its output is added; None: all
+    of them for both."""
+
+    def sides(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads of x (T, width), and what its output is added to."""
+        return (x, x) if self.num_read is None else (x[:, : self.num_read], x[:, self.num_read :])
 
 
 def rotary_table(rotary: Any, like: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

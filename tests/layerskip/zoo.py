@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from layerskip import LayerSkipModel, Provenance, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
-from layerskip.drafters.eagle.published import Eagle3Head, Eagle3Layers
+from layerskip.drafters.eagle.published import Eagle3Layers, Eagle3Shape
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
 from studies.mtp.checkpoint import layer_loss, new_layer, save_layer
@@ -271,7 +271,7 @@ def published_of(run: str) -> DraftWeights:
             "draft_vocab_size": len(draft_ids),
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
         }
-        layers = Eagle3Layers(LlamaConfig(**config), num_draft_ids=len(draft_ids), depths=3, norms_residual=False)
+        layers = Eagle3Layers(LlamaConfig(**config), Eagle3Shape((0, 1, 2), len(draft_ids)))
         with torch.no_grad():
             for one in layers.parameters():
                 if one.ndim == 2:
@@ -282,15 +282,16 @@ def published_of(run: str) -> DraftWeights:
                 model.get_input_embeddings()(ids[:, 1:]),
             )
             wanted = output.logits[:, 1:, draft_ids].softmax(-1)
-        head = Eagle3Head(layers, draft_ids, VOCAB, (0, 1, 2), "")
-        positions = torch.arange(1, ids.shape[1]).unsqueeze(0)
-        hidden_keys = torch.full((positions.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
+        layer, positions = layers.midlayer, torch.arange(1, ids.shape[1]).unsqueeze(0)
+        unseen = torch.full((positions.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
+        rotary = layers.rotary(embedded, position_ids=positions)
         optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
         for _ in range(80):
             optimizer.zero_grad()
-            x = head.enter(embedded, head.join(states))
-            rotary = layers.rotary(embedded, position_ids=positions)
-            out = head.block(x, attention_mask=hidden_keys, position_embeddings=rotary, past_key_values=None)
+            out = layers.fc(states)
+            read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(out)], dim=-1)
+            out = out + layer.self_attn(read, attention_mask=unseen, position_embeddings=rotary)[0]
+            out = out + layer.mlp(layer.post_attention_layernorm(out))
             logits = layers.lm_head(layers.norm(out))
             (-(wanted * logits.log_softmax(-1)).sum(-1).mean()).backward()
             optimizer.step()

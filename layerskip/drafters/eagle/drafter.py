@@ -9,8 +9,8 @@ import torch
 
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
-from layerskip.drafters.eagle.lean import LeanEagle
-from layerskip.drafters.eagle.recorded import StaticEagleText, static_text
+from layerskip.drafters.eagle.lean import LeanHead
+from layerskip.drafters.eagle.recorded import StaticText, static_text
 from layerskip.drafters.eagle.state_head import StateHead, StateText
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.states import StatesEngine
@@ -28,7 +28,7 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
     def __init__(self, head: StateHead, engine: StatesEngine, sampler: Sampler, settings: WeightsSettings) -> None:
         super().__init__(sampler, settings)
         self._head, self._engine = head, engine
-        self._static: StaticEagleText | None = None
+        self._static: StaticText | None = None
 
     def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (its pieces are the same)
         self._engine.keep_states(self._head.aux_layers)
@@ -44,8 +44,8 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
             return self._static or self._recorded_text(self._engine)
         return self._head.new_text(self._engine.cache.capacity + self.settings.room)
 
-    def _recorded_text(self, engine: CudaGraphEngine) -> StaticEagleText:
-        assert isinstance(self._head, LeanEagle)  # no other is loaded for this engine
+    def _recorded_text(self, engine: CudaGraphEngine) -> StaticText:
+        assert isinstance(self._head, LeanHead)  # no other is loaded for this engine
         return static_text(self._head, engine, self.settings)
 
     def begin(self) -> EagleSession:

@@ -1,4 +1,4 @@
-"""LeanEagle: an `EagleHead` as lean operations, and LeanEagleText: one text's keys and values under it."""
+"""LeanHead: a `StateHead` as lean operations, LeanText: one text's keys and values under it, and an `EagleHead` so."""
 
 from __future__ import annotations
 
@@ -9,18 +9,41 @@ import torch
 
 from layerskip.drafters.eagle.head import EagleHead
 from layerskip.drafters.eagle.state_head import StateHead, StateText
-from layerskip.engines.lean_layers import Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.lean_layers import Layer, Norm, attention_of, mlp_of, rotary_table
 from layerskip.engines.linear import Linear, fused
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
 
 
-class LeanEagle(StateHead):
-    """An `EagleHead` for drafting: lean operations on one text's rows, keys and values in buffers of the text's own.
+class LeanHead(StateHead):
+    """Lean operations on one text's rows, keys and values in buffers of the text's own. An engine may record them.
 
     Cost: a second copy of its matrices, or of most of them, and the measurement of how they should lie.
     """
+
+    layer: Layer
+    rotary: Any
+    """What gives positions their cosines and sines."""
+    like: torch.Tensor
+    """(1, hidden), of the number format and on the device of its states."""
+    _rotations: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cosines and sines as far as a text has needed them."""
+
+    def leave(self, out: torch.Tensor) -> torch.Tensor:
+        """(T, hidden): the state that a drafted token goes on from, of what the layer gave."""
+        return out
+
+    def new_text(self, capacity: int) -> LeanText:
+        attention = self.layer.attention
+        if self._rotations is None or len(self._rotations[0]) < capacity:
+            self._rotations = rotary_table(self.rotary, self.like, capacity)
+        shape = (1, attention.num_keys, capacity, attention.head_dim)
+        return LeanText(self, self.like.new_empty(shape), self.like.new_empty(shape), *self._rotations)
+
+
+class LeanEagle(LeanHead):
+    """An `EagleHead` for drafting."""
 
     def __init__(self, head: EagleHead, output_embedding: Any, fingerprint: str) -> None:
         """output_embedding: the target's; fingerprint: of the weights, see `DraftWeights`."""
@@ -33,20 +56,12 @@ class LeanEagle(StateHead):
         self._make = make = WeightLayouts(weight.device).linear
         with torch.inference_mode(mode=False), torch.no_grad():
             layer: Any = head.layer
-            self.attention, self.mlp = attention_of(layer, None, make), mlp_of(layer, make)
+            self.layer = Layer(attention_of(layer, None, make), mlp_of(layer, make))
             self._project = fused(make, head.project)
             self._joined = fused(make, head.joined) if head.joined is not None else None
             self._embed_norm, self._state_norm = Norm(head.embed_norm), Norm(head.state_norm)
             self.norm = Norm(head.norm)
-        self._rotary = head.rotary
-        self._like = weight[:1]
-        self._cos = self._sin = torch.empty(0)
-
-    def new_text(self, capacity: int) -> LeanEagleText:
-        if len(self._cos) < capacity:
-            self._cos, self._sin = rotary_table(self._rotary, self._like, capacity)
-        shape = (1, self.attention.num_keys, capacity, self.attention.head_dim)
-        return LeanEagleText(self, self._like.new_empty(shape), self._like.new_empty(shape), self._cos, self._sin)
+        self.rotary, self.like = head.rotary, weight[:1, : head.shape.hidden_size]
 
     def join(self, states: torch.Tensor) -> torch.Tensor:
         return states if self._joined is None else self._joined(states)
@@ -84,16 +99,16 @@ class LeanEagle(StateHead):
 
 
 @dataclass
-class LeanEagleText(StateText):
+class LeanText(StateText):
     """See `StateText`."""
 
-    head: LeanEagle
+    head: LeanHead
     keys: torch.Tensor
     values: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def copied(self, length: int, room: int) -> LeanEagleText:
+    def copied(self, length: int, room: int) -> LeanText:
         """See `StateText`."""
         copy = self.head.new_text(length + room)
         copy.keys[:, :, :length], copy.values[:, :, :length] = self.keys[:, :, :length], self.values[:, :, :length]
@@ -103,9 +118,10 @@ class LeanEagleText(StateText):
         self, x: torch.Tensor, positions: slice | torch.Tensor, start: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """See `StateText`."""
-        attention, num_rows = self.head.attention, len(x)
+        layer, num_rows = self.head.layer, len(x)
+        attention, (read, residual) = layer.attention, layer.sides(x)
         stop = start + num_rows
-        queries, keys, values = attention.project(x, self.cos[positions], self.sin[positions])
+        queries, keys, values = attention.project(read, self.cos[positions], self.sin[positions])
         self.keys[0, :, start:stop] = keys.transpose(0, 1)
         self.values[0, :, start:stop] = values.transpose(0, 1)
         with over_growing_keys((x.device,)):
@@ -116,5 +132,5 @@ class LeanEagleText(StateText):
                 mask,
                 is_causal=num_rows > 1 and not start,
             )
-        x = attention.out.add_to(x, out[0].transpose(0, 1).reshape(num_rows, -1))
-        return self.head.mlp.add_to(x)
+        x = attention.out.add_to(residual, out[0].transpose(0, 1).reshape(num_rows, -1))
+        return self.head.leave(layer.mlp.add_to(x))

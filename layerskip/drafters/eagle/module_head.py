@@ -6,7 +6,6 @@ from abc import abstractmethod
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 
 from layerskip.drafters.eagle.state_head import StateHead, StateText
 from layerskip.huggingface.adapter import ForcedPositions
@@ -26,20 +25,6 @@ class ModuleHead(StateHead):
 
     def new_text(self, capacity: int) -> ModuleText:
         return ModuleText(self, capacity)
-
-    def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int, first: int) -> list[torch.Tensor]:
-        """See `StateHead`. Keys of step d are kept behind those of the steps before, as a tree's are."""
-        count, num_rows = len(states), len(states) - first
-        text = self.new_text(count + depth * num_rows)
-        found = [text.run(self.enter(embedded, self.join(states)), 0)[first:]]
-        rows = torch.arange(first, count, device=states.device).unsqueeze(1)
-        places, own = torch.arange(count, device=states.device), torch.arange(num_rows, device=states.device)
-        for d in range(1, depth + 1):
-            # Position t has seen the target's states up to t - d, and behind those one drafted row of each step since.
-            seen = [places <= rows - d, *(own == rows - first - (d - step) for step in range(1, d + 1))]
-            x = self.enter(embedded[first:], F.pad(found[-1], (0, 0, 1, 0))[:-1])
-            found.append(text.run_rows(x, slice(first, count), count + (d - 1) * num_rows, torch.cat(seen, dim=1)))
-        return found
 
 
 class ModuleText(StateText):

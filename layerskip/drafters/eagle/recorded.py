@@ -1,4 +1,4 @@
-"""StaticEagleText: the steps of a trained layer as recorded work, one launch each."""
+"""StaticText: the steps of a trained layer as recorded work, one launch each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from layerskip.drafters.chain import WeightsSettings
-from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
+from layerskip.drafters.eagle.lean import LeanHead, LeanText
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, recorded_sizes, rounded_up
 from layerskip.engines.cuda_graph.static_lean import static_layer
 from layerskip.engines.cuda_graph.static_step import additive_mask
@@ -28,21 +28,21 @@ class _Buffers:
     Memory: keys and values of the engine's positions and of a tree's tokens; logits of as many rows as a level has.
     """
 
-    def __init__(self, head: LeanEagle, num_positions: int, num_rows: int) -> None:
+    def __init__(self, head: LeanHead, num_positions: int, num_rows: int) -> None:
         """num_positions: of keys and values; num_rows: most of a step."""
-        attention, like = head.attention, head.module.project.weight[:1]
+        attention, like = head.layer.attention, head.like
         self.keys, self.values = like.new_zeros((2, 1, attention.num_keys, num_positions, attention.head_dim))
-        self.rotary = rotary_table(head.module.rotary, like, num_positions)
+        self.rotary = rotary_table(head.rotary, like, num_positions)
         self.ids, self.positions, self.slots = torch.zeros((3, num_rows), dtype=torch.long, device=like.device)
-        self.states = like.new_zeros((num_rows, head.module.shape.hidden_size))
+        self.states = like.new_zeros((num_rows, like.shape[1]))
         self.look = like.new_zeros(num_rows * num_positions)
         self.logits: dict[int, torch.Tensor] = {}
         """By rows."""
         self.head, self.num_positions, self.num_rows, self.serial = head, num_positions, num_rows, next(_serials)
 
 
-class StaticEagleText(LeanEagleText):
-    """See `LeanEagleText`. A prompt is gone over as there, as are more rows than a round emits.
+class StaticText(LeanText):
+    """See `LeanText`. A prompt is gone over as there, as are more rows than a round emits.
 
     Recorded by the number of rows, in eights with the last one repeated, and of visible positions. What a step gives is
     overwritten by the next.
@@ -147,7 +147,7 @@ class StaticEagleText(LeanEagleText):
         )
 
     def _recorded_branch(self, num_rows: int, num_visible: int) -> Piece:
-        group = self.head.attention.group
+        group = self.head.layer.attention.group
         return self._piece(
             "branch",
             num_rows,
@@ -159,7 +159,8 @@ class StaticEagleText(LeanEagleText):
         )
 
     def _causal(self, places: torch.Tensor, num_visible: int) -> torch.Tensor:
-        return additive_mask(places, num_visible, None, self._buffers.states.dtype, repeats=self.head.attention.group)
+        group, dtype = self.head.layer.attention.group, self._buffers.states.dtype
+        return additive_mask(places, num_visible, None, dtype, repeats=group)
 
     def _piece(
         self,
@@ -175,15 +176,15 @@ class StaticEagleText(LeanEagleText):
         head, vocab, buffers = self.head, self._settings.draft_vocab, self._buffers
         engine: Any = self._engine  # which does what a `StatesEngine` does
         if num_given not in buffers.logits:
-            buffers.logits[num_given] = buffers.states.new_zeros((num_given, head.module.shape.vocab_size))
+            buffers.logits[num_given] = buffers.states.new_zeros((num_given, head.vocab_size))
         ids, slots, given = buffers.ids[:num_rows], buffers.slots[:num_rows], buffers.states[:num_given]
         logits = buffers.logits[num_given]
 
         def work() -> None:
             x = head.enter(engine.embed(ids), states())
             rotary = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-            x = static_layer(head.attention, head.mlp, x, self, slots, rotary, look())
-            x = x[-num_given:]
+            x = static_layer(head.layer, x, self, slots, rotary, look())
+            x = head.leave(x[-num_given:])
             logits.copy_(head.logits(engine, x, vocab))
             given.copy_(x)
 
@@ -196,7 +197,7 @@ class StaticEagleText(LeanEagleText):
         return self._engine.visible_sizes(starts, num_tokens, self.keys.shape[2])
 
 
-def static_text(head: LeanEagle, engine: CudaGraphEngine, settings: WeightsSettings) -> StaticEagleText:
+def static_text(head: LeanHead, engine: CudaGraphEngine, settings: WeightsSettings) -> StaticText:
     """For the running session; its buffers are those of all texts, unless it needs larger ones."""
     num_positions = rounded_up(engine.cache.num_positions + settings.room)  # kernels like eights
     num_rows = rounded_up(max(settings.gamma + 1, settings.tree_tokens))
@@ -204,4 +205,4 @@ def static_text(head: LeanEagle, engine: CudaGraphEngine, settings: WeightsSetti
     if known is None or known.head is not head or known.num_positions < num_positions or known.num_rows < num_rows:
         with torch.inference_mode():
             known = engine.beside_cache[head.fingerprint] = _Buffers(head, num_positions, num_rows)
-    return StaticEagleText(engine, settings, known)
+    return StaticText(engine, settings, known)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from layerskip.engines.states import StatesEngine
@@ -52,7 +53,6 @@ class StateHead(ABC):
     def logits(self, engine: StatesEngine, state: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
         """(T, V) of what `StateText.run` gave (T, hidden); -inf but for the ids it chooses among."""
 
-    @abstractmethod
     def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int, first: int) -> list[torch.Tensor]:
         """What the positions of a known text from `first` on give as draft step 0, 1, ... `depth` of a round:
         (T - first, hidden) each, as `StateText.run` gives it. Position t of step d is drafted behind the target's
@@ -61,6 +61,18 @@ class StateHead(ABC):
         Shapes: states (T, depths * hidden), of positions 0..T-1; embedded (T, embedding), of the tokens at 1..T. Cost:
         depth + 1 layers over these rows, attention (T - first) x T.
         """
+        count, num_rows = len(states), len(states) - first
+        # Keys of step d are kept behind those of the steps before, as a tree's are.
+        text = self.new_text(count + depth * num_rows)
+        found = [text.run(self.enter(embedded, self.join(states)), 0)[first:]]
+        rows = torch.arange(first, count, device=states.device).unsqueeze(1)
+        places, own = torch.arange(count, device=states.device), torch.arange(num_rows, device=states.device)
+        for d in range(1, depth + 1):
+            # Position t has seen the target's states up to t - d, and behind those one drafted row of each step since.
+            seen = [places <= rows - d, *(own == rows - first - (d - step) for step in range(1, d + 1))]
+            x = self.enter(embedded[first:], F.pad(found[-1], (0, 0, 1, 0))[:-1])
+            found.append(text.run_rows(x, slice(first, count), count + (d - 1) * num_rows, torch.cat(seen, dim=1)))
+        return found
 
 
 class StateText(ABC):

@@ -15,7 +15,7 @@ from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionSha
 from layerskip.engines.cuda_graph.attention_kernels import Kernel, attend
 from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Attention, Mlp, rotary_table
+from layerskip.engines.lean_layers import Attention, Layer, Mlp, rotary_table
 from layerskip.huggingface.kv_cache import StaticCache
 
 
@@ -185,17 +185,17 @@ def _add_mlp(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
 
 
 def static_layer(
-    attention: Attention,
-    mlp: Mlp,
+    layer: Layer,
     x: torch.Tensor,
     buffers: Any,
     slots: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
     look: torch.Tensor,
 ) -> torch.Tensor:
-    """One layer over x (T, hidden) by itself, for what drafts with one: keys and values at `slots` of the buffers.
+    """One layer over x (T, width) by itself, for what drafts with one: keys and values at `slots` of the buffers.
 
     Shapes: look as `additive_mask` gives it, its rows repeated for each query head of a key head.
     """
-    queries = _project_and_store(attention, x, (buffers.keys, buffers.values), slots, rotary)
-    return _finish_and_add_mlp(attention, mlp, x, _attend(attend, attention, queries, buffers, look))
+    attention, (read, residual) = layer.attention, layer.sides(x)
+    queries = _project_and_store(attention, read, (buffers.keys, buffers.values), slots, rotary)
+    return _finish_and_add_mlp(attention, layer.mlp, residual, _attend(attend, attention, queries, buffers, look))

@@ -17,7 +17,7 @@ from layerskip.drafters import make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle.drafter import EagleSession
 from layerskip.drafters.eagle.head import load_eagle
-from layerskip.drafters.eagle.lean import LeanEagleText
+from layerskip.drafters.eagle.lean import LeanText
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
@@ -80,7 +80,7 @@ def test_sampled_text_is_the_targets_from_the_same_seed(name: str, temperature: 
 def test_an_exception_anywhere_leaves_the_model_whole(monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of("llama"), eagle(zoo.eagle_of("llama"))
     expected = model.generate(PROMPT, max_new_tokens=12, config=config)
-    for owner, attribute in ((EagleSession, "propose"), (LeanEagleText, "run"), (Sampler, "shape")):
+    for owner, attribute in ((EagleSession, "propose"), (LeanText, "run"), (Sampler, "shape")):
         for call in range(3):
             with failing(monkeypatch, owner, attribute, call, after=True), pytest.raises(PlantedError):
                 model.generate(PROMPT, max_new_tokens=12, config=config)

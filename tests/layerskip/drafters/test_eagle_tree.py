@@ -13,8 +13,8 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import Draft, make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
-from layerskip.drafters.eagle.lean import LeanEagleText
-from layerskip.drafters.eagle.recorded import StaticEagleText
+from layerskip.drafters.eagle.lean import LeanText
+from layerskip.drafters.eagle.recorded import StaticText
 from layerskip.drafters.eagle.tree import EagleTreeSession, Roots, TreeNodes, grow
 from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler
 from tests.layerskip import zoo
@@ -139,9 +139,9 @@ def test_what_is_less_likely_than_the_threshold_is_not_gone_on_from() -> None:
 @pytest.mark.parametrize("bug", ["neighbours", "positions", "parents"])
 def test_planted_bugs_are_seen_in_what_is_verified(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the test above: rows that see other branches, stand elsewhere or go on from another state."""
-    run_rows = LeanEagleText.run_rows
+    run_rows = LeanText.run_rows
 
-    def wrong(self: LeanEagleText, x: torch.Tensor, positions: Any, start: int, mask: Any) -> torch.Tensor:
+    def wrong(self: LeanText, x: torch.Tensor, positions: Any, start: int, mask: Any) -> torch.Tensor:
         if mask is not None and not isinstance(positions, slice):
             if bug == "neighbours":
                 mask = torch.ones_like(mask)
@@ -151,7 +151,7 @@ def test_planted_bugs_are_seen_in_what_is_verified(bug: str, monkeypatch: pytest
                 x = x.roll(1, 0)
         return run_rows(self, x, positions, start, mask)
 
-    monkeypatch.setattr(LeanEagleText, "run_rows", wrong)
+    monkeypatch.setattr(LeanText, "run_rows", wrong)
     with pytest.raises(AssertionError):
         test_what_is_verified_are_the_likeliest_paths_of_all("llama", GREEDY)
 
@@ -177,7 +177,7 @@ def test_it_accepts_more_than_a_chain_and_draws_the_same(name: str) -> None:
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
     expected = model.generate(PROMPT, max_new_tokens=12, config=config)
-    step = (StaticEagleText, "branch") if name == "llama graph" else (LeanEagleText, "run_rows")
+    step = (StaticText, "branch") if name == "llama graph" else (LeanText, "run_rows")
     drafting = ((EagleTreeSession, "propose"), step, (TreeNodes, "draft"))
     for owner, attribute in (*drafting, (Sampler, "likeliest")):
         for call in range(2):

@@ -16,7 +16,7 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText, TreeReadings, make_teacher_forcing
 from layerskip.config.decode_config import READ_STATES, TRAINED, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
-from layerskip.drafters.eagle.lean import LeanEagle, LeanEagleText
+from layerskip.drafters.eagle.lean import LeanEagle, LeanText
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.outlook.forecast import Candidate, Candidates
@@ -100,7 +100,7 @@ def test_replayed_counts_are_those_of_decoding(
     """Whatever is in memory where nothing was written yet."""
     new_text = LeanEagle.new_text
 
-    def dirty(self: LeanEagle, capacity: int) -> LeanEagleText:
+    def dirty(self: LeanEagle, capacity: int) -> LeanText:
         text = new_text(self, capacity)
         text.keys.fill_(torch.nan)
         text.values.fill_(torch.nan)
