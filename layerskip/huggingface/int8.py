@@ -123,7 +123,7 @@ class _Twin:
 
 
 def _is_linear(module: object) -> bool:
-    return type(module) in (nn.Linear, Conv1D)
+    return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"  # the same product
 
 
 def check_room(modules: list[Any]) -> None:

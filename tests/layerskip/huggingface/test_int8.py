@@ -118,6 +118,14 @@ def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         model.check_config(DecodeConfig(skip_mask=IN_INT8, gamma=3))
 
 
+@zoo.each(ENGINES)
+def test_every_architecture_has_layers_that_compute_in_8_bits(name: str) -> None:
+    """Falcon's linear modules are of a class of their own, and all but its output embedding stayed as they were."""
+    modules = int8.Int8Modules(zoo.layerskip_of(name).adapter.layers, nn.Embedding(4, 4))
+    modules.make(IN_INT8)
+    assert len(modules._twins) >= 4 * zoo.NUM_LAYERS
+
+
 def test_what_is_no_linear_module_stays_as_it_is() -> None:
     modules = int8.Int8Modules([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))], nn.Embedding(4, 4))
     assert modules.make(IN_INT8) == 1
