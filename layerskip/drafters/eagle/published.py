@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -28,8 +29,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 """Of the authors', SGLang's and SpecForge's; that of vLLM's speculators says `speculators_model_type`."""
 _NOT_READ = ("t2d", "embed_tokens.weight")
 """The inverse of `d2t`, and the target's own embedding."""
-_OF_THE_FILE = ("architectures", "model_type")
-"""Fields of config.json that say nothing of the layer."""
+_OF_THE_FILE = ("architectures", "model_type", "layer_types")
+"""Fields of config.json that say nothing of the layer, or are of all layers of the target."""
 _LAYER_TYPES = ("llama", "qwen3")
 
 
@@ -170,10 +171,10 @@ def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model
     tensors = {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items() if name not in _NOT_READ}
     offsets, num_draft_ids = tensors.pop("d2t", None), shape.num_draft_ids
     of_layer = {name: value for name, value in config.items() if name not in _OF_THE_FILE}
-    layers = Eagle3Layers(LlamaConfig(**of_layer), shape)
     try:
+        layers = Eagle3Layers(LlamaConfig(**of_layer), shape)
         layers.load_state_dict(tensors)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"draft_weights: {folder}: is not of the shape that its config.json tells: {reason}") from None
     draft_ids = None
@@ -213,7 +214,7 @@ def _of_speculators(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name, given, usual in (
         ("target_hidden_size", config.get("target_hidden_size"), layer.get("hidden_size")),
         ("embed_requires_grad", config.get("embed_requires_grad"), False),
-        ("layer_types", layer.get("layer_types"), ["full_attention"]),
+        ("layer_types", (layer.get("layer_types") or [None])[0], "full_attention"),
     ):
         if given is not None and given != usual:
             raise ValueError(f"draft_weights: {folder}: {name} must be {usual} or left out, got {given}")

@@ -121,7 +121,8 @@ def published(at: Path, layout: str, flags: Sequence[str]) -> tuple[DraftWeights
         "target_hidden_size": None,
         **{"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False},
         **{flag: True for flag in flags if flag != "qk_norm"},
-        "transformer_layer_config": layer | {"model_type": "qwen3" if "qk_norm" in flags else "llama"},
+        "transformer_layer_config": layer
+        | {"model_type": "qwen3" if "qk_norm" in flags else "llama", "layer_types": ["full_attention"] * 3},
     }
     (at / "weights" / "config.json").write_text(json.dumps(config))
     return describe_weights(at / "weights"), tensors
@@ -239,6 +240,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("embed_requires_grad", True, "embed_requires_grad must be False or left out, got True"),
         ("eagle_aux_hidden_state_layer_ids", [0, 2, 3], "must be ascending layers of 0 to 2, got [-1, 1, 2]"),
         ("transformer_layer_config", {"model_type": "gpt_oss"}, "model_type must be one of llama, qwen3, got gpt_oss"),
+        (
+            "transformer_layer_config",
+            {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 5},
+            "is not of the shape that its config.json tells",
+        ),
+        ("transformer_layer_config", {"layer_types": ["sliding_attention"]}, "layer_types must be full_attention"),
     ):
         published(tmp_path, "speculators", ())
         at = tmp_path / "weights" / "config.json"
@@ -255,3 +262,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_its_ids_are_in_no_order_so_a_search_does_not_narrow_them() -> None:
     assert num_draft_ids(zoo.published_of("llama").path) == 0
     assert usual_layers(32) == (1, 15, 28)
+
+
+@pytest.mark.parametrize("modules", [False, True])
+def test_auto_gives_up_recordings_only_where_they_keep_no_states(modules: bool) -> None:
+    model: Any = graph_model("llama", modules=modules)
+    model._engine_asked = "auto"
+    model.config = eagle(zoo.published_of("llama"))
+    assert (model.engine_name == "cuda_graph") is not modules
+    assert model.generate(PROMPT, max_new_tokens=8).ids == list(zoo.greedy_reference("llama", PROMPT))[:8]
