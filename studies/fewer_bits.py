@@ -35,7 +35,7 @@ class Int4Linear:
     """A product with weights of 4 bits, a scale and an offset for each `GROUP` of a row's, by torch's own operator.
 
     Activations stay as they are on a CPU, and are bfloat16 on a GPU. Shapes that the operator takes: outputs a
-    multiple of 16, inputs of 128.
+    multiple of 16, inputs of `GROUP`, on a GPU of 128.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -113,7 +113,7 @@ class Text:
 @torch.inference_mode()
 def continued(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, **sampling: Any) -> list[Text]:
     """The prompts, each with the model's own continuation."""
-    inputs = [torch.tensor([list(one)]) for one in prompts]
+    inputs = [torch.tensor([list(one)], device=model.device) for one in prompts]
     own = {"max_new_tokens": num_tokens, "pad_token_id": 0, **sampling}
     return [Text(model.generate(one, attention_mask=torch.ones_like(one), **own), one.shape[1]) for one in inputs]
 
@@ -137,7 +137,10 @@ def rounded(model: Any, rounding: str) -> Iterator[None]:
 
 def agreements(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[dict[str, Any]]:
     """Of each rounding the share of places where its first choice is the model's, on greedy text, and the share of
-    drafts that verification would keep, the mean of sum(min(p, q)), on text sampled at `TEMPERATURE`."""
+    drafts that verification would keep, the mean of sum(min(p, q)), on text sampled at `TEMPERATURE`.
+
+    All of a text is computed with rounded weights, the prompt too, of which a draft reads the target's keys and values.
+    """
     greedy = continued(model, prompts, num_tokens, do_sample=False)
     torch.manual_seed(0)
     sampled = continued(model, prompts, num_tokens, do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
@@ -228,6 +231,18 @@ def shapes_of(config: Any) -> list[tuple[int, int]]:
     ]
 
 
+def _check_shapes(model: Any) -> None:
+    """Raises: ValueError for a model whose products torch's operator does not take, or whose units are not known."""
+    if type(model).__name__ != "LlamaForCausalLM":
+        raise ValueError(f"--model: must be a Llama model, got {type(model).__name__}")
+    for num_outputs, num_inputs in shapes_of(model.config):
+        if num_outputs % 16 or num_inputs % GROUP:
+            raise ValueError(
+                f"--model: its products must have a multiple of 16 outputs and of {GROUP} inputs, got {num_outputs} "
+                f"and {num_inputs}"
+            )
+
+
 def table(record: dict[str, Any]) -> str:
     """What `main` says."""
     rows = [
@@ -265,6 +280,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     torch.set_num_threads(arguments.threads)
     record = facts(shlex.join(["python", "-m", "studies.fewer_bits", *argv])) | {"num_threads": arguments.threads}
     model = LayerSkipModel.from_pretrained(arguments.model, dtype="float32")
+    _check_shapes(model.model)
     of_file = read_prompts(arguments.prompts)[: arguments.num_prompts]
     prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in of_file]
     found = []

@@ -30,16 +30,16 @@ def describe_weights(name: str | os.PathLike[str]) -> DraftWeights:
     if "architectures" not in config:
         weights = describe_eagle(folder)[0]
     else:
+        drafter: TrainedDrafter = "eagle" if is_published(config) else "draft_model"
+        if drafter != "eagle" and "speculators_model_type" in config:
+            kind = config["speculators_model_type"]
+            raise ValueError(f"draft_weights: {folder}: speculators_model_type must be eagle3, got {kind}")
         files = sorted(file for pattern in WEIGHTS_FILES for file in folder.glob(pattern))
         if not files:
             raise ValueError(
                 f"draft_weights: {folder} has a model's {CONFIG_NAME}, and no weights ({', '.join(WEIGHTS_FILES)})"
             )
         fingerprint = _fingerprint([folder / CONFIG_NAME, *files])
-        drafter: TrainedDrafter = "eagle" if is_published(config) else "draft_model"
-        if drafter != "eagle" and "speculators_model_type" in config:
-            kind = config["speculators_model_type"]
-            raise ValueError(f"draft_weights: {folder}: speculators_model_type must be eagle3, got {kind}")
         weights = DraftWeights(drafter=drafter, path=str(folder), fingerprint=fingerprint)
     return weights.model_copy(update={"path": text if is_hub_id(text) else str(folder.absolute())})
 

@@ -17,6 +17,7 @@ from studies.fewer_bits import (
     four_bits,
     in_eight_bits,
     in_four_bits,
+    main,
     products,
     rounded,
     shapes_of,
@@ -79,6 +80,13 @@ def test_more_bits_agree_more_often() -> None:
     assert (eight["bits"], four["bits"], mixed["bits"]) == ("8", "4", "4, output embedding 8")
     for share in ("greedy", "sampled"):
         assert 0.5 < four[share] < eight[share] <= 1.0
+
+
+def test_a_model_that_it_cannot_measure_is_refused_before_anything_is_computed(capsys: Any) -> None:
+    given = ["--model", "studies/demo/model", "--prompts", "studies/demo/tuning.jsonl"]
+    assert main(given) == 2
+    rule = "--model: its products must have a multiple of 16 outputs and of 32 inputs, got"
+    assert rule in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_every_form_of_every_product_is_timed() -> None:

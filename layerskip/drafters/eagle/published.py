@@ -162,21 +162,22 @@ def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model
     text = model.config.get_text_config(decoder=True)
     like = model.get_input_embeddings().weight
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
-    config = _of_speculators(config, folder) if "speculators_model_type" in config else config
-    for name, expected in (("hidden_size", text.hidden_size), ("num_hidden_layers", 1)):
-        if config.get(name) != expected:
-            raise ValueError(f"draft_weights: {folder}: {name} must be {expected}, got {config.get(name)}")
-    shape = _shape_in(config, text.num_hidden_layers, vocab_size)
     tensors = _tensors_in(folder)
     tensors = {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items() if name not in _NOT_READ}
-    offsets, num_draft_ids = tensors.pop("d2t", None), shape.num_draft_ids
-    of_layer = {name: value for name, value in config.items() if name not in _OF_THE_FILE}
+    offsets = tensors.pop("d2t", None)
     try:
+        config = _of_speculators(config, folder) if "speculators_model_type" in config else config
+        for name, expected in (("hidden_size", text.hidden_size), ("num_hidden_layers", 1)):
+            if config.get(name) != expected:
+                raise ValueError(f"draft_weights: {folder}: {name} must be {expected}, got {config.get(name)}")
+        shape = _shape_in(config, text.num_hidden_layers, vocab_size)
+        of_layer = {name: value for name, value in config.items() if name not in _OF_THE_FILE}
         layers = Eagle3Layers(LlamaConfig(**of_layer), shape)
         layers.load_state_dict(tensors)
-    except (RuntimeError, TypeError, StrictDataclassError) as error:
+    except (AttributeError, RuntimeError, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"draft_weights: {folder}: is not of the shape that its config.json tells: {reason}") from None
+    num_draft_ids = shape.num_draft_ids
     draft_ids = None
     if offsets is not None:
         draft_ids = offsets.long() + torch.arange(len(offsets))

@@ -245,6 +245,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 5},
             "is not of the shape that its config.json tells",
         ),
+        ("transformer_layer_config", "llama", "is not of the shape that its config.json tells"),
+        ("eagle_aux_hidden_state_layer_ids", ["1", "2", "3"], "is not of the shape that its config.json tells"),
         ("transformer_layer_config", {"layer_types": ["sliding_attention"]}, "layer_types must be full_attention"),
     ):
         published(tmp_path, "speculators", ())
