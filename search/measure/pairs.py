@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from typing import TypeVar
@@ -168,10 +168,10 @@ def speedup(pairs: Sequence[Pair]) -> float:
 
 def add_up(stats: Sequence[DecodeStats]) -> DecodeStats:
     """Several runs as one: all counters and seconds added up, so its rates are totals over totals."""
-    total = DecodeStats()
-    for name in (field.name for field in fields(DecodeStats)):
-        values = [getattr(one, name) for one in stats]
-        setattr(total, name, add_lists(values) if isinstance(getattr(total, name), list) else sum(values))
+    total, counters = DecodeStats(), [vars(one) for one in stats]
+    for name, none in vars(total).items():
+        values = [one[name] for one in counters]
+        setattr(total, name, add_lists(values) if isinstance(none, list) else sum(values))
     return total
 
 

@@ -21,7 +21,6 @@ from layerskip.config.decode_config import DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 from layerskip.engines.prefix import PrefixStates
-from search.measure.pairs import add_up
 from search.predict.costs import CostModel, kept_of, named, pool_costs
 from search.study.attributes import (
     COUNTS,
@@ -74,9 +73,9 @@ class _Steps:
     """The same of rounds that were looked up, which verify alone."""
 
 
-def step_times_of(plain: Sequence[DecodeStats], speculative: Sequence[DecodeStats]) -> dict[str, Any]:
-    """The attributes by which a trial teaches, of its prompts; none where plain decoding took no step."""
-    steps, rounds = add_up(plain), add_up(speculative)
+def step_times_of(steps: DecodeStats, rounds: DecodeStats) -> dict[str, Any]:
+    """The attributes by which a trial teaches, of all its prompts decoded plainly and by the config; none where plain
+    decoding took no step."""
     if not steps.num_target_only or not rounds.round_s_by_drafted:
         return {}
     attributes: dict[str, Any] = {PLAIN_STEP: steps.decode_s / steps.num_target_only}

@@ -196,7 +196,7 @@ class Objective:
         if self.is_speedup:  # which of the workers' devices it was matters
             attributes |= {names.TOKENS_PER_S: tokens_per_s, names.PLAIN_TOKENS_PER_S: plain}
         else:
-            attributes |= step_times_of([pair.plain.stats for pair in outcome.pairs], stats)
+            attributes |= step_times_of(add_up([pair.plain.stats for pair in outcome.pairs]), total)
         if interval is not None:
             attributes |= {
                 names.SPEEDUP_CI_LOW: interval.low * standardised,

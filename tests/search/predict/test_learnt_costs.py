@@ -12,6 +12,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, SkipMask
+from search.measure.pairs import add_up
 from search.predict.costs import CostModel
 from search.predict.learnt_costs import CostLearner, learnt_costs_of, step_times_of
 from search.study.attributes import COUNTS, PLAIN_STEP, ROUNDS
@@ -179,14 +180,14 @@ def test_step_times_add_up_over_prompts() -> None:
         DecodeStats(round_s_by_drafted=[1.0, 2.0], rounds_by_drafted=[4, 3]),
         DecodeStats(round_s_by_drafted=[0.5, 0.0], rounds_by_drafted=[1, 0]),
     ]
-    assert step_times_of(plain, speculative) == {PLAIN_STEP: 0.1, ROUNDS: [1.5, 2.0], COUNTS: [5, 3]}
+    assert step_times_of(add_up(plain), add_up(speculative)) == {PLAIN_STEP: 0.1, ROUNDS: [1.5, 2.0], COUNTS: [5, 3]}
 
 
 def test_no_step_times_of_nothing() -> None:
     some = DecodeStats(num_target_only=4, decode_s=1.0)
-    assert step_times_of([], []) == {}
-    assert step_times_of([DecodeStats(decode_s=1.0)], [DecodeStats(round_s_by_drafted=[1.0])]) == {}
-    assert step_times_of([some], [DecodeStats()]) == {}
+    assert step_times_of(DecodeStats(), DecodeStats()) == {}
+    assert step_times_of(DecodeStats(decode_s=1.0), DecodeStats(round_s_by_drafted=[1.0])) == {}
+    assert step_times_of(some, DecodeStats()) == {}
 
 
 def test_a_study_tells_what_its_trials_taught() -> None:
