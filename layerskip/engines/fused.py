@@ -193,7 +193,8 @@ class FusedEngine(StatesEngine):
             for i in layers:
                 attention, mlp = parts[i]
                 if not mask.attention[i]:
-                    x = _attend(attention, x, buffers[i], step)
+                    look = step.visible(attention.window, x.device)
+                    x = attention.add_to(x, x, (step.cos, step.sin), buffers[i].states, step.start, look)
                 if not mask.mlp[i]:
                     x = mlp.add_to(x)
         return x
@@ -238,22 +239,6 @@ class _Step:
             mask = keys <= queries
             self._masks[window] = mask if window is None else mask & (keys > queries - window)
         return first, self._masks[window], False
-
-
-def _attend(layer: Attention, x: torch.Tensor, buffers: Any, step: _Step) -> torch.Tensor:
-    """x plus attention; keys and values of the new positions go into the cache."""
-    queries, keys, values = layer.project(x, step.cos, step.sin)
-    buffers.keys[0, :, step.start : step.stop] = keys.transpose(0, 1)
-    buffers.values[0, :, step.start : step.stop] = values.transpose(0, 1)
-    first, mask, is_causal = step.visible(layer.window, x.device)
-    out = layer.attend(
-        queries.transpose(0, 1).unsqueeze(0),
-        buffers.keys[:, :, first : step.stop],
-        buffers.values[:, :, first : step.stop],
-        mask,
-        is_causal=is_causal,
-    )
-    return layer.out.add_to(x, out[0].transpose(0, 1).reshape(step.num_tokens, -1))
 
 
 def _linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:

@@ -70,6 +70,8 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
     """Buffers of one layer, allocated at the first write; shapes (B, heads, capacity, head_dim)."""
 
     is_croppable = True
+    states: torch.Tensor
+    """Keys and after them values, (B, 2 * heads, capacity, head_dim), in one buffer where both are alike."""
 
     def __init__(self, cache: SharedLengthCache, window: int | None) -> None:
         super().__init__()
@@ -79,14 +81,18 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        if key_states.shape[1::2] == value_states.shape[1::2] and key_states.dtype == value_states.dtype:
+            num_heads = key_states.shape[1]
+            self.states = self._buffer(key_states, 2 * num_heads)
+            self.keys, self.values = self.states[:, :num_heads], self.states[:, num_heads:]
+        else:
+            self.keys = self._buffer(key_states, key_states.shape[1])
+            self.values = self._buffer(value_states, value_states.shape[1])
         self.is_initialized = True
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, like: torch.Tensor, num_heads: int) -> torch.Tensor:
         # Zeros, not empty: attention never reads past the length, but NaN rubbish times a zero weight would be NaN.
-        batch, heads, _, width = states.shape
-        return torch.zeros((batch, heads, self._cache.num_positions, width), dtype=states.dtype, device=states.device)
+        return like.new_zeros((like.shape[0], num_heads, self._cache.num_positions, like.shape[3]))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: object, **_kwargs: object

@@ -12,6 +12,7 @@ import torch
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.drafters.base import Draft
 from layerskip.engines import fused
+from layerskip.engines.lean_layers import Attention
 from layerskip.huggingface import adapter as adapter_module
 from layerskip.huggingface import kv_cache
 from layerskip.rounds.verifier import Verdict
@@ -67,17 +68,17 @@ def fused_positions_one_late(patch: pytest.MonkeyPatch) -> None:
 
 def fused_stale_key(patch: pytest.MonkeyPatch) -> None:
     """A verification leaves the draft's keys and values of the last emitted token."""
-    attend = fused._attend
+    add_to = Attention.add_to
 
-    def wrong(layer: Any, x: torch.Tensor, buffers: Any, step: Any) -> torch.Tensor:
-        place = (0, slice(None), step.start)
-        before = [states[place].clone() for states in (buffers.keys, buffers.values)]
-        out = attend(layer, x, buffers, step)
-        if step.num_tokens > 1 and step.start > 0:
-            buffers.keys[place], buffers.values[place] = before
+    def wrong(self: Attention, *args: Any) -> torch.Tensor:
+        _, x, _, states, place, _ = args
+        before = states[:, :, place].clone()
+        out = add_to(self, *args)
+        if len(x) > 1 and place > 0:
+            states[:, :, place] = before
         return out
 
-    patch.setattr(fused, "_attend", wrong)
+    patch.setattr(Attention, "add_to", wrong)
 
 
 def fused_window_off_by_one(patch: pytest.MonkeyPatch) -> None:

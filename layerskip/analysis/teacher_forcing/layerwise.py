@@ -60,7 +60,7 @@ class LayerwiseForcing(TeacherForcing):
     @property
     def nbytes(self) -> int:
         """See `TeacherForcing`; the cache of hidden states counts as full."""
-        return sum(one.nbytes for one in (*self._keys, *self._values)) + self._cache_bytes + self._noise_bytes
+        return sum(one.nbytes for one in self._kept) + self._cache_bytes + self._noise_bytes
 
     def embed(self) -> torch.Tensor:
         """Hidden states (rows, hidden) before layer 0; rows are the continuation tokens of all texts in order."""
@@ -86,18 +86,14 @@ class LayerwiseForcing(TeacherForcing):
         return mlp.add_to(hidden) if is_mlp else self._attended(layer, attention, hidden, layout)
 
     def _attended(self, layer: int, part: Attention, hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
-        queries, keys, values = part.project(hidden, layout.cos, layout.sin)
+        queries, new = (one[0].transpose(0, 1) for one in part.project(hidden, layout.cos, layout.sin))
         out = torch.empty_like(queries)
         for group in layout.groups(part.num_queries):
             rows, real, texts = layout.rows[group], layout.is_row[group], layout.places(group)
-            padded = [one[rows].transpose(1, 2) for one in (queries, keys, values)]
+            own, others = queries[rows].transpose(1, 2), new[rows].transpose(1, 2)
+            keys, values = torch.cat([self._kept[layer][texts], others], dim=2).chunk(2, dim=1)
             with over_growing_keys((hidden.device,)):
-                attended = part.attend(
-                    padded[0],
-                    torch.cat([self._keys[layer][texts], padded[1]], dim=2),
-                    torch.cat([self._values[layer][texts], padded[2]], dim=2),
-                    layout.visible(part.window, group),
-                )
+                attended = part.attend(own, keys, values, layout.visible(part.window, group))
             out[rows[real]] = attended.transpose(1, 2)[real]
         return part.out.add_to(hidden, out.reshape(hidden.shape[0], -1))
 
@@ -162,10 +158,9 @@ class LayerwiseForcing(TeacherForcing):
         return self._layouts[depth]
 
     def _keep_target(self) -> None:
-        """One target forward a text: its keys and values, padded to (P, heads, capacity, head_dim) per layer."""
+        """One target forward a text: its keys and values, padded to (P, 2 * heads, capacity, head_dim) per layer."""
         engine, count = self._engine, len(self.texts)
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
         self._prompt_logits: list[torch.Tensor] = []
         for i, text in enumerate(self.texts):
             length, num_rows = len(text.ids), len(text.continuation_ids)
@@ -175,12 +170,11 @@ class LayerwiseForcing(TeacherForcing):
                 self._note_target(i, logits)
                 self._prompt_logits.append(logits[:1].clone())
                 for layer, buffers in enumerate(engine.cache.layers):
+                    states = buffers.states[0]
                     if i == 0:
-                        shape = (count, buffers.keys.shape[1], self._capacity, buffers.keys.shape[3])
-                        self._keys.append(buffers.keys.new_zeros(shape))
-                        self._values.append(buffers.values.new_zeros(shape))
-                    self._keys[layer][i, :, :length] = buffers.keys[0, :, :length]
-                    self._values[layer][i, :, :length] = buffers.values[0, :, :length]
+                        shape = (count, len(states), self._capacity, states.shape[2])
+                        self._kept.append(states.new_zeros(shape))
+                    self._kept[layer][i, :, :length] = states[:, :length]
 
 
 class _KeptStates:

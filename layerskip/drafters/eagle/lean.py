@@ -38,8 +38,8 @@ class LeanHead(StateHead):
         attention = self.layer.attention
         if self._rotations is None or len(self._rotations[0]) < capacity:
             self._rotations = rotary_table(self.rotary, self.like, capacity)
-        shape = (1, attention.num_keys, capacity, attention.head_dim)
-        return LeanText(self, self.like.new_empty(shape), self.like.new_empty(shape), *self._rotations)
+        shape = (1, 2 * attention.num_keys, capacity, attention.head_dim)
+        return LeanText(self, self.like.new_empty(shape), *self._rotations)
 
 
 class LeanEagle(LeanHead):
@@ -103,34 +103,26 @@ class LeanText(StateText):
     """See `StateText`."""
 
     head: LeanHead
-    keys: torch.Tensor
-    values: torch.Tensor
+    states: torch.Tensor
+    """Keys and values, see `Attention.add_to`."""
     cos: torch.Tensor
     sin: torch.Tensor
 
     def copied(self, length: int, room: int) -> LeanText:
         """See `StateText`."""
         copy = self.head.new_text(length + room)
-        copy.keys[:, :, :length], copy.values[:, :, :length] = self.keys[:, :, :length], self.values[:, :, :length]
+        copy.states[:, :, :length] = self.states[:, :, :length]
         return copy
 
     def run_rows(
         self, x: torch.Tensor, positions: slice | torch.Tensor, start: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """See `StateText`."""
-        layer, num_rows = self.head.layer, len(x)
-        attention, (read, residual) = layer.attention, layer.sides(x)
-        stop = start + num_rows
-        queries, keys, values = attention.project(read, self.cos[positions], self.sin[positions])
-        self.keys[0, :, start:stop] = keys.transpose(0, 1)
-        self.values[0, :, start:stop] = values.transpose(0, 1)
+        layer = self.head.layer
+        read, residual = layer.sides(x)
+        look = 0, mask, len(x) > 1 and not start
         with over_growing_keys((x.device,)):
-            out = attention.attend(
-                queries.transpose(0, 1).unsqueeze(0),
-                self.keys[:, :, :stop],
-                self.values[:, :, :stop],
-                mask,
-                is_causal=num_rows > 1 and not start,
+            x = layer.attention.add_to(
+                residual, read, (self.cos[positions], self.sin[positions]), self.states, start, look
             )
-        x = attention.out.add_to(residual, out[0].transpose(0, 1).reshape(num_rows, -1))
         return self.head.leave(layer.mlp.add_to(x))

@@ -31,7 +31,7 @@ class _Buffers:
     def __init__(self, head: LeanHead, num_positions: int, num_rows: int) -> None:
         """num_positions: of keys and values; num_rows: most of a step."""
         attention, like = head.layer.attention, head.like
-        self.keys, self.values = like.new_zeros((2, 1, attention.num_keys, num_positions, attention.head_dim))
+        self.keys_values = like.new_zeros((1, 2 * attention.num_keys, num_positions, attention.head_dim))
         self.rotary = rotary_table(head.rotary, like, num_positions)
         self.ids, self.positions, self.slots = torch.zeros((3, num_rows), dtype=torch.long, device=like.device)
         self.states = like.new_zeros((num_rows, like.shape[1]))
@@ -49,7 +49,7 @@ class StaticText(LeanText):
     """
 
     def __init__(self, engine: CudaGraphEngine, settings: WeightsSettings, buffers: _Buffers) -> None:
-        super().__init__(buffers.head, buffers.keys, buffers.values, *buffers.rotary)
+        super().__init__(buffers.head, buffers.keys_values, *buffers.rotary)
         self._engine, self._settings, self._buffers = engine, settings, buffers
         self._given: tuple[torch.Tensor, torch.Tensor] | None = None
         """States that the last step gave, and their logits."""
@@ -183,7 +183,7 @@ class StaticText(LeanText):
         def work() -> None:
             x = head.enter(engine.embed(ids), states())
             rotary = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-            x = static_layer(head.layer, x, self, slots, rotary, look())
+            x = static_layer(head.layer, x, self.states, slots, rotary, look())
             x = head.leave(x[-num_given:])
             logits.copy_(head.logits(engine, x, vocab))
             given.copy_(x)
@@ -191,10 +191,10 @@ class StaticText(LeanText):
         return Piece(("eagle", buffers.serial, kind, num_rows, num_visible, vocab), work, (given,))
 
     def _num_visible(self, num_positions: int) -> int:
-        return self._engine.num_visible_for(num_positions, self.keys.shape[2])
+        return self._engine.num_visible_for(num_positions, self.states.shape[2])
 
     def _visible_sizes(self, starts: range, num_tokens: int) -> list[int]:
-        return self._engine.visible_sizes(starts, num_tokens, self.keys.shape[2])
+        return self._engine.visible_sizes(starts, num_tokens, self.states.shape[2])
 
 
 def static_text(head: LeanHead, engine: CudaGraphEngine, settings: WeightsSettings) -> StaticText:

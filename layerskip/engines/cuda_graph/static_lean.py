@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,8 @@ from layerskip.huggingface.kv_cache import StaticCache
 class LeanExecutor:
     """See `StaticExecutor`. Shares the weights of `fused`, which also processes the prompts.
 
-    Attention folds the query heads that share a key head into more queries: the keys and values of a head are read
-    once, by one kernel. Left to `enable_gqa`, a mask sends it down a path that copies the keys for every query head.
+    Attention is over folded queries, see `Attention.folded`: left to `enable_gqa`, a mask sends it down a path that
+    copies the keys for every query head.
 
     compiled: run what lies before attention, what follows it, and the MLP through torch.compile. Attention itself is
     left to a kernel of the library, so what is compiled depends on the number of tokens and the size of the cache's
@@ -103,8 +102,8 @@ class LeanExecutor:
             if mask.attention[i]:
                 x = x if skip_mlp else add_mlp(mlp, x)
             else:
-                queries = project(attention, x, (buffers.keys, buffers.values), slots, (cos, sin))
-                attended = _attend(attend, attention, queries, buffers, masks.of(attention, x.dtype))
+                queries = project(attention, x, buffers.states, slots, (cos, sin))
+                attended = _attend(attend, attention, queries, buffers.states, masks.of(attention, x.dtype))
                 x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
             if i in fused.kept_layers:
                 kept.append(x)
@@ -145,33 +144,31 @@ class _Masks:
 def _project_and_store(
     layer: Attention,
     x: torch.Tensor,
-    buffers: tuple[torch.Tensor, torch.Tensor],
+    states: torch.Tensor,
     slots: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Queries (1, key heads, group * T, head_dim); keys and values go into the buffers, at these places.
+    """Folded queries (1, key heads, group * T, head_dim); keys and values go into `states`, at these places.
 
-    Shapes: buffers (1, key heads, positions, head_dim); rotary: cosines and signed sines (T, 1, head_dim).
+    Shapes: states and rotary as in `Attention.add_to`.
     """
-    num_tokens, group = x.shape[0], layer.group
-    queries, *new = layer.project(x, *rotary)
-    for buffer, states in zip(buffers, new, strict=True):
-        buffer.index_copy_(2, slots, states.transpose(0, 1).unsqueeze(0))
-    folded = queries.reshape(num_tokens, layer.num_keys, group, layer.head_dim).permute(1, 2, 0, 3)
-    return folded.reshape(1, layer.num_keys, group * num_tokens, layer.head_dim)
+    queries, new = layer.project(x, *rotary)
+    states.index_copy_(2, slots, new)
+    return layer.folded(queries)
 
 
-def _attend(kernel: Kernel, layer: Attention, queries: torch.Tensor, buffers: Any, look: torch.Tensor) -> torch.Tensor:
+def _attend(
+    kernel: Kernel, layer: Attention, queries: torch.Tensor, states: torch.Tensor, look: torch.Tensor
+) -> torch.Tensor:
     """Attention (1, key heads, group * T, head_dim) over the positions that the mask `look` has columns for."""
-    num_visible = look.shape[1]
-    keys, values = buffers.keys[:, :, :num_visible], buffers.values[:, :, :num_visible]
+    keys, values = states[:, :, : look.shape[1]].chunk(2, dim=1)
     return kernel(queries, keys, values, look, layer.scaling)
 
 
 def _finish(layer: Attention, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """x plus the output product of what `_attend` gave."""
-    num_tokens, group = x.shape[0], layer.group
-    unfolded = attended.view(layer.num_keys, group, num_tokens, layer.head_dim).permute(2, 0, 1, 3)
+    num_tokens = x.shape[0]
+    unfolded = attended.view(layer.num_queries, num_tokens, layer.head_dim).transpose(0, 1)
     return layer.out.add_to(x, unfolded.reshape(num_tokens, -1))
 
 
@@ -187,15 +184,15 @@ def _add_mlp(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
 def static_layer(
     layer: Layer,
     x: torch.Tensor,
-    buffers: Any,
+    states: torch.Tensor,
     slots: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
     look: torch.Tensor,
 ) -> torch.Tensor:
-    """One layer over x (T, width) by itself, for what drafts with one: keys and values at `slots` of the buffers.
+    """One layer over x (T, width) by itself, for what drafts with one: keys and values go to `slots` of `states`.
 
     Shapes: look as `additive_mask` gives it, its rows repeated for each query head of a key head.
     """
     attention, (read, residual) = layer.attention, layer.sides(x)
-    queries = _project_and_store(attention, read, (buffers.keys, buffers.values), slots, rotary)
-    return _finish_and_add_mlp(attention, layer.mlp, residual, _attend(attend, attention, queries, buffers, look))
+    queries = _project_and_store(attention, read, states, slots, rotary)
+    return _finish_and_add_mlp(attention, layer.mlp, residual, _attend(attend, attention, queries, states, look))

@@ -11,6 +11,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines import fused as fused_module
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean_layers import Attention
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
@@ -77,10 +78,10 @@ def test_an_exception_in_a_layer_leaves_the_engine_usable(monkeypatch: pytest.Mo
     def fail_later(*args: Any) -> torch.Tensor:
         if next(calls) == 17:
             raise RuntimeError("out of memory")
-        return attend(*args)
+        return add_to(*args)
 
-    attend = fused_module._attend
-    monkeypatch.setattr(fused_module, "_attend", fail_later)
+    add_to = Attention.add_to
+    monkeypatch.setattr(Attention, "add_to", fail_later)
     with pytest.raises(RuntimeError, match="out of memory"):
         model.generate(prompt, config=config, max_new_tokens=12)
     monkeypatch.undo()
