@@ -193,7 +193,7 @@ class FusedEngine(StatesEngine):
             for i in layers:
                 attention, mlp = parts[i]
                 if not mask.attention[i]:
-                    look = step.visible(attention.window, x.device)
+                    look = step.look(attention, x)
                     x = attention.add_to(x, x, (step.cos, step.sin), buffers[i].states, step.start, look)
                 if not mask.mlp[i]:
                     x = mlp.add_to(x)
@@ -222,23 +222,26 @@ class _Step:
         """Without one the tokens simply follow each other."""
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def visible(self, window: int | None, device: torch.device) -> tuple[int, torch.Tensor | None, bool]:
-        """First key that any query sees, a boolean mask over the keys from there (None = all), and `is_causal`."""
+    def look(self, layer: Attention, x: torch.Tensor) -> tuple[int, torch.Tensor | None, bool]:
+        """First key that any query sees, a mask over the keys from there (None = all), and `is_causal`."""
+        window = layer.window
         first = first_visible(self.start, window)
-        if self.tree is not None:
-            if window not in self._masks:
-                self._masks[window] = self.tree.visible(self.start, window, device)
-            return first, self._masks[window], False
-        if self.num_tokens == 1:
+        if self.tree is None and self.num_tokens == 1:
             return first, None, False
-        if self.start == 0 and (window is None or self.stop <= window):
+        if self.tree is None and self.start == 0 and (window is None or self.stop <= window):
             return first, None, True
         if window not in self._masks:
-            queries = torch.arange(self.start, self.stop, device=device).unsqueeze(1)
-            keys = torch.arange(first, self.stop, device=device)
-            mask = keys <= queries
-            self._masks[window] = mask if window is None else mask & (keys > queries - window)
+            self._masks[window] = layer.look(self._visible(first, window, x.device), x.dtype)
         return first, self._masks[window], False
+
+    def _visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """(T, keys) boolean."""
+        if self.tree is not None:
+            return self.tree.visible(self.start, window, device)
+        queries = torch.arange(self.start, self.stop, device=device).unsqueeze(1)
+        keys = torch.arange(first, self.stop, device=device)
+        mask = keys <= queries
+        return mask if window is None else mask & (keys > queries - window)
 
 
 def _linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:

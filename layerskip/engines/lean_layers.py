@@ -84,6 +84,12 @@ class Attention:
         num_texts, _, num_rows, head_dim = queries.shape
         return queries.reshape(num_texts, self.num_keys, self.group * num_rows, head_dim)
 
+    def look(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The boolean mask (T, keys), True = visible, as attention computes with it: additive, and folded where queries
+        are. Made once it serves all layers."""
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+        return mask.repeat(self.group, 1) if len(visible) <= _FEW_ROWS else mask
+
     def attend(
         self,
         queries: torch.Tensor,
@@ -93,7 +99,8 @@ class Attention:
         *,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """Attention over (B, heads, T, head_dim); keys may have fewer heads. `mask` is boolean, True = visible."""
+        """Attention over (B, heads, T, head_dim); keys may have fewer heads. mask: (..., T, keys) boolean, True =
+        visible, or see `look`."""
         num_rows, scale = queries.shape[2], self.scaling
         if is_causal or num_rows > _FEW_ROWS:
             shared = self.num_queries != self.num_keys
@@ -101,7 +108,7 @@ class Attention:
                 queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shared
             )
         folded = self.folded(queries)
-        if mask is not None and self.group > 1:
+        if mask is not None and mask.shape[-2] < folded.shape[2]:
             mask = mask.repeat(*[1] * (mask.dim() - 2), self.group, 1)
         if folded.shape[2] == 1 and folded.dtype != torch.float32:
             folded = folded.repeat(1, 1, 2, 1)  # see `_FEW_ROWS`

@@ -83,12 +83,12 @@ def fused_stale_key(patch: pytest.MonkeyPatch) -> None:
 
 def fused_window_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Sliding layers see one position more."""
-    visible = fused._Step.visible
+    visible = fused._Step._visible
 
-    def wrong(self: Any, window: int | None, device: torch.device) -> Any:
-        return visible(self, window if window is None else window + 1, device)
+    def wrong(self: Any, first: int, window: int | None, device: torch.device) -> Any:
+        return visible(self, first, window if window is None else window + 1, device)
 
-    patch.setattr(fused._Step, "visible", wrong)
+    patch.setattr(fused._Step, "_visible", wrong)
 
 
 def eager_positions_one_late(patch: pytest.MonkeyPatch) -> None:
