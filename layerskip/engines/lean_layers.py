@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.engines.linear import Linear, MakeLinear, fused
-
-_FEW_ROWS = 16
-"""Up to as many tokens at once, query heads that share a key head are folded into more queries of it: the keys and
-values of a head are then read once. On a CPU attention so takes a half to nine tenths of the time in float32, and in
-bfloat16, where torch computes a single query without its matrix product, a fifth to a fourteenth for one token."""
+from layerskip.huggingface.growing_keys import FEW_ROWS, attend_folded, folded
 
 
 class Norm:
@@ -80,15 +76,14 @@ class Attention:
         return heads.narrow(1, 0, num_queries), heads.narrow(1, num_queries, 2 * num_keys)
 
     def folded(self, queries: torch.Tensor) -> torch.Tensor:
-        """(B, key heads, group * T, head_dim) of queries (B, query heads, T, head_dim)."""
-        num_texts, _, num_rows, head_dim = queries.shape
-        return queries.reshape(num_texts, self.num_keys, self.group * num_rows, head_dim)
+        """(B, key heads, group * T, head_dim) of queries (B, query heads, T, head_dim), see `attend_folded`."""
+        return folded(queries, self.num_keys)
 
     def look(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The boolean mask (T, keys), True = visible, as attention computes with it: additive, and folded where queries
         are. Made once it serves all layers."""
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-        return mask.repeat(self.group, 1) if len(visible) <= _FEW_ROWS else mask
+        return mask.repeat(self.group, 1) if len(visible) <= FEW_ROWS else mask
 
     def attend(
         self,
@@ -101,19 +96,17 @@ class Attention:
     ) -> torch.Tensor:
         """Attention over (B, heads, T, head_dim); keys may have fewer heads. mask: (..., T, keys) boolean, True =
         visible, or see `look`."""
-        num_rows, scale = queries.shape[2], self.scaling
-        if is_causal or num_rows > _FEW_ROWS:
-            shared = self.num_queries != self.num_keys
-            return F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shared
-            )
-        folded = self.folded(queries)
-        if mask is not None and mask.shape[-2] < folded.shape[2]:
-            mask = mask.repeat(*[1] * (mask.dim() - 2), self.group, 1)
-        if folded.shape[2] == 1 and folded.dtype != torch.float32:
-            folded = folded.repeat(1, 1, 2, 1)  # see `_FEW_ROWS`
-        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-        return attended.narrow(2, 0, self.group * num_rows).reshape(queries.shape)
+        if not is_causal and queries.shape[2] <= FEW_ROWS:
+            return attend_folded(queries, keys, values, mask, self.scaling)
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=self.scaling,
+            enable_gqa=self.num_queries != self.num_keys,
+        )
 
     def add_to(
         self,

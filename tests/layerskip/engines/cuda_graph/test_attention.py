@@ -62,7 +62,7 @@ def allowed_in_attention(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return original(*arguments, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(growing_keys, "_any_cuda", lambda _devices: True)
+    monkeypatch.setattr(growing_keys, "_any", lambda _devices, _kind: True)
     return seen
 
 
