@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
 from layerskip.rounds import sampling
 from studies.demo.corpus import Module
-from studies.engine import growth, lookups, results, siblings, sizes, switches, trees
+from studies.engine import folding, growth, lookups, results, siblings, sizes, switches, trees
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 from tests.layerskip.conftest import text_model, tokenizer
 
@@ -147,6 +149,26 @@ def test_siblings_tells_rounds_and_where_they_pay(tmp_path: Path, capsys) -> Non
     assert (tmp_path / "siblings.md").read_text() in capsys.readouterr().out
 
 
+def test_folding_tells_both_ways_for_every_shape(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(folding, "HEADS", (folding.Heads("one", 4, 2, 8), folding.Heads("other", 2, 2, 8)))
+    seconds_of = SimpleNamespace(works=0)
+
+    def twice_as_fast(works: Sequence[Callable[[], None]]) -> list[float]:
+        for work in works:
+            work()
+        seconds_of.works += len(works)
+        return [0.002, 0.001]
+
+    monkeypatch.setattr(folding, "Stopwatch", lambda _device: twice_as_fast)
+    assert folding.main(["--sizes", "4", "6", "--rows", "1", "3", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "folding.json").read_text())
+    assert seconds_of.works == 2 * len(record["times"]) == 2 * 2 * 2 * 2 * 2
+    assert all(one["as_they_are_us"] == 2 * one["folded_us"] > 0 for one in record["times"])
+    said = capsys.readouterr().out
+    assert (tmp_path / "folding.md").read_text() in said
+    assert "| one | bfloat16 | 3 | 67 / 33 (2.0×) | 67 / 33 (2.0×) |" in said
+
+
 def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
     module = Module("a.py", "import os\n\n\ndef read(path):\n    return os.open(path)\n")
     monkeypatch.setattr(lookups, "read_modules", lambda: [module, module])
@@ -165,6 +187,8 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
         (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (lookups.main, ["--lengths", "1"], "--lengths: must be at least 2, got 1"),
         (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
+        (folding.main, ["--sizes", "4", "0"], "--sizes: must be at least 1, got 0"),
+        (folding.main, ["--sizes", "8", "4", "--rows", "1", "5"], "--rows: must be at most 4, the fewest seen, got 5"),
     ],
 )
 def test_bad_input_is_one_line(main: Any, arguments: list[str], message: str, refused) -> None:

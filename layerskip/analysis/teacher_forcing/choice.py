@@ -59,19 +59,25 @@ def _by_masks(model: LayerSkipModel, texts: Sequence[ForcedText], sampling: Samp
 
 @torch.inference_mode()
 def matches_live(forcing: TeacherForcing, engine: Engine, num_layers: int) -> bool:
-    """Whether readings of the shortest text equal live draft steps, first and second of a round, up to rounding."""
+    """Whether readings of the shortest text equal live draft steps, first and second of a round, up to rounding.
+
+    Of all of them together, and at twice what rounding explains in a whole model: what half of its layers make of a
+    text is far from what they were trained for, and rounding grows on the way. In bfloat16 single steps of SmolLM2 were
+    off by up to 0.14 of their norm, where the draft's own keys stood for the target's by 0.6 to 2.
+    """
     mask = SkipMask.from_layers(num_layers, range(1, num_layers, 2))
     i = min(range(len(forcing.texts)), key=lambda one: len(forcing.texts[one].ids))
     text = forcing.texts[i]
     rows = next(logits for at, logits in enumerate(forcing.draft_logits(mask, depth=1)) if at == i)
     count = len(text.continuation_ids)
+    found, expected = [], []
     for depth, k in {(0, 0), (0, count // 2), (0, count - 1), (min(1, count - 1), count - 1)}:
         ids = torch.tensor(text.ids[: len(text.prompt_ids) + k + 1], device=engine.device)
         with engine.session(len(ids)):
             engine.forward(ids[: len(ids) - depth - 1])
             for token in ids[len(ids) - depth - 1 :]:
                 live = engine.forward(token.view(1), mask).clone()
-        difference, tolerance = logit_difference(rows[depth, k].unsqueeze(0), live)
-        if not difference <= tolerance:
-            return False
-    return True
+        found.append(rows[depth, k])
+        expected.append(live[0])
+    difference, tolerance = logit_difference(torch.stack(found), torch.stack(expected))
+    return difference <= 2 * tolerance

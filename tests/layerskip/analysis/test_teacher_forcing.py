@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -17,6 +18,7 @@ from layerskip.analysis.teacher_forcing import (
     WrongDraft,
     make_teacher_forcing,
 )
+from layerskip.analysis.teacher_forcing.choice import matches_live
 from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
@@ -173,6 +175,25 @@ def test_own_keys_are_told_apart_from_the_targets() -> None:
     torch.testing.assert_close(rows[0], live_row(model, texts[1], 0, mask), rtol=1e-3, atol=1e-3)
     last = len(rows) - 1
     assert (rows[last] - live_row(model, texts[1], last, mask)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("off_by", "matches"), [(0.0, True), (0.13, True), (0.5, False)])
+def test_rounding_of_half_of_the_layers_is_no_other_draft(
+    off_by: float, matches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 a published model's rows were off by up to 0.14 of their norm, by wrong keys 0.6."""
+    model = LayerSkipModel(zoo.build("llama").bfloat16(), engine="fused")
+    forcing = LayerwiseForcing(model.engine, texts_of(model))
+    read = forcing.draft_logits
+
+    def noisy(mask: SkipMask, depth: int = 0) -> Iterator[torch.Tensor]:
+        for rows in read(mask, depth):
+            noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+            norms = rows.float().norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+            yield rows + off_by * norms * noise
+
+    monkeypatch.setattr(forcing, "draft_logits", noisy)
+    assert matches_live(forcing, model.engine, zoo.NUM_LAYERS) is matches
 
 
 def test_bad_texts_are_refused() -> None:
