@@ -2,9 +2,9 @@
 
 Hugging Face's modules spend most of a small model's step between the matrix products. Here a layer is a dozen tensor
 operations: one product for queries, keys and values, one for gate and up, residual additions inside the products,
-cosines from a table, keys and values written straight into the shared cache. Each matrix is kept in the form that
-products of one row and of a few read faster here: on a CPU in float32, as models have them, five rows cost 2 to 4 times
-as much as one, and verification with them; packed, 1.0 to 1.5 times.
+cosines from a table, keys and values written straight into the shared cache, a few tokens' attention over each key head
+once. Each matrix is kept in the form that products of one row and of a few read faster here: on a CPU in float32, as
+models have them, five rows cost 2 to 4 times as much as one, and verification with them; packed, 1.0 to 1.5 times.
 """
 
 from __future__ import annotations

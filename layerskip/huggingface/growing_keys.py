@@ -33,7 +33,7 @@ def attend_folded(
     num_rows = by_head.shape[2]
     if mask is not None and mask.shape[-2] < num_rows:
         mask = mask.repeat(*[1] * (mask.dim() - 2), num_rows // queries.shape[2], 1)
-    if num_rows == 1 and by_head.dtype != torch.float32:
+    if num_rows == 1 and by_head.dtype != torch.float32 and by_head.device.type == "cpu":
         by_head = by_head.repeat(1, 1, 2, 1)
     attended = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=mask, scale=scale)
     return attended.narrow(2, 0, num_rows).reshape(*queries.shape[:3], values.shape[3])
