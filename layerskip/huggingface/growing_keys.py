@@ -25,7 +25,7 @@ def attend_folded(
 
     Query heads that share a key head become more queries of it (`folded`), so that its keys and values are read once.
     Where they stay heads, a CPU reads them for each in turn, and in bfloat16 computes a single query without its matrix
-    product, which takes ten times as long; a query alone is therefore computed twice.
+    product, which takes up to eight times as long; a query alone is therefore computed twice.
 
     mask: None = all, or boolean or additive, of the T rows or of the folded ones, (..., rows, keys).
     """
@@ -33,10 +33,15 @@ def attend_folded(
     num_rows = by_head.shape[2]
     if mask is not None and mask.shape[-2] < num_rows:
         mask = mask.repeat(*[1] * (mask.dim() - 2), num_rows // queries.shape[2], 1)
-    if num_rows == 1 and by_head.dtype != torch.float32 and by_head.device.type == "cpu":
+    if num_rows == 1 and _lacks_product(by_head):
         by_head = by_head.repeat(1, 1, 2, 1)
     attended = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=mask, scale=scale)
     return attended.narrow(2, 0, num_rows).reshape(*queries.shape[:3], values.shape[3])
+
+
+def _lacks_product(queries: torch.Tensor) -> bool:
+    """Whether torch computes one of these alone without its matrix product."""
+    return queries.dtype != torch.float32 and queries.device.type == "cpu"
 
 
 def folded(queries: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -86,7 +91,8 @@ def _attend_in_modules(
     others = [kwargs.get(name) for name in ("position_bias", "softcap", "cache")]
     # Several queries without a mask would be causal; a mask for each head cannot be folded.
     serves = num_rows == 1 if attention_mask is None else num_rows <= FEW_ROWS and attention_mask.shape[1] == 1
-    if query.device.type != "cpu" or dropout or not serves or any(one is not None for one in others):
+    gains = query.shape[1] > key.shape[1] or (num_rows == 1 and _lacks_product(query))
+    if not gains or query.device.type != "cpu" or dropout or not serves or any(one is not None for one in others):
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
