@@ -108,6 +108,16 @@ class LeanText(StateText):
     cos: torch.Tensor
     sin: torch.Tensor
 
+    @property
+    def keys(self) -> torch.Tensor:
+        """(1, key heads, positions, head_dim), of `states`."""
+        return self.states.narrow(1, 0, self.head.layer.attention.num_keys)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The same."""
+        return self.states.narrow(1, self.head.layer.attention.num_keys, self.head.layer.attention.num_keys)
+
     def copied(self, length: int, room: int) -> LeanText:
         """See `StateText`."""
         copy = self.head.new_text(length + room)

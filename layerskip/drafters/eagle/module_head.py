@@ -37,11 +37,11 @@ class ModuleText(StateText):
         self._cache = SharedLengthCache([None], capacity)
 
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
+    def keys(self) -> torch.Tensor:
         return cast(torch.Tensor, self._cache.layers[0].keys)
 
     @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def values(self) -> torch.Tensor:
         return cast(torch.Tensor, self._cache.layers[0].values)
 
     def copied(self, length: int, room: int) -> ModuleText:

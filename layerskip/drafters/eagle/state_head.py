@@ -79,8 +79,16 @@ class StateText(ABC):
     """Keys and values (1, heads, capacity, head_dim) of one text."""
 
     head: Any
-    keys: torch.Tensor
-    values: torch.Tensor
+
+    @property
+    @abstractmethod
+    def keys(self) -> torch.Tensor:
+        """The buffer itself."""
+
+    @property
+    @abstractmethod
+    def values(self) -> torch.Tensor:
+        """The same."""
 
     def follow(self, engine: StatesEngine, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Over positions from `first` on that the target has computed, with the tokens after them, ids (T,).
