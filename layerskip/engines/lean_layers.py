@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.engines.linear import Linear, MakeLinear, fused
-from layerskip.huggingface.growing_keys import FEW_ROWS, attend_folded, folded
+from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
 
 class Norm:
@@ -75,14 +75,9 @@ class Attention:
         heads = heads.transpose(1, 2)
         return heads.narrow(1, 0, num_queries), heads.narrow(1, num_queries, 2 * num_keys)
 
-    def folded(self, queries: torch.Tensor) -> torch.Tensor:
-        """(B, key heads, group * T, head_dim) of queries (B, query heads, T, head_dim), see `attend_folded`."""
-        return folded(queries, self.num_keys)
-
     def look(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The boolean mask (T, keys), True = visible, as attention computes with it: additive, and folded where queries
-        are. Made once it serves all layers."""
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+        """The boolean mask (T, keys), True = visible, additive, and folded where queries are."""
+        mask = additive(visible, dtype)
         return mask.repeat(self.group, 1) if len(visible) <= FEW_ROWS else mask
 
     def attend(

@@ -44,6 +44,12 @@ def _lacks_product(queries: torch.Tensor) -> bool:
     return queries.dtype != torch.float32 and queries.device.type == "cpu"
 
 
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask, True = visible, as attention computes with it: 0, and -inf elsewhere. Made once it serves all
+    layers, where each would turn a boolean one into this anew."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
 def folded(queries: torch.Tensor, num_keys: int) -> torch.Tensor:
     """(B, key heads, query heads / key heads * T, head_dim) of queries (B, query heads, T, head_dim)."""
     num_texts, num_queries, num_rows, head_dim = queries.shape

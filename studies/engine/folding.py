@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
-from layerskip.huggingface.growing_keys import attend_folded
+from layerskip.huggingface.growing_keys import additive, attend_folded
 from studies.engine.results import FOLDER, markdown_table, write_study
 
 PROG = "studies.engine.folding"
@@ -65,7 +65,7 @@ def measure(heads: Heads, dtype: torch.dtype, num_seen: int, num_rows: int, seco
     mask = None
     if num_rows > 1:
         visible = torch.ones(num_rows, num_seen, dtype=torch.bool).tril(num_seen - num_rows)
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        mask = additive(visible, dtype)
     by_head = None if mask is None else mask.repeat(heads.num_queries // heads.num_keys, 1)  # once for all layers
 
     def in_turn(attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[], None]:
@@ -120,12 +120,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for name in ("sizes", "rows"):
-        if (least := min(getattr(arguments, name))) < 1:
-            raise ValueError(f"--{name}: must be at least 1, got {least}")
+    check_least(arguments, sizes=1, rows=1, threads=1)
     if max(arguments.rows) > min(arguments.sizes):
         raise ValueError(f"--rows: must be at most {min(arguments.sizes)}, the fewest seen, got {max(arguments.rows)}")
-    check_least(arguments, threads=1)
     check_folders(arguments, "out")
     quiet_libraries()
     torch.set_num_threads(arguments.threads)

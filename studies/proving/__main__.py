@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from layerskip.command_line.cli import OneLineParser, run_command
+from layerskip.command_line.cli import OneLineParser, check_least, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import git_commit
 from search.compact import write_lines
@@ -95,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> int:
     """What `main` does. Raises: ValueError or OSError in one line for bad input."""
-    for name in ("seeds", "trials", "processes"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}: must be at least 1, got {getattr(args, name)}")
+    check_least(args, seeds=1, trials=1, processes=1)
     for name in ("noise", "drift", "burst"):
         if not 0.0 <= getattr(args, name) < 100.0:
             raise ValueError(f"--{name}: must be from 0 to below 100 per cent, got {getattr(args, name):g}")

@@ -60,7 +60,7 @@ class LayerwiseForcing(TeacherForcing):
     @property
     def nbytes(self) -> int:
         """See `TeacherForcing`; the cache of hidden states counts as full."""
-        return sum(one.nbytes for one in self._kept) + self._cache_bytes + self._noise_bytes
+        return sum(one.nbytes for one in self._target_states) + self._cache_bytes + self._noise_bytes
 
     def embed(self) -> torch.Tensor:
         """Hidden states (rows, hidden) before layer 0; rows are the continuation tokens of all texts in order."""
@@ -91,7 +91,7 @@ class LayerwiseForcing(TeacherForcing):
         for group in layout.groups(part.num_queries):
             rows, real, texts = layout.rows[group], layout.is_row[group], layout.places(group)
             own, others = queries[rows].transpose(1, 2), new[rows].transpose(1, 2)
-            keys, values = torch.cat([self._kept[layer][texts], others], dim=2).chunk(2, dim=1)
+            keys, values = torch.cat([self._target_states[layer][texts], others], dim=2).chunk(2, dim=1)
             with over_growing_keys((hidden.device,)):
                 attended = part.attend(own, keys, values, layout.visible(part.window, group))
             out[rows[real]] = attended.transpose(1, 2)[real]
@@ -160,7 +160,7 @@ class LayerwiseForcing(TeacherForcing):
     def _keep_target(self) -> None:
         """One target forward a text: its keys and values, padded to (P, 2 * heads, capacity, head_dim) per layer."""
         engine, count = self._engine, len(self.texts)
-        self._kept: list[torch.Tensor] = []
+        self._target_states: list[torch.Tensor] = []
         self._prompt_logits: list[torch.Tensor] = []
         for i, text in enumerate(self.texts):
             length, num_rows = len(text.ids), len(text.continuation_ids)
@@ -173,8 +173,8 @@ class LayerwiseForcing(TeacherForcing):
                     states = buffers.states[0]
                     if i == 0:
                         shape = (count, len(states), self._capacity, states.shape[2])
-                        self._kept.append(states.new_zeros(shape))
-                    self._kept[layer][i, :, :length] = states[:, :length]
+                        self._target_states.append(states.new_zeros(shape))
+                    self._target_states[layer][i, :, :length] = states[:, :length]
 
 
 class _KeptStates:

@@ -15,13 +15,14 @@ from layerskip.engines.cuda_graph.attention_kernels import Kernel, attend
 from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Layer, Mlp, rotary_table
+from layerskip.huggingface.growing_keys import folded
 from layerskip.huggingface.kv_cache import StaticCache
 
 
 class LeanExecutor:
     """See `StaticExecutor`. Shares the weights of `fused`, which also processes the prompts.
 
-    Attention is over folded queries, see `Attention.folded`: left to `enable_gqa`, a mask sends it down a path that
+    Attention is over folded queries, see `attend_folded`: left to `enable_gqa`, a mask sends it down a path that
     copies the keys for every query head.
 
     compiled: run what lies before attention, what follows it, and the MLP through torch.compile. Attention itself is
@@ -154,7 +155,7 @@ def _project_and_store(
     """
     queries, new = layer.project(x, *rotary)
     states.index_copy_(2, slots, new)
-    return layer.folded(queries)
+    return folded(queries, layer.num_keys)
 
 
 def _attend(

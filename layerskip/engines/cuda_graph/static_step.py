@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from layerskip.config.skip_mask import SkipMask
+from layerskip.huggingface.growing_keys import additive
 from layerskip.huggingface.kv_cache import StaticCache
 
 MIN_VISIBLE = 256
@@ -98,10 +99,7 @@ def additive_mask(
     repeats: int = 1,
     branches: Branches | None = None,
 ) -> torch.Tensor:
-    """(repeats * T, num_visible): 0 where a query at `positions` (T,) may look, -inf elsewhere; the T rows repeated.
-
-    Additive, because a boolean one is turned into this by every layer's attention anew.
-    """
+    """(repeats * T, num_visible): 0 where a query at `positions` (T,) may look, -inf elsewhere; the T rows repeated."""
     queries = positions.unsqueeze(1)
     keys = torch.arange(num_visible, device=positions.device)
     if branches is None:
@@ -110,5 +108,5 @@ def additive_mask(
         visible, keys = branches.look(keys, positions)
     if window is not None:
         visible = visible & (keys > queries - window)
-    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))
+    mask = additive(visible, dtype)
     return mask.repeat(repeats, 1) if repeats > 1 else mask
