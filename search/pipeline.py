@@ -299,6 +299,7 @@ class SearchRun:
             repeats,
             spec.seed,
             is_sampled=subject.sampling.do_sample,
+            settled_at=None if spec.until_settled is None else spec.until_settled / 100,
         )
         tell = lambda line: self._say.phase("confirm", line)  # noqa: E731
         prompts = HeldOutPrompts(reporting, choosing)

@@ -94,7 +94,8 @@ def build_parser() -> OneLineParser:
         const=1.0,
         metavar="PERCENT",
         help="end the trials when no other config is expected to beat the best measured one by more than so many per "
-        "cent (default where no number is given: %(const)s)",
+        "cent, and the choice among the best when it is expected to miss no more (default where no number is given: "
+        "%(const)s)",
     )
     parser.add_argument("--dtype", choices=get_args(DTypeName), help="number format")
     parser.add_argument("--engine", choices=get_args(EngineName), help="how one forward is executed")

@@ -5,13 +5,14 @@ is what the others are checked against, so no prompt is decoded but to be timed.
 continues the prompts anew, from other seeds.
 The pass that chooses is a race (Maron and Moore 1994): from the eighth prompt on a candidate that is surely slower than
 the leading one, by more than a tie, drops out (one-sided paired t interval of 99 %), and the pass ends once one is
-left.
+left; or, where a run ends once it is settled, when no more than that is expected of all others together.
+What this costs and saves on the candidates of the committed studies: `python -m studies.choosing`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,6 +46,9 @@ class ConfirmOptions:
     seed: int
     is_sampled: bool = False
     """Whether a prompt can be continued in more than one way."""
+    settled_at: float | None = None
+    """The choosing pass ends once the leading candidate is expected to be slower than the best by no more than this
+    share."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,10 @@ class Passes:
                 else:
                     rates[i].append(one.tokens_per_s)
             if len(rates[0]) >= RACE_FROM and racing:
-                leading = rates[max(racing, key=lambda i: geometric_mean(rates[i]))]
-                racing = [i for i in racing if rates[i] is leading or not is_surely_slower(rates[i], leading)]
-                if len(racing) == 1:
+                racing = still_racing({i: rates[i] for i in racing})
+                if len(racing) == 1 or self._is_settled([rates[i] for i in racing]):
                     progress(len(prompts), len(prompts))
+                    tell(f"settled after {row + 1} of {len(prompts)} prompts, {len(racing)} of {len(entries)} left")
                     break
         ratios = [ratios_of(one, rates[0][: len(one)]) for one in rates]
         best = max((ratios[i] for i in racing if ratios[i]), key=geometric_mean, default=())
@@ -152,6 +156,10 @@ class Passes:
                 pairs.append((case, Pair(case.prompt_id, plain, fast)))
         return [[one for one in pairs if one[0].prompt_id not in self._too_short] for pairs in passes]
 
+    def _is_settled(self, rates: Sequence[Sequence[float]]) -> bool:
+        settled_at = self.options.settled_at
+        return settled_at is not None and expected_loss(rates) <= settled_at
+
     @cached_property
     def _plain(self) -> DecodeConfig:
         return DecodeConfig.plain(self.options.num_layers)
@@ -165,6 +173,30 @@ class Passes:
         if seen is None:
             self._too_short[prompt.prompt_id] = None
         return seen
+
+
+def still_racing(rates: Mapping[int, Sequence[float]]) -> list[int]:
+    """Of ways to decode the same prompts, by number, the leading one and all that are not surely slower."""
+    leading = max(rates.values(), key=geometric_mean)
+    return [i for i, one in rates.items() if one is leading or not is_surely_slower(one, leading)]
+
+
+def expected_loss(rates: Sequence[Sequence[float]]) -> float:
+    """The share by which the leading one of these is expected to be slower than the best of them, at most: the sum of
+    the others' expected improvements over it, by Student's distribution of the mean paired log ratio.
+
+    Ref: expected opportunity cost, Chick and Inoue 2001; the bound by a sum is theirs.
+    """
+    from scipy import stats
+
+    leading = np.log(max(rates, key=geometric_mean))
+    differences = np.log(rates) - leading
+    freedom = len(leading) - 1
+    spreads = differences.std(axis=1, ddof=1) / math.sqrt(freedom + 1)
+    means, spreads = differences.mean(axis=1)[spreads > 0], spreads[spreads > 0]
+    z = means / spreads
+    tails = (freedom + z**2) / (freedom - 1) * stats.t.pdf(z, freedom)
+    return float((spreads * (tails + z * stats.t.cdf(z, freedom))).sum())
 
 
 def is_surely_slower(ratios: Sequence[float], leading: Sequence[float]) -> bool:

@@ -144,15 +144,16 @@ class _Opening:
         """On the first texts, all or as many as can be read often enough; how many is decided once a study."""
         texts = self._reference_texts()
         stored = self.study.user_attrs.get(TEXTS)
-        forcing = self.decoder.teacher_forcing(texts[:stored])
+        least = _MIN_TEXTS if self.options.seconds is None else _MIN_TEXTS_IN_A_HURRY
+        tried = stored or (least if len(texts) > 2 * least else len(texts))
+        forcing = self.decoder.teacher_forcing(texts[:tried])
         if stored is None:
             start = self.clock()
             forcing.read(SkipMask.none(self.space.num_layers))
-            needed = (self.clock() - start) * READINGS_A_BIT * len(self.space.bit_names)
-            allowed = SENSITIVITY_SHARE * self.budget
-            least = _MIN_TEXTS if self.options.seconds is None else _MIN_TEXTS_IN_A_HURRY
-            if needed > allowed and len(texts) > least:
-                texts = texts[: max(least, int(len(texts) * allowed / needed))]
+            text_s = (self.clock() - start) / len(forcing.texts)
+            allowed = SENSITIVITY_SHARE * self.budget / (READINGS_A_BIT * len(self.space.bit_names))
+            texts = texts[: max(least, int(allowed / text_s) if text_s > 0 else len(texts))]
+            if len(texts) != tried:
                 forcing = self.decoder.teacher_forcing(texts)
             self.study.set_user_attr(TEXTS, len(texts))
         return Predictor(forcing, self._rows(forcing), cost, self.space.gamma_max)

@@ -169,42 +169,39 @@ def measure_costs(
     counts = _counts(options.gamma_max, space)
     trained = [one for weights in space.draft_weights for one in space.variants_of(weights)]
     in_int8 = [mask.in_int8() for mask in masks] if space.int8 else []
-    whole = [masks[1], *in_int8[1:2]]
+    whole = [masks[1], *in_int8[1:2]] if space.draft_vocabs else []
     narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]
-    verify, plain_draft, watched, weights, narrowed = [], [], [], [], []
+    drafts: list[DraftedBy] = [*masks, *in_int8, *(mask for row in narrow for mask in row), *trained]
+    verify, plain_draft, watched = [], [], []
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
-        plain_draft.append(timer.draft_s(text, masks + in_int8, gamma=_DRAFT_LENGTH, threshold=False))
+        plain_draft.append(timer.draft_s(text, drafts, gamma=_DRAFT_LENGTH, threshold=False))
         watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
-        if space.draft_vocabs:
-            narrowed.append(
-                timer.draft_s(text, [mask for row in narrow for mask in row], gamma=_DRAFT_LENGTH, threshold=False)
-            )
-        if trained:
-            weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
-    weights_s = _median(weights[1:]).tolist() if weights else []
-    fixed_s, attention_s, mlp_s, error = _fit(masks, draft_s[: len(masks)])
-    int8_s = _fit(in_int8, draft_s[len(masks) :])[:3] if in_int8 else None
+    ends = np.cumsum([len(masks), len(in_int8), sum(map(len, narrow))])
+    masks_s, int8_masks_s, _, weights_s = np.split(draft_s, ends)
+    narrowed_s = np.array(plain_draft[1:])[:, ends[1] : ends[2]]
+    fixed_s, attention_s, mlp_s, error = _fit(masks, masks_s)
+    int8_s = _fit(in_int8, int8_masks_s)[:3] if in_int8 else None
     return CostModel(
         verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
         fixed_s=fixed_s,
         attention_s=(attention_s,) * space.num_layers,
         mlp_s=(mlp_s,) * space.num_layers,
-        threshold_s=max(0.0, float(np.median(_median(watched[1:]) - draft_s[:2]))),
+        threshold_s=max(0.0, float(np.median(_median(watched[1:]) - masks_s[:2]))),
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
-        narrowed_s=_saved(narrow, narrowed[1:]) if narrowed else {},
-        weights_s={named(one): s for one, s in zip(trained, weights_s, strict=True)},
+        narrowed_s=_saved(narrow, narrowed_s) if narrow else {},
+        weights_s={named(one): s for one, s in zip(trained, weights_s.tolist(), strict=True)},
         int8_s=int8_s,
     )
 
 
-def _saved(masks: Sequence[Sequence[SkipMask]], seconds: Sequence[Sequence[float]]) -> dict[str, float]:
+def _saved(masks: Sequence[Sequence[SkipMask]], seconds: np.ndarray) -> dict[str, float]:
     """What each mask saves of the first of its row, from rows of seconds of all of them, one after the other."""
-    by_row = np.array(seconds).reshape(len(seconds), len(masks), -1)
+    by_row = seconds.reshape(len(seconds), len(masks), -1)
     saved = np.median(by_row[:, :, :1] - by_row, axis=0)
     return {
         _narrowing(mask): max(0.0, float(s))

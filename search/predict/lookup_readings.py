@@ -36,22 +36,38 @@ class LookupReadings:
         return LookupReadings(self.proposed[:, :width], self.right[:, :width])
 
 
-def read_lookups(texts: Sequence[ForcedText], settings: LookupSettings, gamma: int, width: int) -> LookupReadings:
-    """`width` columns, at least the longest continuation's.
+class LookupReader:
+    """Reads lookups on texts, and keeps what it has read of each.
 
-    Cost: a lookup a token, some ten microseconds each.
+    Cost: a lookup a token, some ten microseconds each, the first time.
     """
-    proposed, right = np.zeros((2, len(texts), width), dtype=np.int64)
-    for place, text in enumerate(texts):
-        context = list(text.prompt_ids)
+
+    def __init__(self, gamma: int) -> None:
+        """gamma: most tokens of a proposal."""
+        self._gamma = gamma
+        self._kept: dict[tuple[ForcedText, LookupSettings], Ints] = {}
+
+    def read(self, texts: Sequence[ForcedText], settings: LookupSettings, width: int) -> LookupReadings:
+        """`width` columns, at least the longest continuation's."""
+        found = np.zeros((2, len(texts), width), dtype=np.int64)
+        for place, text in enumerate(texts):
+            key = text, settings
+            if key not in self._kept:
+                self._kept[key] = self._read_text(text, settings)
+            found[:, place, : len(text.continuation_ids)] = self._kept[key]
+        return LookupReadings(*found)
+
+    def _read_text(self, text: ForcedText, settings: LookupSettings) -> Ints:
+        """(2, T): tokens proposed, and how many of them are right."""
+        context, gamma = list(text.prompt_ids), self._gamma
         session = LookupSession(settings, gamma, 0.0)
+        rows = []
         for row, token in enumerate(text.continuation_ids):
             context.append(token)
             session.follow(context)
             tokens = session.look_up(gamma)
-            proposed[place, row] = len(tokens)
-            right[place, row] = _common_start(tokens, text.continuation_ids[row + 1 : row + 1 + gamma])
-    return LookupReadings(proposed, right)
+            rows.append((len(tokens), _common_start(tokens, text.continuation_ids[row + 1 : row + 1 + gamma])))
+        return np.array(rows, dtype=np.int64).reshape(-1, 2).T
 
 
 def _common_start(tokens: Sequence[int], following: Sequence[int]) -> int:

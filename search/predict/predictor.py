@@ -19,7 +19,7 @@ from search.measure.decoder import Forcing
 from search.predict.costs import CostModel
 from search.predict.joined_forcing import JoinedForcing, KeptReadings, Readings, join_readings
 from search.predict.learnt_costs import CostLearner
-from search.predict.lookup_readings import LookupReadings, read_lookups
+from search.predict.lookup_readings import LookupReader, LookupReadings
 from search.predict.replay import Counts, Floats, Round, Settings, SiblingRows, TextRows, replay, walk
 from search.study.lookup_choice import LookupChoice
 from search.study.space import (
@@ -120,7 +120,7 @@ class Predictor:
         self._more: Forcing | None = None
         self._rows = self._first_rows = rows
         self._gamma_max = len(cost.verify_s) - 1 if gamma_max is None else gamma_max
-        self._lookups: dict[LookupSettings, LookupReadings] = {}
+        self._lookups = LookupReader(LOOKUP_GAMMA_MAX)
         self._readings, self._full_readings = KeptReadings(_KEPT_BYTES), KeptReadings(_KEPT_BYTES)
         self.look_up_with(())
         self._learner = CostLearner()
@@ -146,7 +146,7 @@ class Predictor:
         joint._grid = self._grid
         joined = JoinedForcing([(self._first, self._first_rows), (forcing, rows)])
         joint._forcing, joint._more, joint._rows = joined, forcing, joined.rows
-        joint._readings = self._readings
+        joint._readings, joint._lookups = self._readings, self._lookups
         return joint
 
     @property
@@ -476,10 +476,7 @@ class Predictor:
 
     def _lookup(self, settings: LookupSettings) -> LookupReadings:
         """On all texts; those on the first ones are its first rows."""
-        if settings not in self._lookups:
-            width = self._rows.target_probs.shape[1]
-            self._lookups[settings] = read_lookups(self._forcing.texts, settings, LOOKUP_GAMMA_MAX, width)
-        return self._lookups[settings]
+        return self._lookups.read(self._forcing.texts, settings, self._rows.target_probs.shape[1])
 
     def _reading_for(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Readings:
         """The draft's; of lookups alone none is needed."""

@@ -65,7 +65,8 @@ class StudySpec(OneLineErrors):
     """Trials in the study in total, earlier runs included."""
     until_settled: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
     """Per cent: the trials end when no config that was not measured is expected to beat the best measured one by more,
-    three proposals in a row. None = all `trials`."""
+    three proposals in a row; the choice among the best of them when it is expected to miss no more. None = all `trials`
+    and all prompts that choose."""
     timeout_s: Seconds | None = None
     """Seconds of searching in this run; the confirm stage follows all the same. None = no limit."""
     budget_minutes: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None

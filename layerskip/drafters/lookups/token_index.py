@@ -111,12 +111,16 @@ def vote(futures: Sequence[Sequence[int]], min_probability: float) -> list[int]:
     Ends where the share of the futures that have agreed so far is below `min_probability`, or none goes on. Of tokens
     with equally many votes the one of the first future is taken.
     """
-    voters, tokens = list(futures), list[int]()
+    voters, tokens, least = list(futures), list[int](), min_probability * len(futures)
     while voters := [future for future in voters if len(future) > len(tokens)]:
         at = len(tokens)
-        token, votes = Counter(future[at] for future in voters).most_common(1)[0]
-        if votes < min_probability * len(futures):
+        if len(voters) == 1:  # nobody to disagree any more
+            return tokens + list(voters[0][at:]) if least <= 1 else tokens
+        column = [future[at] for future in voters]
+        token, votes = Counter(column).most_common(1)[0]
+        if votes < least:
             break
         tokens.append(token)
-        voters = [future for future in voters if future[at] == token]
+        if votes < len(voters):
+            voters = [future for future in voters if future[at] == token]
     return tokens

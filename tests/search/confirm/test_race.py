@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
-from search.confirm.passes import RACE_FROM, TIE, ConfirmOptions, HeldOutPrompts, is_surely_slower
+from search.confirm.passes import RACE_FROM, TIE, ConfirmOptions, HeldOutPrompts, expected_loss, is_surely_slower
 from search.confirm.stage import Confirmation, confirm
 from search.study.leaderboard import Entry
 from search.study.prompts import EncodedPrompt
@@ -18,10 +18,10 @@ BEST, FAR = (DecodeConfig(skip_mask=SkipMask.parse(text), gamma=4) for text in (
 NUM_PROMPTS = 24
 
 
-def run(decoder: FakeDecoder, *configs: DecodeConfig) -> Confirmation:
+def run(decoder: FakeDecoder, *configs: DecodeConfig, settled_at: float | None = None) -> Confirmation:
     prompts = [EncodedPrompt(str(i), None, (i,)) for i in range(NUM_PROMPTS)]
     entries = [Entry(config, {}, (0,), 5, 1.2, 1.1) for config in configs]
-    return confirm(decoder, HeldOutPrompts(prompts), entries, ConfirmOptions(6, 1, 0))
+    return confirm(decoder, HeldOutPrompts(prompts), entries, ConfirmOptions(6, 1, 0, settled_at=settled_at))
 
 
 def test_who_is_surely_slower_drops_out_and_the_last_one_ends_the_race() -> None:
@@ -59,6 +59,28 @@ def test_whoever_leads_and_then_breaks_leaves_the_race_to_those_who_dropped_out(
     result = run(decoder, BEST, FAR)
     assert result.config.bare() == FAR
     assert result.candidates[0].excluded is not None
+
+
+def test_a_choice_that_may_miss_a_little_is_settled_before_all_prompts_were_seen() -> None:
+    almost = DecodeConfig(skip_mask=BEST.skip_mask, gamma=4, target_threshold=TIE / 2)
+    seen = {at: len(run(FakeDecoder(), BEST, almost, settled_at=at).candidates[0].ratios) for at in (None, 1e-9, 0.05)}
+    assert seen == {None: NUM_PROMPTS, 1e-9: NUM_PROMPTS, 0.05: RACE_FROM}
+
+
+def test_the_expected_loss_is_what_choosing_the_leading_one_loses_on_average() -> None:
+    """The true difference of two ways seen on ten prompts is drawn from Student's distribution. One that never differs
+    adds nothing, another of the second's speed as much as that."""
+    rng = np.random.default_rng(1)
+    differences = rng.normal(0.0, 0.06, 10)
+    differences -= differences.mean() + 0.01
+    leading = np.exp(rng.normal(0.0, 0.1, 10))
+    other = leading * np.exp(differences)
+    drawn = differences.mean() + differences.std(ddof=1) / math.sqrt(10) * rng.standard_t(9, 200_000)
+    lost = float(np.maximum(drawn, 0.0).mean())
+    pair = [leading.tolist(), other.tolist()]
+    assert expected_loss(pair) == pytest.approx(lost, rel=0.02)
+    assert expected_loss([*pair, leading.tolist()]) == pytest.approx(expected_loss(pair))
+    assert expected_loss([*pair, other.tolist()]) == pytest.approx(2 * expected_loss(pair))
 
 
 def test_a_false_drop_is_rare_and_a_slower_one_is_seen() -> None:

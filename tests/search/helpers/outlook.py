@@ -13,7 +13,7 @@ from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from search.study.space import SearchSpace
 from tests.search.helpers.fakes import FakeDecoder
-from tests.search.helpers.forcing import FakeForcing, FakeTimer
+from tests.search.helpers.forcing import READING_S, FakeForcing, FakeTimer
 
 
 @dataclass
@@ -60,15 +60,15 @@ class WatchedDecoder(FakeDecoder):
 
     step_times: FakeTimer = field(default_factory=FakeTimer)
     reading_s: float = 0.2
-    """Seconds that a reading takes on the fake clock, on all texts."""
+    """Seconds that a reading of six texts takes on the fake clock; of more or fewer in proportion."""
     forcings: list[FakeForcing] = field(default_factory=list)
 
     def timer(self, gamma_max: int) -> FakeTimer:
         return self.step_times
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> FakeForcing:
-        # A FakeForcing ticks 0.2 s a reading.
-        self.forcings.append(FakeForcing(texts, lambda seconds: self.clock.advance(seconds * self.reading_s / 0.2)))
+        pace = self.reading_s / READING_S
+        self.forcings.append(FakeForcing(texts, lambda seconds: self.clock.advance(seconds * pace)))
         return self.forcings[-1]
 
     @property

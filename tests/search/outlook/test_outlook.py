@@ -238,7 +238,7 @@ def test_a_time_limit_bounds_what_is_predicted_before_the_first_trial() -> None:
     assert (free.num_texts, bound.num_texts) == (6 + MAX_MORE, 6 + math.ceil(6 / 0.17))
 
 
-@pytest.mark.parametrize(("reading_s", "num_first"), [(0.2, 12), (0.5, 7), (9.0, 4)])
+@pytest.mark.parametrize(("reading_s", "num_first"), [(0.1, 12), (0.25, 7), (4.5, 4)])
 def test_as_many_first_texts_are_read_as_can_be_afforded(reading_s: float, num_first: int) -> None:
     """Five seconds for 1.4 readings of each of twelve sublayers; four texts always."""
     decoder = planted()
@@ -396,7 +396,7 @@ def test_a_trial_is_told_what_it_is_expected_to_show() -> None:
 def test_a_trial_on_prompts_that_are_not_read_for_every_mask_is_predicted_as_well() -> None:
     """A slow model's texts are too many to be read for every mask."""
     slow, quick_one = planted(), planted()
-    slow.reading_s = 9.0
+    slow.reading_s, quick_one.reading_s = 9.0, 0.1
     few, every = (open_(new_study(), one, reference=TWELVE) for one in (slow, quick_one))
     assert (few.predictor.num_texts, every.predictor.num_texts) == (4, 12)
     config = DecodeConfig(skip_mask=SkipMask.contiguous(6, 1, 4), gamma=4, draft_threshold=0.3)
