@@ -10,6 +10,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
 
 if TYPE_CHECKING:
+    from layerskip.decoding.prefix_cache import PrefixCache
     from layerskip.drafters import TextStore
     from layerskip.interop.generate import CustomGenerate, custom_generate
     from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
@@ -22,6 +23,7 @@ __all__ = [
     "GenerateOutput",
     "GroupSetting",
     "LayerSkipModel",
+    "PrefixCache",
     "ProbabilityAcceptance",
     "PromptLookup",
     "Provenance",
@@ -42,6 +44,10 @@ def __getattr__(name: str) -> Any:
         from layerskip import model
 
         return getattr(model, name)
+    if name == "PrefixCache":
+        from layerskip.decoding.prefix_cache import PrefixCache
+
+        return PrefixCache
     if name == "TextStore":
         from layerskip.drafters import TextStore
 

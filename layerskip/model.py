@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
+from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
@@ -96,6 +97,8 @@ class GenerateArguments:
     """Decode with the config's setting for this prompt group; None is the default setting."""
     text_store: TextStore | None = None
     """Earlier texts that the drafter `suffix` looks into besides this one. Nothing is added to it here."""
+    prefix_cache: PrefixCache | None = None
+    """Earlier texts of this model; what the prompt begins with and one of them too is not computed again."""
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -422,6 +425,8 @@ class LayerSkipModel:
         """
         given = GenerateArguments(**arguments)
         self.check_text_store(given.text_store)
+        if given.prefix_cache is not None:
+            given.prefix_cache.check_model(self.model)
         config = self._config if given.config is None else given.config
         if given.config is not None:
             self.check_config(given.config)
@@ -448,6 +453,7 @@ class LayerSkipModel:
             max_new_tokens=given.max_new_tokens,
             eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
             should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
+            prefix_cache=given.prefix_cache,
             profile=given.profile,
         )
 

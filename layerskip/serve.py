@@ -69,6 +69,14 @@ def build_parser() -> OneLineParser:
         metavar="N",
         help="most tokens of earlier requests kept in memory, to draft from where the config's drafter does; 0 = none",
     )
+    parser.add_argument(
+        "--prefix-cache",
+        type=int,
+        default=ServerSettings.prefix_cache_bytes >> 20,
+        metavar="MIB",
+        help="most memory for keys and values of earlier requests, so that of a prompt which begins like one of them, "
+        "as every turn of a chat does, only the rest is computed; 0 = none",
+    )
     parser.add_argument("--no-access-log", action="store_true", help="no line per request (it never shows prompts)")
     return parser
 
@@ -132,6 +140,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         "max_new_tokens_limit": (1, 1 << 30),
         "max_body_bytes": (1024, 1 << 30),
         "store_tokens": (0, 1 << 30),
+        "prefix_cache": (0, 1 << 24),
     }
     for name, (lowest, highest) in ranges.items():
         value = getattr(arguments, name)
@@ -155,6 +164,7 @@ def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str
         hosts=frozenset({"localhost", "127.0.0.1", "::1", arguments.host.lower()}) if api_key is None else None,
         access_log=not arguments.no_access_log,
         store_tokens=arguments.store_tokens,
+        prefix_cache_bytes=arguments.prefix_cache << 20,
     )
 
 
@@ -196,11 +206,16 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
 
 
 def _kept(config: DecodeConfig, settings: ServerSettings) -> list[str]:
-    if not config.looks_into_stores:
-        return []
-    if not settings.store_tokens:
-        return ["store     none: drafts come from a request's own text alone"]
-    return [f"store     up to {settings.store_tokens} tokens of earlier requests in memory, to draft from"]
+    prefixes = "none: every prompt is computed whole"
+    if settings.prefix_cache_bytes:
+        prefixes = f"up to {settings.prefix_cache_bytes >> 20} MiB of earlier requests' keys and values in memory"
+    told = [f"prefixes  {prefixes}"]
+    if config.looks_into_stores:
+        store = "none: drafts come from a request's own text alone"
+        if settings.store_tokens:
+            store = f"up to {settings.store_tokens} tokens of earlier requests in memory, to draft from"
+        told.append(f"store     {store}")
+    return told
 
 
 def _regimes(config: DecodeConfig) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
@@ -50,6 +51,8 @@ class DecodeRequest:
     eos_token_ids: frozenset[int] = frozenset()
     should_stop: Callable[[Sequence[int]], bool] | None = None
     """Called with all ids (prompt and emitted) after each emitted token, in order; True ends the text there."""
+    prefix_cache: PrefixCache | None = None
+    """Earlier texts whose beginnings are not computed again; this one is added in the end."""
     profile: bool = False
     """Synchronise around drafting and verification, so that their shares of the time are exact on a GPU too."""
 
@@ -109,8 +112,17 @@ class DecodeLoop:
             try:
                 while not run.finished:
                     yield self.step(run)
+            except GeneratorExit:  # between two steps: the cache is as whole as at the end
+                self._keep(run)
+                raise
+            else:
+                self._keep(run)
             finally:
                 self._sampler.end(len(run.context))
+
+    def _keep(self, run: Run) -> None:
+        if run.request.prefix_cache is not None:
+            run.request.prefix_cache.keep(self._engine, run.context)
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -154,7 +166,7 @@ class DecodeLoop:
         """
         clock = StepClock(self._engine)
         if run.verdict is None:
-            run.verdict = self._target_step(run.context, run.context)
+            run.verdict = self._prefill(run)
             run.stats.prefill_s = clock.lap()
             return run.take([run.verdict.next_token], [TARGET_ONLY])
         settled = self._round(run, run.verdict)
@@ -176,17 +188,26 @@ class DecodeLoop:
     # Inference mode per step, not per session: it belongs to the thread, and a session stays open while the consumer of
     # the pieces runs its own code between them.
     @torch.inference_mode()
-    def _target_step(self, context: Sequence[int], new_ids: Sequence[int]) -> Verdict:
-        """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
-        ids = torch.tensor(list(new_ids), device=self._engine.device)
-        logits = self._sampler.shape(self._engine.forward(ids), context)
-        nothing = torch.empty(0, dtype=torch.long, device=logits.device)
-        return verify(nothing, logits, self._sampler, len(context), with_prob=self._with_prob)
+    def _prefill(self, run: Run) -> Verdict:
+        """The target's token after the prompt. One forward over what no earlier text has of it, one sync."""
+        if run.request.prefix_cache is not None:
+            run.stats.num_cached = run.request.prefix_cache.fill(self._engine, run.context)
+        return self._chosen(self._engine.prefill(self._ids(run.context[run.stats.num_cached :])), run.context)
 
+    @torch.inference_mode()
     def _target_alone(self, run: Run) -> Verdict:
         if self._device_target is not None:
             return self._device_target.run(run.context[-1], 0).verdict
-        return self._target_step(run.context, run.context[-1:])
+        return self._chosen(self._engine.forward(self._ids(run.context[-1:])), run.context)
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(ids), device=self._engine.device)
+
+    def _chosen(self, logits: torch.Tensor, context: Sequence[int]) -> Verdict:
+        """The target's own token after `context`, from its logits (1, V) there."""
+        nothing = torch.empty(0, dtype=torch.long, device=logits.device)
+        shaped = self._sampler.shape(logits, context)
+        return verify(nothing, shaped, self._sampler, len(context), with_prob=self._with_prob)
 
     @torch.inference_mode()
     def _round(self, run: Run, latest: Verdict) -> _Round | None:

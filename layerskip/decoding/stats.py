@@ -30,6 +30,8 @@ class DecodeStats:
     """
 
     num_prompt_tokens: int = 0
+    num_cached: int = 0
+    """Of the prompt's tokens, those that an earlier text in a `PrefixCache` had too and that were not computed."""
     num_emitted: int = 0
     """Tokens returned, prompt excluded."""
     num_cut: int = 0

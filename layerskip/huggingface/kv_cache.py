@@ -60,6 +60,26 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
             for buffer in (layer.keys, layer.values):
                 buffer[:, :, place : place + len(sources)] = buffer[:, :, sources]
 
+    @property
+    def bytes_per_position(self) -> int:
+        """Keys and values of all layers; once each has been written to."""
+        return sum(int(one[:, :, :1].nbytes) for layer in self.layers for one in (layer.keys, layer.values))
+
+    def rows(self, stop: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of each layer's keys and values (B, heads, stop, head_dim) at the first positions."""
+        return [(layer.keys[:, :, :stop].clone(), layer.values[:, :, :stop].clone()) for layer in self.layers]
+
+    def fill(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], stop: int) -> None:
+        """Begin with the first `stop` of these instead of computing them; `rows` gave them, of the same model."""
+        if self._length:
+            raise ValueError(f"cache: must be empty to be filled, holds {self._length} tokens")
+        for layer, (keys, values) in zip(self.layers, rows, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            layer.keys[:, :, :stop] = keys[:, :, :stop]
+            layer.values[:, :, :stop] = values[:, :, :stop]
+        self._set_length(stop)
+
     def _set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:
             raise ValueError(f"length: must be in 0..{self.capacity} (the cache's capacity), got {length}")

@@ -164,6 +164,7 @@ def _usage(end: Finished) -> dict[str, Any]:
             "prompt_tokens": num_prompt,
             "completion_tokens": end.num_emitted,
             "total_tokens": num_prompt + end.num_emitted,
+            "prompt_tokens_details": {"cached_tokens": stats.num_cached},
         },
         "layerskip": stats.to_dict() | {"tokens_per_s": stats.tokens_per_s},
     }

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from layerskip.config.decode_config import DecodeConfig
+from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
 from layerskip.server.answers import AnswerFormat, ChatShape, CompletionShape, Shape
@@ -43,7 +44,10 @@ class Service:
         self.settings = settings
         self.metrics = ServerMetrics(model.config.regime_names)
         self.store = text_store(model.config, settings)
-        self.preparer = Preparer(model, settings, self.store)
+        prefixes = PrefixCache(settings.prefix_cache_bytes) if settings.prefix_cache_bytes else None
+        if prefixes is not None:
+            self.metrics.prefix_cache_bytes.set_function(lambda: prefixes.num_bytes)
+        self.preparer = Preparer(model, settings, self.store, prefixes)
         self.worker = DecodeWorker(self.metrics, settings.queue_limit, lambda: _warm_up(model), self.store)
         self.created = int(time.time())
         self.num_connections: Callable[[], int] = lambda: 0

@@ -35,6 +35,7 @@ class ServerMetrics:
             self._by_regime.labels(regime)
         counts = {
             "prompt_tokens": "Tokens of prompts that were decoded",
+            "cached_prompt_tokens": "Of these, tokens that an earlier request began with too: not computed",
             "emitted_tokens": "Tokens emitted, those of a last round past a stop string included",
             "target_only_steps": "Steps of the target alone, the prompt's own forward apart",
             "timed_tokens": "Output tokens but for each request's first: those of the decode seconds",
@@ -58,6 +59,9 @@ class ServerMetrics:
         self.stored_tokens = Gauge(
             "layerskip_stored_tokens", "Tokens of earlier requests that are kept to draft from", registry=self.registry
         )
+        self.prefix_cache_bytes = Gauge(
+            "layerskip_prefix_cache_bytes", "Keys and values of earlier requests that are kept", registry=self.registry
+        )
         self.queue_length = Gauge("layerskip_queue_length", "Requests that wait for the model", registry=self.registry)
         self.running = Gauge("layerskip_running_requests", "Requests being decoded, 0 or 1", registry=self.registry)
         self._time_to_first_token = self._histogram("time_to_first_token", "Arrival to first token, waiting included")
@@ -73,6 +77,7 @@ class ServerMetrics:
             self._by_regime.labels(regime).inc()
         values = {
             "prompt_tokens": stats.num_prompt_tokens if stats.num_emitted else 0,
+            "cached_prompt_tokens": stats.num_cached,
             "emitted_tokens": stats.num_emitted,
             "target_only_steps": stats.num_target_only,
             "timed_tokens": max(stats.num_emitted - 1, 0),

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from layerskip.config.lossy_acceptance import lossy_label
+from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
@@ -28,12 +29,18 @@ class Preparer:
     Raises: ValueError if the model has no tokenizer.
     """
 
-    def __init__(self, model: LayerSkipModel, settings: ServerSettings, store: TextStore | None = None) -> None:
+    def __init__(
+        self,
+        model: LayerSkipModel,
+        settings: ServerSettings,
+        store: TextStore | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         if model.tokenizer is None:
             raise ValueError("model: has no tokenizer, so there is no text to serve")
         self._model = model
         self._settings = settings
-        self._store = store
+        self._store, self._prefixes = store, prefixes
         # A copy: a fast tokenizer that encodes in one thread refuses to decode in another at that moment.
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
@@ -77,8 +84,10 @@ class Preparer:
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.
             "stop_strings": [] if asked.stop else None,
             "group": asked.group,
-            # What a seed draws depends on what was drafted: with it an answer has to be the same another day.
+            # With a seed an answer has to be the same another day: what is drafted, and how a prompt's numbers are
+            # rounded, may not depend on earlier requests.
             "text_store": self._store if asked.seed is None else None,
+            "prefix_cache": self._prefixes if asked.seed is None else None,
         }
         try:
             return ids, self._model.stream(ids, **arguments)  # computes nothing yet

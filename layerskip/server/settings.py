@@ -37,6 +37,9 @@ class ServerSettings:
     store_tokens: int = 200_000
     """Most tokens of earlier requests that are kept to draft from, where the model's config does so; 0 keeps none."""
 
+    prefix_cache_bytes: int = 512 << 20
+    """Most bytes of earlier requests' keys and values that are kept for prompts which begin alike; 0 keeps none."""
+
     def __post_init__(self) -> None:
         rules = (
             (
@@ -52,6 +55,7 @@ class ServerSettings:
             ("send_timeout_s", self.send_timeout_s > 0, "must be above 0"),
             ("max_connections", self.max_connections >= 1, "must be at least 1"),
             ("store_tokens", self.store_tokens >= 0, "must be at least 0"),
+            ("prefix_cache_bytes", self.prefix_cache_bytes >= 0, "must be at least 0"),
         )
         for name, holds, rule in rules:
             if not holds:

@@ -127,6 +127,7 @@ def _check_status(expected: int, got: int) -> None:
 def serving(config: Path) -> Iterator[tuple[str, int]]:
     """(URL, process id) of a server. Raises: CommandError if it does not begin, or does not end as it should."""
     command = [sys.executable, "-m", "layerskip.serve", "--config", str(config), "--device", "cpu", "--port", "0"]
+    command += ["--prefix-cache", "16"]  # full before the first sample that counts
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [*command, "--no-access-log"],

@@ -154,6 +154,9 @@ def test_it_says_how_it_drafts_and_what_it_keeps(store_tokens: int, said: list[s
     lookup = "suffix, min_match 2, gamma 10, target_threshold 0.0"
     assert lines[2] == f"config    none: hybrid: mask 4:1, gamma 3, draft_threshold 0.5, lookup ({lookup})"
     assert [line for line in lines if line.startswith("store")] == said
+    assert "prefixes  up to 512 MiB of earlier requests' keys and values in memory" in lines
+    without = describe(model, ServerSettings("m", 96, prefix_cache_bytes=0), None, "http://x")
+    assert "prefixes  none: every prompt is computed whole" in without
     plain = describe(model, settings, None, "http://x")
     assert not [line for line in plain if line.startswith("store")]
 

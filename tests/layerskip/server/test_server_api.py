@@ -40,7 +40,7 @@ def demo_model() -> LayerSkipModel:
 @pytest.fixture(scope="module")
 def demo(demo_model: LayerSkipModel) -> Iterator[Serving]:
     # Without a store of texts a prompt is drafted the second time as it was the first.
-    with serving(demo_model, store_tokens=0) as running:
+    with serving(demo_model, store_tokens=0, prefix_cache_bytes=0) as running:
         yield running
 
 

@@ -1,0 +1,107 @@
+"""PrefixCache: keys and values of earlier texts, so that a prompt which begins like one of them goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layerskip.engines import Engine
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The beginning of a text, of which the target has computed all layers."""
+
+    ids: Ids
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values (B, heads, T, head_dim) by layer."""
+    states: torch.Tensor | None
+    """(T, layers kept * hidden), of these layers, where a drafter read them."""
+    kept_layers: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [one for pair in self.rows for one in pair] + ([] if self.states is None else [self.states])
+        return sum(one.nbytes for one in tensors)
+
+    def num_common(self, ids: Ids) -> int:
+        """Tokens that both begin with."""
+        most = min(len(ids), len(self.ids))
+        other = np.flatnonzero(self.ids[:most] != ids[:most])
+        return int(other[0]) if len(other) else most
+
+
+class PrefixCache:
+    """Keys and values of one model's latest texts, prompts and what followed, up to `max_bytes`.
+
+    Give it to every `generate` or `stream` of a conversation: each adds its text, and only what a prompt has beyond the
+    longest beginning it shares with one of them is computed. All of the prompt where a drafter reads hidden states that
+    were not kept; a `draft_model` goes over the whole prompt itself. Not for several threads at a time.
+
+    Cost: a copy of the rows on the model's device when a text ends, and one when a prompt begins like it. Texts that a
+    newer one continues make room for it, then the oldest.
+    The output is the same as without, up to rounding: a prompt computed in two pieces rounds in other places than in
+    one, which can flip near-ties in bfloat16 and float16.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: must be at least 1, got {max_bytes}")
+        self._max_bytes = max_bytes
+        self._texts: list[_Text] = []
+        """The oldest first."""
+        self._model: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Kept at present."""
+        return sum(text.num_bytes for text in self._texts)
+
+    def check_model(self, model: Any) -> None:
+        """Remember whose texts these are. Raises: ValueError if they are another model's."""
+        if self._model is not None and self._model is not model:
+            raise ValueError("prefix_cache: holds another model's keys and values; make one for each model")
+        self._model = model
+
+    def fill(self, engine: Engine, prompt_ids: Sequence[int]) -> int:
+        """Put the longest known beginning of a prompt into the session's empty cache; returns its tokens.
+
+        At least the last token is left to compute, whose logits begin the text. No device sync.
+        """
+        ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
+        able = [text for text in self._texts if not engine.kept_layers or text.kept_layers == engine.kept_layers]
+        found = max(able, key=lambda text: text.num_common(ids), default=None)
+        num_common = 0 if found is None else found.num_common(ids)
+        if found is None or not num_common:
+            return 0
+        engine.cache.fill(found.rows, num_common)
+        if engine.kept_layers:
+            assert found.states is not None
+            engine.states[:num_common] = found.states[:num_common]
+        self._texts.append(self._texts.pop(next(i for i, text in enumerate(self._texts) if text is found)))
+        return num_common
+
+    def keep(self, engine: Engine, ids: Sequence[int]) -> None:
+        """Add the session's text, all of it that is in the cache or as much of it as there may be."""
+        count = min(engine.cache.length, len(ids))
+        if not count:
+            return
+        num_bytes = engine.cache.bytes_per_position
+        if engine.kept_layers:
+            num_bytes += engine.states[:1].nbytes
+        count = min(count, self._max_bytes // num_bytes)
+        known = np.asarray(ids[:count], dtype=np.int64)
+        self._texts = [text for text in self._texts if text.num_common(known) < len(text.ids)]
+        if any(text.num_common(known) == count for text in self._texts):
+            return
+        while self._texts and self.num_bytes + count * num_bytes > self._max_bytes:
+            del self._texts[0]
+        states = engine.states[:count].clone() if engine.kept_layers else None
+        self._texts.append(_Text(known, engine.cache.rows(count), states, engine.kept_layers))

@@ -1,0 +1,80 @@
+"""Keys and values of earlier requests: of a chat's next turn only the rest is computed, and the answer is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerskip import LayerSkipModel
+from layerskip.server.settings import ServerSettings
+from tests.layerskip.serving import Serving, serving, tiny_model
+
+FIELDS: dict[str, Any] = {"max_tokens": 8, "return_token_ids": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> LayerSkipModel:
+    return tiny_model(tokenizer)
+
+
+def answer(server: Serving, prompt: list[int], **fields: Any) -> tuple[list[int], dict[str, Any]]:
+    """(token ids, usage) of one completion."""
+    status, _, body = server.complete(prompt, **FIELDS | fields)
+    assert status == 200, body
+    usage = body["usage"]
+    assert body["layerskip"]["num_cached"] == usage["prompt_tokens_details"]["cached_tokens"]
+    return body["choices"][0]["token_ids"], usage
+
+
+def test_the_next_turn_is_computed_from_where_the_last_one_ended(model: LayerSkipModel) -> None:
+    text, known = [5, 9, 7, 8], []
+    with serving(model) as server:
+        for _ in range(3):
+            ids, usage = answer(server, text)
+            assert ids == model.generate(text, max_new_tokens=8).ids
+            known.append(usage["prompt_tokens_details"]["cached_tokens"])
+            text += [*ids, 11, 12]
+        metrics = server.metrics()
+    assert known == [0, 4 + 7, 4 + 7 + 10]
+    assert metrics["layerskip_cached_prompt_tokens_total"] == sum(known)
+    assert metrics["layerskip_prompt_tokens_total"] == 4 + 14 + 24
+    assert metrics["layerskip_prefix_cache_bytes"] == (24 + 7) * 4 * 2 * 2 * 8 * 4
+
+
+def test_the_official_client_reads_how_much_was_cached(model: LayerSkipModel) -> None:
+    with serving(model) as server, server.client() as client:
+        messages: list[Any] = [{"role": "user", "content": "def read(path):"}]
+        for at_least in (0, 4):
+            done = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, temperature=0.0)
+            assert done.usage is not None
+            assert done.usage.prompt_tokens_details is not None
+            assert (done.usage.prompt_tokens_details.cached_tokens or 0) >= at_least
+            messages += [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+
+
+def test_with_a_seed_nothing_is_taken_and_nothing_left(model: LayerSkipModel) -> None:
+    prompt = [5, 9, 7, 8, 6]
+    with serving(model) as server:
+        cached = [
+            answer(server, prompt, **fields)[1]["prompt_tokens_details"]["cached_tokens"]
+            for fields in ({"seed": 1, "temperature": 0.7}, {}, {"seed": 1, "temperature": 0.7}, {})
+        ]
+    assert cached == [0, 0, 0, 4]
+
+
+def test_a_client_that_leaves_and_a_stop_string_keep_what_was_computed(model: LayerSkipModel) -> None:
+    prompt = [5, 9, 7, 8, 6]
+    stop = model.tokenizer.decode(model.generate(prompt, max_new_tokens=8).ids)[1:3]
+    with serving(model) as server:
+        answer(server, prompt, stop=[stop])
+        assert answer(server, prompt)[1]["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+def test_with_none_kept_every_prompt_is_computed_whole(model: LayerSkipModel) -> None:
+    with serving(model, prefix_cache_bytes=0) as server:
+        for _ in range(2):
+            assert answer(server, [5, 9, 7, 8])[1]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert server.metrics()["layerskip_prefix_cache_bytes"] == 0
+    with pytest.raises(ValueError, match="prefix_cache_bytes: must be at least 0, got -1"):
+        ServerSettings("m", 96, prefix_cache_bytes=-1)
