@@ -32,6 +32,7 @@ TIE = 0.01
 RACE_FROM = 8
 """Prompts that all candidates see before the first may drop out."""
 RACE_LEVEL = 0.99
+_NUM_RESAMPLES = 1000
 
 Fresh = list[list[tuple[PromptCase, Pair]]]
 """By pass, by prompt."""
@@ -104,7 +105,11 @@ class Passes:
         return self.options.is_sampled and self.options.repeats > 1
 
     def choosing(self, entries: Sequence[Entry], tell: Callable[[str], None], progress: Tell) -> tuple[Candidate, ...]:
-        """What the prompts that choose say of every entry. Raises: what plain decoding raises."""
+        """What the prompts that choose say of every entry. Raises: what plain decoding raises.
+
+        Of each prompt the forward over it is made once: only what follows it is timed here.
+        """
+        decoder = self.decoder.remembering()
         configs = [self._plain, *(entry.config for entry in entries)]
         rates: list[list[float]] = [[] for _ in configs]
         faults: dict[int, Fault] = {}
@@ -112,7 +117,7 @@ class Passes:
         prompts = self.prompts.choosing or self.prompts.reporting
         for row, prompt in enumerate(prompts):
             able = [0, *racing]
-            seen = self._time(prompt, 0, [configs[i] for i in able], row)
+            seen = self._time(decoder, prompt, 0, [configs[i] for i in able], row)
             progress(row + 1, len(prompts))
             if seen is None:
                 continue
@@ -145,7 +150,7 @@ class Passes:
         for repeat, pairs in enumerate(passes):
             number = repeat + (not self.prompts.choosing) if self.options.is_sampled else 0
             for row, prompt in enumerate(reporting):
-                seen = self._time(prompt, number, [self._plain, config], row + repeat)
+                seen = self._time(self.decoder, prompt, number, [self._plain, config], row + repeat)
                 progress(repeat * len(reporting) + row + 1, repeats * len(reporting))
                 if seen is None:
                     continue
@@ -158,18 +163,18 @@ class Passes:
 
     def _is_settled(self, rates: Sequence[Sequence[float]]) -> bool:
         settled_at = self.options.settled_at
-        return settled_at is not None and expected_loss(rates) <= settled_at
+        return settled_at is not None and expected_loss(rates, self.options.seed) <= settled_at
 
     @cached_property
     def _plain(self) -> DecodeConfig:
         return DecodeConfig.plain(self.options.num_layers)
 
     def _time(
-        self, prompt: EncodedPrompt, number: int, configs: Sequence[DecodeConfig], turn: int
+        self, decoder: Decoder, prompt: EncodedPrompt, number: int, configs: Sequence[DecodeConfig], turn: int
     ) -> tuple[PromptCase, list[Timed | Fault]] | None:
         """See `time_with_plain`. number: the how manieth continuation of the prompt, where tokens are sampled."""
         seeded = SeededPrompt(prompt.prompt_id, prompt.ids, continuation_seed(self.options.seed, prompt.ids, number))
-        seen = time_with_plain(self.decoder, seeded, configs, turn)
+        seen = time_with_plain(decoder, seeded, configs, turn)
         if seen is None:
             self._too_short[prompt.prompt_id] = None
         return seen
@@ -181,22 +186,19 @@ def still_racing(rates: Mapping[int, Sequence[float]]) -> list[int]:
     return [i for i, one in rates.items() if one is leading or not is_surely_slower(one, leading)]
 
 
-def expected_loss(rates: Sequence[Sequence[float]]) -> float:
-    """The share by which the leading one of these is expected to be slower than the best of them, at most: the sum of
-    the others' expected improvements over it, by Student's distribution of the mean paired log ratio.
+def expected_loss(rates: Sequence[Sequence[float]], seed: int = 0) -> float:
+    """The share by which the leading one of these is expected to be slower than the best of them, were all prompts
+    seen: the bootstrap's mean, over the prompts, of the best mean log rate less the leading one's.
 
-    Ref: expected opportunity cost, Chick and Inoue 2001; the bound by a sum is theirs.
+    Ref: expected opportunity cost, Chick and Inoue 2001.
     """
-    from scipy import stats
-
-    leading = np.log(max(rates, key=geometric_mean))
-    differences = np.log(rates) - leading
-    freedom = len(leading) - 1
-    spreads = differences.std(axis=1, ddof=1) / math.sqrt(freedom + 1)
-    means, spreads = differences.mean(axis=1)[spreads > 0], spreads[spreads > 0]
-    z = means / spreads
-    tails = (freedom + z**2) / (freedom - 1) * stats.t.pdf(z, freedom)
-    return float((spreads * (tails + z * stats.t.cdf(z, freedom))).sum())
+    differences = np.log(rates) - np.log(max(rates, key=geometric_mean))
+    count = differences.shape[1]
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=_NUM_RESAMPLES) / count
+    means = differences.mean(axis=1)
+    # The bootstrap's spread is too small by this root.
+    resampled = means + (drawn @ differences.T - means) * math.sqrt(count / (count - 1))
+    return float(resampled.max(axis=1).mean())
 
 
 def is_surely_slower(ratios: Sequence[float], leading: Sequence[float]) -> bool:

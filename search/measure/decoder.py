@@ -15,10 +15,14 @@ from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, TreeRe
 from layerskip.config.decode_config import DecodeConfig, DraftedBy, DraftWeights
 from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
+from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import trim_heap
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from search.study.spec import StudySpec
+
+_REMEMBERED_BYTES = 1 << 26
+"""Of keys and values: one prompt's, or as much of its beginning as there is room for."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,10 @@ class Decoder(Protocol):
     def with_new_tokens(self, most: int) -> Decoder:
         """The same, with at most so many new tokens a prompt."""
 
+    def remembering(self) -> Decoder:
+        """The same, but that of a prompt which begins like one just decoded the rest alone is computed: for several
+        configs in turn, where what follows the prompt is timed alone."""
+
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
 
@@ -110,11 +118,18 @@ class Decoder(Protocol):
 class ModelDecoder:
     """A LayerSkipModel as a Decoder."""
 
-    def __init__(self, model: Any, max_new_tokens: int, params: SamplingParams | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_new_tokens: int,
+        params: SamplingParams | None = None,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
         """params: how tokens are chosen, greedily without them."""
         self.model = model
         self.max_new_tokens = max_new_tokens
         self._params = params or SamplingParams()
+        self._prefix_cache = prefix_cache
 
     @property
     def is_sampled(self) -> bool:
@@ -128,6 +143,10 @@ class ModelDecoder:
     def with_new_tokens(self, most: int) -> ModelDecoder:
         """The same, with at most so many new tokens a prompt."""
         return ModelDecoder(self.model, most, self._params)
+
+    def remembering(self) -> ModelDecoder:
+        """See `Decoder`."""
+        return ModelDecoder(self.model, self.max_new_tokens, self._params, PrefixCache(_REMEMBERED_BYTES))
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
@@ -143,7 +162,8 @@ class ModelDecoder:
     def _arguments(self, seed: int) -> dict[str, Any]:
         """Whatever the model's own generation_config says."""
         seeded = {"seed": seed} if self._params.do_sample else {}
-        return {"max_new_tokens": self.max_new_tokens, **asdict(self._params), **seeded}
+        remembered = {} if self._prefix_cache is None else {"prefix_cache": self._prefix_cache}
+        return {"max_new_tokens": self.max_new_tokens, **asdict(self._params), **seeded, **remembered}
 
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0

@@ -100,7 +100,7 @@ def table(found: Sequence[Outcome]) -> str:
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
-    parser.add_argument("--orders", type=int, default=400, help="random orders of each study's prompts")
+    parser.add_argument("--orders", type=int, default=100, help="random orders of each study's prompts")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser
 

@@ -101,6 +101,10 @@ class TabularDecoder:
             raise ValueError(f"sampling: a table is greedy, got {sampling.name}")
         return self
 
+    def remembering(self) -> TabularDecoder:
+        """Itself: what a prompt costs is told apart."""
+        return self
+
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:  # noqa: ARG002
         """The target's continuation, with the seconds that `config` takes for it."""
         place = self._place(prompt_ids)

@@ -133,6 +133,9 @@ class FakeDecoder:
         gain = self.gain_by_regime.get(sampling.name, self.gain)
         return dataclasses.replace(self, gain=gain, is_sampled=sampling.do_sample)
 
+    def remembering(self) -> FakeDecoder:
+        return self
+
     def with_new_tokens(self, most: int) -> FakeDecoder:
         return dataclasses.replace(self, num_tokens=min(most, self.num_tokens))
 

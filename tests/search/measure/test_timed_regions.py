@@ -69,6 +69,17 @@ def benchmark(model: LayerSkipModel) -> None:
     assert found.steps is not None
 
 
+def test_a_decoder_that_remembers_goes_over_a_prompt_once() -> None:
+    """Each config's continuation is the same, and the others know all of the prompt but its last token."""
+    model, prompt = zoo.layerskip_of("llama fused"), zoo.prompt_of(12)
+    decoder = ModelDecoder(model, NEW_TOKENS)
+    remembering = decoder.remembering()
+    found = [remembering.decode(prompt, config) for config in (DecodeConfig.plain(zoo.NUM_LAYERS), *CONFIGS)]
+    assert {one.ids for one in found} == {decoder.decode(prompt, CONFIGS[0]).ids}
+    assert [one.stats.num_cached for one in found] == [0, *[len(prompt) - 1] * len(CONFIGS)]
+    assert decoder.decode(prompt, CONFIGS[0]).stats.num_cached == 0
+
+
 FLOWS: list[Callable[[LayerSkipModel], None]] = [trial, confirmed, costs, benchmark]
 each_flow = pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
 
