@@ -17,11 +17,14 @@ from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
 from layerskip.rounds import sampling
 from studies.demo.corpus import Module
-from studies.engine import folding, growth, lookups, results, siblings, sizes, switches, trees
+from studies.engine import folding, growth, lookups, results, siblings, sizes, switches, trees, turns
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 from tests.layerskip.conftest import text_model, tokenizer
 
 __all__ = ["text_model", "tokenizer"]  # fixtures
+
+
+DEMO = Path(__file__).parents[2] / "studies" / "demo"
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +172,20 @@ def test_folding_tells_both_ways_for_every_shape(tmp_path: Path, monkeypatch, ca
     assert "| one | bfloat16 | 3 | 67 / 33 (2.0×) | 67 / 33 (2.0×) |" in said
 
 
+def test_a_conversation_is_computed_whole_and_from_where_it_was(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "turns.json"
+    sizes = ["--turns", "3", "--message-tokens", "9", "--new-tokens", "5", "--repeats", "2"]
+    assert turns.main([*sizes, "--config", str(DEMO / "best.json"), "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    for repeat in record["turns"]:
+        assert [(one["num_tokens"], one["num_cached"]) for one in repeat] == [(9, 0), (23, 13), (37, 27)]
+        assert all(one["identical"] for one in repeat)
+    assert record["command"].startswith("python -m studies.engine.turns --config ")
+    said = capsys.readouterr().out
+    assert out.with_suffix(".md").read_text() in said
+    assert "| 3 | 37 | 27 | " in said
+
+
 def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
     module = Module("a.py", "import os\n\n\ndef read(path):\n    return os.open(path)\n")
     monkeypatch.setattr(lookups, "read_modules", lambda: [module, module])
@@ -187,6 +204,8 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
         (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (lookups.main, ["--lengths", "1"], "--lengths: must be at least 2, got 1"),
         (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
+        (turns.main, ["--turns", "0"], "--turns: must be at least 1, got 0"),
+        (turns.main, ["--turns", "400"], "--turns: must be at most "),
         (folding.main, ["--sizes", "4", "0"], "--sizes: must be at least 1, got 0"),
         (folding.main, ["--sizes", "8", "4", "--rows", "1", "5"], "--rows: must be at most 4, the fewest seen, got 5"),
     ],
