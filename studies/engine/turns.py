@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, PrefixCache
+from layerskip.analysis.identity import check_identity
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.prompts import read_prompts
 from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
@@ -38,6 +39,8 @@ class Turn:
     """To the last one."""
     cached_answer_s: float
     identical: bool
+    is_tie: bool
+    """The first difference lies where the target's two likeliest tokens tie within the rounding of its numbers."""
 
 
 def converse(
@@ -55,6 +58,7 @@ def converse(
                 text, max_new_tokens=new_tokens, config=config, do_sample=False, eos_token_id=[], prefix_cache=way
             )
         whole, cached = found[False], found[True]
+        identity = check_identity(model, text, cached.ids, whole.ids, model.sampler(do_sample=False))
         turns.append(
             Turn(
                 len(text),
@@ -63,7 +67,8 @@ def converse(
                 cached.stats.prefill_s,
                 whole.stats.prefill_s + whole.stats.decode_s,
                 cached.stats.prefill_s + cached.stats.decode_s,
-                cached.ids == whole.ids,
+                identity.identical,
+                identity.is_tie,
             )
         )
         text += whole.ids
@@ -82,7 +87,9 @@ def table(repeats: Sequence[Sequence[Turn]]) -> str:
     for number, turns in enumerate(zip(*repeats, strict=True), start=1):
         first = _both([one.whole_first_s for one in turns], [one.cached_first_s for one in turns])
         answer = _both([one.whole_answer_s for one in turns], [one.cached_answer_s for one in turns])
-        same = "yes" if all(one.identical for one in turns) else "no"
+        same = "yes" if all(one.identical for one in turns) else "up to a tie"
+        if not all(one.identical or one.is_tie for one in turns):
+            same = "NO"
         rows.append([str(number), str(turns[0].num_tokens), str(turns[0].num_cached), first, answer, same])
     header = ["turn", "tokens of the prompt", "known", "ms to the first token", "ms to the last", "same tokens"]
     return markdown_table(header, rows)
