@@ -31,6 +31,10 @@ class _Text:
         tensors = [one for pair in self.rows for one in pair] + ([] if self.states is None else [self.states])
         return sum(one.nbytes for one in tensors)
 
+    def has_states_of(self, kept_layers: tuple[int, ...]) -> bool:
+        """Whether it serves a session that keeps those of these layers."""
+        return not kept_layers or self.kept_layers == kept_layers
+
     def num_common(self, ids: Ids) -> int:
         """Tokens that both begin with."""
         most = min(len(ids), len(self.ids))
@@ -76,7 +80,7 @@ class PrefixCache:
         At least the last token is left to compute, whose logits begin the text. No device sync.
         """
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
-        able = [text for text in self._texts if not engine.kept_layers or text.kept_layers == engine.kept_layers]
+        able = [text for text in self._texts if text.has_states_of(engine.kept_layers)]
         found = max(able, key=lambda text: text.num_common(ids), default=None)
         num_common = 0 if found is None else found.num_common(ids)
         if found is None or not num_common:
@@ -90,18 +94,21 @@ class PrefixCache:
 
     def keep(self, engine: Engine, ids: Sequence[int]) -> None:
         """Add the session's text, all of it that is in the cache or as much of it as there may be."""
-        count = min(engine.cache.length, len(ids))
-        if not count:
+        if not engine.cache.length:
             return
-        num_bytes = engine.cache.bytes_per_position
-        if engine.kept_layers:
+        layers, num_bytes = engine.kept_layers, engine.cache.bytes_per_position
+        if layers:
             num_bytes += engine.states[:1].nbytes
-        count = min(count, self._max_bytes // num_bytes)
+        count = min(engine.cache.length, len(ids), self._max_bytes // num_bytes)
         known = np.asarray(ids[:count], dtype=np.int64)
-        self._texts = [text for text in self._texts if text.num_common(known) < len(text.ids)]
-        if any(text.num_common(known) == count for text in self._texts):
+        if not count or any(text.has_states_of(layers) and text.num_common(known) == count for text in self._texts):
             return
+        self._texts = [
+            text
+            for text in self._texts
+            if text.num_common(known) < len(text.ids) or text.kept_layers not in ((), layers)
+        ]
         while self._texts and self.num_bytes + count * num_bytes > self._max_bytes:
             del self._texts[0]
-        states = engine.states[:count].clone() if engine.kept_layers else None
-        self._texts.append(_Text(known, engine.cache.rows(count), states, engine.kept_layers))
+        states = engine.states[:count].clone() if layers else None
+        self._texts.append(_Text(known, engine.cache.rows(count), states, layers))

@@ -5,8 +5,8 @@ is what the others are checked against, so no prompt is decoded but to be timed.
 continues the prompts anew, from other seeds.
 The pass that chooses is a race (Maron and Moore 1994): from the eighth prompt on a candidate that is surely slower than
 the leading one, by more than a tie, drops out (one-sided paired t interval of 99 %), and the pass ends once one is
-left; or, where a run ends once it is settled, when no more than that is expected of all others together.
-What this costs and saves on the candidates of the committed studies: `python -m studies.choosing`.
+left; or, where a run ends once it is settled, once going on is expected to win no more than that (`expected_loss`).
+What this costs and saves on the candidates of the committed studies: `python -m studies.proving.choosing`.
 """
 
 from __future__ import annotations

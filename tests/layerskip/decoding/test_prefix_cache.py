@@ -72,11 +72,15 @@ def test_a_drafter_that_reads_states_takes_only_texts_that_have_them() -> None:
     plain, eagle = DecodeConfig.plain(zoo.NUM_LAYERS), config_of("eagle", "llama", MASK)
     text = (*PROMPT, 9)
     model.generate(PROMPT, max_new_tokens=4, prefix_cache=cache, config=plain)
-    known = [
-        model.generate(text, max_new_tokens=4, prefix_cache=cache, config=one).stats.num_cached
-        for one in (eagle, eagle, plain)
-    ]
-    assert known == [0, len(text) - 1, len(text) - 1]
+
+    def known(config: DecodeConfig, prompt: tuple[int, ...] = text) -> int:
+        return model.generate(prompt, max_new_tokens=4, prefix_cache=cache, config=config).stats.num_cached
+
+    assert [known(one) for one in (eagle, eagle, plain)] == [0, len(text) - 1, len(text) - 1]
+    # A longer text without states takes no place of one that has them.
+    assert [known(plain, (*text, *text)), known(eagle)] == [len(text), len(text) - 1]
+    # The same text again, now with states, is kept although its keys are there.
+    assert [known(eagle, (*text, *text)) for _ in range(2)] == [len(text), 2 * len(text) - 1]
 
 
 def test_whoever_stops_early_keeps_what_was_computed_and_who_fails_keeps_nothing(
@@ -129,6 +133,9 @@ def test_of_a_text_too_long_its_beginning_is_kept() -> None:
     model.generate(PROMPT, max_new_tokens=1, prefix_cache=cache)
     assert cache.num_bytes == 6 * position
     assert kept(model, cache, PROMPT) == 6
+    none = PrefixCache(position - 1)
+    assert [kept(model, none, PROMPT) for _ in range(2)] == [0, 0]
+    assert none.num_bytes == 0
 
 
 def test_a_text_that_goes_on_takes_the_place_of_its_beginning() -> None:
