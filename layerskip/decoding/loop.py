@@ -192,22 +192,20 @@ class DecodeLoop:
         """The target's token after the prompt. One forward over what no earlier text has of it, one sync."""
         if run.request.prefix_cache is not None:
             run.stats.num_cached = run.request.prefix_cache.fill(self._engine, run.context)
-        return self._chosen(self._engine.prefill(self._ids(run.context[run.stats.num_cached :])), run.context)
+        return self._target_step(run.context, run.context[run.stats.num_cached :])
 
     @torch.inference_mode()
     def _target_alone(self, run: Run) -> Verdict:
         if self._device_target is not None:
             return self._device_target.run(run.context[-1], 0).verdict
-        return self._chosen(self._engine.forward(self._ids(run.context[-1:])), run.context)
+        return self._target_step(run.context, run.context[-1:])
 
-    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(ids), device=self._engine.device)
-
-    def _chosen(self, logits: torch.Tensor, context: Sequence[int]) -> Verdict:
-        """The target's own token after `context`, from its logits (1, V) there."""
+    def _target_step(self, context: Sequence[int], new_ids: Sequence[int]) -> Verdict:
+        """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
+        ids = torch.tensor(list(new_ids), device=self._engine.device)
+        logits = self._sampler.shape(self._engine.forward(ids), context)
         nothing = torch.empty(0, dtype=torch.long, device=logits.device)
-        shaped = self._sampler.shape(logits, context)
-        return verify(nothing, shaped, self._sampler, len(context), with_prob=self._with_prob)
+        return verify(nothing, logits, self._sampler, len(context), with_prob=self._with_prob)
 
     @torch.inference_mode()
     def _round(self, run: Run, latest: Verdict) -> _Round | None:

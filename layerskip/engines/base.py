@@ -45,11 +45,6 @@ class Engine(Protocol):
         """Logits (num_logits, V) of the last positions; the cache advances by len(input_ids)."""
         ...
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (1, V) after a prompt, or after the rest of one that the cache holds a beginning of: a forward of any
-        length, for which nothing has to be prepared."""
-        ...
-
     @property
     def kept_layers(self) -> tuple[int, ...]:
         """Whose hidden states are kept in the running session; none unless a drafter reads them."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.base import Engine, SessionEngine
+from layerskip.engines.base import SessionEngine
 from layerskip.huggingface.adapter import ModelAdapter, widened
 from layerskip.rounds.preparation import ForwardPlan
 
@@ -29,10 +29,6 @@ class StatesEngine(SessionEngine):
         if self._states is None:
             raise RuntimeError("no hidden states: call `keep_states` at the beginning of the session")
         return self._states
-
-    def prefill(self: Engine, input_ids: torch.Tensor) -> torch.Tensor:
-        """See `Engine`."""
-        return self.forward(input_ids)
 
     def keep_states(self, aux_layers: Sequence[int] = (), rows: torch.Tensor | None = None) -> None:
         """Keep those of these layers, counted from 0, and then of the last one from now on, in a session that has not

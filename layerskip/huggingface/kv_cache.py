@@ -28,6 +28,8 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
         if capacity < 1:
             raise ValueError(f"capacity: must be at least 1, got {capacity}")
         self._length = 0
+        self.num_filled = 0
+        """Tokens that `fill` began with; what comes right after them is the rest of a prompt."""
         self.capacity = capacity
         super().__init__(layers=[self._new_layer(window) for window in windows])
 
@@ -79,6 +81,7 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
             layer.keys[:, :, :stop] = keys[:, :, :stop]
             layer.values[:, :, :stop] = values[:, :, :stop]
         self._set_length(stop)
+        self.num_filled = stop
 
     def _set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:
@@ -212,7 +215,7 @@ class StaticCache(SharedLengthCache):
         """Begin another text of up to `capacity` tokens in the same buffers. Cost: one pass over their memory."""
         if not 1 <= capacity <= self._num_positions:
             raise ValueError(f"capacity: must be in 1..{self._num_positions} (the buffers' size), got {capacity}")
-        self._length = 0
+        self._length = self.num_filled = 0
         self.capacity = capacity
         for layer in self.layers:
             if layer.is_initialized:

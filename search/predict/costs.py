@@ -171,17 +171,19 @@ def measure_costs(
     in_int8 = [mask.in_int8() for mask in masks] if space.int8 else []
     whole = [masks[1], *in_int8[1:2]] if space.draft_vocabs else []
     narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]
-    drafts: list[DraftedBy] = [*masks, *in_int8, *(mask for row in narrow for mask in row), *trained]
-    verify, plain_draft, watched = [], [], []
+    drafts = [*masks, *in_int8, *(mask for row in narrow for mask in row)]
+    verify, plain_draft, watched, weights = [], [], [], []
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
         plain_draft.append(timer.draft_s(text, drafts, gamma=_DRAFT_LENGTH, threshold=False))
         watched.append(timer.draft_s(text, masks[:2], gamma=_DRAFT_LENGTH, threshold=True))
+        if trained:  # apart: where steps are recorded, others are recorded for drafts that read hidden states
+            weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
-    ends = np.cumsum([len(masks), len(in_int8), sum(map(len, narrow))])
-    masks_s, int8_masks_s, _, weights_s = np.split(draft_s, ends)
-    narrowed_s = np.array(plain_draft[1:])[:, ends[1] : ends[2]]
+    weights_s = _median(weights[1:]).tolist() if weights else []
+    masks_s, int8_masks_s, _ = np.split(draft_s, np.cumsum([len(masks), len(in_int8)]))
+    narrowed_s = np.array(plain_draft[1:])[:, len(masks) + len(in_int8) :]
     fixed_s, attention_s, mlp_s, error = _fit(masks, masks_s)
     int8_s = _fit(in_int8, int8_masks_s)[:3] if in_int8 else None
     return CostModel(
@@ -194,7 +196,7 @@ def measure_costs(
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
         narrowed_s=_saved(narrow, narrowed_s) if narrow else {},
-        weights_s={named(one): s for one, s in zip(trained, weights_s.tolist(), strict=True)},
+        weights_s={named(one): s for one, s in zip(trained, weights_s, strict=True)},
         int8_s=int8_s,
     )
 

@@ -121,27 +121,16 @@ class CudaGraphEngine(SessionEngine):
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         cache, num_tokens = self.cache, input_ids.shape[0]
         mask = self._no_skip if mask is None else mask
-        stop = self._checked_stop(num_tokens)
-        if cache.length == 0 or num_tokens > self.options.max_tokens:
+        stop = cache.length + num_tokens
+        if stop > cache.capacity:
+            raise ValueError(f"cache: capacity is {cache.capacity} tokens, a forward needs {stop}")
+        if cache.length <= cache.num_filled or num_tokens > self.options.max_tokens:  # a prompt, or the rest of one
             return self.executor.forward(input_ids, mask, num_logits)
         self._ids[:num_tokens].copy_(input_ids)
         cache.position_on_device()
         self.play(self._recorded_forward(mask, num_tokens, self.num_visible_for(stop), num_logits))
         cache.advance(num_tokens)
         return self._logits[:num_logits].clone()
-
-    @torch.inference_mode()
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """See `Engine`; never recorded, as each prompt has another length."""
-        self._checked_stop(input_ids.shape[0])
-        return self.executor.forward(input_ids, self._no_skip, 1)
-
-    def _checked_stop(self, num_tokens: int) -> int:
-        """Length of the cache after so many more tokens. Raises: ValueError if they do not fit."""
-        stop = self.cache.length + num_tokens
-        if stop > self.cache.capacity:
-            raise ValueError(f"cache: capacity is {self.cache.capacity} tokens, a forward needs {stop}")
-        return stop
 
     @property
     def num_preparations(self) -> int:
