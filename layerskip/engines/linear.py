@@ -64,8 +64,22 @@ class DenseLinear:
         return DenseLinear(self.weight[:, :count], None if self.bias is None else self.bias[:count])
 
 
-_WIDEST_PADDED = 4
+_FEWEST = 4
 """Rows that a product of fewer is filled up to: oneDNN's kernels for one to three rows in float32 take longer."""
+_MOST_EXACT = 32
+_LEAST_STEP = 16
+
+
+def rows_of_product(num_rows: int) -> int:
+    """What a prompt's rows are filled up to: at most a sixteenth more, or to the next sixteenth row.
+
+    oneDNN makes a kernel for each matrix and number of rows and keeps the latest 1,024 of them, a third of a megabyte
+    each on the CPU tried. A server whose prompts have every length would have as many.
+    """
+    if num_rows <= _MOST_EXACT:
+        return num_rows
+    step = max(_LEAST_STEP, 1 << num_rows.bit_length() - 5)
+    return -(-num_rows // step) * step
 
 
 class PackedLinear:
@@ -102,8 +116,9 @@ class PackedLinear:
         num_rows = x.shape[0]
         if num_rows == 1 and self._one_row is not None:
             return self._one_row(x)
-        if self._pads and num_rows < _WIDEST_PADDED:
-            x = F.pad(x, (0, 0, 0, _WIDEST_PADDED - num_rows))
+        filled = _FEWEST if self._pads and num_rows < _FEWEST else rows_of_product(num_rows)
+        if filled > num_rows:
+            x = F.pad(x, (0, 0, 0, filled - num_rows))
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out[:num_rows]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement
 from layerskip.engines import weight_layout as module
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.linear import DenseLinear, PackedLinear
+from layerskip.engines.linear import DenseLinear, PackedLinear, rows_of_product
 from layerskip.engines.recording.stopwatch import Stopwatch
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter
@@ -128,3 +129,34 @@ def test_the_stopwatch_stops_early_over_long_work(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("layerskip.engines.recording.stopwatch._ENOUGH_S", 0.0)
     Stopwatch(CPU)([lambda: ran.append("a")])
     assert len(ran) == 3  # one untimed, two timed
+
+
+def test_prompts_of_every_length_need_few_kernels() -> None:
+    """As many rows as a round may have are left as they are; of a prompt little is added."""
+    filled = {count: rows_of_product(count) for count in range(1, 8193)}
+    assert all(filled[count] == count for count in range(1, 33))
+    assert all(count <= one <= max(count + 15, count * 17 / 16) for count, one in filled.items())
+    assert len(set(filled.values()) - set(range(1, 33))) < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_product_has_a_row_for_every_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn((24, 16), generator=generator).to(dtype), torch.randn(24, generator=generator).to(dtype)
+    packed, seen = PackedLinear(weight, bias, pads=True), set()
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def watched(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        seen.add(len(x))
+        out: torch.Tensor = product(x, *arguments)
+        return out
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+    for num_rows in (1, 3, 4, 5, 32, 33, 48, 49, 300, 1000):
+        x = torch.randn((num_rows, 16), generator=generator).to(dtype)
+        out = packed(x)
+        assert out.shape == (num_rows, 24)
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+        torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias), **close)
+        torch.testing.assert_close(packed.add_to(x.new_ones(num_rows, 24), x), out + 1, **close)
+    assert seen == {4, 5, 32, 48, 64, 304, 1024}
