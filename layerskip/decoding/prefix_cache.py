@@ -15,7 +15,7 @@ from layerskip.engines import Engine
 Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Text:
     """The beginning of a text, of which the target has computed all layers."""
 
@@ -89,7 +89,8 @@ class PrefixCache:
         if engine.kept_layers:
             assert found.states is not None
             engine.states[:num_common] = found.states[:num_common]
-        self._texts.append(self._texts.pop(next(i for i, text in enumerate(self._texts) if text is found)))
+        self._texts.remove(found)
+        self._texts.append(found)
         return num_common
 
     def keep(self, engine: Engine, ids: Sequence[int]) -> None:

@@ -73,8 +73,8 @@ _LEAST_STEP = 16
 def rows_of_product(num_rows: int) -> int:
     """What a prompt's rows are filled up to: at most a sixteenth more, or to the next sixteenth row.
 
-    oneDNN makes a kernel for each matrix and number of rows and keeps the latest 1,024 of them, a third of a megabyte
-    each on the CPU tried. A server whose prompts have every length would have as many.
+    oneDNN makes a kernel for each matrix and number of rows and keeps the latest 1,024 of them, each with memory of its
+    own. A server whose prompts have every length would have as many.
     """
     if num_rows <= _MOST_EXACT:
         return num_rows

@@ -77,7 +77,7 @@ class ServerMetrics:
             self._by_regime.labels(regime).inc()
         values = {
             "prompt_tokens": stats.num_prompt_tokens if stats.num_emitted else 0,
-            "cached_prompt_tokens": stats.num_cached,
+            "cached_prompt_tokens": stats.num_cached if stats.num_emitted else 0,
             "emitted_tokens": stats.num_emitted,
             "target_only_steps": stats.num_target_only,
             "timed_tokens": max(stats.num_emitted - 1, 0),

@@ -36,7 +36,6 @@ class ServerSettings:
     access_log: bool = True
     store_tokens: int = 200_000
     """Most tokens of earlier requests that are kept to draft from, where the model's config does so; 0 keeps none."""
-
     prefix_cache_bytes: int = 512 << 20
     """Most bytes of earlier requests' keys and values that are kept for prompts which begin alike; 0 keeps none."""
 

@@ -204,7 +204,7 @@ def test_the_verdict_tells_every_drafter_also_those_whose_trials_were_stopped_ea
     assert {one.params["drafter"] for one in trials if not one.user_attrs["stopped_early"]} == {"layer_skip"}
     assert bench.summary()["by_drafter"].keys() == set(drafters)
     told = bench.output.getvalue()
-    assert re.search(r"best of each drafter on the choosing pass: layer_skip 1\.\d\dx, (\w+ 0\.9\dx(, )?){2}\n", told)
+    assert re.search(r"best of each drafter on the choosing pass: layer_skip 1\.3\dx, (\w+ 0\.9\dx(, )?){2}\n", told)
     assert (
         len(re.findall(r"confirm   #\d+ 0\.\d+x \(tuning 0\.\d+x, stopped early\): (prompt_lookup|suffix)", told)) == 2
     )

@@ -63,7 +63,7 @@ def test_with_a_seed_nothing_is_taken_and_nothing_left(model: LayerSkipModel) ->
     assert cached == [0, 0, 0, 4]
 
 
-def test_a_client_that_leaves_and_a_stop_string_keep_what_was_computed(model: LayerSkipModel) -> None:
+def test_an_answer_that_a_stop_string_ends_keeps_what_was_computed(model: LayerSkipModel) -> None:
     prompt = [5, 9, 7, 8, 6]
     stop = model.tokenizer.decode(model.generate(prompt, max_new_tokens=8).ids)[1:3]
     with serving(model) as server:

@@ -508,7 +508,7 @@ def test_ours_is_set_up_as_in_a_study(tmp_path: Path) -> None:
     assert stored[0]["attributes"]["pool"] != stored[1]["attributes"]["pool"]
     assert [one["unpaid_s"] for one in stored] == [0.0, 0.0]
     forcings = bench.decoder.forcings
-    assert len({one.texts for one in forcings}) == len(forcings), "one for all runs"
+    assert len({one.texts for one in forcings}) == len(forcings) == 3, "one of the same texts for all runs"
 
 
 @pytest.mark.parametrize("share", [0.45, 0.6])
