@@ -73,8 +73,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> Watch:
         seen.events.append("wait")
         synchronize()
 
-    monkeypatch.setattr(engine, "forward", watched)
-    monkeypatch.setattr(engine, "synchronize", waited)
+    # In the engine's own dict, where undoing leaves nothing: other tests share this engine and patch its class.
+    monkeypatch.setitem(vars(engine), "forward", watched)
+    monkeypatch.setitem(vars(engine), "synchronize", waited)
     monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=seen.perf_counter))
     return seen
 

@@ -101,7 +101,7 @@ def test_whoever_stops_early_keeps_what_was_computed_and_who_fails_keeps_nothing
 
     before = cache.num_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(type(model.engine), "forward", broken)
+        patch.setattr(model.engine, "forward", broken)
         with pytest.raises(RuntimeError, match="broken"):
             model.generate(zoo.prompt_of(30, seed=5), max_new_tokens=4, prefix_cache=cache)
     assert cache.num_bytes == before
