@@ -21,9 +21,10 @@ test-all: $(VENV)/.installed-test
 
 # Are the lower bounds in pyproject.toml true? Its own environment of the lowest versions admitted, and there every test that is
 # not marked slow, browser or gpu, once: of a parametrised one the first case. `CASES=` runs all of their cases.
+# Without kernels compiled for the CPU, as on a machine that has no compiler: `make test` has them.
 # torch is left to pip: the older wheels that PyPI has bring gigabytes of CUDA libraries. `FREE=` holds it down too.
 test-minimum: $(MINIMUM)/.installed
-	$(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(CASES) -m "not slow and not browser and not gpu"
+	LAYERSKIP_KERNELS=0 $(MINIMUM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(CASES) -m "not slow and not browser and not gpu"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.engines.linear import MakeLinear
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.int8 import Int8Linear
@@ -28,7 +27,7 @@ GROUP = 32
 TEMPERATURE = 0.7
 _PASS_BYTES = 1 << 28
 """Of matrices that one timing goes through, so that they come from memory."""
-Forms = dict[str, MakeLinear]
+Forms = dict[str, Callable[[torch.Tensor, torch.Tensor | None], Any]]
 
 
 class Int4Linear:
@@ -184,7 +183,8 @@ def shuffle_units(model: Any) -> None:
 
 def forms_on(device: torch.device) -> Forms:
     """Ways to keep a weight for products on this device, by bits; as it is in the form that the engine would take."""
-    forms: Forms = {"as it is": WeightLayouts(device).linear, "8": Int8Linear, "4": Int4Linear}
+    layouts = WeightLayouts(device)
+    forms: Forms = {"as it is": lambda weight, bias: layouts.linear([weight], bias), "8": Int8Linear, "4": Int4Linear}
     if device.type == "cuda":
         del forms["8"]  # torch's kernel for it is a CPU's
     return forms

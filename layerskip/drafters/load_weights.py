@@ -18,6 +18,7 @@ from layerskip.drafters.mtp import MtpHead
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.layers import TorchLayers, best_layers
 from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
@@ -88,12 +89,14 @@ class WeightsLoader:
                 f"{self.engine.name} over {type(self.adapter.model).__name__}'s own modules"
             )
         self.adapter.placement.check_whole("draft_weights")
+        device = self.adapter.device
+        maker = TorchLayers(device) if recorded else best_layers(device, self.adapter.dtype)
         folder = locate_weights(weights.path)
         if is_published(config := read_config(folder)):
             _check_fingerprint(weights)
-            return load_published(folder, config, weights.fingerprint, self.adapter.model)
+            return load_published(folder, config, weights.fingerprint, self.adapter.model, maker)
         head = load_eagle(weights, self.adapter.model, self.target_fingerprint())
-        return LeanEagle(head, self.adapter.head, weights.fingerprint)
+        return LeanEagle(head, self.adapter.head, weights.fingerprint, maker)
 
     def _draft_model(self, weights: DraftWeights) -> DraftModel:
         """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""

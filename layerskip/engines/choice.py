@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.rounding import logit_difference
+
+LOG = logging.getLogger(__name__)
 
 _CONTEXT = 8
 _NUM_TIMED = 5
@@ -63,7 +66,7 @@ def make_engine(name: str, adapter: ModelAdapter, *, with_graphs: bool = True) -
     if name == "eager":
         return EngineChoice(eager, "asked for")
     if name == "fused":
-        fused = _checked(FusedEngine(adapter), eager, adapter)
+        fused = _fused(eager, adapter)
         return EngineChoice(fused, "; ".join(["asked for", *_layouts(fused)]))
     if name == "cuda_graph":
         engine, layers = _cuda_graph(adapter, None, eager)
@@ -80,8 +83,7 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter, *, with_graphs: bool) ->
     layers = ""
     fused: FusedEngine | None = None
     try:
-        fused = FusedEngine(adapter)
-        candidates.append(_checked(fused, eager, adapter))
+        candidates.append(fused := _fused(eager, adapter))
     except UnsupportedModelError as error:
         refusals.append(str(error))
         fused = None
@@ -113,9 +115,29 @@ def _fastest(eager: EagerEngine, adapter: ModelAdapter, *, with_graphs: bool) ->
     return EngineChoice(fastest, "; ".join(reasons + _layouts(None if fastest is eager else fused)))
 
 
+def _fused(eager: EagerEngine, adapter: ModelAdapter) -> FusedEngine:
+    """With sublayers compiled for this CPU if they give the model's own logits, else by torch's operations.
+
+    Raises: UnsupportedModelError if that does not either.
+    """
+    compiled = FusedEngine(adapter, compiled=True)
+    try:
+        return _checked(compiled, eager, adapter)
+    except UnsupportedModelError as error:
+        if compiled.refusal is not None:
+            raise
+        LOG.warning("compiled sublayers are left out: %s", error)
+    return _checked(FusedEngine(adapter), eager, adapter)
+
+
 def _layouts(fused: FusedEngine | None) -> list[str]:
-    """What is worth telling of how its weights lie."""
-    return [fused.layouts.description] if fused is not None and fused.layouts.description else []
+    """What is worth telling of how its sublayers are computed."""
+    if fused is None:
+        return []
+    told = [fused.maker.description]
+    if fused.refusal and fused.device.type == "cpu":
+        told.append(f"not compiled for this CPU: {fused.refusal}")
+    return [one for one in told if one]
 
 
 def _cuda_graph(adapter: ModelAdapter, fused: FusedEngine | None, eager: EagerEngine) -> tuple[CudaGraphEngine, str]:

@@ -3,8 +3,7 @@
 Hugging Face's modules spend most of a small model's step between the matrix products. Here a layer is a dozen tensor
 operations: one product for queries, keys and values, one for gate and up, residual additions inside the products,
 cosines from a table, keys and values written straight into the shared cache, a few tokens' attention over each key head
-once. Each matrix is kept in the form that products of one row and of a few read faster here: on a CPU in float32, as
-models have them, five rows cost 2 to 4 times as much as one, and verification with them; packed, 1.0 to 1.5 times.
+once. How they are computed is a `LayerMaker`'s: by torch, or by kernels compiled for this CPU.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import Attention, Mlp, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.layers import TorchLayers
+from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
+from layerskip.engines.native.layers import NativeLayers, NativeLinear
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
-from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
-from layerskip.huggingface.int8 import Int8Linear, check_room
+from layerskip.huggingface.int8 import check_room
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
@@ -38,27 +38,31 @@ _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 class FusedEngine(StatesEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
-    Cost: a second copy of the linear layers' weights, or of most (a single matrix stored by outputs is the model's
-    own), on a CPU a third one of those of which that makes products of one row faster, and about half a second a
-    shape to choose; the model itself is not touched.
+    Cost: a second copy of the linear layers' weights. By torch of most of them (a single matrix stored by outputs is
+    the model's own), on a CPU a third one of those of which that makes products of one row faster, and about half a
+    second a shape to choose. The model itself is not touched.
     Raises: UnsupportedModelError for anything but plain Llama, Mistral, Qwen2 and Qwen3 models, for one on several
     devices or offloaded, and where the copy would take more than half of the free memory.
     """
 
     name = "fused"
 
-    def __init__(self, adapter: ModelAdapter) -> None:
+    def __init__(self, adapter: ModelAdapter, *, compiled: bool = False) -> None:
+        """compiled: sublayers compiled for this CPU, where that can be, in place of torch's operations."""
         super().__init__(adapter)
         model: Any = adapter.model
         _check_supported(model, adapter)
-        self.layouts = WeightLayouts(adapter.device, model_bytes=_weight_bytes(model, adapter))
+        self.refusal = NativeLayers.refusal(adapter.device, adapter.dtype) if compiled else ""
+        """Why they are not compiled, if that was asked for; None where they are."""
+        if self.refusal is None:
+            self.maker: LayerMaker = NativeLayers()
+        else:
+            self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(model, adapter))
         self.rotary = model.model.rotary_emb
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():
-            pairs = zip(adapter.layers, adapter.windows, strict=True)
-            make = self.layouts.linear
-            self.layers = [(attention_of(layer, window, make), mlp_of(layer, make)) for layer, window in pairs]
-            self.head = fused(make, model.lm_head)
+            self.layers = self._made(self.maker)
+            self.head = fused(self.maker.linear, model.lm_head)
         self._int8_layers: list[tuple[Attention, Mlp]] = []
         self._heads: dict[tuple[int | None, bool], Linear] = {(None, False): self.head}
         """By `draft_vocab` and whether of 8 bits."""
@@ -130,24 +134,25 @@ class FusedEngine(StatesEngine):
             return self.layers
         if not self._int8_layers:
             check_room(_linear_modules(self._adapter))
-            pairs = zip(self._adapter.layers, self._adapter.windows, strict=True)
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
-                self._int8_layers = [
-                    (attention_of(layer, window, Int8Linear), mlp_of(layer, Int8Linear)) for layer, window in pairs
-                ]
+                self._int8_layers = self._made(self.maker.in_8_bits())
             self._num_made += 1
         return self._int8_layers
+
+    def _made(self, maker: LayerMaker) -> list[tuple[Attention, Mlp]]:
+        pairs = zip(self._adapter.layers, self._adapter.windows, strict=True)
+        return [(maker.attention(layer, window), maker.mlp(layer)) for layer, window in pairs]
 
     def _head_of(self, mask: SkipMask) -> Linear:
         key = (mask.draft_vocab, mask.int8)
         if key not in self._heads:
-            if isinstance(self.head, DenseLinear) and mask.draft_vocab is not None and not mask.int8:
+            if isinstance(self.head, DenseLinear | NativeLinear) and mask.draft_vocab is not None and not mask.int8:
                 return self.head.first(mask.draft_vocab)
             own = self._adapter.head
             bias = None if own.bias is None else own.bias.detach()[: mask.draft_vocab]
-            make = Int8Linear if mask.int8 else self.layouts.linear
+            maker = self.maker.in_8_bits() if mask.int8 else self.maker
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
-                self._heads[key] = make(own.weight.detach()[: mask.draft_vocab], bias)
+                self._heads[key] = maker.linear([own.weight.detach()[: mask.draft_vocab]], bias)
             self._num_made += 1
         return self._heads[key]
 

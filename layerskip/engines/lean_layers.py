@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import SiLUActivation
 
 from layerskip.engines.linear import Linear, MakeLinear, fused
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
@@ -22,19 +24,19 @@ class Norm:
     """
 
     def __init__(self, module: Any) -> None:
-        self._weight: torch.Tensor = module.weight.detach()
-        self._eps: float = module.variance_epsilon
-        width = self._weight.shape[0]
-        self._short = self._weight.device.type == "cpu"
-        self._scaled_weight = self._weight.float() * width**0.5
-        self._floor = torch.tensor((width * self._eps) ** 0.5)
+        self.weight: torch.Tensor = module.weight.detach()
+        self.eps: float = module.variance_epsilon
+        width = self.weight.shape[0]
+        self._short = self.weight.device.type == "cpu"
+        self._scaled_weight = self.weight.float() * width**0.5
+        self._floor = torch.tensor((width * self.eps) ** 0.5)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._short:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             scaled: torch.Tensor = x * (self._scaled_weight / torch.hypot(length, self._floor))
             return scaled.to(x.dtype)
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,31 @@ def rotary_table(rotary: Any, like: torch.Tensor, num_positions: int) -> tuple[t
     return cos[0].unsqueeze(1), signed.unsqueeze(1)
 
 
+class LayerMaker(ABC):
+    """Makes lean sublayers of a model's own, in one way of computing them."""
+
+    @property
+    def description(self) -> str:
+        """Of that way, in a few words; empty where there is nothing to say."""
+        return ""
+
+    @abstractmethod
+    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+        """See `MakeLinear`."""
+
+    @abstractmethod
+    def in_8_bits(self) -> LayerMaker:
+        """The same with weights rounded to 8 bits."""
+
+    def attention(self, layer: Any, window: int | None) -> Attention:
+        """The attention of a decoder layer; window: of its sliding attention, if it slides."""
+        return attention_of(layer, window, self.linear)
+
+    def mlp(self, layer: Any) -> Mlp:
+        """The MLP of a decoder layer."""
+        return mlp_of(layer, self.linear)
+
+
 def attention_of(layer: Any, window: int | None, make: MakeLinear) -> Attention:
     attention = layer.self_attn
     head_dim: int = attention.head_dim
@@ -192,5 +219,5 @@ def mlp_of(layer: Any, make: MakeLinear) -> Mlp:
         norm=Norm(layer.post_attention_layernorm),
         gate_up=fused(make, mlp.gate_proj, mlp.up_proj),
         down=fused(make, mlp.down_proj),
-        activation=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
+        activation=F.silu if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else mlp.act_fn,
     )

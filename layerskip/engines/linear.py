@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,15 +24,20 @@ class Linear(Protocol):
         ...
 
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-"""Of a weight (outputs, inputs) and a bias (outputs,) or none; see `WeightLayouts.linear`."""
+MakeLinear = Callable[[Sequence[torch.Tensor], torch.Tensor | None], Linear]
+"""Of weights (outputs, inputs), whose outputs are to follow each other, and a bias (outputs,) or none. What it makes
+may share a weight's memory."""
 
 
 def fused(make: MakeLinear, *modules: nn.Linear) -> Linear:
-    """One matrix for several products of the same input. It may share the memory of a single module's."""
-    weights = [module.weight.detach() for module in modules]
+    """One product in place of several of the same input."""
     biases = [module.bias.detach() for module in modules if module.bias is not None]
-    return make(weights[0] if len(weights) == 1 else torch.cat(weights), torch.cat(biases) if biases else None)
+    return make([module.weight.detach() for module in modules], torch.cat(biases) if biases else None)
+
+
+def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One matrix (outputs, inputs); a single one is itself."""
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 @dataclass(frozen=True)

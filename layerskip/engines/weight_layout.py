@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from layerskip.engines.linear import DenseLinear, Linear, PackedLinear
+from layerskip.engines.linear import DenseLinear, Linear, PackedLinear, joined
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 
 _FEW_ROWS = 5
@@ -47,8 +47,9 @@ class WeightLayouts:
         self._seconds_of = seconds_of or Stopwatch(device)
         self._chosen: dict[tuple[int, int], Layout] = {}
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Products with `weight` (outputs, inputs) in the fastest form: a copy or two, or a view of it."""
+    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+        """See `MakeLinear`: in the fastest form, a copy or two, or a view of a single weight."""
+        weight = joined(weights)
         shape = (weight.shape[0], weight.shape[1])
         if shape not in self._chosen:
             self._chosen[shape] = self._fastest(weight) if weight.nbytes >= _SMALLEST_BYTES else "by inputs"

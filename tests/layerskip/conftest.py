@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from layerskip import LayerSkipModel
+from layerskip.engines.native import library
 from tests.layerskip import zoo
 
 CORPUS = [
@@ -16,6 +17,12 @@ CORPUS = [
     "naïve café – “quotes” 日本語 🙂 don't, isn't . a , b !",
     "class Reader(Base):\n    '''A reader.'''\n    def __init__(self, path):\n        self.path = path\n",
 ]
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that cannot compile them: torch computes what `fused` does."""
+    monkeypatch.setattr(library, "load_kernels", lambda: "no C++ compiler")
 
 
 @pytest.fixture(scope="session")

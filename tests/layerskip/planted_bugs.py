@@ -13,6 +13,7 @@ from layerskip.decoding.loop import DecodeLoop
 from layerskip.drafters.base import Draft
 from layerskip.engines import fused
 from layerskip.engines.lean_layers import Attention
+from layerskip.engines.native.layers import NativeAttention
 from layerskip.huggingface import adapter as adapter_module
 from layerskip.huggingface import kv_cache
 from layerskip.rounds.verifier import Verdict
@@ -68,17 +69,18 @@ def fused_positions_one_late(patch: pytest.MonkeyPatch) -> None:
 
 def fused_stale_key(patch: pytest.MonkeyPatch) -> None:
     """A verification leaves the draft's keys and values of the last emitted token."""
-    add_to = Attention.add_to
+    kinds = {kind: kind.add_to for kind in (Attention, NativeAttention)}
 
     def wrong(self: Attention, *args: Any) -> torch.Tensor:
         _, x, _, states, place, _ = args
         before = states[:, :, place].clone()
-        out = add_to(self, *args)
+        out = kinds[type(self)](self, *args)
         if len(x) > 1 and place > 0:
             states[:, :, place] = before
         return out
 
-    patch.setattr(Attention, "add_to", wrong)
+    for kind in kinds:
+        patch.setattr(kind, "add_to", wrong)
 
 
 def fused_window_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ import torch
 
 from layerskip.drafters.eagle.head import EagleHead
 from layerskip.drafters.eagle.state_head import StateHead, StateText
-from layerskip.engines.lean_layers import Layer, Norm, attention_of, mlp_of, rotary_table
+from layerskip.engines.lean_layers import Layer, LayerMaker, Norm, rotary_table
 from layerskip.engines.linear import Linear, fused
 from layerskip.engines.states import StatesEngine
-from layerskip.engines.weight_layout import WeightLayouts
 from layerskip.huggingface.growing_keys import over_growing_keys
 
 
@@ -45,7 +44,7 @@ class LeanHead(StateHead):
 class LeanEagle(LeanHead):
     """An `EagleHead` for drafting."""
 
-    def __init__(self, head: EagleHead, output_embedding: Any, fingerprint: str) -> None:
+    def __init__(self, head: EagleHead, output_embedding: Any, fingerprint: str, maker: LayerMaker) -> None:
         """output_embedding: the target's; fingerprint: of the weights, see `DraftWeights`."""
         self.module: EagleHead = head
         self.fingerprint, self.aux_layers, self.vocab_size = fingerprint, head.shape.aux_layers, head.shape.vocab_size
@@ -53,12 +52,12 @@ class LeanEagle(LeanHead):
         self._heads: dict[int, Linear] = {}
         """By how many of the draft ids they choose among."""
         weight = head.project.weight
-        self._make = make = WeightLayouts(weight.device).linear
+        self._maker = maker
         with torch.inference_mode(mode=False), torch.no_grad():
             layer: Any = head.layer
-            self.layer = Layer(attention_of(layer, None, make), mlp_of(layer, make))
-            self._project = fused(make, head.project)
-            self._joined = fused(make, head.joined) if head.joined is not None else None
+            self.layer = Layer(maker.attention(layer, None), maker.mlp(layer))
+            self._project = fused(maker.linear, head.project)
+            self._joined = fused(maker.linear, head.joined) if head.joined is not None else None
             self._embed_norm, self._state_norm = Norm(head.embed_norm), Norm(head.state_norm)
             self.norm = Norm(head.norm)
         self.rotary, self.like = head.rotary, weight[:1, : head.shape.hidden_size]
@@ -94,7 +93,7 @@ class LeanEagle(LeanHead):
             own = self._output_embedding
             with torch.inference_mode(mode=False), torch.no_grad():
                 bias = None if own.bias is None else own.bias.detach()[ids]
-                self._heads[len(ids)] = self._make(own.weight.detach()[ids], bias)
+                self._heads[len(ids)] = self._maker.linear([own.weight.detach()[ids]], bias)
         return self._heads[len(ids)]
 
 

@@ -20,10 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from layerskip.config.hub import WEIGHTS_FILES
 from layerskip.drafters.eagle.head import check_aux_layers
 from layerskip.drafters.eagle.lean import LeanHead
-from layerskip.engines.lean_layers import Layer, Norm, attention_of, mlp_of
+from layerskip.engines.lean_layers import Layer, LayerMaker, Norm
 from layerskip.engines.linear import fused
 from layerskip.engines.states import StatesEngine
-from layerskip.engines.weight_layout import WeightLayouts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """Of the authors', SGLang's and SpecForge's; that of vLLM's speculators says `speculators_model_type`."""
@@ -103,6 +102,7 @@ class Eagle3Head(LeanHead):
         draft_ids: torch.Tensor | None,
         vocab_size: int,
         fingerprint: str,
+        maker: LayerMaker,
     ) -> None:
         """draft_ids: (num_draft_ids,) token ids that it chooses among; None: all."""
         self.module, self.rotary, self.vocab_size = layers, layers.rotary, vocab_size
@@ -111,11 +111,10 @@ class Eagle3Head(LeanHead):
         weight, middle = layers.fc.weight, layers.midlayer
         hidden, self._width = weight.shape
         self.like = weight[:1, :hidden]
-        make = WeightLayouts(weight.device).linear
         with torch.inference_mode(mode=False), torch.no_grad():
-            attention = replace(attention_of(middle, None, make), norm=nn.Identity())  # what it reads is normed
-            self.layer = Layer(attention, mlp_of(middle, make), num_read=2 * hidden)
-            self._joined, self._head = fused(make, layers.fc), fused(make, layers.lm_head)
+            attention = replace(maker.attention(middle, None), norm=nn.Identity())  # what it reads is normed
+            self.layer = Layer(attention, maker.mlp(middle), num_read=2 * hidden)
+            self._joined, self._head = fused(maker.linear, layers.fc), fused(maker.linear, layers.lm_head)
             self._embed_norm, self._state_norm = Norm(middle.input_layernorm), Norm(middle.hidden_norm)
             self._input_norm = None if layers.input_norm is None else Norm(layers.input_norm)
             self._depth_norms, self._norm = [Norm(one) for one in layers.fc_norm], Norm(layers.norm)
@@ -153,7 +152,7 @@ class Eagle3Head(LeanHead):
         return found
 
 
-def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model: Any) -> Eagle3Head:
+def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model: Any, maker: LayerMaker) -> Eagle3Head:
     """For this model, in its number format and on its device. config: what lies in the folder's config.json.
 
     Raises: ValueError naming the rule for weights of a model of another size, and for tensors that are missing, too
@@ -190,7 +189,7 @@ def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model
             f"{num_draft_ids}"
         )
     layers.to(device=like.device, dtype=like.dtype).eval().requires_grad_(requires_grad=False)
-    return Eagle3Head(layers, shape, draft_ids, vocab_size, fingerprint)
+    return Eagle3Head(layers, shape, draft_ids, vocab_size, fingerprint, maker)
 
 
 def _shape_in(config: dict[str, Any], num_layers: int, vocab_size: int) -> Eagle3Shape:

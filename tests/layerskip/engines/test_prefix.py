@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_sampled_output_draws_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "fused"])
 def test_the_first_layers_see_the_last_draft_token_alone(engine: str) -> None:
-    """Rows that each layer's MLP norm is given in a verification of gamma = 4: one below the depth, five above."""
+    """Rows that each layer's MLP is given in a verification of gamma = 4: one below the depth, five above."""
     model = LayerSkipModel(zoo.build("llama"), engine=engine)
     rows: list[list[int]] = [[] for _ in range(4)]
     if engine == "eager":
@@ -80,7 +81,7 @@ def test_the_first_layers_see_the_last_draft_token_alone(engine: str) -> None:
             layer.mlp.register_forward_pre_hook(lambda _module, args, i=i: rows[i].append(args[0].shape[-2]))
     else:
         for i, (_, mlp) in enumerate(model.engine.layers):  # type: ignore[attr-defined]
-            object.__setattr__(mlp, "norm", Counting(mlp.norm, rows[i]))
+            object.__setattr__(mlp, "add_to", counted(mlp.add_to, rows[i]))
     config = DecodeConfig(skip_mask=MASKS[2], gamma=4, share_prefix=True)
     out = model.generate(list(zoo.prompt_of(5)), config=config, max_new_tokens=zoo.LONGEST, eos_token_id=[])
     full = sum(drafted == 5 for drafted in rows[2][1:])
@@ -89,15 +90,14 @@ def test_the_first_layers_see_the_last_draft_token_alone(engine: str) -> None:
     assert max(rows[2][1:]) == max(rows[3][1:]) == 5
 
 
-class Counting:
-    """A norm that notes how many rows it is given."""
+def counted(add_to: Callable[[torch.Tensor], torch.Tensor], rows: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same, noting how many rows it is given."""
 
-    def __init__(self, norm: Any, rows: list[int]) -> None:
-        self.norm, self.rows = norm, rows
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        rows.append(x.shape[0])
+        return add_to(x)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.rows.append(x.shape[0])
-        return self.norm(x)
+    return noting
 
 
 def short_rounds(rows: list[int]) -> int:

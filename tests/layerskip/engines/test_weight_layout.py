@@ -60,7 +60,7 @@ def test_each_shape_is_measured_once_and_kept_in_its_fastest_form() -> None:
     for _ in range(3):
         for shape, kind in kinds.items():
             weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(3, shape[1])
-            linear = layouts.linear(weight, bias)
+            linear = layouts.linear([weight], bias)
             assert type(linear) is kind
             assert linear.num_outputs == shape[0]
             torch.testing.assert_close(linear(x), x @ weight.t() + bias)
@@ -85,7 +85,7 @@ def test_the_numbers_are_the_models_in_every_form(
     adapter = ModelAdapter(zoo.build("llama", **overrides))
     monkeypatch.setattr(module, "Stopwatch", lambda _device: Clock(*[LAYOUTS[description]] * 9))
     fused = FusedEngine(adapter)
-    assert fused.layouts.description == description
+    assert fused.maker.description == description
     check_agreement(fused, EagerEngine(adapter), adapter)
     ids = torch.tensor(zoo.prompt_of(6))
     with fused.session(12):
@@ -111,7 +111,7 @@ def test_a_head_that_only_trained_weights_draft_with_is_packed_before_the_clock_
 
 def test_small_matrices_are_not_measured() -> None:
     layouts = WeightLayouts(CPU, Clock())
-    assert type(layouts.linear(torch.randn(64, 32), None)) is DenseLinear
+    assert type(layouts.linear([torch.randn(64, 32)], None)) is DenseLinear
     assert layouts.description == ""
 
 

@@ -1,0 +1,1 @@
+"""Decoder sublayers compiled for this CPU."""

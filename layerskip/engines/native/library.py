@@ -1,0 +1,146 @@
+"""The C++ kernels, compiled for this machine when they are first needed, and their structs."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+
+SWITCH = "LAYERSKIP_KERNELS"
+"""Environment variable; 0 leaves the kernels out."""
+SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ["-std=gnu++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w"]
+_NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native"}
+_MOST_COMPILE_S = 120
+
+
+class Matrix(ctypes.Structure):
+    """As in kernels.cpp, as the following ones."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_long),
+        ("inputs", ctypes.c_long),
+        ("kind", ctypes.c_long),
+    ]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float)]
+
+
+class AttentionPart(ctypes.Structure):
+    _fields_ = [
+        ("norm", Norm),
+        ("query_norm", Norm),
+        ("key_norm", Norm),
+        ("qkv", Matrix),
+        ("out", Matrix),
+        ("num_queries", ctypes.c_long),
+        ("num_keys", ctypes.c_long),
+        ("head_dim", ctypes.c_long),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+class MlpPart(ctypes.Structure):
+    _fields_ = [("norm", Norm), ("gate_up", Matrix), ("down", Matrix)]
+
+
+class Rows(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("stride", ctypes.c_long),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_long),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int),
+        ("is_float32", ctypes.c_int),
+        ("num_threads", ctypes.c_int),
+    ]
+
+
+class Look(ctypes.Structure):
+    _fields_ = [
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("positions", ctypes.c_long),
+        ("place", ctypes.c_long),
+        ("first", ctypes.c_long),
+        ("visible", ctypes.c_void_p),
+    ]
+
+
+@cache
+def load_kernels() -> ctypes.CDLL | str:
+    """The library, or in a few words why there is none.
+
+    Cost: a compilation of some seconds when a machine does it for the first time; it is kept in the user's cache.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return f"switched off by {SWITCH}=0"
+    native = _NATIVE.get(platform.machine())
+    if native is None or platform.system() != "Linux":
+        return f"not for {platform.system()} on {platform.machine()}"
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None:
+        return "no C++ compiler (g++ or clang++)"
+    try:
+        library = ctypes.CDLL(str(_compiled([compiler, *_FLAGS, native])))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        return f"compiling them failed: {(str(output).strip().splitlines() or ['?'])[0]}"
+    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_linear"):
+        getattr(library, name).restype = None
+    return library
+
+
+def _compiled(command: list[str]) -> Path:
+    """The library's file, made unless it is there. Raises: OSError or SubprocessError."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    made_of = (SOURCE.read_text(encoding="utf-8"), version, " ".join(command), _cpu())
+    name = f"kernels-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerskip"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="layerskip-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / name
+    if not path.is_file():
+        LOG.info("compiling kernels for this CPU")
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / name
+            subprocess.run(
+                [*command, str(SOURCE), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=_MOST_COMPILE_S,
+            )
+            made.replace(path)
+    return path
+
+
+def _cpu() -> str:
+    """What this CPU can do: a home directory may be another machine's, too."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({one for one in lines if one.startswith(("flags", "Features", "model name"))}))

@@ -1,0 +1,227 @@
+"""Sublayers compiled for this CPU: the same bits however many rows and threads, and torch's where there are none."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean_layers import Attention, Mlp
+from layerskip.engines.native import library
+from layerskip.engines.native.layers import MOST_ROWS, NativeAttention, NativeLayers, NativeLinear, NativeMlp
+from layerskip.engines.tree import DraftTree
+from layerskip.huggingface.adapter import ModelAdapter
+from tests.layerskip import zoo
+
+found = library.load_kernels()
+needs_kernels = pytest.mark.skipif(isinstance(found, str), reason=f"no kernels here: {found}")
+DTYPES = [torch.float32, torch.bfloat16]
+NONE = SkipMask.none(zoo.NUM_LAYERS)
+CONTEXT = 9
+
+
+def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
+    engine = FusedEngine(ModelAdapter(zoo.build(name, **overrides).to(dtype)), compiled=True)
+    assert engine.refusal is None
+    assert all(type(one) is NativeAttention and type(two) is NativeMlp for one, two in engine.layers)
+    return engine
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
+def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
+    """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
+    engine = engine_of(name, dtype)
+    ids = torch.tensor(zoo.prompt_of(CONTEXT + MOST_ROWS))
+    threads = torch.get_num_threads()
+    for mask in (None, NONE.in_int8(), SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])):
+        rows = []
+        try:
+            for count, num_threads in ((1, 1), (1, 2), (2, 1), (5, 2), (6, 1), (7, 1), (13, 2), (MOST_ROWS, 1)):
+                torch.set_num_threads(num_threads)
+                with engine.session(len(ids)):
+                    engine.forward(ids[:CONTEXT])
+                    each = ids[CONTEXT:].split(count)
+                    rows.append(torch.cat([engine.forward(one, mask, num_logits=len(one)) for one in each]).clone())
+        finally:
+            torch.set_num_threads(threads)
+        assert rows[0].isfinite().all()
+        assert all(torch.equal(one, rows[0]) for one in rows[1:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_branch_of_a_tree_has_the_bits_of_its_path_alone(dtype: torch.dtype) -> None:
+    engine = engine_of("qwen3", dtype)
+    tree = DraftTree((0, 1, 2, 0, 0, 2, 2, 7, 7))
+    context, rows = torch.tensor(zoo.prompt_of(CONTEXT)), torch.tensor(zoo.prompt_of(tree.num_rows, seed=3))
+    with engine.session(40):
+        engine.forward(context)
+        at_once = engine.verify_tree(rows, tree).clone()
+    paths = [[0]]
+    for row, parent in enumerate(tree.parents, 1):
+        paths.append([*paths[parent], row])
+    for row, path in enumerate(paths):
+        with engine.session(40):
+            engine.forward(context)
+            alone = [engine.forward(rows[[one]]) for one in path][-1]
+            assert torch.equal(at_once[row], alone[0]), path
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_in_bfloat16_speculative_output_is_plain_decodings(name: str) -> None:
+    """Where verification has other bits than a plain step, near-ties flip in one output of a few."""
+    model = LayerSkipModel(zoo.build(name).to(torch.bfloat16), engine="fused")
+    drafted = 0
+    for seed in range(12):
+        prompt = zoo.prompt_of(6, seed=seed)
+        plain = model.generate(prompt, max_new_tokens=60, config=DecodeConfig.plain(zoo.NUM_LAYERS))
+        for mask, gamma in ((SkipMask.parse("4:1"), 3), (NONE.in_int8(), 6), (SkipMask.early_exit(4, 2), 12)):
+            out = model.generate(prompt, max_new_tokens=60, config=DecodeConfig(skip_mask=mask, gamma=gamma))
+            assert out.ids == plain.ids
+            drafted += out.stats.num_drafted
+    assert drafted > 1000
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("int8", [False, True], ids=["whole", "8 bits"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 3), (64, 16), (65, 17), (200, 131)])
+def test_products_of_every_shape(outputs: int, inputs: int, int8: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    kernels = library.load_kernels()
+    assert not isinstance(kernels, str)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    expected_weight = weight.double()
+    if int8:
+        scales = weight.float().abs().amax(dim=1).clamp_min(1e-8) / 127
+        expected_weight = (weight.float() / scales[:, None]).round().double() * scales[:, None].double()
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.15}
+    halves = [weight[: outputs // 2], weight[outputs // 2 :]] if outputs > 1 else [weight]
+    linear = NativeLinear.of(kernels, halves, bias, int8=int8)
+    few = outputs // 2 + 1
+    first = NativeLinear.of(kernels, [weight], bias, int8=int8).first(few)
+    for num_rows in (1, 2, 6, 7, 32, 33, 300):
+        # A column of a wider tensor, as the residual of a draft layer is.
+        x = torch.randn(num_rows, inputs + 5, generator=generator).to(dtype)[:, :inputs]
+        exact = x.double() @ expected_weight.t() + bias.double()
+        torch.testing.assert_close(linear(x).double(), exact, **close)
+        torch.testing.assert_close(first(x).double(), exact[:, :few], **close)
+        residual = torch.randn(num_rows, outputs, generator=generator).to(dtype)
+        torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual.double(), **close)
+
+
+@needs_kernels
+def test_other_activations_and_number_formats_are_left_to_torch() -> None:
+    layers = FusedEngine(ModelAdapter(zoo.build("llama", hidden_act="gelu")), compiled=True).layers
+    assert all(type(one) is NativeAttention and type(two) is Mlp for one, two in layers)
+    half = FusedEngine(ModelAdapter(zoo.build("llama").half()), compiled=True)
+    assert half.refusal == "not for float16"
+    assert all(type(one) is Attention for one, _ in half.layers)
+    assert NativeLayers.refusal(torch.device("cuda"), torch.float32) == "not for cuda"
+
+
+@needs_kernels
+def test_hundreds_of_keys_are_attended_to_as_by_torch() -> None:
+    engine = engine_of("llama", torch.float32, max_position_embeddings=2048)
+    plain = FusedEngine(ModelAdapter(engine._adapter.model))
+    ids = torch.tensor(zoo.prompt_of(700))
+    logits = []
+    for one in (engine, plain):
+        with one.session(720):
+            one.forward(ids[:690])
+            logits.append(one.forward(ids[690:], num_logits=10).clone())
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine that has compiled nothing yet."""
+    library.load_kernels.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "layerskip"
+
+
+@pytest.mark.usefixtures("fresh")
+class TestWhereThereAreNone:
+    """Why is told, and torch computes."""
+
+    @pytest.fixture(autouse=True)
+    def _forgotten(self) -> Any:
+        yield
+        library.load_kernels.cache_clear()
+
+    def refusal(self) -> str:
+        refusal = library.load_kernels()
+        assert isinstance(refusal, str)
+        engine = LayerSkipModel(zoo.model_of("llama"), engine="fused").engine
+        assert isinstance(engine, FusedEngine)
+        assert engine.refusal is not None
+        return refusal
+
+    def test_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(library.SWITCH, "0")
+        assert self.refusal() == "switched off by LAYERSKIP_KERNELS=0"
+
+    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(library.SWITCH, raising=False)
+        monkeypatch.setenv("PATH", "")
+        assert self.refusal() == "no C++ compiler (g++ or clang++)"
+
+    @needs_kernels
+    def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+        monkeypatch.setattr(library, "_FLAGS", ["--no-such-flag"])
+        assert self.refusal().startswith("compiling them failed: ")
+        assert not list(fresh.iterdir())
+
+    def test_another_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(library.SWITCH, raising=False)
+        monkeypatch.setattr("platform.system", lambda: "Darwin")
+        assert self.refusal().startswith("not for Darwin on ")
+
+
+@needs_kernels
+def test_they_are_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[list[str]] = []
+    run = subprocess.run
+
+    def noted(command: list[str], **named: Any) -> Any:
+        compiled.extend([command] if "-o" in command else [])
+        return run(command, **named)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    for _ in range(2):
+        assert not isinstance(library.load_kernels(), str)
+        library.load_kernels.cache_clear()
+    assert len(compiled) == 1
+    assert [one.suffix for one in fresh.iterdir()] == [".so"]
+    assert fresh.stat().st_mode & 0o077 == 0
+
+
+@needs_kernels
+def test_a_cache_that_cannot_be_written_is_gone_without(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.parent.mkdir(exist_ok=True)
+    fresh.write_text("a file")
+    assert not isinstance(library.load_kernels(), str)
+    library.load_kernels.cache_clear()
+
+
+def test_kernels_of_wrong_numbers_are_left_out_aloud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if isinstance(library.load_kernels(), str):
+        pytest.skip("no kernels here")
+    add_to = NativeMlp.add_to
+    monkeypatch.setattr(NativeMlp, "add_to", lambda self, x: add_to(self, x) * 1.5)
+    engine = LayerSkipModel(zoo.build("llama"), engine="fused").engine
+    assert isinstance(engine, FusedEngine)
+    assert engine.refusal is not None
+    assert "compiled sublayers are left out: engine fused: its logits differ" in caplog.text
