@@ -70,6 +70,10 @@ class FusedEngine(StatesEngine):
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._cos = self._sin = torch.empty(0)
 
+    @property
+    def attention_backend(self) -> str:
+        return super().attention_backend if self.refusal is not None else self.maker.description
+
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
         with self.session_over(self._adapter.new_cache(capacity)):

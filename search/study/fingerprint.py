@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from layerskip.huggingface.growing_keys import TORCHS_CHOICE
 from layerskip.machine.host import cpu_name, device_names, git_commit, package_version
 from search.study.prompts import PromptSet
 from search.study.space import SearchSpace
@@ -51,9 +52,11 @@ class Fingerprint:
     """Fingerprints of the trained weights, in the order given."""
     device_map: str | None = None
     """Which layers are on which device; None for a model that is whole on one."""
+    attention_backend: str = TORCHS_CHOICE
+    """What computed attention, and on a CPU whole sublayers."""
 
 
-DEVICE_FIELDS = ("device", "cpu", "num_threads")
+DEVICE_FIELDS = ("device", "cpu", "num_threads", "attention_backend")
 """What may differ between the workers of a study whose objective is the speedup, each over its own plain decoding."""
 
 
@@ -90,6 +93,7 @@ def take_fingerprint(
         device=device_names(model.placement.devices),
         dtype=str(model.dtype).removeprefix("torch."),
         engine=model.engine_name,
+        attention_backend=model.engine.attention_backend,
         num_threads=torch.get_num_threads(),
         cpu=cpu_name(),
         torch=torch.__version__,
@@ -128,7 +132,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "siblings": 0,
         "trees": [],
     }
-    before |= {"drafters": ["layer_skip"], "sampling": "greedy"}
+    before |= {"drafters": ["layer_skip"], "sampling": "greedy", "attention_backend": TORCHS_CHOICE}
     stored = before | dict(stored)
     for name in ("drafters", "draft_vocabs", "trees"):
         stored[name] = tuple(stored[name])  # JSON made a list of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
 from layerskip.rounds import sampling
 from studies.demo.corpus import Module
-from studies.engine import folding, growth, lookups, results, siblings, sizes, switches, trees, turns
+from studies.engine import folding, growth, llama_cpp, lookups, results, siblings, sizes, switches, trees, turns
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 from tests.layerskip.conftest import text_model, tokenizer
 
@@ -184,6 +185,34 @@ def test_a_conversation_is_computed_whole_and_from_where_it_was(tmp_path: Path, 
     said = capsys.readouterr().out
     assert out.with_suffix(".md").read_text() in said
     assert "| 3 | 37 | 27 | " in said
+
+
+def test_llama_cpp_is_compared_prompt_by_prompt_in_turns() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def way(name: str, seconds: float, *ids: int) -> Any:
+        def decode(prompt: Sequence[int], count: int) -> tuple[list[int], float]:
+            asked.append((name, prompt[0]))
+            return [*ids, *[7] * (count - len(ids))], seconds * (count - 1)
+
+        return decode
+
+    ways = {"llama.cpp": way("llama.cpp", 0.2, 7, 1), "plain": way("plain", 0.1), "under the config": way("own", 0.05)}
+    found = llama_cpp.compare(ways, [[1], [2], [3]], 4, 2)
+    assert asked[3:9] == [("llama.cpp", 1), ("plain", 1), ("own", 1), ("plain", 2), ("own", 2), ("llama.cpp", 2)]
+    assert [round(one["tokens_per_s"]) for one in found.values()] == [5, 10, 20]
+    assert found["under the config"]["ratio_to_llama_cpp"] == pytest.approx([4.0, 4.0, 4.0])
+    assert [one["tokens_like_plain"] for one in found.values()] == [0.25, 1.0, 1.0]
+    row = {"dtype": "bfloat16", "num_threads": 2, "ways": found}
+    assert (
+        "| bfloat16, 2 threads | 5.0 | 10.0, 2.00 (2.00..2.00) times | 20.0, 4.00 (4.00..4.00) times | 25%, 100% |"
+        in (llama_cpp.table([row]))
+    )
+
+
+def test_without_llama_cpp_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    assert "pip install llama-cpp-python==0.3.36" in refused(llama_cpp.main, [])
 
 
 def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:

