@@ -108,13 +108,14 @@ class PackedLinear:
 
     @staticmethod
     def serves(weight: torch.Tensor) -> bool:
-        """Whether torch has the operators here, and oneDNN the number format."""
+        """Whether torch has the operators here, and oneDNN the number format on this CPU."""
         return (
             weight.device.type == "cpu"
             and weight.dtype in (torch.float32, torch.bfloat16)
             and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
             and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+            and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-// Decoder sublayers over a few rows, for CPUs: what a decoded token waits for is reading each weight once.
+// Decoder sublayers over a few rows, for x86-64 CPUs: what a decoded token waits for is reading each weight once.
 //
 // Every number of a row is computed by the same operations in the same order however many rows there are, so a
 // verification says of a token, to the bit, what decoding it alone says. Rows are float or bfloat16, sums are float.
@@ -7,20 +7,18 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <immintrin.h>
 #include <omp.h>
 #include <vector>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 namespace {
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, VECTORS = 4;  // of 32 registers, 24 sum up six rows
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
 #else
-constexpr int LANES = 4, VECTORS = 4;
+#error "this CPU lacks AVX2 and FMA"
 #endif
 constexpr int BLOCK = LANES * VECTORS;  // outputs that lie together, input by input
 constexpr int MOST_ROWS = 6;            // that one reading of a block serves
@@ -69,23 +67,19 @@ inline void store(float* p, Floats x) { memcpy(p, &x, sizeof x); }
 
 #ifdef __AVX512F__
 inline Floats load(const bfloat16* p) {
-  return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+  __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 inline Floats load(const int8_t* p) {
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 #else
 inline Floats load(const bfloat16* p) {
-  Ints bits;
-  for (int i = 0; i < LANES; i++) bits[i] = int32_t(uint32_t(p[i].bits) << 16);
-  Floats out;
-  memcpy(&out, &bits, sizeof out);
-  return out;
+  __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return (Floats)_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 inline Floats load(const int8_t* p) {
-  Floats out;
-  for (int i = 0; i < LANES; i++) out[i] = p[i];
-  return out;
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 #endif
 

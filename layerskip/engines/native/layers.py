@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, attention_of, mlp_of
-from layerskip.engines.linear import Linear, joined
+from layerskip.engines.linear import Linear, joined, rows_of_product
 from layerskip.engines.native import library
 
 MOST_ROWS = 32
@@ -112,7 +112,9 @@ class NativeLinear:
             return self._product(x, None)
         if not self.own:
             return torch.cat([self._product(rows, None) for rows in torch.split(x, _ROWS_AT_ONCE)])
-        found = torch.cat([F.linear(x, one) for one in self.own], dim=-1)
+        # oneDNN makes a kernel for each number of rows, too, see `rows_of_product`.
+        filled = F.pad(x, (0, 0, 0, rows_of_product(len(x)) - len(x)))
+        found = torch.cat([F.linear(filled, one)[: len(x)] for one in self.own], dim=-1)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

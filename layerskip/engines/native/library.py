@@ -19,8 +19,7 @@ LOG = logging.getLogger(__name__)
 SWITCH = "LAYERSKIP_KERNELS"
 """Environment variable; 0 leaves the kernels out."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ["-std=gnu++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w"]
-_NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native"}
+_FLAGS = ["-std=gnu++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w"]
 _MOST_COMPILE_S = 120
 
 
@@ -92,17 +91,17 @@ def load_kernels() -> ctypes.CDLL | str:
     """
     if os.environ.get(SWITCH) == "0":
         return f"switched off by {SWITCH}=0"
-    native = _NATIVE.get(platform.machine())
-    if native is None or platform.system() != "Linux":
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
         return f"not for {platform.system()} on {platform.machine()}"
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         return "no C++ compiler (g++ or clang++)"
     try:
-        library = ctypes.CDLL(str(_compiled([compiler, *_FLAGS, native])))
+        library = ctypes.CDLL(str(_compiled([compiler, *_FLAGS])))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
-        return f"compiling them failed: {(str(output).strip().splitlines() or ['?'])[0]}"
+        lines = str(output).strip().splitlines() or ["?"]
+        return f"compiling them failed: {next((line for line in lines if 'error' in line), lines[0])}"
     for name in ("layerskip_attention", "layerskip_mlp", "layerskip_linear"):
         getattr(library, name).restype = None
     return library

@@ -187,6 +187,11 @@ class TestWhereThereAreNone:
         monkeypatch.setattr("platform.system", lambda: "Darwin")
         assert self.refusal().startswith("not for Darwin on ")
 
+    @needs_kernels
+    def test_a_cpu_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "_FLAGS", [one.replace("=native", "=x86-64") for one in library._FLAGS])
+        assert "this CPU lacks AVX2 and FMA" in self.refusal()
+
 
 @needs_kernels
 def test_they_are_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,6 +77,20 @@ def test_a_number_format_that_cannot_be_packed_is_not() -> None:
     assert PackedLinear.serves(torch.ones(2, 2, dtype=torch.bfloat16))
     assert not PackedLinear.serves(torch.ones(2, 2, dtype=torch.float64))
     assert not PackedLinear.serves(torch.ones(2, 2, device="meta"))
+
+
+def test_bfloat16_on_a_cpu_without_avx512_is_not_packed() -> None:
+    """It was, and loading the model ended in oneDNN's RuntimeError."""
+    code = "import torch; from layerskip.engines.linear import PackedLinear as P; w = torch.ones(64, 64); "
+    code += "print(P.serves(w), P.serves(w.bfloat16()))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == ["True", "False"]
 
 
 @pytest.mark.usefixtures("any_size")
