@@ -237,8 +237,7 @@ class LayerSkipModel:
     def _may_record(self, config: DecodeConfig, engine: CudaGraphEngine) -> bool:
         if config.lossy_rules or (config.has_branches and self.siblings_refusal is not None):
             return False
-        read_states = [one.drafter for one in config.all_draft_weights if one.reads_states]
-        return not read_states or (engine.lean is not None and "mtp" not in read_states)
+        return engine.lean is not None or not any(one.reads_states for one in config.all_draft_weights)
 
     def check_config(self, config: DecodeConfig) -> None:
         """Raises ValueError if the config is lossy and that was not allowed, if a mask does not fit this model or the

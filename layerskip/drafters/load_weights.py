@@ -14,11 +14,13 @@ from layerskip.drafters.draft_weights import describe_weights, has_other_tokeniz
 from layerskip.drafters.eagle.head import load_eagle, read_config
 from layerskip.drafters.eagle.lean import LeanEagle, LeanHead
 from layerskip.drafters.eagle.published import is_published, load_published
-from layerskip.drafters.mtp import MtpHead
+from layerskip.drafters.mtp import LeanMtp, MtpHead
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.fused import FusedEngine
 from layerskip.engines.layers import TorchLayers, best_layers
+from layerskip.engines.lean_layers import LayerMaker
 from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
@@ -59,9 +61,19 @@ class WeightsLoader:
     @property
     def mtp_refusal(self) -> str | None:
         """Why no multi-token-prediction layer of the model's own checkpoint may draft; None where one may be loaded."""
-        if not isinstance(self.engine, StatesEngine):
-            return f"the engine eager or fused, got {self.engine.name}"
+        if not (self._records_lean or isinstance(self.engine, StatesEngine)):
+            return f"the engine eager or fused, or cuda_graph over lean layers, got {self.engine.name}"
         return mtp_refusal(self.adapter)
+
+    @property
+    def _records_lean(self) -> bool:
+        """Whether the engine records lean layers."""
+        return isinstance(self.engine, CudaGraphEngine) and self.engine.lean is not None
+
+    @property
+    def _maker(self) -> LayerMaker:
+        device = self.adapter.device
+        return TorchLayers(device) if self._records_lean else best_layers(device, self.adapter.dtype)
 
     def own_layer(self) -> DraftWeights:
         """The first such layer, loaded. Raises: ValueError where there is none, or it cannot draft."""
@@ -69,7 +81,7 @@ class WeightsLoader:
         fingerprint = self.engine.draft_weights[OWN_LAYERS].fingerprint
         return DraftWeights(drafter="mtp", path=OWN_LAYERS, fingerprint=fingerprint)
 
-    def _mtp(self, weights: DraftWeights) -> MtpHead:
+    def _mtp(self, weights: DraftWeights) -> MtpHead | LeanMtp:
         if self.mtp_refusal is not None:
             raise ValueError(f"draft_weights: mtp needs {self.mtp_refusal}")
         found = load_mtp(self.adapter)
@@ -79,24 +91,23 @@ class WeightsLoader:
                 f"draft_weights.fingerprint: must be that of the model's own layer, {fingerprint}, got "
                 f"{weights.fingerprint}"
             )
+        if self._records_lean or isinstance(self.engine, FusedEngine):
+            return LeanMtp(found, self.adapter.model, fingerprint, self._maker)
         return MtpHead(found, self.adapter.model, fingerprint)
 
     def _eagle(self, weights: DraftWeights) -> LeanHead:
-        recorded = isinstance(self.engine, CudaGraphEngine) and self.engine.lean is not None
-        if not recorded and not isinstance(self.engine, StatesEngine):
+        if not (self._records_lean or isinstance(self.engine, StatesEngine)):
             raise ValueError(
                 "draft_weights: eagle needs the engine eager or fused, or cuda_graph over lean layers, got "
                 f"{self.engine.name} over {type(self.adapter.model).__name__}'s own modules"
             )
         self.adapter.placement.check_whole("draft_weights")
-        device = self.adapter.device
-        maker = TorchLayers(device) if recorded else best_layers(device, self.adapter.dtype)
         folder = locate_weights(weights.path)
         if is_published(config := read_config(folder)):
             _check_fingerprint(weights)
-            return load_published(folder, config, weights.fingerprint, self.adapter.model, maker)
+            return load_published(folder, config, weights.fingerprint, self.adapter.model, self._maker)
         head = load_eagle(weights, self.adapter.model, self.target_fingerprint())
-        return LeanEagle(head, self.adapter.head, weights.fingerprint, maker)
+        return LeanEagle(head, self.adapter.head, weights.fingerprint, self._maker)
 
     def _draft_model(self, weights: DraftWeights) -> DraftModel:
         """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""

@@ -314,9 +314,13 @@ def mtp_of(run: str) -> DraftWeights:
 def mtp_folder(run: str) -> Path:
     """The model's checkpoint and a tokenizer of words, w0 and so on, with a multi-token-prediction layer in it that was
     trained for a moment on its texts."""
+    return with_mtp_layer(model_of(run))
+
+
+def with_mtp_layer(model: Any) -> Path:
+    """The same of any model whose config tells of such a layer."""
     folder = Path(tempfile.mkdtemp(prefix="mtp-"))
     with torch.inference_mode(mode=False):
-        model = model_of(run)
         texts = [prompt_of(6, seed=i) for i in range(24)]
         ids = torch.cat([model.generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts])
         mtp = new_layer(model)
