@@ -69,18 +69,20 @@ def fused_positions_one_late(patch: pytest.MonkeyPatch) -> None:
 
 def fused_stale_key(patch: pytest.MonkeyPatch) -> None:
     """A verification leaves the draft's keys and values of the last emitted token."""
-    kinds = {kind: kind.add_to for kind in (Attention, NativeAttention)}
 
-    def wrong(self: Attention, *args: Any) -> torch.Tensor:
-        _, x, _, states, place, _ = args
-        before = states[:, :, place].clone()
-        out = kinds[type(self)](self, *args)
-        if len(x) > 1 and place > 0:
-            states[:, :, place] = before
-        return out
+    def broken(add_to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrong(self: Attention, *args: Any) -> torch.Tensor:
+            _, x, _, states, place, _ = args
+            before = states[:, :, place].clone()
+            out = add_to(self, *args)
+            if len(x) > 1 and place > 0:
+                states[:, :, place] = before
+            return out
 
-    for kind in kinds:
-        patch.setattr(kind, "add_to", wrong)
+        return wrong
+
+    for kind in (Attention, NativeAttention):
+        patch.setattr(kind, "add_to", broken(kind.add_to))
 
 
 def fused_window_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.identity import IdentityReport, check_identity
+from layerskip.engines.native.library import load_kernels
 from layerskip.huggingface.rounding import measure_rounding
 from tests.layerskip import zoo
 from tests.layerskip.planted_bugs import EAGER, EAGER_SLIDING, FUSED, FUSED_SLIDING, LOOP, Bug, planted
@@ -99,7 +100,9 @@ def judged_demo() -> Iterator[IdentityReport]:
 def test_honest_outputs_of_a_trained_model_pass() -> None:
     reports = list(judged_demo())
     assert all(report.lossless for report in reports), reports
-    assert any(report.is_tie for report in reports)
+    # Kernels compute a token the same however many it is verified with; torch's products do not.
+    compiled = not isinstance(load_kernels(), str)
+    assert all(report.identical for report in reports) if compiled else any(report.is_tie for report in reports)
     assert demo_cases()[0].rounding_spread([]).tolerance < 0.8
 
 
