@@ -114,7 +114,8 @@ class NativeLinear:
             return torch.cat([self._product(rows, None) for rows in torch.split(x, _ROWS_AT_ONCE)])
         # oneDNN makes a kernel for each number of rows, too, see `rows_of_product`.
         filled = F.pad(x, (0, 0, 0, rows_of_product(len(x)) - len(x)))
-        found = torch.cat([F.linear(filled, one)[: len(x)] for one in self.own], dim=-1)
+        parts = [F.linear(filled, one)[: len(x)] for one in self.own]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
