@@ -26,7 +26,7 @@ from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.analysis.intervals import Interval, geometric_mean, ratio_interval
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.prompts import encode_prompt, read_prompts
-from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, command_of, facts, markdown_table, say, write_json
 from studies.smollm2.make_model import weights_file
 
 PROG = "studies.engine.llama_cpp"
@@ -176,6 +176,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, num_prompts=1, new_tokens=2, repeats=1)
+    if min(arguments.threads) < 1:
+        raise ValueError(f"--threads: must be at least 1, got {min(arguments.threads)}")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise FileNotFoundError(f"--out: no such folder: {arguments.out.parent}")
     quiet_libraries()
     # Of a model in one number format, and decoded in all of them.
     config = DecodeConfig.load(arguments.config).model_copy(update={"provenance": None})
@@ -201,7 +205,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 say(table(rows[-1:]))
     told = table(rows)
     if arguments.out is not None:
-        command = f"python -m {PROG} --out {arguments.out}"
+        command = command_of(PROG, arguments, build_parser())
         write_json(arguments.out, facts(command) | {"engine": model.engine_reason, "rows": rows})
         arguments.out.with_suffix(".md").write_text(told, encoding="utf-8")
     return 0

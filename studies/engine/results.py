@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -29,6 +30,16 @@ def facts(command: str) -> dict[str, Any]:
         "commit": git_commit(FOLDER),
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def command_of(prog: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """The command that was given, without what stands as it is by default."""
+    parts = [f"python -m {prog}"]
+    for name, value in vars(arguments).items():
+        if value is not None and value != parser.get_default(name):
+            values = value if isinstance(value, list) else [value]
+            parts.append(f"--{name.replace('_', '-')} {' '.join(map(str, values))}")
+    return " ".join(parts)
 
 
 def say(line: str) -> None:

@@ -18,7 +18,7 @@ from layerskip import DecodeConfig, LayerSkipModel, PrefixCache
 from layerskip.analysis.identity import check_identity
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.prompts import read_prompts
-from studies.engine.results import FOLDER, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, command_of, facts, markdown_table, say, write_json
 
 PROG = "studies.engine.turns"
 _DEMO = FOLDER.parent / "demo"
@@ -135,10 +135,9 @@ def _run(arguments: argparse.Namespace) -> int:
     repeats = [converse(model, config, messages, arguments.new_tokens, one) for one in range(arguments.repeats)]
     told = table(repeats)
     if arguments.out is not None:
-        given = {k: v for k, v in vars(arguments).items() if v is not None and v != build_parser().get_default(k)}
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        command = command_of(PROG, arguments, build_parser())
         turns = {"turns": [[asdict(one) for one in turns] for turns in repeats]}
-        write_json(arguments.out, facts(f"python -m {PROG} {flags}") | {"num_threads": arguments.threads} | turns)
+        write_json(arguments.out, facts(command) | {"num_threads": arguments.threads} | turns)
         arguments.out.with_suffix(".md").write_text(told, encoding="utf-8")
     say(told)
     return 0

@@ -234,6 +234,8 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
         (lookups.main, ["--lengths", "1"], "--lengths: must be at least 2, got 1"),
         (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
         (turns.main, ["--turns", "0"], "--turns: must be at least 1, got 0"),
+        (llama_cpp.main, ["--threads", "2", "0"], "--threads: must be at least 1, got 0"),
+        (llama_cpp.main, ["--out", "/nowhere/x.json"], "--out: no such folder: /nowhere"),
         (turns.main, ["--turns", "400"], "--turns: must be at most "),
         (folding.main, ["--sizes", "4", "0"], "--sizes: must be at least 1, got 0"),
         (folding.main, ["--sizes", "8", "4", "--rows", "1", "5"], "--rows: must be at most 4, the fewest seen, got 5"),

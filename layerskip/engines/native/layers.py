@@ -21,8 +21,7 @@ MOST_ROWS = 32
 _ROWS_AT_ONCE = 256
 """Of those that only the kernels compute, so that their room for numbers stays small."""
 _MOST_HEAD_DIM = 1024
-_INT8 = 2
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: _INT8}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class NativeLayers(LayerMaker):
