@@ -175,9 +175,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_least(arguments, num_prompts=1, new_tokens=2, repeats=1)
-    if min(arguments.threads) < 1:
-        raise ValueError(f"--threads: must be at least 1, got {min(arguments.threads)}")
+    check_least(arguments, threads=1, num_prompts=1, new_tokens=2, repeats=1)
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise FileNotFoundError(f"--out: no such folder: {arguments.out.parent}")
     quiet_libraries()
