@@ -51,8 +51,8 @@ class PrefixCache:
 
     Cost: a copy of the rows on the model's device when a text ends, and one when a prompt begins like it. Texts that a
     newer one continues make room for it, then the oldest.
-    The output is the same as without, up to rounding: a prompt computed in two pieces rounds in other places than in
-    one, which can flip near-ties in bfloat16 and float16.
+    The output is the same as without, on an engine that is not `batch_invariant` up to rounding: a prompt computed in
+    two pieces rounds in other places than in one, which can flip near-ties in bfloat16 and float16.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -33,6 +33,12 @@ class Engine(Protocol):
         ...
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's logits are the same to the bit however many tokens its forward computes, drafts or a
+        prompt's pieces."""
+        ...
+
+    @property
     def cache(self) -> SharedLengthCache:
         """The running session's cache."""
         ...
@@ -113,6 +119,10 @@ class SessionEngine:
     @property
     def attention_backend(self) -> str:
         return growing_keys_backend(self._adapter.placement.devices)
+
+    @property
+    def batch_invariant(self) -> bool:
+        return False
 
     @property
     def cache(self) -> SharedLengthCache:

@@ -21,7 +21,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.layers import TorchLayers
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
-from layerskip.engines.native.layers import NativeLayers, NativeLinear
+from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
@@ -73,6 +73,10 @@ class FusedEngine(StatesEngine):
     @property
     def attention_backend(self) -> str:
         return super().attention_backend if self.refusal is not None else self.maker.description
+
+    @property
+    def batch_invariant(self) -> bool:
+        return all(isinstance(one, NativeAttention) and isinstance(two, NativeMlp) for one, two in self.layers)
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
@@ -237,7 +241,8 @@ class _Step:
         first = first_visible(self.start, window)
         if self.tree is None and self.num_tokens == 1:
             return first, None, False
-        if self.tree is None and self.start == 0 and (window is None or self.stop <= window):
+        from_start = self.start == 0 or layer.causal_after_context
+        if self.tree is None and from_start and (window is None or self.stop <= window):
             return first, None, True
         if window not in self._masks:
             self._masks[window] = layer.look(self._visible(first, window, x.device), x.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,9 @@ class Norm:
 @dataclass(frozen=True)
 class Attention:
     """One attention sublayer."""
+
+    causal_after_context: ClassVar[bool] = False
+    """Whether `is_causal` may be said of rows that follow others; else those need a mask."""
 
     norm: Callable[[torch.Tensor], torch.Tensor]
     qkv: Linear

@@ -70,6 +70,10 @@ class Preparer:
 
     def _ids_and_stream(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], GenerationStream]:
         ids = self._chat_ids(asked) if isinstance(asked, ChatRequest) else self._prompt_ids(asked)
+        # With a seed an answer has to be the same another day: neither what is drafted nor how a prompt's numbers are
+        # rounded may show what was asked before.
+        exact = self._model.engine.batch_invariant and not self._model.config.lossy_rules
+        remembers = exact or asked.seed is None
         arguments: dict[str, Any] = {
             "max_new_tokens": self._num_new_tokens(asked, len(ids)),
             "do_sample": asked.do_sample,
@@ -84,10 +88,8 @@ class Preparer:
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.
             "stop_strings": [] if asked.stop else None,
             "group": asked.group,
-            # With a seed an answer has to be the same another day: what is drafted, and how a prompt's numbers are
-            # rounded, may not depend on earlier requests.
-            "text_store": self._store if asked.seed is None else None,
-            "prefix_cache": self._prefixes if asked.seed is None else None,
+            "text_store": self._store if remembers else None,
+            "prefix_cache": self._prefixes if remembers else None,
         }
         try:
             return ids, self._model.stream(ids, **arguments)  # computes nothing yet

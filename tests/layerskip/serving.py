@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import openai
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
@@ -103,12 +104,15 @@ def _read(response: http.client.HTTPResponse) -> tuple[int, dict[str, str], Any]
     return response.status, headers, json.loads(text) if is_json else text
 
 
-def tiny_model(tokenizer: Any, config: DecodeConfig | None = None) -> LayerSkipModel:
+def tiny_model(
+    tokenizer: Any, config: DecodeConfig | None = None, *, engine: str = "eager", dtype: torch.dtype = torch.float32
+) -> LayerSkipModel:
     """Random, with 96 positions and the plainest of chat templates."""
     with_template = copy.deepcopy(tokenizer)
     with_template.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     config = config or DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)
-    return LayerSkipModel(zoo.build("llama", vocab_size=len(tokenizer)), with_template, config, engine="eager")
+    model = zoo.build("llama", vocab_size=len(tokenizer)).to(dtype)
+    return LayerSkipModel(model, with_template, config, engine=engine)
 
 
 @contextmanager

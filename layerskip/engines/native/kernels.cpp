@@ -1,7 +1,7 @@
-// Decoder sublayers over a few rows, for x86-64 CPUs: what a decoded token waits for is reading each weight once.
+// Decoder sublayers for x86-64 CPUs: what a decoded token waits for is reading each weight once.
 //
 // Every number of a row is computed by the same operations in the same order however many rows there are, so a
-// verification says of a token, to the bit, what decoding it alone says. Rows are float or bfloat16, sums are float.
+// verification, or a prompt, says of a token, to the bit, what decoding it alone says. Rows are float or bfloat16, sums are float.
 // Compiled for the machine that it runs on by library.py, which also has the layout of the structs.
 
 #include <cmath>
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <immintrin.h>
 #include <omp.h>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -22,6 +23,10 @@ constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
 #endif
 constexpr int BLOCK = LANES * VECTORS;  // outputs that lie together, input by input
 constexpr int MOST_ROWS = 6;            // that one reading of a block serves
+constexpr int INPUTS_AT_ONCE = 1024;    // of a block that further rows read again, so that it stays in the cache
+constexpr int ROWS_AT_ONCE = 256;       // of a prompt, so that room for its numbers stays small
+constexpr int KEYS_AT_ONCE = 64, MOST_QUERIES = 32;
+constexpr float MOST_DIGITS = 32000;    // of 16 bits
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -36,6 +41,11 @@ struct Pair {
 constexpr bool IN_PAIRS = true;  // two inputs of a bfloat16 weight lie together
 #else
 constexpr bool IN_PAIRS = false;
+#endif
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+constexpr bool IN_QUADS = true;  // four inputs of an 8-bit weight lie together
+#else
+constexpr bool IN_QUADS = false;
 #endif
 
 inline float number(float x) { return x; }
@@ -90,6 +100,30 @@ inline float sum(Floats x) {
     for (int i = 0; i < n; i++) parts[i] += parts[i + n];
   return parts[0];
 }
+
+// The sums of LANES vectors' numbers.
+#ifdef __AVX512F__
+inline Floats sums_of(const Floats* x) {
+  __m512 fours[4], halves[2];
+  for (int i = 0; i < 4; i++) {
+    __m512 a = x[4 * i], b = x[4 * i + 1], c = x[4 * i + 2], d = x[4 * i + 3];
+    __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+    fours[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+  }
+  for (int i = 0; i < 2; i++)
+    halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
+                _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd);
+  return _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd);
+}
+#else
+inline Floats sums_of(const Floats* x) {
+  __m256 fours[2];
+  for (int i = 0; i < 2; i++)
+    fours[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]), _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
+  return _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
+}
+#endif
 
 // e^x, off by at most two units in the last place. Ref: Cephes.
 inline Floats exp(Floats x) {
@@ -151,22 +185,23 @@ struct Look {  // the positions that an attention reads and writes
   void* states;           // keys, then values: (2 * num_keys, positions, head_dim)
   long positions, place, first;
   const uint8_t* visible;  // (count, place + count - first); null: each row sees those up to its own
+  long visible_stride;
 };
 
 namespace {
 
-// Of R rows, the outputs of one block.
-template <class W, int R> inline void block(const W* weight, long inputs, const float* x, float* out) {
+// Adds to R rows' outputs of one block what further inputs say: x (R, stride), out (R, BLOCK).
+template <class W, int R> inline void block(const W* weight, long inputs, const float* x, long stride, float* out) {
   Floats sums[VECTORS][R];
   for (int v = 0; v < VECTORS; v++)
-    for (int r = 0; r < R; r++) sums[v][r] = Floats{};
+    for (int r = 0; r < R; r++) sums[v][r] = load(out + r * BLOCK + v * LANES);
   for (long k = 0; k < inputs; k++) {
     Floats w[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) w[v] = load(weight + k * BLOCK + v * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      Floats one = all(x[r * inputs + k]);
+      Floats one = all(x[r * stride + k]);
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) sums[v][r] += w[v] * one;
     }
@@ -177,10 +212,10 @@ template <class W, int R> inline void block(const W* weight, long inputs, const 
 
 #ifdef __AVX512BF16__
 // The same of pairs of inputs: the processor multiplies and adds two at once.
-template <class W, int R> inline void block(const W* weight, long inputs, const Pair* x, float* out) {
+template <class W, int R> inline void block(const W* weight, long inputs, const Pair* x, long stride, float* out) {
   __m512 sums[VECTORS][R];
   for (int v = 0; v < VECTORS; v++)
-    for (int r = 0; r < R; r++) sums[v][r] = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) sums[v][r] = _mm512_loadu_ps(out + r * BLOCK + v * LANES);
   for (long k = 0; k < inputs; k++) {
     __m512bh w[VECTORS];
 #pragma GCC unroll 8
@@ -188,7 +223,7 @@ template <class W, int R> inline void block(const W* weight, long inputs, const 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int bits;
-      memcpy(&bits, x + r * inputs + k, 4);
+      memcpy(&bits, x + r * stride + k, 4);
       __m512bh one = (__m512bh)_mm512_set1_epi32(bits);
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) sums[v][r] = _mm512_dpbf16_ps(sums[v][r], w[v], one);
@@ -197,21 +232,132 @@ template <class W, int R> inline void block(const W* weight, long inputs, const 
   for (int r = 0; r < R; r++)
     for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(out + r * BLOCK + v * LANES, sums[v][r]);
 }
+
+inline void round_pairs(const float* from, long count, Pair* to) {
+  long whole = count - count % 32;
+  for (long i = 0; i < whole; i += 32) {
+    __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+    memcpy(to + i / 2, &pairs, sizeof pairs);
+  }
+  for (long i = whole; i < count; i += 2)
+    to[i / 2] = {rounded<bfloat16>(from[i]), i + 1 < count ? rounded<bfloat16>(from[i + 1]) : bfloat16{0}};
+}
 #endif
 
-template <class W, class X> inline void rows_of_block(const W* weight, long inputs, const X* x, int count, float* out) {
-  while (count > 0) {
-    int n = count > MOST_ROWS ? (count >= 2 * MOST_ROWS ? MOST_ROWS : (count + 1) / 2) : count;
+// Calls some(R, first of R rows) for pieces of `count` rows, R a constant up to MOST_ROWS.
+template <class Some> inline void for_rows(int count, Some some) {
+  for (int row = 0, n; row < count; row += n) {
+    int left = count - row;
+    n = left <= MOST_ROWS ? left : left < 2 * MOST_ROWS ? (left + 1) / 2 : MOST_ROWS;
     switch (n) {
-      case 1: block<W, 1>(weight, inputs, x, out); break;
-      case 2: block<W, 2>(weight, inputs, x, out); break;
-      case 3: block<W, 3>(weight, inputs, x, out); break;
-      case 4: block<W, 4>(weight, inputs, x, out); break;
-      case 5: block<W, 5>(weight, inputs, x, out); break;
-      default: block<W, 6>(weight, inputs, x, out);
+      case 1: some(std::integral_constant<int, 1>(), row); break;
+      case 2: some(std::integral_constant<int, 2>(), row); break;
+      case 3: some(std::integral_constant<int, 3>(), row); break;
+      case 4: some(std::integral_constant<int, 4>(), row); break;
+      case 5: some(std::integral_constant<int, 5>(), row); break;
+      default: some(std::integral_constant<int, 6>(), row);
     }
-    count -= n, x += n * inputs, out += n * BLOCK;
   }
+}
+
+// Of `count` rows x (count, inputs) the outputs of one block.
+template <class W, class X> inline void rows_of_block(const W* weight, long inputs, const X* x, int count, float* out) {
+  memset(out, 0, size_t(count) * BLOCK * sizeof(float));
+  long step = count > MOST_ROWS ? INPUTS_AT_ONCE : inputs;
+  for (long first = 0; first < inputs; first += step) {
+    long length = inputs - first < step ? inputs - first : step;
+    for_rows(count, [&](auto rows, int row) {
+      block<W, rows.value>(weight + first * BLOCK, length, x + row * inputs + first, inputs, out + row * BLOCK);
+    });
+  }
+}
+
+// Rows as integers of 16 bits, in two digits, with a scale each: for 8-bit weights, whose products with them are exact.
+struct Digits {
+  long num_quads;
+  std::vector<int8_t> bytes;      // (count, 2, 4 * num_quads): high digits, low digits
+  std::vector<int32_t> numbers;
+  std::vector<float> scales;      // (count,)
+  std::vector<int32_t> sums;      // (count, 2): of a row's digits
+
+  Digits(const float* x, long inputs, int count)
+      : num_quads((inputs + 3) / 4), bytes(count * num_quads * 8), numbers(inputs), scales(count), sums(count * 2) {
+    for (int r = 0; r < count; r++) {
+      const float* row = x + r * inputs;
+      int8_t *high = bytes.data() + r * num_quads * 8, *low = high + num_quads * 4;
+      Floats highest = {};
+      long whole = inputs - inputs % LANES;
+      for (long i = 0; i < whole; i += LANES) {
+        Floats one = load(row + i), size = one < 0.0f ? -one : one;
+        highest = size > highest ? size : highest;
+      }
+      float most = 0;
+      for (int i = 0; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
+      for (long i = whole; i < inputs; i++) most = std::fabs(row[i]) > most ? std::fabs(row[i]) : most;
+      float inverse = most > 0 ? MOST_DIGITS / most : 0.0f, shift = 12582912.0f;  // adding it rounds to an integer
+      scales[r] = most / MOST_DIGITS;
+      int32_t high_sum = 0, low_sum = 0;
+      for (long i = 0; i < inputs; i++) numbers[i] = int32_t(row[i] * inverse + shift - shift);
+      for (long i = 0; i < inputs; i++) {
+        int32_t digit = (numbers[i] + 128) >> 8, rest = numbers[i] - digit * 256;
+        high_sum += digit, low_sum += rest;
+        high[i] = int8_t(digit), low[i] = int8_t(rest);
+      }
+      sums[2 * r] = high_sum, sums[2 * r + 1] = low_sum;
+    }
+  }
+};
+
+#if defined(__AVX512VNNI__)
+inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)quads, _mm512_set1_epi32(digits));
+}
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)quads, _mm256_set1_epi32(digits));
+}
+#else
+inline Ints plus_products(Ints sums, Ints, int32_t) { return sums; }
+#endif
+
+// Of R rows, V vectors of outputs of one block of 8-bit weights, each 128 too large, in quads.
+template <int R, int V> inline void block(const uint8_t* weight, const Digits& x, int row, float* out) {
+  const int8_t* digits = x.bytes.data() + row * x.num_quads * 8;
+  Ints high[V][R], low[V][R];
+  for (int v = 0; v < V; v++)
+    for (int r = 0; r < R; r++) high[v][r] = low[v][r] = Ints{};
+  for (long k = 0; k < x.num_quads; k++) {
+    Ints w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) memcpy(&w[v], weight + (k * BLOCK + v * LANES) * 4, sizeof w[v]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t first, second;
+      memcpy(&first, digits + r * x.num_quads * 8 + k * 4, 4);
+      memcpy(&second, digits + (2 * r + 1) * x.num_quads * 4 + k * 4, 4);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) {
+        high[v][r] = plus_products(high[v][r], w[v], first);
+        low[v][r] = plus_products(low[v][r], w[v], second);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) {
+      const int32_t* sums = x.sums.data() + (row + r) * 2;
+      Floats found = __builtin_convertvector(high[v][r] - 128 * sums[0], Floats) * 256.0f +
+                     __builtin_convertvector(low[v][r] - 128 * sums[1], Floats);
+      store(out + (row + r) * BLOCK + v * LANES, found * x.scales[row + r]);
+    }
+}
+
+// Of `count` rows the outputs of one block of 8-bit weights.
+inline void rows_of_block(const uint8_t* weight, const Digits& x, int count, float* out) {
+  for_rows(count, [&](auto rows, int row) {
+    constexpr int R = rows.value, V = R <= MOST_ROWS / 2 ? VECTORS : VECTORS / 2;
+    for (int first = 0; first < VECTORS; first += V)
+      block<R, V>(weight + first * LANES * 4, x, row, out + first * LANES);
+  });
 }
 
 // Inside a parallel region: this thread's blocks of x (count, inputs), each handed on as
@@ -221,11 +367,10 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
   long num_blocks = (m.outputs + BLOCK - 1) / BLOCK, num_pairs = (m.inputs + 1) / 2;
   std::vector<float> own(size_t(count) * BLOCK);
   std::vector<Pair> pairs(IN_PAIRS && m.kind == BFLOAT16 ? count * num_pairs : 0);
-  for (size_t i = 0; i < pairs.size(); i++) {
-    const float* from = x + i / num_pairs * m.inputs + i % num_pairs * 2;
-    bool alone = i % num_pairs * 2 + 1 == size_t(m.inputs);
-    pairs[i] = {rounded<bfloat16>(from[0]), alone ? bfloat16{0} : rounded<bfloat16>(from[1])};
-  }
+#ifdef __AVX512BF16__
+  for (int r = 0; r < count && !pairs.empty(); r++) round_pairs(x + r * m.inputs, m.inputs, pairs.data() + r * num_pairs);
+#endif
+  Digits digits(x, m.inputs, IN_QUADS && m.kind == INT8 ? count : 0);
   for (long b = num_blocks * thread / threads; b < num_blocks * (thread + 1) / threads; b++) {
     long first = b * BLOCK, at = first * m.inputs;
     int n = int(m.outputs - first < BLOCK ? m.outputs - first : BLOCK);
@@ -236,7 +381,10 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
 #else
     if (m.kind == BFLOAT16) rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, own.data());
 #endif
-    if (m.kind == INT8) rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, own.data());
+    if (m.kind == INT8 && IN_QUADS)
+      rows_of_block((const uint8_t*)m.weight + b * BLOCK * digits.num_quads * 4, digits, count, own.data());
+    else if (m.kind == INT8)
+      rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, own.data());
     for (int r = 0; r < count; r++) {
       float* row = own.data() + size_t(r) * BLOCK;
       if (m.scale)
@@ -290,38 +438,98 @@ inline void rotate(const Norm& norm, float* head, const T* cos, const T* sin, lo
   }
 }
 
-// One head of one row over `count` keys and values: those at `seen`, or the first where it is null.
+struct Query {
+  const float* x;  // (head_dim,)
+  long count;      // keys that it sees, the first so many
+  float* out;      // (head_dim,)
+};
+
+// Of a head's keys, or values, those from `first` on as floats (count, padded), zeros where there is none.
+template <class T>
+inline void read_keys(const T* keys, const int* seen, long first, long count, long width, long padded, float* out) {
+  for (long j = 0; j < count; j++) {
+    const T* from = keys + (seen ? seen[first + j] : first + j) * width;
+    float* to = out + j * padded;
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
+    for (; i < padded; i++) to[i] = i < width ? number(from[i]) : 0.0f;
+  }
+  for (long j = count; j % LANES; j++) memset(out + j * padded, 0, padded * sizeof(float));
+}
+
+// A query's products with LANES keys.
+inline Floats products(const float* query, const float* keys, long padded) {
+  Floats sums[LANES];
+#pragma GCC unroll 16
+  for (int j = 0; j < LANES; j++) sums[j] = Floats{};
+  for (long i = 0; i < padded; i += LANES) {
+    Floats part = load(query + i);
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) sums[j] += part * load(keys + j * padded + i);
+  }
+  return sums_of(sums);
+}
+
+// Adds `count` weighted values, V vectors of each.
+template <int V> inline void add_values(const float* weights, const float* values, long count, long padded, float* out) {
+  Floats sums[V];
+  for (int v = 0; v < V; v++) sums[v] = load(out + v * LANES);
+  for (long j = 0; j < count; j++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[v] += all(weights[j]) * load(values + j * padded + v * LANES);
+  for (int v = 0; v < V; v++) store(out + v * LANES, sums[v]);
+}
+
+// Some queries over the keys and values of one head: those at `seen`, or the first ones where it is null.
 template <class T>
 inline void attend(
-    const float* query, const T* keys, const T* values, const int* seen, long count, long width, float scaling,
-    float* scores, float* out
+    const std::vector<Query>& queries, const T* keys, const T* values, const int* seen, long width, float scaling,
+    std::vector<float>& room
 ) {
-  float most = -INFINITY;
-  for (long j = 0; j < count; j++) {
-    const T* key = keys + (seen ? seen[j] : j) * width;
-    Floats sums = {};
-    float rest = 0;
-    long i = 0;
-    for (; i + LANES <= width; i += LANES) sums += load(query + i) * load(key + i);
-    for (; i < width; i++) rest += query[i] * number(key[i]);
-    scores[j] = (sum(sums) + rest) * scaling;
-    most = scores[j] > most ? scores[j] : most;
+  long padded = (width + LANES - 1) / LANES * LANES, most = 0;
+  for (const Query& query : queries) most = query.count > most ? query.count : most;
+  long columns = (most + LANES - 1) / LANES * LANES, count = queries.size();
+  room.resize(KEYS_AT_ONCE * padded + count * (columns + 2 * padded));
+  float *part = room.data(), *scores = part + KEYS_AT_ONCE * padded, *own = scores + count * columns;
+  float* outs = own + count * padded;
+  memset(own, 0, 2 * count * padded * sizeof(float));
+  for (long q = 0; q < count; q++) memcpy(own + q * padded, queries[q].x, width * sizeof(float));
+  for (long first = 0; first < most; first += KEYS_AT_ONCE) {
+    long n = most - first < KEYS_AT_ONCE ? most - first : KEYS_AT_ONCE;
+    read_keys(keys, seen, first, n, width, padded, part);
+    for (long q = 0; q < count; q++)
+      for (long j = 0; j < n && first + j < queries[q].count; j += LANES)
+        store(scores + q * columns + first + j, products(own + q * padded, part + j * padded, padded) * scaling);
   }
-  for (long j = count; j % LANES; j++) scores[j] = -INFINITY;
-  Floats totals = {};
-  for (long j = 0; j < count; j += LANES) {
-    Floats left = load(scores + j), weight = exp(left - most);
-    weight = left == all(-INFINITY) ? Floats{} : weight;
-    store(scores + j, weight);
-    totals += weight;
+  std::vector<float> totals(count);
+  for (long q = 0; q < count; q++) {
+    float* row = scores + q * columns;
+    Floats highest = all(-INFINITY), total = {};
+    for (long j = queries[q].count; j % LANES; j++) row[j] = -INFINITY;
+    for (long j = 0; j < queries[q].count; j += LANES) highest = load(row + j) > highest ? load(row + j) : highest;
+    for (int i = 1; i < LANES; i++) highest[0] = highest[i] > highest[0] ? highest[i] : highest[0];
+    for (long j = 0; j < queries[q].count; j += LANES) {
+      Floats left = load(row + j), weight = exp(left - highest[0]);
+      weight = left == all(-INFINITY) ? Floats{} : weight;
+      store(row + j, weight);
+      total += weight;
+    }
+    totals[q] = sum(total);
   }
-  float total = sum(totals);
-  for (long i = 0; i < width; i++) out[i] = 0;
-  for (long j = 0; j < count; j++) {
-    const T* value = values + (seen ? seen[j] : j) * width;
-    for (long i = 0; i < width; i++) out[i] += scores[j] * number(value[i]);
+  for (long first = 0; first < most; first += KEYS_AT_ONCE) {
+    long n = most - first < KEYS_AT_ONCE ? most - first : KEYS_AT_ONCE;
+    read_keys(values, seen, first, n, width, padded, part);
+    for (long q = 0; q < count; q++) {
+      long m = queries[q].count - first < n ? queries[q].count - first : n, i = 0;
+      const float* weights = scores + q * columns + first;
+      float* out = outs + q * padded;
+      for (; i + 4 * LANES <= padded; i += 4 * LANES) add_values<4>(weights, part + i, m, padded, out + i);
+      for (; i + 2 * LANES <= padded; i += 2 * LANES) add_values<2>(weights, part + i, m, padded, out + i);
+      for (; i < padded; i += LANES) add_values<1>(weights, part + i, m, padded, out + i);
+    }
   }
-  for (long i = 0; i < width; i++) out[i] /= total;
+  for (long q = 0; q < count; q++)
+    for (long i = 0; i < width; i++) queries[q].out[i] = outs[q * padded + i] / totals[q];
 }
 
 // Scratch of the calling thread, which all threads of its parallel regions share.
@@ -340,7 +548,7 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
   std::vector<std::vector<int>> seen(look.visible ? rows.count : 0);
   for (size_t r = 0; r < seen.size(); r++)
     for (long j = 0; j < num_seen; j++)
-      if (look.visible[r * num_seen + j]) seen[r].push_back(int(j));
+      if (look.visible[r * look.visible_stride + j]) seen[r].push_back(int(j));
   T* states = (T*)look.states;
   long head_stride = look.positions * head;
   read_rows<T>(rows, part.norm, width, x);
@@ -362,17 +570,25 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
       else
         for (long d = 0; d < head; d++) kept[d] = rounded<T>(own[d]);
     }
-    std::vector<float> scores(num_seen + LANES);
-    long group = part.num_queries / part.num_keys;
-#pragma omp for
-    for (long i = 0; i < rows.count * part.num_queries; i++) {
-      long r = i / part.num_queries, h = i % part.num_queries;
-      const T* keys = states + h / group * head_stride + look.first * head;
-      attend(
-          heads + (r * num_heads + h) * head, keys, keys + part.num_keys * head_stride,
-          look.visible ? seen[r].data() : nullptr, look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first,
-          head, part.scaling, scores.data(), attended + i * head
-      );
+    // Several queries of a key head share one reading of it, yet no thread waits for another.
+    long group = part.num_queries / part.num_keys, num_queries = rows.count * group;
+    long share = num_queries * part.num_keys / (2 * rows.num_threads);
+    share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
+    long shares = (num_queries + share - 1) / share;
+    std::vector<Query> queries;
+    std::vector<float> room;
+#pragma omp for schedule(dynamic)
+    for (long i = 0; i < part.num_keys * shares; i++) {
+      long first = i % shares * share, key = i / shares;
+      const T* keys = states + key * head_stride + look.first * head;
+      const int* of_row = look.visible ? seen[first / group].data() : nullptr;
+      queries.clear();
+      for (long q = first; q < first + share && q < num_queries; q++) {
+        long r = q / group, h = key * group + q % group;
+        long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
+        queries.push_back({heads + (r * num_heads + h) * head, count, attended + r * attended_width + h * head});
+      }
+      attend(queries, keys, keys + part.num_keys * head_stride, of_row, head, part.scaling, room);
     }
     product_out<T>(rows, part.out, attended);
   }
@@ -410,23 +626,49 @@ template <class T> void linear_rows(const Matrix& m, const Rows& rows) {
   product_out<T>(rows, m, x);
 }
 
+// Calls what takes a few rows for each piece of many, given the first of them.
+template <class Some> inline void in_pieces(const Rows& rows, long outputs, Some some) {
+  long bytes = rows.is_float32 ? 4 : 2;
+  for (int first = 0; first < rows.count; first += ROWS_AT_ONCE) {
+    Rows piece = rows;
+    piece.x = (const char*)rows.x + first * rows.stride * bytes;
+    if (rows.residual) piece.residual = (const char*)rows.residual + first * rows.residual_stride * bytes;
+    piece.out = (char*)rows.out + first * outputs * bytes;
+    piece.count = rows.count - first < ROWS_AT_ONCE ? rows.count - first : ROWS_AT_ONCE;
+    some(piece, first);
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
 int layerskip_outputs_together() { return BLOCK; }
 
-int layerskip_inputs_together(int kind) { return IN_PAIRS && kind == BFLOAT16 ? 2 : 1; }
+int layerskip_inputs_together(int kind) {
+  return IN_PAIRS && kind == BFLOAT16 ? 2 : IN_QUADS && kind == INT8 ? 4 : 1;
+}
 
 void layerskip_attention(const Attention* part, const Rows* rows, const Look* look) {
-  rows->is_float32 ? attention_rows<float>(*part, *rows, *look) : attention_rows<bfloat16>(*part, *rows, *look);
+  in_pieces(*rows, part->out.outputs, [&](const Rows& piece, long first) {
+    Look own = *look;
+    long from = first * part->head_dim * (rows->is_float32 ? 4 : 2);
+    own.cos = (const char*)look->cos + from, own.sin = (const char*)look->sin + from;
+    own.place += first;
+    if (look->visible) own.visible += first * look->visible_stride;
+    rows->is_float32 ? attention_rows<float>(*part, piece, own) : attention_rows<bfloat16>(*part, piece, own);
+  });
 }
 
 void layerskip_mlp(const Mlp* part, const Rows* rows) {
-  rows->is_float32 ? mlp_rows<float>(*part, *rows) : mlp_rows<bfloat16>(*part, *rows);
+  in_pieces(*rows, part->down.outputs, [&](const Rows& piece, long) {
+    rows->is_float32 ? mlp_rows<float>(*part, piece) : mlp_rows<bfloat16>(*part, piece);
+  });
 }
 
 void layerskip_linear(const Matrix* matrix, const Rows* rows) {
-  rows->is_float32 ? linear_rows<float>(*matrix, *rows) : linear_rows<bfloat16>(*matrix, *rows);
+  in_pieces(*rows, matrix->outputs, [&](const Rows& piece, long) {
+    rows->is_float32 ? linear_rows<float>(*matrix, piece) : linear_rows<bfloat16>(*matrix, piece);
+  });
 }
 }

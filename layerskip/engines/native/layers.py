@@ -1,4 +1,4 @@
-"""Decoder sublayers by kernels compiled for this CPU where rows are few, else by torch on the model's own weights."""
+"""Decoder sublayers by kernels compiled for this CPU."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, attention_of, mlp_of
-from layerskip.engines.linear import Linear, joined, rows_of_product
+from layerskip.engines.linear import Linear, joined
 from layerskip.engines.native import library
 
-MOST_ROWS = 32
-"""Of more, a prompt's, torch's products are faster."""
-_ROWS_AT_ONCE = 256
-"""Of those that only the kernels compute, so that their room for numbers stays small."""
 _MOST_HEAD_DIM = 1024
+_QUAD = 4
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class NativeLayers(LayerMaker):
-    """See `LayerMaker`. A row's numbers do not depend on how many rows it is computed with, up to `MOST_ROWS`.
+    """See `LayerMaker`. A row's numbers do not depend on how many rows it is computed with.
 
     Cost: a second copy of the weights. Raises: ValueError where there are no kernels.
     """
@@ -67,19 +64,18 @@ class NativeLayers(LayerMaker):
 
 @dataclass(frozen=True, eq=False)
 class NativeLinear:
-    """A matrix in the blocks that the kernels read; of more than a few rows the product of its own weights."""
+    """A matrix in the blocks that the kernels read."""
 
     kernels: ctypes.CDLL
     num_outputs: int
     num_inputs: int
     packed: torch.Tensor
-    """(blocks, inputs, outputs of a block, 1), or of pairs of inputs (blocks, pairs, outputs of a block, 2)."""
+    """(blocks, inputs / n, outputs of a block, n): n inputs lie together, 1, or 2 of bfloat16, or 4 of 8 bits, where
+    this CPU multiplies so many at once; of those 4 each weight is 128 too large, as unsigned numbers."""
     scales: torch.Tensor | None
     """(outputs,) of 8-bit weights."""
     bias: torch.Tensor | None
     """(outputs,), float32."""
-    own: Sequence[torch.Tensor]
-    """The model's weights (outputs, inputs); none for 8 bits, of which all rows are computed by the kernels."""
 
     @classmethod
     def of(
@@ -92,12 +88,13 @@ class NativeLinear:
             scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
             weight = (whole / scales[:, None]).round_().to(torch.int8)
         num_outputs, num_inputs = weight.shape
-        block, pair = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(_KINDS[weight.dtype])
-        weight = F.pad(weight, (0, -num_inputs % pair, 0, -num_outputs % block))
-        packed = weight.view(-1, block, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
-        own = [] if int8 else list(weights)
+        block, together = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(_KINDS[weight.dtype])
+        weight = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % block))
+        packed = weight.view(-1, block, weight.shape[1] // together, together).transpose(1, 2).contiguous()
+        if together == _QUAD:
+            packed.view(torch.uint8).bitwise_xor_(128)  # the processor's instruction multiplies unsigned ones
         bias = None if bias is None else bias.detach().float()
-        return cls(kernels, num_outputs, num_inputs, packed, scales, bias, own)
+        return cls(kernels, num_outputs, num_inputs, packed, scales, bias)
 
     @cached_property
     def matrix(self) -> library.Matrix:
@@ -107,24 +104,15 @@ class NativeLinear:
         return library.Matrix(*places, self.num_outputs, self.num_inputs, kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= MOST_ROWS:
-            return self._product(x, None)
-        if not self.own:
-            return torch.cat([self._product(rows, None) for rows in torch.split(x, _ROWS_AT_ONCE)])
-        # oneDNN makes a kernel for each number of rows, too, see `rows_of_product`.
-        filled = F.pad(x, (0, 0, 0, rows_of_product(len(x)) - len(x)))
-        parts = [F.linear(filled, one)[: len(x)] for one in self.own]
-        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return found if self.bias is None else found + self.bias.to(found.dtype)
+        return self._product(x, None)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, residual) if len(x) <= MOST_ROWS else self(x).add_(residual)
+        return self._product(x, residual)
 
     def first(self, count: int) -> NativeLinear:
         """Of the first so many outputs, in the same memory."""
         bias = None if self.bias is None else self.bias[:count]
-        own = [one[:count] for one in self.own[:1]]
-        return NativeLinear(self.kernels, count, self.num_inputs, self.packed, self.scales, bias, own)
+        return NativeLinear(self.kernels, count, self.num_inputs, self.packed, self.scales, bias)
 
     def _product(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty(len(x), self.num_outputs)
@@ -135,8 +123,10 @@ class NativeLinear:
 class NativeAttention(Attention):
     """See `Attention`."""
 
-    def look(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return visible if len(visible) <= MOST_ROWS else super().look(visible, dtype)
+    causal_after_context: ClassVar[bool] = True
+
+    def look(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        return visible.contiguous()
 
     def add_to(
         self,
@@ -147,11 +137,8 @@ class NativeAttention(Attention):
         place: int,
         look: tuple[int, torch.Tensor | None, bool],
     ) -> torch.Tensor:
-        if len(x) > MOST_ROWS:
-            return super().add_to(residual, x, rotary, states, place, look)
-        out, (first, mask, _) = torch.empty_like(residual, memory_format=torch.contiguous_format), look
+        out, (first, visible, _) = torch.empty_like(residual, memory_format=torch.contiguous_format), look
         cos, sin = (one.contiguous() for one in rotary)
-        visible = None if mask is None else mask.contiguous()
         seen = library.Look(
             cos.data_ptr(),
             sin.data_ptr(),
@@ -160,6 +147,7 @@ class NativeAttention(Attention):
             place,
             first,
             None if visible is None else visible.data_ptr(),
+            0 if visible is None else visible.stride(0),
         )
         rows = _rows(x, residual, out)
         self._qkv.kernels.layerskip_attention(ctypes.byref(self._part), ctypes.byref(rows), ctypes.byref(seen))
@@ -187,8 +175,6 @@ class NativeMlp(Mlp):
 
     def add_to(self, x: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.gate_up, NativeLinear)
-        if len(x) > MOST_ROWS:
-            return super().add_to(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = _rows(x, x, out)
         self.gate_up.kernels.layerskip_mlp(ctypes.byref(self._part), ctypes.byref(rows))

@@ -80,6 +80,7 @@ class Look(ctypes.Structure):
         ("place", ctypes.c_long),
         ("first", ctypes.c_long),
         ("visible", ctypes.c_void_p),
+        ("visible_stride", ctypes.c_long),
     ]
 
 

@@ -13,7 +13,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp
 from layerskip.engines.native import library
-from layerskip.engines.native.layers import MOST_ROWS, NativeAttention, NativeLayers, NativeLinear, NativeMlp
+from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
@@ -22,7 +22,7 @@ found = library.load_kernels()
 needs_kernels = pytest.mark.skipif(isinstance(found, str), reason=f"no kernels here: {found}")
 DTYPES = [torch.float32, torch.bfloat16]
 NONE = SkipMask.none(zoo.NUM_LAYERS)
-CONTEXT = 9
+CONTEXT, NUM_ROWS = 9, 40
 
 
 def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
@@ -38,12 +38,12 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
     engine = engine_of(name, dtype)
-    ids = torch.tensor(zoo.prompt_of(CONTEXT + MOST_ROWS))
+    ids = torch.tensor(zoo.prompt_of(CONTEXT + NUM_ROWS))
     threads = torch.get_num_threads()
     for mask in (None, NONE.in_int8(), SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])):
         rows = []
         try:
-            for count, num_threads in ((1, 1), (1, 2), (2, 1), (5, 2), (6, 1), (7, 1), (13, 2), (MOST_ROWS, 1)):
+            for count, num_threads in ((1, 1), (1, 2), (2, 1), (5, 2), (6, 1), (7, 1), (13, 2), (NUM_ROWS, 1)):
                 torch.set_num_threads(num_threads)
                 with engine.session(len(ids)):
                     engine.forward(ids[:CONTEXT])
@@ -53,6 +53,20 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
             torch.set_num_threads(threads)
         assert rows[0].isfinite().all()
         assert all(torch.equal(one, rows[0]) for one in rows[1:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtype) -> None:
+    engine = engine_of(name, dtype, max_position_embeddings=1024)
+    ids = torch.tensor(zoo.prompt_of(600))
+    found = []
+    for sizes in ([600], [1] * 600, [300, 300], [257, 3, 64, 276]):
+        with engine.session(len(ids)):
+            found.append(torch.cat([engine.forward(one, num_logits=len(one)).clone() for one in ids.split(sizes)]))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
 @needs_kernels
@@ -105,6 +119,8 @@ def test_products_of_every_shape(outputs: int, inputs: int, int8: bool, dtype: t
         scales = weight.float().abs().amax(dim=1).clamp_min(1e-8) / 127
         expected_weight = (weight.float() / scales[:, None]).round().double() * scales[:, None].double()
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.15}
+    if int8 and dtype == torch.float32:  # rows of 16 bits, where this CPU multiplies 8-bit weights with them
+        close = {"rtol": 1e-4, "atol": 2e-3}
     halves = [weight[: outputs // 2], weight[outputs // 2 :]] if outputs > 1 else [weight]
     linear = NativeLinear.of(kernels, halves, bias, int8=int8)
     few = outputs // 2 + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import LayerSkipModel
 from layerskip.server.settings import ServerSettings
@@ -61,6 +62,23 @@ def test_with_a_seed_nothing_is_taken_and_nothing_left(model: LayerSkipModel) ->
             for fields in ({"seed": 1, "temperature": 0.7}, {}, {"seed": 1, "temperature": 0.7}, {})
         ]
     assert cached == [0, 0, 0, 4]
+
+
+def test_with_a_seed_they_are_used_where_pieces_have_the_same_bits(tokenizer: Any) -> None:
+    """The hardest case for that: bfloat16, in which near-ties flip at the least difference."""
+    prompt = [5, 9, 7, 8, 6, 11, 30, 4]
+    model = tiny_model(tokenizer, engine="fused", dtype=torch.bfloat16)
+    if not model.engine.batch_invariant:
+        pytest.skip("no compiled sublayers here")
+    with serving(model) as server:
+        for seed in range(20):
+            fields = {"seed": seed, "temperature": 1.5, "top_k": 0, "max_tokens": 30}
+            first, _ = answer(server, prompt, **fields)
+            again, usage = answer(server, prompt, **fields)
+            answer(server, [*prompt, *again[:seed]], **fields)
+            assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
+            sampled = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+            assert first == again == model.generate(prompt, max_new_tokens=30, seed=seed, **sampled).ids
 
 
 def test_an_answer_that_a_stop_string_ends_keeps_what_was_computed(model: LayerSkipModel) -> None:

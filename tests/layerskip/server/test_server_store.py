@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, PromptLookup, SkipMask, SuffixLookup
 from layerskip.config.usual_lookups import lookup_alone, lookup_else
@@ -116,8 +117,12 @@ def test_what_the_client_has_not_seen_is_not_kept(model: LayerSkipModel, monkeyp
         assert len(store) == 1
 
 
-def test_a_request_with_a_seed_is_answered_as_if_it_were_the_first(model: LayerSkipModel) -> None:
-    """What is drafted decides what a seed draws: it would change with what others asked before."""
+@pytest.mark.parametrize(("engine", "dtype"), [("eager", torch.float32), ("fused", torch.bfloat16)])
+def test_a_request_with_a_seed_is_answered_as_if_it_were_the_first(
+    tokenizer: Any, engine: str, dtype: torch.dtype
+) -> None:
+    """What is drafted decides how the target's numbers are rounded, unless they are the same however many at once."""
+    model = tiny_model(tokenizer, SUFFIX, engine=engine, dtype=dtype)
     fields: dict[str, Any] = {"temperature": 1.5, "seed": 3}
     expected = model.generate("def read(", max_new_tokens=24, do_sample=True, temperature=1.5, seed=3, top_k=50).ids
     with serving(model) as server:
