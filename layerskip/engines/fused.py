@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.layers import TorchLayers
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
-from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp
+from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp, NativeRun
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
@@ -68,13 +69,15 @@ class FusedEngine(StatesEngine):
         """By `draft_vocab` and whether of 8 bits."""
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
+        self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
+        """Of the running session."""
         self._cos = self._sin = torch.empty(0)
 
     @property
     def attention_backend(self) -> str:
         return super().attention_backend if self.refusal is not None else self.maker.description
 
-    @property
+    @cached_property
     def batch_invariant(self) -> bool:
         return all(isinstance(one, NativeAttention) and isinstance(two, NativeMlp) for one, two in self.layers)
 
@@ -88,7 +91,7 @@ class FusedEngine(StatesEngine):
         """A session on a cache of the caller's; buffers that it has already stay."""
         if self._cache is not None:
             raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
-        self._cache = cache
+        self._cache, self._runs = cache, {}
         try:
             # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.
             with torch.inference_mode():
@@ -202,6 +205,13 @@ class FusedEngine(StatesEngine):
     def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
         """These layers under the mask; keys and values of the new positions go into the cache."""
         buffers, parts = self.cache.layers, self.layers_of(mask)
+        if self.batch_invariant:
+            if (run := self._runs.get((mask, layers))) is None:
+                run = self._runs[mask, layers] = NativeRun(
+                    [(None if mask.attention[i] else parts[i][0], None if mask.mlp[i] else parts[i][1]) for i in layers]
+                )
+            looks = [step.look(one, x) for one in run.looking]
+            return run(x, (step.cos, step.sin), [buffers[i].states for i in layers], step.start, looks)
         with over_growing_keys(self._adapter.placement.devices):
             for i in layers:
                 attention, mlp = parts[i]

@@ -17,7 +17,7 @@ from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
-from layerskip.machine.host import trim_heap
+from layerskip.machine.host import return_large_blocks, trim_heap
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from search.study.spec import StudySpec
 
@@ -208,6 +208,7 @@ def load_model(spec: StudySpec) -> Any:
     """The spec's model on its device. Raises: ValueError or OSError in one line for whatever cannot be loaded."""
     import torch
 
+    return_large_blocks()
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     from layerskip import LayerSkipModel

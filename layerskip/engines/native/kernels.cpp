@@ -187,6 +187,11 @@ struct Look {  // the positions that an attention reads and writes
   const uint8_t* visible;  // (count, place + count - first); null: each row sees those up to its own
   long visible_stride;
 };
+struct Layer {
+  const Attention* attention;  // null: skipped
+  const Mlp* mlp;
+  int look;  // which one its attention has
+};
 
 namespace {
 
@@ -664,6 +669,15 @@ void layerskip_mlp(const Mlp* part, const Rows* rows) {
   in_pieces(*rows, part->down.outputs, [&](const Rows& piece, long) {
     rows->is_float32 ? mlp_rows<float>(*part, piece) : mlp_rows<bfloat16>(*part, piece);
   });
+}
+
+void layerskip_layers(const Layer* layers, int count, const Rows* rows, const Look* looks, void* const* states) {
+  for (int i = 0; i < count; i++) {
+    Look look = looks[layers[i].look];
+    look.states = states[i];
+    if (layers[i].attention) layerskip_attention(layers[i].attention, rows, &look);
+    if (layers[i].mlp) layerskip_mlp(layers[i].mlp, rows);
+  }
 }
 
 void layerskip_linear(const Matrix* matrix, const Rows* rows) {

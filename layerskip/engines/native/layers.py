@@ -31,7 +31,7 @@ class NativeLayers(LayerMaker):
         found = library.load_kernels()
         if isinstance(found, str):
             raise ValueError(f"kernels: {found}")
-        self._kernels, self._int8 = found, int8
+        self.kernels, self._int8 = found, int8
 
     @staticmethod
     def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -48,7 +48,7 @@ class NativeLayers(LayerMaker):
         return "sublayers compiled for this CPU"
 
     def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
-        return NativeLinear.of(self._kernels, weights, bias, int8=self._int8)
+        return NativeLinear.of(self.kernels, weights, bias, int8=self._int8)
 
     def in_8_bits(self) -> LayerMaker:
         return NativeLayers(int8=True)
@@ -137,20 +137,10 @@ class NativeAttention(Attention):
         place: int,
         look: tuple[int, torch.Tensor | None, bool],
     ) -> torch.Tensor:
-        out, (first, visible, _) = torch.empty_like(residual, memory_format=torch.contiguous_format), look
-        cos, sin = (one.contiguous() for one in rotary)
-        seen = library.Look(
-            cos.data_ptr(),
-            sin.data_ptr(),
-            states.data_ptr(),
-            states.shape[2],
-            place,
-            first,
-            None if visible is None else visible.data_ptr(),
-            0 if visible is None else visible.stride(0),
-        )
+        out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        seen = _look(rotary, states, place, look)
         rows = _rows(x, residual, out)
-        self._qkv.kernels.layerskip_attention(ctypes.byref(self._part), ctypes.byref(rows), ctypes.byref(seen))
+        self._qkv.kernels.layerskip_attention(ctypes.byref(self.part), ctypes.byref(rows), ctypes.byref(seen))
         return out
 
     @property
@@ -163,7 +153,8 @@ class NativeAttention(Attention):
         return [_norm(one) for one in (self.norm, self.query_norm, self.key_norm)]
 
     @cached_property
-    def _part(self) -> library.AttentionPart:
+    def part(self) -> library.AttentionPart:
+        """For the kernels."""
         assert isinstance(self.out, NativeLinear)
         norms = [_norm_part(*one) for one in self._norms]
         sizes = (self.num_queries, self.num_keys, self.head_dim, self.scaling)
@@ -177,7 +168,7 @@ class NativeMlp(Mlp):
         assert isinstance(self.gate_up, NativeLinear)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = _rows(x, x, out)
-        self.gate_up.kernels.layerskip_mlp(ctypes.byref(self._part), ctypes.byref(rows))
+        self.gate_up.kernels.layerskip_mlp(ctypes.byref(self.part), ctypes.byref(rows))
         return out
 
     @cached_property
@@ -185,10 +176,70 @@ class NativeMlp(Mlp):
         return _norm(self.norm)
 
     @cached_property
-    def _part(self) -> library.MlpPart:
+    def part(self) -> library.MlpPart:
+        """For the kernels."""
         assert isinstance(self.gate_up, NativeLinear)
         assert isinstance(self.down, NativeLinear)
         return library.MlpPart(_norm_part(*self._norm_weight), self.gate_up.matrix, self.down.matrix)
+
+
+class NativeRun:
+    """Some layers one after another, in one call: without it a step of 30 layers spends half a millisecond between
+    them."""
+
+    def __init__(self, layers: Sequence[tuple[Attention | None, Mlp | None]]) -> None:
+        """All made by `NativeLayers`, or None: skipped."""
+        self._kernels = NativeLayers().kernels
+        by_window = {one.window: one for one, _ in layers if one is not None}
+        self.looking = list(by_window.values())
+        """An attention of every window."""
+        windows = list(by_window)
+        self._layers = (library.Layer * len(layers))()
+        for layer, (attention, mlp) in zip(self._layers, layers, strict=True):
+            if attention is not None:
+                assert isinstance(attention, NativeAttention)
+                layer.attention, layer.look = ctypes.pointer(attention.part), windows.index(attention.window)
+            if mlp is not None:
+                assert isinstance(mlp, NativeMlp)
+                layer.mlp = ctypes.pointer(mlp.part)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        states: Sequence[torch.Tensor],
+        place: int,
+        looks: Sequence[tuple[int, torch.Tensor | None, bool]],
+    ) -> torch.Tensor:
+        """x (T, hidden) after these layers. states: of every one, looks: of those `looking`, see `Attention.add_to`."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        seen = (library.Look * len(looks))(*(_look(rotary, states[0], place, look) for look in looks))
+        places = (ctypes.c_void_p * len(states))(*(one.data_ptr() for one in states))
+        rows = ctypes.byref(_rows(out, out, out))
+        self._kernels.layerskip_layers(self._layers, len(states), rows, seen, places)
+        return out
+
+
+def _look(
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    states: torch.Tensor,
+    place: int,
+    look: tuple[int, torch.Tensor | None, bool],
+) -> library.Look:
+    """See `Attention.add_to`; the caller keeps the tensors until the kernel is done."""
+    (cos, sin), (first, visible, _) = rotary, look
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    return library.Look(
+        cos.data_ptr(),
+        sin.data_ptr(),
+        states.data_ptr(),
+        states.shape[2],
+        place,
+        first,
+        None if visible is None else visible.data_ptr(),
+        0 if visible is None else visible.stride(0),
+    )
 
 
 def _norm(norm: Any) -> tuple[torch.Tensor | None, float]:

@@ -84,6 +84,14 @@ class Look(ctypes.Structure):
     ]
 
 
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention", ctypes.POINTER(AttentionPart)),
+        ("mlp", ctypes.POINTER(MlpPart)),
+        ("look", ctypes.c_int),
+    ]
+
+
 @cache
 def load_kernels() -> ctypes.CDLL | str:
     """The library, or in a few words why there is none.
@@ -103,7 +111,7 @@ def load_kernels() -> ctypes.CDLL | str:
         output = getattr(error, "stderr", None) or str(error)
         lines = str(output).strip().splitlines() or ["?"]
         return f"compiling them failed: {next((line for line in lines if 'error' in line), lines[0])}"
-    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_linear"):
+    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_layers", "layerskip_linear"):
         getattr(library, name).restype = None
     return library
 
