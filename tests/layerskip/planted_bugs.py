@@ -12,8 +12,6 @@ import torch
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.drafters.base import Draft
 from layerskip.engines import fused
-from layerskip.engines.lean_layers import Attention
-from layerskip.engines.native.layers import NativeAttention
 from layerskip.huggingface import adapter as adapter_module
 from layerskip.huggingface import kv_cache
 from layerskip.rounds.verifier import Verdict
@@ -69,20 +67,18 @@ def fused_positions_one_late(patch: pytest.MonkeyPatch) -> None:
 
 def fused_stale_key(patch: pytest.MonkeyPatch) -> None:
     """A verification leaves the draft's keys and values of the last emitted token."""
+    run = fused.FusedEngine._run
 
-    def broken(add_to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def wrong(self: Attention, *args: Any) -> torch.Tensor:
-            _, x, _, states, place, _ = args
-            before = states[:, :, place].clone()
-            out = add_to(self, *args)
-            if len(x) > 1 and place > 0:
-                states[:, :, place] = before
-            return out
+    def wrong(self: fused.FusedEngine, x: torch.Tensor, step: Any, *args: Any) -> torch.Tensor:
+        rows = [layer.states[:, :, step.start] for layer in self.cache.layers]
+        before = [row.clone() for row in rows]
+        out = run(self, x, step, *args)
+        if len(x) > 1 and step.start > 0:
+            for row, stale in zip(rows, before, strict=True):
+                row.copy_(stale)
+        return out
 
-        return wrong
-
-    for kind in (Attention, NativeAttention):
-        patch.setattr(kind, "add_to", broken(kind.add_to))
+    patch.setattr(fused.FusedEngine, "_run", wrong)
 
 
 def fused_window_off_by_one(patch: pytest.MonkeyPatch) -> None:

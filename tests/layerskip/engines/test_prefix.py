@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.engines.fused import FusedEngine
 from layerskip.engines.prefix import PrefixEngine, PrefixStates
 from tests.layerskip import zoo
 
@@ -72,7 +72,7 @@ def test_sampled_output_draws_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "fused"])
-def test_the_first_layers_see_the_last_draft_token_alone(engine: str) -> None:
+def test_the_first_layers_see_the_last_draft_token_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that each layer's MLP is given in a verification of gamma = 4: one below the depth, five above."""
     model = LayerSkipModel(zoo.build("llama"), engine=engine)
     rows: list[list[int]] = [[] for _ in range(4)]
@@ -80,24 +80,20 @@ def test_the_first_layers_see_the_last_draft_token_alone(engine: str) -> None:
         for i, layer in enumerate(model.model.model.layers):
             layer.mlp.register_forward_pre_hook(lambda _module, args, i=i: rows[i].append(args[0].shape[-2]))
     else:
-        for i, (_, mlp) in enumerate(model.engine.layers):  # type: ignore[attr-defined]
-            object.__setattr__(mlp, "add_to", counted(mlp.add_to, rows[i]))
+        run = FusedEngine._run
+
+        def noting(self: FusedEngine, x: torch.Tensor, step: Any, mask: SkipMask, layers: range) -> torch.Tensor:
+            for i in layers:
+                rows[i] += [] if mask.mlp[i] else [len(x)]
+            return run(self, x, step, mask, layers)
+
+        monkeypatch.setattr(FusedEngine, "_run", noting)
     config = DecodeConfig(skip_mask=MASKS[2], gamma=4, share_prefix=True)
     out = model.generate(list(zoo.prompt_of(5)), config=config, max_new_tokens=zoo.LONGEST, eos_token_id=[])
     full = sum(drafted == 5 for drafted in rows[2][1:])
     assert full == out.stats.num_rounds - short_rounds(rows[2]) > 0
     assert set(rows[0][1:]) == set(rows[1][1:]) == {1}
     assert max(rows[2][1:]) == max(rows[3][1:]) == 5
-
-
-def counted(add_to: Callable[[torch.Tensor], torch.Tensor], rows: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same, noting how many rows it is given."""
-
-    def noting(x: torch.Tensor) -> torch.Tensor:
-        rows.append(x.shape[0])
-        return add_to(x)
-
-    return noting
 
 
 def short_rounds(rows: list[int]) -> int:

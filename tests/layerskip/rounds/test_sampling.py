@@ -18,6 +18,7 @@ import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.rounds import sampling
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from layerskip.rounds.verifier import Verdict
 from tests.layerskip import zoo
@@ -447,3 +448,20 @@ def test_shaped_reference_by_hand() -> None:
     assert exact[0, 1] == pytest.approx(0.15)
     assert sum(exact.values()) == pytest.approx(1.0)
     assert set(exact) == set(itertools.product(range(4), repeat=2))
+
+
+@pytest.mark.parametrize("are_logarithms", [True, False])
+def test_noise_is_what_torch_draws(are_logarithms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own function and by the quicker way, of which it must know that it is the same."""
+    if are_logarithms:
+        assert sampling._are_logarithms()
+    else:
+        monkeypatch.setattr(sampling, "_are_logarithms", lambda: False)
+    for seed in range(5):
+        expected, own = (torch.Generator().manual_seed(seed) for _ in range(2))
+        drawn = torch.cat([torch.empty(1, 30_001).exponential_(generator=expected) for _ in range(3)])
+        sampler = Sampler(SamplingParams(do_sample=True), own)
+        sampler.begin(7)
+        assert torch.equal(sampler.noise(7, 3, 30_001, torch.device("cpu")), drawn)
+        sampler.end(10)
+        assert torch.equal(own.get_state(), expected.get_state())
