@@ -251,8 +251,8 @@ class _Step:
         first = first_visible(self.start, window)
         if self.tree is None and self.num_tokens == 1:
             return first, None, False
-        from_start = self.start == 0 or layer.causal_after_context
-        if self.tree is None and from_start and (window is None or self.stop <= window):
+        may_be_causal = self.start == 0 or layer.causal_after_context
+        if self.tree is None and may_be_causal and (window is None or self.stop <= window):
             return first, None, True
         if window not in self._masks:
             self._masks[window] = layer.look(self._visible(first, window, x.device), x.dtype)

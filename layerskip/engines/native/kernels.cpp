@@ -1,7 +1,8 @@
 // Decoder sublayers for x86-64 CPUs: what a decoded token waits for is reading each weight once.
 //
 // Every number of a row is computed by the same operations in the same order however many rows there are, so a
-// verification, or a prompt, says of a token, to the bit, what decoding it alone says. Rows are float or bfloat16, sums are float.
+// verification, or a prompt, says of a token, to the bit, what decoding it alone says. Rows are float or bfloat16, sums
+// are float.
 // Compiled for the machine that it runs on by library.py, which also has the layout of the structs.
 
 #include <cmath>

@@ -185,7 +185,7 @@ class NativeMlp(Mlp):
 
 class NativeRun:
     """Some layers one after another, in one call: without it a step of 30 layers spends half a millisecond between
-    them."""
+    them. Cost: 2 microseconds a layer to make."""
 
     def __init__(self, layers: Sequence[tuple[Attention | None, Mlp | None]]) -> None:
         """All made by `NativeLayers`, or None: skipped."""
