@@ -19,7 +19,7 @@ from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.layers import TorchLayers, best_layers
+from layerskip.engines.layers import TorchLayers, draft_layers
 from layerskip.engines.lean_layers import LayerMaker
 from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.adapter import ModelAdapter
@@ -73,7 +73,7 @@ class WeightsLoader:
     @property
     def _maker(self) -> LayerMaker:
         device = self.adapter.device
-        return TorchLayers(device) if self._records_lean else best_layers(device, self.adapter.dtype)
+        return TorchLayers(device) if self._records_lean else draft_layers(device, self.adapter.dtype)
 
     def own_layer(self) -> DraftWeights:
         """The first such layer, loaded. Raises: ValueError where there is none, or it cannot draft."""
@@ -131,8 +131,11 @@ class WeightsLoader:
                     f"draft_weights: the tokenizer of {weights.path} must have at most the {known} ids of its model, "
                     f"got {translation.own.num_ids}"
                 )
+        engine = make_engine("auto", adapter).engine
+        if isinstance(engine, FusedEngine):
+            engine.round_weights()
         return DraftModel(
-            make_engine("auto", adapter).engine,
+            engine,
             weights.fingerprint,
             num_layers=adapter.num_layers,
             num_tokens=known,

@@ -61,12 +61,7 @@ class FusedEngine(StatesEngine):
             self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(model, adapter))
         self.rotary = model.model.rotary_emb
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self.layers = self._made(self.maker)
-            self.head = fused(self.maker.linear, model.lm_head)
-        self._int8_layers: list[tuple[Attention, Mlp]] = []
-        self._heads: dict[tuple[int | None, bool], Linear] = {(None, False): self.head}
-        """By `draft_vocab` and whether of 8 bits."""
+        self._make_layers()
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
@@ -131,8 +126,15 @@ class FusedEngine(StatesEngine):
         """(T, V) of the last layer's states (T, hidden)."""
         return self.unembed_under(self.norm(x), mask or self._no_skip)
 
+    def prepare_unembed(self, draft_vocab: int | None) -> None:
+        self._head_of(self._as_drafts(draft_vocab))
+
     def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
-        return self.unembed_under(hidden, self._no_skip.narrowed(draft_vocab))
+        return self.unembed_under(hidden, self._as_drafts(draft_vocab))
+
+    def _as_drafts(self, draft_vocab: int | None) -> SkipMask:
+        """In 8 bits where sublayers are compiled for this CPU."""
+        return self._no_skip.narrowed(draft_vocab).in_int8(self.refusal is None)
 
     def unembed_under(self, hidden: torch.Tensor, mask: SkipMask) -> torch.Tensor:
         """(T, V) of normed states, as a draft under this mask computes them."""
@@ -149,6 +151,21 @@ class FusedEngine(StatesEngine):
                 self._int8_layers = self._made(self.maker.in_8_bits())
             self._num_made += 1
         return self._int8_layers
+
+    def _make_layers(self) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.layers = self._made(self.maker)
+            self.head = fused(self.maker.linear, self._adapter.head)
+        self._int8_layers: list[tuple[Attention, Mlp]] = []
+        self._heads: dict[tuple[int | None, bool], Linear] = {(None, False): self.head}
+        """By `draft_vocab` and whether of 8 bits."""
+
+    def round_weights(self) -> None:
+        """Where sublayers are compiled for this CPU, compute everything with 8-bit copies from now on, in place of the
+        ones that are kept: for a model that only drafts."""
+        if self.refusal is None:
+            self.maker = self.maker.in_8_bits()
+            self._make_layers()
 
     def _made(self, maker: LayerMaker) -> list[tuple[Attention, Mlp]]:
         pairs = zip(self._adapter.layers, self._adapter.windows, strict=True)

@@ -60,8 +60,8 @@ class StatesEngine(SessionEngine):
         return F.embedding(ids, self._ends[0].weight)
 
     def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
-        """(T, V): logits of hidden states (T, hidden) that have been normed; with `draft_vocab` -inf but for the first
-        so many token ids."""
+        """(T, V): a draft's logits of hidden states (T, hidden) that have been normed; with `draft_vocab` -inf but for
+        the first so many token ids."""
         head = self._ends[1]
         if draft_vocab is None:
             return F.linear(hidden, head.weight, head.bias)

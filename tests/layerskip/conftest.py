@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from layerskip import LayerSkipModel
 from layerskip.engines.native import library
+from layerskip.engines.native.layers import NativeLayers
 from tests.layerskip import zoo
 
 CORPUS = [
@@ -23,6 +24,12 @@ CORPUS = [
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that cannot compile them: torch computes what `fused` does."""
     monkeypatch.setattr(library, "load_kernels", lambda: "no C++ compiler")
+
+
+@pytest.fixture
+def with_whole_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if layers that only draft were not rounded to 8 bits."""
+    monkeypatch.setattr(NativeLayers, "in_8_bits", lambda self: self)
 
 
 @pytest.fixture(scope="session")

@@ -85,9 +85,6 @@ class LeanEagle(LeanHead):
         logits[:, ids] = found
         return logits
 
-    def rollouts(self, states: torch.Tensor, embedded: torch.Tensor, depth: int, first: int) -> list[torch.Tensor]:
-        return [one[0] for one in self.module.rollouts(states[None], embedded[None], depth, first)]
-
     def _head_of(self, ids: torch.Tensor) -> Linear:
         if len(ids) not in self._heads:
             own = self._output_embedding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle.drafter import EagleSession
-from layerskip.drafters.eagle.head import load_eagle
-from layerskip.drafters.eagle.lean import LeanText
+from layerskip.drafters.eagle.lean import LeanEagle, LeanText
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from layerskip.training.data import Sequences
 from layerskip.training.eagle import TrainOptions, train_eagle
@@ -35,20 +35,39 @@ def eagle(weights: DraftWeights, gamma: int = 4, **fields: Any) -> DecodeConfig:
     return DecodeConfig(drafter="eagle", skip_mask=NONE, gamma=gamma, draft_weights=weights, **fields)
 
 
-@zoo.each(("llama", "llama fused", "llama graph", "gemma3", "opt"))
-@torch.inference_mode()
+LIVE = ("llama", "llama fused", "llama graph", "gemma3", "opt")
+
+
+@zoo.each(LIVE)
 def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
+    check_live_chains(name, lambda head, states, embedded: head.rollouts(states, embedded, 4, 0))
+
+
+@pytest.mark.usefixtures("with_whole_drafts")
+@zoo.each(LIVE)
+def test_a_live_chain_is_what_was_trained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo.layerskip_of(name).engine, "draft_weights", {})  # others may be rounded already
+
+    def trained(head: Any, states: torch.Tensor, embedded: torch.Tensor) -> list[torch.Tensor]:
+        return [one[0] for one in head.module.rollouts(states[None], embedded[None], 4)]
+
+    check_live_chains(name, trained)
+
+
+@torch.inference_mode()
+def check_live_chains(name: str, rollouts: Callable[[Any, torch.Tensor, torch.Tensor], list[torch.Tensor]]) -> None:
     """They see the target's states up to the round and none after it, whatever was drafted and thrown away before."""
     model, weights = zoo.layerskip_of(name), zoo.eagle_of(zoo.architecture(name))
     config = eagle(weights, gamma=5)
     model.check_config(config)
     engine: Any = model.engine
-    head = load_eagle(weights, model.model, model.weights_fingerprint())
+    head = loaded_weights(engine, weights)
+    assert isinstance(head, LeanEagle)
     text = [*PROMPT, *zoo.greedy_reference(name, PROMPT)]
     with engine.session(64):
         drafter = make_drafter(config, engine, Sampler(SamplingParams()))
         assert drafter is not None
-        engine.keep_states(head.shape.aux_layers)
+        engine.keep_states(head.aux_layers)
         session = drafter.begin()
         for length in (9, 12, 13, 17):
             engine.forward(torch.tensor(text[engine.cache.length : length]))
@@ -57,9 +76,9 @@ def test_a_live_chain_is_what_rollouts_say(name: str) -> None:
             states = engine.states[:length].clone()
             later = torch.full((4, states.shape[1]), 7.0)  # of no use to a round that begins before them
             embedded = engine.embed(torch.tensor([*text[1 : length + 1], *drafted[:4]]))
-            steps = head.rollouts(torch.cat([states, later])[None], embedded[None], 4)
-            rows = torch.stack([step[0, length - 1 + d] for d, step in enumerate(steps)])
-            assert loaded_weights(engine, weights).logits(engine, rows, None).argmax(-1).tolist() == drafted
+            steps = rollouts(head, torch.cat([states, later]), embedded)
+            rows = torch.stack([step[length - 1 + d] for d, step in enumerate(steps)])
+            assert head.logits(engine, rows, None).argmax(-1).tolist() == drafted
 
 
 @pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])

@@ -64,6 +64,7 @@ def test_its_first_drafts_have_the_logits_of_transformers_own(run: str, monkeypa
             torch.testing.assert_close(head.logits(engine, state, None)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("with_whole_drafts")
 @pytest.mark.parametrize("engine", ["fused", "fused by torch", "cuda_graph"])
 def test_of_lean_layers_it_drafts_what_the_modules_draft(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine == "fused by torch":

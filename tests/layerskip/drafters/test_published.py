@@ -137,6 +137,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.usefixtures("with_whole_drafts")
 @pytest.mark.parametrize("layout", ["authors", "speculators"])
 @pytest.mark.parametrize("flags", FLAGS, ids="+".join)
 def test_drafts_in_a_row_have_the_logits_that_the_paper_says(flags: Sequence[str], layout: str, tmp_path: Path) -> None:
