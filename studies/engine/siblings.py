@@ -138,23 +138,26 @@ def timed_configs(model: LayerSkipModel, weights: Path | None) -> dict[str, Deco
     return found
 
 
-def timed(decoder: ModelDecoder, prompts: Sequence[Sequence[int]], ways: Sequence[DecodeConfig], repeats: int) -> Any:
-    """[What was decoded in each way], in turns with plain decoding and with one another, prompt by prompt; the order
-    turns from one to the next. Rates and ratios are medians of a prompt's repeats; `over_none` is to the first way.
+def timed(ways: Sequence[tuple[ModelDecoder, DecodeConfig]], prompts: Sequence[Sequence[int]], repeats: int) -> Any:
+    """[What was decoded in each way], in turns with the first's plain decoding and with one another, prompt by prompt;
+    the order turns from one to the next. Rates and ratios are medians of a prompt's repeats; `over_none` is to the
+    first way.
 
     Cost: repeats x prompts x one decoding more than there are ways, and a pass over two prompts before.
     """
-    configs = [DecodeConfig.plain(ways[0].skip_mask.num_layers), *ways]
-    num_ways = len(configs)
+    decoder, first = ways[0]
+    ways = [(decoder, DecodeConfig.plain(first.skip_mask.num_layers)), *ways]
+    num_ways = len(ways)
     rates = np.zeros((repeats, len(prompts), num_ways))
     accepted, rounds, identical = np.zeros((3, num_ways), dtype=np.int64)
-    for one in configs:
+    for decoder, config in ways:
         for place, prompt in enumerate(prompts[:2]):
-            decoder.decode(prompt, one, place)
+            decoder.decode(prompt, config, place)
     for repeat, (place, prompt) in itertools.product(range(repeats), enumerate(prompts)):
         outputs = {}
         for way in np.roll(np.arange(num_ways), repeat + place).tolist():
-            outputs[way] = decoder.decode(prompt, configs[way], place)
+            decoder, config = ways[way]
+            outputs[way] = decoder.decode(prompt, config, place)
             rates[repeat, place, way] = outputs[way].stats.tokens_per_s or np.nan
         for way, one in outputs.items():
             accepted[way] += one.stats.num_accepted
@@ -273,8 +276,8 @@ def _run(arguments: argparse.Namespace) -> int:
         for name, config in configs.items():
             say(f"decoding {regime} text, {name}")
             branched = [{"siblings": count, "sibling_threshold": below} for count, below in TIMED_SIBLINGS]
-            ways = [config.model_copy(update=one) for one in branched]
-            found = timed(decoder, prompts[: arguments.timed_prompts], ways, arguments.repeats)
+            ways = [(decoder, config.model_copy(update=one)) for one in branched]
+            found = timed(ways, prompts[: arguments.timed_prompts], arguments.repeats)
             by_siblings = [told | one for told, one in zip(branched, found, strict=True)]
             record["timed"].append({"regime": regime, "drafter": name, "by_siblings": by_siblings})
         say(f"reading {regime} text")

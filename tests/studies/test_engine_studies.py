@@ -18,7 +18,19 @@ from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
 from layerskip.rounds import sampling
 from studies.demo.corpus import Module
-from studies.engine import folding, growth, llama_cpp, lookups, results, siblings, sizes, switches, trees, turns
+from studies.engine import (
+    draft_bits,
+    folding,
+    growth,
+    llama_cpp,
+    lookups,
+    results,
+    siblings,
+    sizes,
+    switches,
+    trees,
+    turns,
+)
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 from tests.layerskip.conftest import text_model, tokenizer
 
@@ -122,6 +134,31 @@ def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, 
     assert found["suffix", "looping", 50]["mean_proposed"] > 0
     assert found["suffix", "random", 50]["share_right"] in (None, pytest.approx(0, abs=0.2))
     assert "| prompt_lookup | looping | 200 | 2.0 | 2.0 | 2.0 | 2.0 |" in (tmp_path / "lookups.md").read_text()
+
+
+@pytest.mark.slow
+def test_draft_bits_tells_both(tmp_path: Path, capsys) -> None:
+    demo = siblings.DEMO
+    names = {"model": "model", "prompts": "tuning.jsonl", "held_out": "held_out.jsonl"}
+    lines = [f'{name} = "{demo / file}"' for name, file in names.items()]
+    # The model itself, which drafts its own next token: always as it is, in 8 bits mostly.
+    lines += [f'draft_weights = "{demo / "model"}"', 'device = "cpu"', 'dtype = "float32"', "num_threads = 1"]
+    (tmp_path / "study.toml").write_text("\n".join([*lines, "max_new_tokens = 16"]) + "\n")
+    out = tmp_path / "draft_bits.json"
+    given = ["--study", str(tmp_path), "--gamma", "3", "--prompts", "2", "--repeats", "2", "--out", str(out)]
+    assert draft_bits.main(given) == 0
+    record = json.loads(out.read_text())
+    assert [(one["drafter"], one["regime"]) for one in record["rows"]] == [
+        ("draft_model", regime) for regime in draft_bits.REGIMES
+    ]
+    for one in record["rows"]:
+        whole, rounded = one["ways"]
+        assert whole["length"] == pytest.approx(4.0, abs=0.3)
+        assert 2.5 < rounded["length"] <= whole["length"]
+        assert whole["over_none"]["mean"] == 1.0
+        assert len(rounded["over_none"]["raw"].split()) == 4
+        assert whole["num_identical"] == rounded["num_identical"] == 4
+    assert draft_bits.table(record) in capsys.readouterr().out
 
 
 @pytest.mark.slow
