@@ -61,6 +61,9 @@ class FusedEngine(StatesEngine):
             self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(model, adapter))
         self.rotary = model.model.rotary_emb
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
+        self._int8_layers: list[tuple[Attention, Mlp]] = []
+        self._heads: dict[tuple[int | None, bool], Linear] = {}
+        """By `draft_vocab` and whether of 8 bits."""
         self._make_layers()
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
@@ -156,9 +159,7 @@ class FusedEngine(StatesEngine):
         with torch.inference_mode(mode=False), torch.no_grad():
             self.layers = self._made(self.maker)
             self.head = fused(self.maker.linear, self._adapter.head)
-        self._int8_layers: list[tuple[Attention, Mlp]] = []
-        self._heads: dict[tuple[int | None, bool], Linear] = {(None, False): self.head}
-        """By `draft_vocab` and whether of 8 bits."""
+        self._int8_layers, self._heads = [], {(None, False): self.head}
 
     def round_weights(self) -> None:
         """Where sublayers are compiled for this CPU, compute everything with 8-bit copies from now on, in place of the
