@@ -229,7 +229,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for regime, params in REGIMES.items():
         say(f"decoding {regime} text")
         decoder, plain = ModelDecoder(model, arguments.new_tokens, params), DecodeConfig.plain(model.num_layers)
-        found = timed(decoder, prompts, list(configs.values()), arguments.repeats)
+        found = timed([(decoder, one) for one in configs.values()], prompts, arguments.repeats)
         say(f"reading {regime} text")
         texts = [ForcedText(one, decoder.decode(one, plain, seed).ids, seed) for seed, one in enumerate(prompts)]
         drafts = Drafts(model, weights, [one for one in texts if len(one.continuation_ids) > 1], params)
