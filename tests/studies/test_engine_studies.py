@@ -33,6 +33,7 @@ from studies.engine import (
 )
 from studies.engine.random_models import VOCABULARY, random_llama, random_text
 from tests.layerskip.conftest import text_model, tokenizer
+from tests.layerskip.engines.test_native import needs_kernels
 
 __all__ = ["text_model", "tokenizer"]  # fixtures
 
@@ -136,6 +137,7 @@ def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, 
     assert "| prompt_lookup | looping | 200 | 2.0 | 2.0 | 2.0 | 2.0 |" in (tmp_path / "lookups.md").read_text()
 
 
+@needs_kernels
 @pytest.mark.slow
 def test_draft_bits_tells_both(tmp_path: Path, capsys) -> None:
     demo = siblings.DEMO
