@@ -42,7 +42,7 @@ class _TorchLayersIn8Bits(LayerMaker):
 def draft_layers(device: torch.device, dtype: torch.dtype) -> LayerMaker:
     """Of layers that only draft: in 8 bits and compiled for this CPU where that can be, else torch's.
 
-    Reading a quarter or half as much they take 0.3 to 0.8 of the time, and hardly a draft changes (`python -m
+    They read a quarter of float32's weights, half of bfloat16's, and hardly a draft changes (`python -m
     studies.engine.draft_bits`).
     """
     return NativeLayers().in_8_bits() if NativeLayers.refusal(device, dtype) is None else TorchLayers(device)

@@ -17,15 +17,13 @@ from layerskip.command_line.cli import OneLineParser, check_least, quiet_librari
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.engines.native.layers import NativeLayers
-from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder, load_model
 from search.study.prompts import encode_prompts, load_prompts
 from search.study.spec import load_spec
 from studies.engine.results import FOLDER, command_of, facts, markdown_table, say, write_json
-from studies.engine.siblings import timed
+from studies.engine.siblings import REGIMES, timed
 
 PROG = "studies.engine.draft_bits"
-REGIMES = {"greedy": SamplingParams(), "t0.7": SamplingParams(do_sample=True, temperature=0.7, top_k=0)}
 
 
 def config_of(model: LayerSkipModel, weights: DraftWeights, gamma: int) -> DecodeConfig:
@@ -79,11 +77,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
     check_least(arguments, gamma=1, prompts=1, repeats=1)
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise FileNotFoundError(f"--out: no such folder: {arguments.out.parent}")
     quiet_libraries()
     changes = {} if arguments.dtype is None else {"dtype": arguments.dtype}
     spec, _ = load_spec(changes, str(arguments.study), demo=arguments.study)
+    if not spec.draft_weights:
+        raise ValueError(f"--study: must name draft_weights, {arguments.study} has none")
     rounded = load_model(spec)
     if (refusal := NativeLayers.refusal(rounded.adapter.device, rounded.adapter.dtype)) is not None:
         raise ValueError(f"kernels: needed to draft in 8 bits: {refusal}")
