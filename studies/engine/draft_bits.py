@@ -20,7 +20,7 @@ from layerskip.engines.native.layers import NativeLayers
 from search.measure.decoder import ModelDecoder, load_model
 from search.study.prompts import encode_prompts, load_prompts
 from search.study.spec import load_spec
-from studies.engine.results import FOLDER, command_of, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, check_out, command_of, facts, markdown_table, say, write_json
 from studies.engine.siblings import REGIMES, timed
 
 PROG = "studies.engine.draft_bits"
@@ -77,8 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
     check_least(arguments, gamma=1, prompts=1, repeats=1)
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise FileNotFoundError(f"--out: no such folder: {arguments.out.parent}")
+    check_out(arguments.out)
     quiet_libraries()
     changes = {} if arguments.dtype is None else {"dtype": arguments.dtype}
     spec, _ = load_spec(changes, str(arguments.study), demo=arguments.study)

@@ -27,7 +27,7 @@ from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.analysis.intervals import Interval, geometric_mean, ratio_interval
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.prompts import encode_prompt, read_prompts
-from studies.engine.results import FOLDER, command_of, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, check_out, command_of, facts, markdown_table, say, write_json
 from studies.smollm2.make_model import weights_file
 
 PROG = "studies.engine.llama_cpp"
@@ -193,8 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, threads=1, num_prompts=1, new_tokens=2, repeats=1)
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise FileNotFoundError(f"--out: no such folder: {arguments.out.parent}")
+    check_out(arguments.out)
     quiet_libraries()
     # Of a model in one number format, and decoded in all of them.
     config = DecodeConfig.load(arguments.config).model_copy(update={"provenance": None})

@@ -42,6 +42,12 @@ def command_of(prog: str, arguments: argparse.Namespace, parser: argparse.Argume
     return " ".join(parts)
 
 
+def check_out(out: Path | None) -> None:
+    """Raises: FileNotFoundError where the file could not be written, before anything is measured for it."""
+    if out is not None and not out.parent.is_dir():
+        raise FileNotFoundError(f"--out: no such folder: {out.parent}")
+
+
 def say(line: str) -> None:
     """A line of the command's output, at once."""
     sys.stdout.write(line + "\n")

@@ -18,7 +18,7 @@ from layerskip import DecodeConfig, LayerSkipModel, PrefixCache
 from layerskip.analysis.identity import check_identity
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.prompts import read_prompts
-from studies.engine.results import FOLDER, command_of, facts, markdown_table, say, write_json
+from studies.engine.results import FOLDER, check_out, command_of, facts, markdown_table, say, write_json
 
 PROG = "studies.engine.turns"
 _DEMO = FOLDER.parent / "demo"
@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, turns=1, message_tokens=1, new_tokens=2, repeats=1, threads=1)
+    check_out(arguments.out)
     quiet_libraries()
     torch.set_num_threads(arguments.threads)
     model = LayerSkipModel.from_pretrained(arguments.model, device="cpu", dtype=arguments.dtype, looks_for_config=False)
