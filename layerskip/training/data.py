@@ -20,21 +20,30 @@ _OWN_PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """Token ids, each sequence at most `window` + 1 long; those held out are at least one."""
+class Text:
+    """Token ids, of which the first `given` are a prompt's: drafts are learnt and judged after those."""
 
-    training: tuple[tuple[int, ...], ...]
-    held_out: tuple[tuple[int, ...], ...]
+    ids: Ids
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Texts of at most `window` + 1 tokens; those held out are at least one, and of other prompts."""
+
+    training: tuple[Text, ...]
+    held_out: tuple[Text, ...]
 
     @property
     def num_tokens(self) -> int:
-        """To train on."""
-        return sum(map(len, self.training))
+        """To train on, prompts included."""
+        return sum(len(one.ids) for one in self.training)
 
     @property
     def fingerprint(self) -> str:
-        """Of the ids to train on."""
-        return hashlib.sha256(repr(self.training).encode()).hexdigest()[:16]
+        """Of the texts to train on."""
+        every = [(one.ids, one.given) for one in self.training]
+        return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def make_sequences(
     Raises: ValueError or OSError naming a file that cannot be used, or where there is too little text.
     """
     continuations = Continuations(model, folder, options.batch, options.seed)
-    texts = [one for file in files if file.suffix != ".jsonl" for one in _windows(model, file, options)]
+    groups = [[one] for file in files if file.suffix != ".jsonl" for one in _windows(model, file, options)]
     prompts = [
         (str(file), [encode_prompt(one, model, room=options.new_tokens) for one in read_prompts(file)])
         for file in files
@@ -80,8 +89,9 @@ def make_sequences(
         )
         prompts.append(("--own-prompts", own))
     for name, some in prompts:
-        texts += _continued(continuations, name, some, options, tell)
-    found = [one for one in texts if len(one) >= _LEAST_TOKENS]
+        groups += _continued(continuations, name, some, options, tell)
+    kept = ([one for one in group if len(one.ids) >= max(_LEAST_TOKENS, one.given + 1)] for group in groups)
+    found = [group for group in kept if group]
     if len(found) < 2:
         raise ValueError(
             f"--data: must hold at least 2 texts of {_LEAST_TOKENS} tokens, got {len(found)} in "
@@ -89,18 +99,18 @@ def make_sequences(
         )
     order = np.random.default_rng(options.seed).permutation(len(found))
     count = max(1, round(options.held_out_share * len(found)))
-    chosen = [found[i] for i in order]
-    return Sequences(tuple(chosen[count:]), tuple(chosen[:count]))
+    held_out, training = (tuple(one for i in part for one in found[i]) for part in (order[:count], order[count:]))
+    return Sequences(training, held_out)
 
 
-def _windows(model: LayerSkipModel, file: Path, options: DataOptions) -> Iterator[Ids]:
+def _windows(model: LayerSkipModel, file: Path, options: DataOptions) -> Iterator[Text]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"--data: {file} is not UTF-8 text") from None
     ids = model.encode(text) if text.strip() else []
     for start in range(0, len(ids), options.window):
-        yield tuple(ids[start : start + options.window + 1])
+        yield Text(tuple(ids[start : start + options.window + 1]))
 
 
 def _continued(
@@ -109,13 +119,17 @@ def _continued(
     prompts: Sequence[Ids],
     options: DataOptions,
     tell: Callable[[str], None],
-) -> Iterator[Ids]:
+) -> list[list[Text]]:
+    """Each prompt's continuations."""
     most = max(1, options.window + 1 - options.new_tokens)
     ends = sorted((ids[-most:] for ids in prompts), key=len)  # those side by side alike in length
+    found: list[list[Text]] = [[] for _ in ends]
     for temperature in options.temperatures:
 
         def told(done: int, temperature: float = temperature) -> None:
             tell(f"{done} of {len(ends)} prompts of {name} continued at temperature {temperature:g}")
 
         new = continuations.of(ends, temperature, options.new_tokens, told)
-        yield from (ids + more for ids, more in zip(ends, new, strict=True))
+        for group, ids, more in zip(found, ends, new, strict=True):
+            group.append(Text(ids + more, len(ids)))
+    return found

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.eagle.head import EagleHead, EagleShape
 from layerskip.model import LayerSkipModel
-from layerskip.training.data import Sequences
+from layerskip.training.data import Sequences, Text
+from layerskip.training.teacher import Lesson, Teacher
 
 CHECKPOINT_NAME = "checkpoint.pt"
 _DEPTH_WEIGHT = 0.8
@@ -83,36 +84,6 @@ def train_eagle(
     return run.finish()
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What the target says at each position (B, T)."""
-
-    logits: torch.Tensor
-    """(B, T, V)."""
-    chosen: torch.Tensor
-    """(B, T, ids) of those to choose among."""
-    log_sum: torch.Tensor
-    """(B, T, 1), over all ids."""
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, ids: torch.Tensor | None) -> _Target:
-        log_sum = torch.stack([one.float().logsumexp(dim=-1, keepdim=True) for one in logits])
-        return cls(logits, logits if ids is None else logits[..., ids], log_sum)
-
-    def probs(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, ids): of all ids', so where the others are likely there is less to learn."""
-        return (self.chosen[rows].float() - self.log_sum[rows]).exp()
-
-    def top(self) -> torch.Tensor:
-        """(B, T): the likeliest of all ids. Slow on a CPU."""
-        return self.logits.argmax(dim=-1)
-
-    @property
-    def nbytes(self) -> int:
-        """Of a draft token's logits."""
-        return 4 * self.chosen.numel()
-
-
 class _Run:
     def __init__(
         self,
@@ -129,10 +100,13 @@ class _Run:
         self._head = EagleHead(shape)
         self._head.initialize(_final_norm(model))
         if self._head.draft_ids is not None:
-            self._head.draft_ids.copy_(_commonest(sequences.training, shape.vocab_size)[: len(self._head.draft_ids)])
+            every = [one.ids for one in sequences.training]
+            self._head.draft_ids.copy_(_commonest(every, shape.vocab_size)[: len(self._head.draft_ids)])
         self._head.to(model.device).train()
         self._rate = options.learning_rate or 0.02 / math.sqrt(shape.hidden_size)
         self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
+        layers = (*options.aux_layers, model.adapter.num_layers - 1)
+        self._teacher = Teacher(model, layers, self._head.draft_ids)
         end = self._target.get_output_embeddings()
         ids = slice(None) if self._head.draft_ids is None else self._head.draft_ids
         self._weight: torch.Tensor = end.weight.detach()[ids]
@@ -177,7 +151,7 @@ class _Run:
                 told = now
                 left = max(0.0, self._spent_s * (1.0 / max(self._share(), 1e-9) - 1.0))
                 tell(
-                    f"step {self._step}: loss {loss:.3f}, first draft right {self._agreement(batch)[0]:.1%}, "
+                    f"step {self._step}: loss {loss:.3f}, first draft right {_share(self._right(batch)[0]):.1%}, "
                     f"about {int(left) // 60}:{int(left) % 60:02} left"
                 )
             if now - saved >= _CHECKPOINT_S:
@@ -190,14 +164,14 @@ class _Run:
             return self._step / self._options.steps
         return self._spent_s / (60.0 * (self._options.minutes or 10.0))
 
-    def _batch(self) -> list[Sequence[int]]:
+    def _batch(self) -> list[Text]:
         """Of the next step."""
         generator = torch.Generator().manual_seed((self._options.seed << 32) + self._step)
         count = len(self._sequences.training)
         places = torch.randint(count, (self._options.batch,), generator=generator).tolist()
         return [self._sequences.training[i] for i in places]
 
-    def _learn(self, batch: Sequence[Sequence[int]], share: float) -> float:
+    def _learn(self, batch: Sequence[Text], share: float) -> float:
         """One step; its loss."""
         rate = self._rate * min(1.0, share / _WARM_UP + 0.01, 0.5 * (1.0 + math.cos(math.pi * share)))
         for group in self._optimizer.param_groups:
@@ -209,68 +183,54 @@ class _Run:
         self._optimizer.step()
         return float(total.detach())
 
-    def _loss(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _loss(self, batch: Sequence[Text]) -> torch.Tensor:
         """Mean soft cross-entropy over draft tokens, weighted by depth."""
         weights = [_DEPTH_WEIGHT**d for d in range(self._options.depth)]
-        target, drafts = self._drafts(batch)
+        lesson, drafts = self._drafts(batch)
         with self._computing():
-            if target.nbytes > _MOST_LOGITS_BYTES:
+            if 4 * lesson.top.numel() * len(self._weight) > _MOST_LOGITS_BYTES:
                 losses = [
-                    checkpoint(self._difference, hidden, target, rows, use_reentrant=False) for hidden, rows in drafts
+                    checkpoint(self._difference, hidden, lesson, d, use_reentrant=False)
+                    for d, hidden in enumerate(drafts)
                 ]
             else:
-                losses = [self._difference(hidden, target, rows) for hidden, rows in drafts]
+                losses = [self._difference(hidden, lesson, d) for d, hidden in enumerate(drafts)]
         total: torch.Tensor = torch.stack(losses) @ torch.tensor(weights, device=losses[0].device)
         return total / sum(weights)
 
     @torch.no_grad()
-    def _agreement(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
-        """(depth,): share of draft tokens that the target would say, by place in the round."""
-        target, drafts = self._drafts(batch)
-        top, ids = target.top(), self._head.draft_ids
-        with self._computing():
-            own = [self._unembed(hidden[rows]).argmax(dim=-1) for hidden, rows in drafts]
-        right = [(one if ids is None else ids[one]) == top[rows] for one, (_, rows) in zip(own, drafts, strict=True)]
-        return torch.stack([one.float().mean() for one in right])
+    def _right(self, batch: Sequence[Text]) -> list[torch.Tensor]:
+        """For each place of a round, whether its draft tokens are what the target would say."""
+        lesson, drafts = self._drafts(batch)
+        ids, found = self._head.draft_ids, []
+        for d, hidden in enumerate(drafts):
+            rows = lesson.drafts(d)
+            with self._computing():
+                own = self._unembed(hidden[rows]).argmax(dim=-1)
+            found.append((own if ids is None else ids[own]) == lesson.top[rows])
+        return found
 
     def _computing(self) -> torch.autocast:
         """A bfloat16 model's head computes in bfloat16, from weights in float32."""
         in_bfloat16 = self._weight.dtype == torch.bfloat16
         return torch.autocast(self._model.device.type, torch.bfloat16, enabled=in_bfloat16)
 
-    def _drafts(self, batch: Sequence[Sequence[int]]) -> tuple[_Target, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """What the target says; and the head's hidden states (B, T, hidden), with the rows (B, T) that are drafts, by
-        place in the round."""
-        states, embedded, target, is_text = self._forward_target(batch)
+    def _drafts(self, batch: Sequence[Text]) -> tuple[Lesson, list[torch.Tensor]]:
+        """What the target says; and the head's hidden states (B, T, hidden) by place in the round."""
+        lesson = self._teacher.lesson(batch)
         with self._computing():
-            found = self._head.rollouts(states, embedded, self._options.depth - 1)
-        places = torch.arange(is_text.shape[1], device=is_text.device)
-        return target, [(hidden, is_text & (places >= d)) for d, hidden in enumerate(found)]
+            return lesson, self._head.rollouts(lesson.states, lesson.embedded, self._options.depth - 1)
 
-    def _difference(self, hidden: torch.Tensor, target: _Target, rows: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self._unembed(hidden[rows]).float(), target.probs(rows))
+    def _difference(self, hidden: torch.Tensor, lesson: Lesson, depth: int) -> torch.Tensor:
+        """Cross-entropy with the target's likeliest tokens; of all others' there is less to learn."""
+        rows = lesson.drafts(depth)
+        logits, probs = self._unembed(hidden[rows]).float(), lesson.probs[rows]
+        own = logits.gather(-1, lesson.ids[rows])
+        each = probs.sum(-1) * logits.logsumexp(-1) - (probs * own).sum(-1)
+        return each.sum() / max(1, len(each))
 
     def _unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(self._head.norm(hidden).to(self._weight.dtype), self._weight, self._bias)
-
-    @torch.no_grad()
-    def _forward_target(
-        self, some: Sequence[Sequence[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor, _Target, torch.Tensor]:
-        """States (B, T, depths * hidden) of all positions but the last, embeddings (B, T, E) of the tokens after them,
-        what the target says there, and which rows (B, T) are text."""
-        longest = max(map(len, some))
-        device = self._model.device
-        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in some], device=device)
-        lengths = torch.tensor([len(one) for one in some], device=device)
-        layers = (*self._options.aux_layers, self._model.adapter.num_layers - 1)
-        with self._model.adapter.states_of(layers) as found:
-            logits = self._target(input_ids=ids, use_cache=False).logits[:, 1:]
-        embedded = F.embedding(ids[:, 1:], self._target.get_input_embeddings().weight)
-        is_text = torch.arange(1, longest, device=device) < lengths.unsqueeze(1)
-        states = torch.cat([one.to(device) for one in found], dim=-1)
-        target = _Target.of(logits, self._head.draft_ids)
-        return states[:, :-1].float(), embedded.float(), target, is_text
 
     def _save(self) -> None:
         self._out.mkdir(parents=True, exist_ok=True)
@@ -288,15 +248,12 @@ class _Run:
 
     @torch.no_grad()
     def _held_out(self) -> list[float]:
-        """(depth,): share of held-out places where the draft token is the target's, by its place in the round, if those
-        before it were the text's."""
+        """(depth,): share of held-out places, of prompts' continuations alone, where the draft token is the target's,
+        by its place in the round, if those before it were the text's."""
         self._head.eval()
         held_out, batch = self._sequences.held_out, self._options.batch
-        parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
-        shares = torch.stack([self._agreement(part) for part in parts])
-        weights = torch.tensor([float(sum(map(len, part))) for part in parts], device=shares.device)
-        found: list[float] = ((shares * weights.unsqueeze(1)).sum(0) / weights.sum()).tolist()
-        return found
+        parts = [self._right(held_out[i : i + batch]) for i in range(0, len(held_out), batch)]
+        return [_share(torch.cat(place)) for place in zip(*parts, strict=True)]
 
     def finish(self) -> Trained:
         """Write the weights, and drop the checkpoint."""
@@ -318,6 +275,10 @@ class _Run:
         weights = self._head.save(self._out, self._model.weights_fingerprint(), facts)
         (self._out / CHECKPOINT_NAME).unlink(missing_ok=True)
         return Trained(weights, facts)
+
+
+def _share(right: torch.Tensor) -> float:
+    return int(right.sum()) / max(1, len(right))
 
 
 def _commonest(sequences: Sequence[Sequence[int]], vocab_size: int) -> torch.Tensor:

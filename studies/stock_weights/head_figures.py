@@ -18,18 +18,11 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.drafters.eagle.head import EagleHead
 from layerskip.model import LayerSkipModel
 from layerskip.rounds.sampling import Sampler, seeded_sampler
+from layerskip.training.data import Text
 from studies.stock_weights.draft_heads import Ends, Heads, LeanHeads, states_of
 
 _WARM = 8
 """Forwards before the first timing."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt with the target's own continuation."""
-
-    ids: list[int]
-    num_prompt: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ def continuations(
     for seed in range(seeds if params.do_sample else 1):
         for ids in prompts:
             out = model.generate(ids, max_new_tokens=new_tokens, config=plain, seed=seed, **sampling)
-            found.append(Text([*ids, *out.ids], len(ids)))
+            found.append(Text((*ids, *out.ids), len(ids)))
     return found
 
 
@@ -82,7 +75,7 @@ def acceptance(
     for text in texts:
         states = states_of(model, text.ids)
         ids, target = torch.tensor(text.ids), ends.target_logits(states)
-        first, embedded = text.num_prompt - 1, ends.embed(ids[1:])
+        first, embedded = text.given - 1, ends.embed(ids[1:])
         steps = rollouts(states[None], embedded[None])
         num_places = len(ids) - 1 - len(steps) - first
         if num_places < 1:

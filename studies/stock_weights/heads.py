@@ -140,9 +140,10 @@ def _trained(model: LayerSkipModel, arguments: argparse.Namespace) -> tuple[dict
 
 
 def _known_texts(model: LayerSkipModel, arguments: argparse.Namespace) -> KnownTexts:
-    data = make_sequences(
+    training = make_sequences(
         model, arguments.data or training_files(), arguments.keep or HERE / ".work", DataOptions(), _tell
     ).training
+    data = [one.ids for one in training]
     order = np.random.default_rng(0).permutation(len(data))
     stop = np.searchsorted(np.cumsum([len(data[i]) for i in order]), arguments.tokens, "right")
     return KnownTexts.of(model, [data[i] for i in order[: max(1, int(stop))]], arguments.heads)

@@ -23,7 +23,7 @@ from layerskip import LayerSkipModel, Provenance, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.drafters.eagle.published import Eagle3Layers, Eagle3Shape
-from layerskip.training.data import Sequences
+from layerskip.training.data import Sequences, Text
 from layerskip.training.eagle import TrainOptions, train_eagle
 from studies.mtp.checkpoint import layer_loss, new_layer, save_layer
 
@@ -242,7 +242,7 @@ def eagle_of(run: str) -> DraftWeights:
         out = torch.cat(
             [model_of(run).generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts]
         )
-        own = [tuple(one) for one in out.tolist()]
+        own = [Text(tuple(one)) for one in out.tolist()]
         aux_layers = (0, 2) if run == "llama" else ()
         few = VOCAB // 2 if run == "gemma3" else None
         options = TrainOptions(steps=30, depth=3, learning_rate=0.02, aux_layers=aux_layers, draft_vocab=few)

@@ -15,6 +15,7 @@ from layerskip import train as layerskip_train
 from layerskip.drafters import make_drafter
 from layerskip.drafters.eagle.head import load_eagle
 from layerskip.rounds.sampling import Sampler, SamplingParams
+from layerskip.training.data import Text
 from studies.stock_weights import head_figures as figures
 from studies.stock_weights import heads as study
 from studies.stock_weights.draft_heads import KINDS, Ends, Heads, Kind, KnownTexts, LeanHeads, states_of, train
@@ -55,7 +56,7 @@ def test_heads_begin_as_the_targets_own_and_learn_what_it_says(kind: Kind) -> No
     own = ends.target_logits(states)[:, :-COUNT]
     for hidden in heads.rollouts(states[:, :-COUNT], ends.embed(ids[1:])[None]):
         torch.testing.assert_close(ends.logits(hidden), own)
-    held_out = [figures.Text(one, 6) for one in texts[:4]]
+    held_out = [Text(tuple(one), 6) for one in texts[:4]]
     before = figures.acceptance(held_out, model, figures.head_rollouts(heads), GREEDY)
     ticks = itertools.count()
     steps, losses = train(heads, KnownTexts.of(model, texts[4:], COUNT), ends, 60.0, lambda: float(next(ticks)))
@@ -100,12 +101,12 @@ def test_acceptance_of_the_coupled_sampler_is_that_of_decoding(params: SamplingP
     engine: Any = model.engine
     for seed, text in enumerate(texts):
         sampler = Sampler(params, torch.Generator().manual_seed(seed // 8) if params.do_sample else None)
-        sampler.begin(text.num_prompt)
+        sampler.begin(text.given)
         drafter: Any = make_drafter(config, engine, sampler)
         with torch.inference_mode(), engine.session(64):
             engine.keep_states()
             session = drafter.begin()
-            for length in range(text.num_prompt, len(text.ids) - 1):
+            for length in range(text.given, len(text.ids) - 1):
                 engine.forward(torch.tensor(text.ids[engine.cache.length : length]))
                 live = session.propose(text.ids[: length + 1], 1, None)
                 right.append(live.ids.item() == text.ids[length + 1])

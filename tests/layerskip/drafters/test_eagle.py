@@ -19,7 +19,7 @@ from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle.drafter import EagleSession
 from layerskip.drafters.eagle.lean import LeanEagle, LeanText
 from layerskip.rounds.sampling import Sampler, SamplingParams
-from layerskip.training.data import Sequences
+from layerskip.training.data import Sequences, Text
 from layerskip.training.eagle import TrainOptions, train_eagle
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, by_trees, by_weights
@@ -219,7 +219,7 @@ def test_where_the_models_own_modules_are_recorded_it_is_refused() -> None:
 
 def test_recordings_with_states_stay_right_beside_those_of_other_layers_and_without(tmp_path: Path) -> None:
     """And where a longer text makes all buffers anew."""
-    text = (*PROMPT, *zoo.greedy_reference("llama", PROMPT))
+    text = Text((*PROMPT, *zoo.greedy_reference("llama", PROMPT)))
     options = TrainOptions(steps=20, depth=2, learning_rate=0.02)
     eager = LayerSkipModel(zoo.model_of("llama"), engine="eager")
     last_alone = train_eagle(eager, Sequences((text,), (text,)), tmp_path, options, tell=lambda _: None).weights

@@ -16,8 +16,9 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask, train
 from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.training.continuations import FILE_NAME, Continuations, own_prompts
-from layerskip.training.data import DataOptions, Sequences, make_sequences
+from layerskip.training.data import DataOptions, Sequences, Text, make_sequences
 from layerskip.training.eagle import CHECKPOINT_NAME, TrainOptions, train_eagle, usual_aux_layers
+from layerskip.training.teacher import Teacher
 from tests.layerskip import zoo
 
 
@@ -26,8 +27,9 @@ def quiet(_line: str) -> None:
 
 
 def sequences() -> Sequences:
-    own = [(*zoo.prompt_of(6, seed=i), *zoo.greedy_reference("llama", zoo.prompt_of(6, seed=i))) for i in range(6)]
-    return Sequences(tuple(own[1:]), (own[0], own[1][:11]))
+    prompts = [zoo.prompt_of(6, seed=i) for i in range(6)]
+    own = [Text((*one, *zoo.greedy_reference("llama", one)), len(one)) for one in prompts]
+    return Sequences(tuple(own[1:]), (own[0], Text(own[1].ids[:11])))
 
 
 def model() -> LayerSkipModel:
@@ -98,7 +100,7 @@ def test_prompts_are_continued_by_the_model_itself(text_model: LayerSkipModel, t
     for prompt in prompts:
         ids = text_model.encode(prompt)
         own = text_model.generate(prompt, max_new_tokens=20, do_sample=False).ids
-        assert (*ids, *own) in every
+        assert Text((*ids, *own), len(ids)) in every
 
 
 def test_continuations_are_made_once(text_model: LayerSkipModel, tmp_path: Path, monkeypatch: Any) -> None:
@@ -118,6 +120,49 @@ def test_continuations_are_made_once(text_model: LayerSkipModel, tmp_path: Path,
     for changed in ({"count": 1}, {"count": 3, "seed": 1}):
         with pytest.raises(TypeError, match="not callable"):
             made(**changed)
+
+
+def test_continuations_of_a_prompt_are_held_out_together(text_model: LayerSkipModel, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"def read_{i}(path):"}) + "\n" for i in range(8)))
+    options = DataOptions(window=40, new_tokens=12, temperatures=(0.0, 1.0), held_out_share=0.5)
+    found = make_sequences(text_model, [file], tmp_path / "out", options, quiet)
+    prompts = [{one.ids[: one.given] for one in part} for part in (found.training, found.held_out)]
+    assert [len(one) for one in prompts] == [4, 4]
+    assert not prompts[0] & prompts[1]
+
+
+def test_drafts_are_learnt_and_judged_behind_prompts() -> None:
+    texts = [Text((1, 2, 3, 4, 5, 6), given=3), Text((1, 2, 3, 4))]
+    lesson = Teacher(model(), (1,), None).lesson(texts)
+    # Row 2 has the state of token 2 and token 3, the first that the target said itself; of it come drafts of token 4.
+    assert [lesson.drafts(d).nonzero().tolist() for d in range(3)] == [
+        [[0, 2], [0, 3], [0, 4], [1, 0], [1, 1], [1, 2]],
+        [[0, 3], [0, 4], [1, 1], [1, 2]],
+        [[0, 4], [1, 2]],
+    ]
+
+
+@pytest.mark.parametrize("few", [None, 20])
+def test_what_the_target_says_is_kept_and_is_what_it_says(few: int | None, monkeypatch: Any) -> None:
+    one, text = model(), Text(zoo.prompt_of(12))
+    ids = None if few is None else torch.arange(few)
+    teacher = Teacher(one, (0, 2), ids)
+    lesson = teacher.lesson([Text(zoo.prompt_of(9, seed=1)), text])
+    logits: Any = one.model(torch.tensor([text.ids]), output_hidden_states=True)
+    probs = logits.logits[0, 1:].softmax(dim=-1)
+    torch.testing.assert_close(lesson.probs[1], probs.gather(-1, lesson.ids[1]))
+    best = (probs if few is None else probs[:, :few]).sort(dim=-1, descending=True).values
+    torch.testing.assert_close(lesson.probs[1], best[:, : lesson.probs.shape[-1]])
+    assert lesson.top[1].tolist() == probs.argmax(dim=-1).tolist()
+    states = torch.cat([logits.hidden_states[1], logits.hidden_states[3]], dim=-1)[0, :-1]
+    torch.testing.assert_close(lesson.states[1], states)
+    monkeypatch.setattr(one, "model", copy.deepcopy(one.model))
+    monkeypatch.setattr(one.model, "forward", None)
+    again = teacher.lesson([text])
+    assert torch.equal(again.states[0], lesson.states[1])
+    with pytest.raises(TypeError, match="not callable"):
+        teacher.lesson([Text(zoo.prompt_of(8))])
 
 
 class _Said:
@@ -161,7 +206,7 @@ def test_a_narrow_head_chooses_among_the_commonest_ids(tmp_path: Path) -> None:
         for i, one in enumerate((None, size, 5))
     )
     assert all_of_them.facts["held_out_agreement"] == pytest.approx(every.facts["held_out_agreement"], abs=0.05)
-    counts = Counter(token for one in sequences().training for token in one)
+    counts = Counter(token for one in sequences().training for token in one.ids)
     found = load_file(tmp_path / "2" / "model.safetensors")["draft_ids"].tolist()
     assert len(found) == 5
     assert [counts[one] for one in found] == sorted(counts.values(), reverse=True)[:5]
