@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ _LIKELIEST = 64
 """Token ids of which a row's probabilities are kept."""
 _MOST_BYTES = 4 << 30
 """Of what is kept, and at most a quarter of the machine's memory."""
+
+_Said = tuple[torch.Tensor, ...]
+"""Of a text of T + 1 tokens: states (T, depths * hidden), likeliest ids and their probabilities (T, K), the top id."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,22 +52,27 @@ class Lesson:
 class Teacher:
     """The target over the texts of a training.
 
-    Cost of a text: a forward over it the first time and, where no memory is left for it, every time. One text at a
-    time, so that what is said of it does not depend on the others, nor on when a training was stopped.
+    Cost of a text: a share of a forward the first time and, where no memory is left for it, every time.
     """
 
     def __init__(self, model: LayerSkipModel, layers: Sequence[int], draft_ids: torch.Tensor | None) -> None:
         """layers: whose states are read, ascending; draft_ids: (V,) to choose among, None for all."""
         self._model, self._layers, self._draft_ids = model, tuple(layers), draft_ids
-        self._known: dict[Text, tuple[torch.Tensor, ...]] = {}
+        self._known: dict[Text, _Said] = {}
         self._room = min(_MOST_BYTES, _memory_bytes() // 4)
 
     @torch.no_grad()
     def lesson(self, texts: Sequence[Text]) -> Lesson:
-        device, target = self._model.device, self._target
-        said = [self._known.get(one) or self._ask(one) for one in texts]
+        """Of texts side by side."""
+        device = self._model.device
+        target: Any = self._model.model
+        new = [one for one in dict.fromkeys(texts) if one not in self._known]
+        # On a CPU one at a time, so that what is said of a text does not depend on when a training was stopped.
+        count = 1 if device.type == "cpu" else max(1, len(new))
+        fresh = {text: said for i in range(0, len(new), count) for text, said in self._ask(new[i : i + count])}
         states, ids, probs, top = (
-            pad_sequence([one.to(device) for one in parts], batch_first=True) for parts in zip(*said, strict=True)
+            pad_sequence([one.to(device) for one in parts], batch_first=True)
+            for parts in zip(*(fresh[one] if one in fresh else self._known[one] for one in texts), strict=True)
         )
         after = pad_sequence([torch.tensor(one.ids[1:], device=device) for one in texts], batch_first=True)
         return Lesson(
@@ -77,25 +85,28 @@ class Teacher:
             counts=torch.tensor([[len(one.ids) - 1] for one in texts], device=device),
         )
 
-    @property
-    def _target(self) -> Any:
-        return self._model.model
-
-    def _ask(self, text: Text) -> tuple[torch.Tensor, ...]:
-        """States, the likeliest ids and their probabilities, and the likeliest one of all."""
+    def _ask(self, texts: Sequence[Text]) -> Iterator[tuple[Text, _Said]]:
+        """One forward."""
+        input_ids = pad_sequence([torch.tensor(one.ids) for one in texts], batch_first=True).to(self._model.device)
+        target: Any = self._model.model
         with self._model.adapter.states_of(self._layers) as found:
-            input_ids = torch.tensor([text.ids], device=self._model.device)
-            logits = self._target(input_ids=input_ids, use_cache=False).logits[0, 1:].float()
-        states = torch.cat([one.to(logits.device)[0, :-1] for one in found], dim=-1)
+            logits = target(input_ids=input_ids, use_cache=False).logits
+        states = torch.cat([one.to(logits.device) for one in found], dim=-1)
+        for row, text in enumerate(texts):
+            count = len(text.ids)
+            said = (states[row, : count - 1].clone(), *self._likeliest(logits[row, 1:count].float()))
+            size = sum(one.nbytes for one in said)
+            if size <= self._room:
+                self._room -= size
+                self._known[text] = tuple(one.cpu() for one in said)
+            yield text, said
+
+    def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(T, K) ids among those to choose among, their probabilities among all, and (T,) the likeliest of all."""
         chosen = logits if self._draft_ids is None else logits[:, self._draft_ids]
         best = chosen.topk(min(_LIKELIEST, chosen.shape[1]), dim=-1)
         probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        said = (states, best.indices.int(), probs, logits.argmax(dim=-1))
-        size = sum(one.nbytes for one in said)
-        if size <= self._room:
-            self._room -= size
-            self._known[text] = tuple(one.cpu() for one in said)
-        return said
+        return best.indices.int(), probs, logits.argmax(dim=-1)
 
 
 def _memory_bytes() -> int:

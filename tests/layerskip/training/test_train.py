@@ -157,6 +157,9 @@ def test_what_the_target_says_is_kept_and_is_what_it_says(few: int | None, monke
     assert lesson.top[1].tolist() == probs.argmax(dim=-1).tolist()
     states = torch.cat([logits.hidden_states[1], logits.hidden_states[3]], dim=-1)[0, :-1]
     torch.testing.assert_close(lesson.states[1], states)
+    for i, (_, said) in enumerate(Teacher(one, (0, 2), ids)._ask([Text(zoo.prompt_of(9, seed=1)), text])):
+        for of_both, alone in zip(said, (lesson.states, lesson.ids, lesson.probs, lesson.top), strict=True):
+            torch.testing.assert_close(of_both, alone[i, : len(of_both)], check_dtype=False)
     monkeypatch.setattr(one, "model", copy.deepcopy(one.model))
     monkeypatch.setattr(one.model, "forward", None)
     again = teacher.lesson([text])
