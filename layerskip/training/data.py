@@ -94,7 +94,7 @@ def make_sequences(
     found = [group for group in kept if group]
     if len(found) < 2:
         raise ValueError(
-            f"--data: must hold at least 2 texts of {_LEAST_TOKENS} tokens, got {len(found)} in "
+            f"--data: must hold at least 2 texts or prompts of {_LEAST_TOKENS} tokens, got {len(found)} in "
             f"{', '.join([*map(str, files), *(['--own-prompts'] if options.own_prompts else [])])}"
         )
     order = np.random.default_rng(options.seed).permutation(len(found))

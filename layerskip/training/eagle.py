@@ -100,8 +100,7 @@ class _Run:
         self._head = EagleHead(shape)
         self._head.initialize(_final_norm(model))
         if self._head.draft_ids is not None:
-            every = [one.ids for one in sequences.training]
-            self._head.draft_ids.copy_(_commonest(every, shape.vocab_size)[: len(self._head.draft_ids)])
+            self._head.draft_ids.copy_(_commonest(sequences.training, shape.vocab_size)[: len(self._head.draft_ids)])
         self._head.to(model.device).train()
         self._rate = options.learning_rate or 0.02 / math.sqrt(shape.hidden_size)
         self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -151,7 +150,7 @@ class _Run:
                 told = now
                 left = max(0.0, self._spent_s * (1.0 / max(self._share(), 1e-9) - 1.0))
                 tell(
-                    f"step {self._step}: loss {loss:.3f}, first draft right {_share(self._right(batch)[0]):.1%}, "
+                    f"step {self._step}: loss {loss:.3f}, first draft right {_mean(self._right(batch)[0]):.1%}, "
                     f"about {int(left) // 60}:{int(left) % 60:02} left"
                 )
             if now - saved >= _CHECKPOINT_S:
@@ -253,7 +252,7 @@ class _Run:
         self._head.eval()
         held_out, batch = self._sequences.held_out, self._options.batch
         parts = [self._right(held_out[i : i + batch]) for i in range(0, len(held_out), batch)]
-        return [_share(torch.cat(place)) for place in zip(*parts, strict=True)]
+        return [_mean(torch.cat(place)) for place in zip(*parts, strict=True)]
 
     def finish(self) -> Trained:
         """Write the weights, and drop the checkpoint."""
@@ -277,13 +276,14 @@ class _Run:
         return Trained(weights, facts)
 
 
-def _share(right: torch.Tensor) -> float:
+def _mean(right: torch.Tensor) -> float:
+    """0 of none."""
     return int(right.sum()) / max(1, len(right))
 
 
-def _commonest(sequences: Sequence[Sequence[int]], vocab_size: int) -> torch.Tensor:
+def _commonest(texts: Sequence[Text], vocab_size: int) -> torch.Tensor:
     """(V,): all token ids, by how often they occur."""
-    counts = torch.bincount(torch.tensor([token for one in sequences for token in one]), minlength=vocab_size)
+    counts = torch.bincount(torch.tensor([token for one in texts for token in one.ids]), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)
 
 

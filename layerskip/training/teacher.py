@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from layerskip.huggingface.memory import machine_bytes
 from layerskip.model import LayerSkipModel
 from layerskip.training.data import Text
 
@@ -59,7 +59,7 @@ class Teacher:
         """layers: whose states are read, ascending; draft_ids: (V,) to choose among, None for all."""
         self._model, self._layers, self._draft_ids = model, tuple(layers), draft_ids
         self._known: dict[Text, _Said] = {}
-        self._room = min(_MOST_BYTES, _memory_bytes() // 4)
+        self._room = min(_MOST_BYTES, (machine_bytes() or 4 * _MOST_BYTES) // 4)
 
     @torch.no_grad()
     def lesson(self, texts: Sequence[Text]) -> Lesson:
@@ -68,7 +68,7 @@ class Teacher:
         target: Any = self._model.model
         new = [one for one in dict.fromkeys(texts) if one not in self._known]
         # On a CPU one at a time, so that what is said of a text does not depend on when a training was stopped.
-        count = 1 if device.type == "cpu" else max(1, len(new))
+        count = 1 if device.type == "cpu" else len(texts)
         fresh = {text: said for i in range(0, len(new), count) for text, said in self._ask(new[i : i + count])}
         states, ids, probs, top = (
             pad_sequence([one.to(device) for one in parts], batch_first=True)
@@ -107,11 +107,3 @@ class Teacher:
         best = chosen.topk(min(_LIKELIEST, chosen.shape[1]), dim=-1)
         probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
         return best.indices.int(), probs, logits.argmax(dim=-1)
-
-
-def _memory_bytes() -> int:
-    """Of this machine; what is kept where it does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return _MOST_BYTES

@@ -168,6 +168,19 @@ def test_what_the_target_says_is_kept_and_is_what_it_says(few: int | None, monke
         teacher.lesson([Text(zoo.prompt_of(8))])
 
 
+def test_where_no_memory_is_left_the_target_is_asked_again(monkeypatch: Any) -> None:
+    one, text = model(), Text(zoo.prompt_of(12))
+    monkeypatch.setattr("layerskip.training.teacher._MOST_BYTES", 0)
+    teacher = Teacher(one, (0, 2), None)
+    lesson = teacher.lesson([text, text])
+    assert torch.equal(lesson.states[0], lesson.states[1])
+    assert torch.equal(teacher.lesson([text]).states[0], lesson.states[0])
+    monkeypatch.setattr(one, "model", copy.deepcopy(one.model))
+    monkeypatch.setattr(one.model, "forward", None)
+    with pytest.raises(TypeError, match="not callable"):
+        teacher.lesson([text])
+
+
 class _Said:
     """In place of `Continuations`: what a model would have said."""
 
