@@ -40,6 +40,7 @@ def test_prints_the_verdict_for_a_person(capsys) -> None:
     assert "works: every output is the target's own" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_in_reduced_precision_it_names_the_command_that_proves_the_code(capsys) -> None:
     model = str(DEMO_MODEL)
     assert main([model, "--device", "cpu", "--dtype", "bfloat16", "--tokens", "2", "--engine", "eager"]) == 0
@@ -54,6 +55,7 @@ def test_in_reduced_precision_it_names_the_command_that_proves_the_code(capsys) 
     )
 
 
+@pytest.mark.slow
 def test_notices_a_draft_that_reads_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy output stays identical under a wrong draft, so the check of the draft's logits has to catch it."""
     model = LayerSkipModel.from_pretrained(DEMO_MODEL, device="cpu", engine="eager")

@@ -232,17 +232,19 @@ def layerskip_of(name: str) -> LayerSkipModel:
     return LayerSkipModel(model_of(name), engine="fused" if name.endswith(_SUFFIX) else "eager")
 
 
+def _own_texts(model: Any) -> torch.Tensor:
+    """24 prompts of six tokens, each with the 40 that the model says next: (24, 46)."""
+    prompts = torch.tensor([prompt_of(6, seed=i) for i in range(24)])
+    return model.generate(prompts, max_new_tokens=40, pad_token_id=0)
+
+
 @functools.cache
 def eagle_of(run: str) -> DraftWeights:
     """Draft weights trained for a moment on the model's own texts, so that their drafts are sometimes right; of Llama
     such as read the states of several layers."""
     with torch.inference_mode(mode=False):
         model = LayerSkipModel(model_of(run), engine="eager")
-        texts = [prompt_of(6, seed=i) for i in range(24)]
-        out = torch.cat(
-            [model_of(run).generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts]
-        )
-        own = [Text(tuple(one)) for one in out.tolist()]
+        own = [Text(tuple(one)) for one in _own_texts(model_of(run)).tolist()]
         aux_layers = (0, 2) if run == "llama" else ()
         few = VOCAB // 2 if run == "gemma3" else None
         options = TrainOptions(steps=30, depth=3, learning_rate=0.02, aux_layers=aux_layers, draft_vocab=few)
@@ -258,8 +260,7 @@ def published_of(run: str) -> DraftWeights:
     folder = Path(tempfile.mkdtemp(prefix="eagle3-"))
     with torch.inference_mode(mode=False):
         model, generator = model_of(run), torch.Generator().manual_seed(5)
-        texts = [prompt_of(6, seed=i) for i in range(24)]
-        ids = torch.cat([model.generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts])
+        ids = _own_texts(model)
         draft_ids = ids.flatten().bincount(minlength=VOCAB).argsort(descending=True)[: VOCAB // 2].sort().values
         hidden, heads = model.config.hidden_size, model.config.num_attention_heads
         config = {
@@ -321,8 +322,7 @@ def with_mtp_layer(model: Any) -> Path:
     """The same of any model whose config tells of such a layer."""
     folder = Path(tempfile.mkdtemp(prefix="mtp-"))
     with torch.inference_mode(mode=False):
-        texts = [prompt_of(6, seed=i) for i in range(24)]
-        ids = torch.cat([model.generate(torch.tensor([one]), max_new_tokens=40, pad_token_id=0) for one in texts])
+        ids = _own_texts(model)
         mtp = new_layer(model)
         optimizer = torch.optim.Adam(mtp.layers.parameters(), lr=0.02)
         for _ in range(60):

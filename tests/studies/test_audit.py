@@ -109,6 +109,7 @@ def accept_one_more(draft_ids: torch.Tensor, *arguments: Any, **options: Any) ->
 right_verdict = decode.verify
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_a_failure_in_either_dtype_and_can_be_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,9 @@ def check_live_chains(name: str, rollouts: Callable[[Any, torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(0.5, marks=pytest.mark.slow), 1.0, pytest.param(1.7, marks=pytest.mark.slow)]
+)
 def test_sampled_text_is_the_targets_from_the_same_seed(name: str, temperature: float) -> None:
     model = zoo.layerskip_of(name)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "repetition_penalty": 1.1, "max_new_tokens": 24}

@@ -228,6 +228,7 @@ def test_they_are_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest
     assert fresh.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_cache_that_cannot_be_written_is_gone_without(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.parent.mkdir(exist_ok=True)

@@ -79,6 +79,7 @@ def test_a_number_format_that_cannot_be_packed_is_not() -> None:
     assert not PackedLinear.serves(torch.ones(2, 2, device="meta"))
 
 
+@pytest.mark.slow
 def test_bfloat16_on_a_cpu_without_avx512_is_not_packed() -> None:
     """It was, and loading the model ended in oneDNN's RuntimeError."""
     code = "import torch; from layerskip.engines.linear import PackedLinear as P; w = torch.ones(64, 64); "

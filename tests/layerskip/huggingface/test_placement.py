@@ -39,9 +39,8 @@ def load(saved: Path, device_map: Any, **arguments: Any) -> LayerSkipModel:
     return LayerSkipModel.from_pretrained(saved, device_map=device_map, **arguments)
 
 
-@pytest.mark.parametrize(
-    "device_map", [pytest.param(zoo.SPREAD, marks=pytest.mark.slow), ALL_ON_DISK], ids=["mixed", "all on disk"]
-)
+@pytest.mark.parametrize("device_map", [zoo.SPREAD, ALL_ON_DISK], ids=["mixed", "all on disk"])
+@pytest.mark.slow
 def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, device_map: Any) -> None:
     model = load(saved, device_map)
     assert (model.engine_name, model.device) == ("eager", torch.device("cpu"))

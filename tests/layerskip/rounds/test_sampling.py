@@ -170,7 +170,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+FAST = ("gamma 3", "thresholds", "all")
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in SETTINGS]
+)
 def test_output_follows_the_targets_distribution(setting: str) -> None:
     params, config = SETTINGS[setting]
     draws, stats = draw_many(params, config)

@@ -88,9 +88,9 @@ def configs(run: str, kind: str = "eagle") -> list[DecodeConfig]:
     ("run", "drafter"),
     [
         ("llama fused", "eagle"),
-        ("gemma3", "eagle"),
-        ("llama", PUBLISHED),
-        ("glm4-moe", "mtp"),
+        pytest.param("gemma3", "eagle", marks=pytest.mark.slow),
+        pytest.param("llama", PUBLISHED, marks=pytest.mark.slow),
+        pytest.param("glm4-moe", "mtp", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow),
         ("llama fused", "draft_model"),
         pytest.param("gemma3", "draft_model", marks=pytest.mark.slow),

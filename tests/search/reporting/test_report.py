@@ -446,6 +446,7 @@ def test_a_single_held_out_prompt_claims_no_interval(record: StudyRecord) -> Non
     assert not [number for number in told.numbers if "interval" in number.label]
 
 
+@pytest.mark.slow
 def test_a_report_of_a_study_that_is_going_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(tmp_path / "going")
     bench.folder.mkdir()
@@ -589,6 +590,7 @@ def test_the_dashboard_is_refreshed_now_and_then(
     assert not bench.paths.report.exists()
 
 
+@pytest.mark.slow
 def test_a_search_per_group_reports_the_matrix(bench: Bench) -> None:
     assert bench.run_groups({"calm": 4, "wild": 4}, **FAST | {"trials": 1}) == 0
     page = Page(bench.paths.report.read_text(encoding="utf-8"))

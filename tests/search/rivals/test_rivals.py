@@ -105,6 +105,7 @@ def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: s
             assert trials[proposal.repeat_of].params == proposal.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_eighty_layers(name: str) -> None:
     space = make_space(80, gamma_max=8)
@@ -192,7 +193,7 @@ def test_clasp_finds_the_most_similar_layers_of_every_number(seed: int) -> None:
         assert states.similarity(mask) == pytest.approx(best[0], abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("whole", [False, True])
 def test_knapspec_finds_the_most_similar_sublayers_of_every_budget(seed: int, whole: bool) -> None:
     rng = np.random.default_rng(seed)

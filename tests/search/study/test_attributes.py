@@ -62,6 +62,7 @@ def kept_by(folder: Path) -> tuple[set[str], set[str]]:
     return {name for study in studies for name in study.user_attrs}, of_trials
 
 
+@pytest.mark.slow
 @pytest.mark.publishes
 def test_all_that_a_search_keeps_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one device, of another, of regimes and of groups; with a budget, ties, failures, lossy rules and a resume."""

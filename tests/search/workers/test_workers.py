@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -52,6 +53,7 @@ def storage(url: str) -> BaseStorage:
     return open_storage(url)
 
 
+@functools.cache
 def a_dead_token() -> str:
     """Of a process of this host that has ended."""
     code = "from search.workers.process import process_token; print(process_token())"

@@ -278,6 +278,7 @@ def test_shipped_tokenizer_round_trips(tokenizer: PreTrainedTokenizerFast, text:
     assert all(0 <= token < 4096 for token in ids)
 
 
+@pytest.mark.slow
 def test_shipped_model_loads_and_knows_python(tokenizer: PreTrainedTokenizerFast) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     assert isinstance(model, LlamaForCausalLM)

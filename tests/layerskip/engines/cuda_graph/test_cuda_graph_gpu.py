@@ -160,7 +160,9 @@ def test_replayed_logits_are_the_models_own(kernels: str, dtype: torch.dtype, de
 
 
 @with_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_rounds_on_the_device_emit_what_the_host_loop_does(
     kernels: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
