@@ -55,10 +55,12 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.regimes is not None and spec.has_several_regimes:
         raise ValueError(f"regimes: must be one at a time, got {arguments.regimes!a}")
     from search.preflight import open_subject
+    from search.study.opening import quiet_optuna
     from search.study.prompts import load_prompts
     from search.terminal.reporter import Reporter
 
     quiet_libraries()
+    quiet_optuna()
     subject = open_subject(spec, paths, load_prompts(spec.prompts, spec.held_out))
     result = audit(subject, spec, num_settings=arguments.settings, num_prompts=arguments.prompts, seed=arguments.seed)
     say = Reporter()
@@ -110,7 +112,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     violations: list[str] = []
     num_parted = 0
     for _ in range(num_settings):
-        config = subject.space.to_config(random_params(subject.space, rng))
+        config = subject.space.to_config(random_setting(subject.space, rng))
         outs = [subject.decoder.decode(case.prompt_ids, config, case.seed) for case in cases]
         # A text that parted at a logit tie goes on as another one, of which replay says nothing.
         whole = [i for i, (case, out) in enumerate(zip(cases, outs, strict=True)) if out.ids == case.reference_ids]
@@ -140,56 +142,33 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     return facts | {"num_prompts": len(cases), "seed": seed, "settings": records}
 
 
-def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
-    """Any drafter of the space. Of masks a third each: bits at random, more skipped towards the end, an early exit with
-    a few bits flipped.
+def random_setting(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
+    """Parameters of a random config of any drafter of the space, with a random mask where that drafts under one.
 
     Each threshold is off half of the time and anywhere on its grid otherwise.
     """
-    from search.study.space import (
-        DRAFT_THRESHOLD,
-        DRAFTER,
-        FACTOR,
-        FACTORS,
-        GAMMA,
-        LOOKUP_GAMMA,
-        LOOKUP_METHOD,
-        LOOKUP_THRESHOLD,
-        MIN_MATCH,
-        MIN_MATCH_MAX,
-        MIN_PROBABILITY,
-        TARGET_THRESHOLD,
-        THRESHOLD_MAX,
-        random_options,
-        snap_threshold,
-    )
+    from search.study.space import GAMMA, THRESHOLDS, random_params
 
-    names = space.bit_names
-    depth = np.array([int(name.rpartition(".")[2]) for name in names]) / space.num_layers
+    params = random_params(space, rng)
+    if GAMMA in params:
+        params |= zip(space.bit_names, random_bits(space, rng), strict=True)
+    for name in THRESHOLDS:
+        if name in params and rng.random() < 0.5:
+            params[name] = 0.0
+    return params
+
+
+def random_bits(space: SearchSpace, rng: np.random.Generator) -> list[bool]:
+    """Of masks a third each: bits at random, more skipped towards the end, an early exit with a few bits flipped."""
+    depth = np.array([int(name.rpartition(".")[2]) for name in space.bit_names]) / space.num_layers
     kind = int(rng.integers(3))
     if kind == 0:
-        skipped = rng.random(len(names)) < rng.uniform(*_SHARES)
+        skipped = rng.random(len(depth)) < rng.uniform(*_SHARES)
     elif kind == 1:
-        skipped = rng.random(len(names)) < depth
+        skipped = rng.random(len(depth)) < depth
     else:
-        skipped = (depth >= rng.uniform(0.15, 0.8)) ^ (rng.random(len(names)) < 0.08)
-    params: dict[str, Any] = dict(zip(names, map(bool, skipped), strict=True))
-    params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
-    for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
-        params[name] = snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0
-    params |= random_options(space, rng)
-    if not space.lookup_methods:
-        return params
-    params |= {
-        DRAFTER: space.drafters[int(rng.integers(len(space.drafters)))],
-        LOOKUP_METHOD: space.lookup_methods[int(rng.integers(len(space.lookup_methods)))],
-        MIN_MATCH: int(rng.integers(1, MIN_MATCH_MAX + 1)),
-        LOOKUP_GAMMA: int(rng.integers(1, space.lookup_gamma_max + 1)),
-        FACTOR: float(rng.choice(FACTORS)),
-        MIN_PROBABILITY: snap_threshold(rng.uniform(0, THRESHOLD_MAX)),
-        LOOKUP_THRESHOLD: snap_threshold(rng.uniform(0, THRESHOLD_MAX)) if rng.random() < 0.5 else 0.0,
-    }
-    return space.reduce(params)
+        skipped = (depth >= rng.uniform(0.15, 0.8)) ^ (rng.random(len(depth)) < 0.08)
+    return [bool(one) for one in skipped]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from search.rivals.common import Departure, Listed, Setup, random_params
+from search.rivals.common import Departure, Listed, Setup
+from search.study.space import random_params
 from search.trials.proposals import Proposal
 
 

@@ -16,16 +16,7 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.predict.costs import CostModel
 from search.study.leaderboard import Entry, make_standings
-from search.study.space import (
-    DRAFT_THRESHOLD,
-    GAMMA,
-    TARGET_THRESHOLD,
-    THRESHOLD_MAX,
-    THRESHOLD_STEP,
-    SearchSpace,
-    random_options,
-)
-from search.study.space import snap_threshold as snap
+from search.study.space import SearchSpace, random_params
 from search.study.trials import key_of
 from search.trials.proposals import Proposal, ProposeOptions, Proposer, measured_keys, not_taken, propose_again
 
@@ -141,15 +132,6 @@ class Listed(ABC):
             if key_of(params) not in done:
                 return Proposal(self._origin, dict(params))
         return self._setup.measure_again(trials, rng)
-
-
-def random_params(space: SearchSpace, rng: np.random.Generator) -> Params:
-    """A point of the space, every parameter uniform and on its own."""
-    params: Params = {name: bool(rng.integers(2)) for name in space.bit_names}
-    params[GAMMA] = int(rng.integers(1, space.gamma_max + 1))
-    for name in (DRAFT_THRESHOLD, TARGET_THRESHOLD):
-        params[name] = snap(THRESHOLD_STEP * int(rng.integers(round(THRESHOLD_MAX / THRESHOLD_STEP) + 1)))
-    return params | random_options(space, rng)
 
 
 def bits_of(space: SearchSpace) -> tuple[tuple[str, SkipMask], ...]:

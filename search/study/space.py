@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import RandomSampler
 
 from layerskip.config.decode_config import (
     BY_WEIGHTS,
@@ -45,6 +46,14 @@ FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
 WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD = "weights.gamma", "weights.draft_threshold"
 WEIGHTS_TARGET_THRESHOLD = "weights.target_threshold"
 WEIGHTS_DRAFT_VOCAB = "weights.draft_vocab"
+THRESHOLDS = (
+    DRAFT_THRESHOLD,
+    TARGET_THRESHOLD,
+    WEIGHTS_DRAFT_THRESHOLD,
+    WEIGHTS_TARGET_THRESHOLD,
+    LOOKUP_THRESHOLD,
+)
+"""Those that are off at 0."""
 _WEIGHTS_NAMES = (WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD, WEIGHTS_TARGET_THRESHOLD)
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
@@ -500,19 +509,11 @@ def snap_threshold(value: float, most: float = THRESHOLD_MAX) -> float:
     return round(min(max(round(value / THRESHOLD_STEP), 0), round(most / THRESHOLD_STEP)) * THRESHOLD_STEP, 2)
 
 
-def random_options(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
-    """What the space has of a draft under a mask besides the mask, gamma and thresholds, every parameter uniform."""
-    params: dict[str, Any] = {}
-    if space.share_prefix:
-        params[SHARE_PREFIX] = bool(rng.integers(2))
-    if space.draft_vocabs:
-        params[DRAFT_VOCAB] = int(rng.choice(space.draft_vocabs))
-    if space.int8:
-        params[DRAFT_INT8] = bool(rng.integers(2))
-    if space.siblings_max:
-        params[SIBLINGS] = int(rng.integers(space.siblings_max + 1))
-        params[SIBLING_THRESHOLD] = float(rng.choice(SIBLING_THRESHOLDS))
-    return params
+def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
+    """The parameters of a random config: every parameter uniform and on its own, of which the drafter's are kept."""
+    sampler = RandomSampler(seed=int(rng.integers(2**32)))
+    drawn = optuna.create_study(sampler=sampler).ask(space.distributions).params
+    return space.to_params(space.to_config(space.reduce(drawn)))
 
 
 def _layers(names: Iterable[str], kind: str) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ from search import replay_audit
 from search.measure.decoder import Decoded, ModelDecoder
 from search.predict.predictor import Predictor
 from search.predict.replay import Counts, check_replay
-from search.replay_audit import random_params
+from search.replay_audit import random_setting
 from search.study.fingerprint import environment
 from search.study.space import SearchSpace
+from tests.layerskip import zoo
 from tests.search.conftest import write_jsonl
 from tests.search.helpers.outlook import space_of
 
@@ -97,7 +99,7 @@ def test_long_rounds_with_wrong_and_sure_drafts_are_counted_exactly(
         config = DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=draft, target_threshold=target)
         return space.to_params(config)
 
-    monkeypatch.setattr(replay_audit, "random_params", settings)
+    monkeypatch.setattr(replay_audit, "random_setting", settings)
     out = tmp_path / "audit.json"
     assert run_main("--study", DEMO, "--settings", 4, "--prompts", 2, "--out", out) == 0
     result = json.loads(out.read_text())
@@ -142,6 +144,19 @@ def test_lookups_and_hybrids_are_counted_exactly(study: Path, tmp_path: Path) ->
     assert sum(one["live"][1] for one in found) > 50  # there are rounds to count
 
 
+def test_drafts_by_weights_are_counted_exactly(study: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """By a draft model that is the model itself, beside masks and lookups: not every config has every parameter."""
+    with (study / "study.toml").open("a") as file:
+        file.write(f'draft_weights = ["{shutil.copytree(tiny_model, tmp_path / "draft_model")}"]\n')
+    out = tmp_path / "audit.json"
+    drafters = "layer_skip,draft_model,hybrid,hybrid_draft_model"
+    assert run_main("--study", study, "--drafters", drafters, "--settings", 24, "--prompts", 3, "--out", out) == 0
+    found = json.loads(out.read_text())["settings"]
+    ways = {(one["config"].get("drafter"), "draft_weights" in one["config"]) for one in found}
+    assert {("draft_model", True), ("hybrid", False), ("hybrid", True)} < ways
+    assert [one["sharp"] for one in found] == [one["live"] for one in found]
+
+
 def test_live_counts_are_those_of_decoding_the_first_prompts(study: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
     assert run_main("--study", study, "--settings", 4, "--prompts", 2, "--out", out) == 0
@@ -164,6 +179,8 @@ def test_sharp_and_ranked_replays_are_told_apart(study: Path, tmp_path: Path, mo
         return Counts(one, np.zeros_like(one), one, one, one)
 
     monkeypatch.setattr(Predictor, "counts", counts)
+    with (study / "study.toml").open("a") as file:
+        file.write("int8 = false\n")
     out = tmp_path / "audit.json"
     assert run_main("--study", study, "--settings", 2, "--prompts", 2, "--out", out) == 0
     result = json.loads(out.read_text())
@@ -214,6 +231,22 @@ def test_bad_input_is_one_line(flags: list[str], said: str, study: Path, tmp_pat
     assert said in error
 
 
+def by_weights(*drafters: str) -> SearchSpace:
+    """A space with every kind of parameter that drafts by weights have."""
+    given = (zoo.draft_model_of("llama"), zoo.eagle_of("llama"))
+    layers = tuple(range(zoo.NUM_LAYERS))
+    return SearchSpace(
+        *(zoo.NUM_LAYERS, 4, layers, layers, ()),
+        drafters=drafters,
+        draft_weights=given,
+        draft_vocabs=(61, 30),
+        siblings_max=2,
+        trees=(0, 4),
+        share_prefix=True,
+        int8=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("space", "num_masks"),
     [
@@ -222,13 +255,23 @@ def test_bad_input_is_one_line(flags: list[str], said: str, study: Path, tmp_pat
         (space_of(6, whole=True), 40),
         (SearchSpace(4, 2, (1, 2, 3), (1, 2, 3), (0,)), 80),
         (SearchSpace(6, 4, tuple(range(6)), tuple(range(6)), (), drafters=("layer_skip", "hybrid")), 200),
+        (by_weights("layer_skip", "draft_model", "hybrid"), 40),
+        (by_weights("eagle", "draft_model", "hybrid_eagle"), 1),
     ],
-    ids=["one layer", "twelve layers", "whole layers", "some whole layers", "hybrids"],
+    ids=[
+        "one layer",
+        "twelve layers",
+        "whole layers",
+        "some whole layers",
+        "hybrids",
+        "masks and weights",
+        "weights alone",
+    ],
 )
 def test_random_configs_are_points_of_the_space_of_many_kinds(space: SearchSpace, num_masks: int) -> None:
-    rng, seen = np.random.default_rng(0), Counter[str]()
+    rng, seen = np.random.default_rng(1), Counter[str]()
     for _ in range(300):
-        params = random_params(space, rng)
+        params = random_setting(space, rng)
         config = space.to_config(params)
         assert space.to_params(config) == params
         seen["no draft threshold"] += config.draft_threshold == 0.0
