@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from pydantic import ConfigDict
+
 from layerskip.config.decode_config import DecodeConfig
 from search.measure.by_position import SecondsByPosition, seconds_by_position
 from search.measure.pairs import Pair, add_up
 from search.measure.statistics import geometric_mean
+from search.study.stored import Stored
 
 _DIGITS = 6
 """Significant ones of what is stored."""
@@ -38,8 +41,11 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOut(Stored):
     """The fresh passes of the chosen config, whether it was exported in the end or not."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
+    """What a study of another version keeps besides is passed over."""
 
     config: DecodeConfig
     """Bare, see `DecodeConfig.bare`."""
@@ -74,26 +80,9 @@ class HeldOut:
         return "geometric mean" if self.texts_differ else "median"
 
     def to_json(self) -> str:
-        """One line, for a study's attributes."""
+        """One line, for a study's attributes, its numbers rounded."""
         data = asdict(self) | {"config": self.config.model_dump(mode="json", exclude_none=True)}
         return json.dumps(_short(data), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> HeldOut:
-        """The inverse of `to_json`, but for rounding."""
-        data = json.loads(text)
-        counters, by_position = (_fields(data.get(name)) for name in ("counters", "by_position"))
-        return cls(
-            config=DecodeConfig(**data["config"]),
-            prompt_ids=tuple(data["prompt_ids"]),
-            tokens_per_s=_as_tuple(data["tokens_per_s"]),
-            plain_tokens_per_s=_as_tuple(data["plain_tokens_per_s"]),
-            counters=None if counters is None else Counters(**counters),
-            end_to_end_tokens_per_s=_as_tuple(data.get("end_to_end_tokens_per_s")),
-            plain_end_to_end_tokens_per_s=_as_tuple(data.get("plain_end_to_end_tokens_per_s")),
-            texts_differ=data.get("texts_differ", False),
-            by_position=None if by_position is None else SecondsByPosition(**by_position),
-        )
 
 
 def typical_rate(rates: Sequence[float], *, texts_differ: bool) -> float:
@@ -153,11 +142,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_short(one) for one in value]
     return value
-
-
-def _fields(data: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if data is None else {name: _as_tuple(value) for name, value in data.items()}
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(one) for one in value) if isinstance(value, list) else value

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -18,6 +17,7 @@ from search.measure.pairs import PromptCase, SeededPrompt, Timed, measure_pair, 
 from search.measure.statistics import geometric_mean, log_spread
 from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
+from search.study.stored import Stored
 
 LOG = logging.getLogger(__name__)
 MIN_PROMPTS_PER_TRIAL = 4
@@ -47,7 +47,7 @@ class ReferenceOptions:
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(Stored):
     """The tuning prompts in their fixed order, with what plain decoding does on them. Where tokens are sampled a prompt
     may come again with another continuation, after all prompts have come once."""
 
@@ -72,20 +72,6 @@ class Reference:
     def trial_s(self) -> float:
         """Seconds of a full trial, at the cost of plain pairs."""
         return self.num_per_trial * self.pair_s
-
-    def to_json(self) -> str:
-        """One line, for a study's attributes."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Reference:
-        """The inverse of `to_json`."""
-        data = json.loads(text)
-        cases = tuple(
-            PromptCase(case["prompt_id"], tuple(case["prompt_ids"]), tuple(case["reference_ids"]), case.get("seed", 0))
-            for case in data.pop("cases")
-        )
-        return cls(cases=cases, dropped=tuple(data.pop("dropped")), **data)
 
     def steps(self, num_earlier_trials: int) -> tuple[int, ...]:
         """Places of the prompts of a config's next full trial, given how many it had. Goes round at the end."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 import numpy as np
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import SkipMask
+from layerskip.config.validated import describe_validation_error
 from search.measure.decoder import Timer
 from search.study.fingerprint import Fingerprint
 from search.study.space import SearchSpace
@@ -24,13 +27,20 @@ _NUM_KEPT = 5
 _LEAST_SHARE = 0.05
 """Of a draft step that is left whatever its `draft_vocab` is measured to save."""
 _ANY = ""
-"""Stands for the fingerprint in studies from before there could be several weights."""
+"""Stands for the name where a study keeps one number of all weights."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
+
+
+def _by_name(stored: object) -> object:
+    """Studies from before there could be several weights keep one number."""
+    return {_ANY: stored} if isinstance(stored, float) else stored
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Seconds. A draft step under a mask costs `fixed_s` and what its kept sublayers cost."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     verify_s: tuple[float, ...]
     """Entry n: verifying n draft tokens, a target forward over n + 1; entry 0 is the target alone. Up to gamma_max, or
@@ -48,7 +58,7 @@ class CostModel:
     """Device, engine and weights."""
     narrowed_s: Mapping[str, float] = field(default_factory=dict)
     """What a draft token under a mask takes less with this `draft_vocab`, and with this one and `int8`."""
-    weights_s: Mapping[str, float] = field(default_factory=dict)
+    weights_s: Annotated[Mapping[str, float], BeforeValidator(_by_name)] = field(default_factory=dict)
     """A draft token of trained weights, or a level of a tree, by name; see `named`."""
     int8_s: tuple[float, float, float] | None = None
     """Under a mask with 8-bit weights: what is fixed of a draft step, an attention and an MLP. None where it is not
@@ -108,21 +118,12 @@ class CostModel:
     def parse(cls, text: str) -> CostModel:
         """The inverse of `to_json`, wherever it was measured. Raises: ValueError if it cannot be read."""
         try:
-            data = json.loads(text)
-            names = {one.name for one in fields(cls)}
-            if isinstance(data, dict):
-                data.setdefault("narrowed_s", {})
-                data["int8_s"] = tuple(map(float, one)) if (one := data.get("int8_s")) is not None else None
-                # Studies from before there were any, or more than one:
-                before = data.setdefault("weights_s", {})
-                data["weights_s"] = before if isinstance(before, dict) else {_ANY: float(before)}
-            if not isinstance(data, dict) or data.keys() != names:
-                raise ValueError(f"must be an object with the fields {sorted(names)}")
-            for name in ("verify_s", "attention_s", "mlp_s"):
-                data[name] = tuple(float(value) for value in data[name])
-            return cls(**data)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"cost_model: cannot be read: {error}") from None
+            return _COST_MODEL.validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"cost_model: cannot be read: {describe_validation_error(error)}") from None
+
+
+_COST_MODEL = TypeAdapter(CostModel)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from layerskip.config.skip_mask import SkipMask
 from search.progress import Tell, nobody
 from search.study.space import SearchSpace
+from search.study.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SublayerWorth:
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Stored):
     """All bits, in the space's order."""
 
     sublayers: tuple[SublayerWorth, ...]
@@ -36,16 +36,6 @@ class Sensitivity:
     def order(self) -> list[str]:
         """Bit names, the most dispensable first."""
         return [one.name for one in sorted(self.sublayers, key=lambda one: (-one.leave_one_out, one.keep_one_out))]
-
-    def to_json(self) -> str:
-        """One line, for a study's attributes."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Sensitivity:
-        """The inverse of `to_json`."""
-        data = json.loads(text)
-        return cls(tuple(SublayerWorth(**one) for one in data.pop("sublayers")), **data)
 
 
 def measure_sensitivity(
