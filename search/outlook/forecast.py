@@ -51,12 +51,24 @@ class Candidate:
         return dict(self.key)
 
 
+def best_first(found: Iterable[Candidate]) -> list[Candidate]:
+    """By prediction; those alike stay in order."""
+    return sorted(found, key=lambda one: -one.log_speedup)
+
+
 class Candidates:
     """Predicts masks of a space and writes configs down in a few characters."""
 
     def __init__(self, predictor: Predictor, space: SearchSpace) -> None:
         self.predictor = predictor
         self._space = space
+        self._masks: dict[Key, SkipMask] = {}
+
+    def mask(self, candidate: Candidate) -> SkipMask:
+        """A candidate's."""
+        if candidate.key not in self._masks:
+            self._masks[candidate.key] = self._space.to_mask(candidate.params)
+        return self._masks[candidate.key]
 
     def of(self, mask: SkipMask, *, full_fidelity: bool = False) -> Candidate:
         """The mask at its best predicted setting, on the first texts or on all. Cost: a reading if the mask is new."""
@@ -127,7 +139,7 @@ class Candidates:
         Cost: up to two replays of the pool's best mask.
         """
         found: dict[str, Candidate] = {}
-        for one in sorted(pool.candidates, key=lambda one: -one.log_speedup):
+        for one in best_first(pool.candidates):
             if one.full_fidelity:
                 found.setdefault(self._space.to_config(one.params).way, one)
         for drafter in {"layer_skip", "hybrid"} & set(self._space.drafters) - found.keys():
@@ -216,11 +228,7 @@ class Pool:
 
     def with_others(self, others: Sequence[Candidate]) -> Pool:
         """These too, each in its place by prediction."""
-        found = list(self.candidates)
-        for one in others:
-            place = next((i for i, other in enumerate(found) if other.log_speedup < one.log_speedup), len(found))
-            found.insert(place, one)
-        return Pool(tuple(found))
+        return Pool(tuple(best_first([*self.candidates, *others])))
 
     @property
     def num_full_fidelity(self) -> int:
@@ -282,7 +290,7 @@ def make_pool(
             neighbour = space.to_mask(bits | {str(bit): not bits[str(bit)]})
             if neighbour not in found and not spent():
                 found[neighbour] = candidates.of(neighbour)
-    return Pool(tuple(sorted(found.values(), key=lambda one: -one.log_speedup)))
+    return Pool(tuple(best_first(found.values())))
 
 
 def _elite(found: Mapping[SkipMask, Candidate]) -> list[SkipMask]:

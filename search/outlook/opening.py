@@ -26,7 +26,7 @@ from search.measure.decoder import Decoder, TextForcing
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
 from search.outlook.outlook import Outlook, OutlookOptions, store_costs, texts_to_time
-from search.outlook.refinement import Refiner, refine_pool
+from search.outlook.refinement import refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs, pool_costs
 from search.predict.more_texts import MAX_MORE, MAX_POSITIONS, MoreOptions, MoreText, MoreTexts, make_more_texts
 from search.predict.predictor import Predictor
@@ -196,7 +196,7 @@ class _Opening:
         is_hybrid = self._choose_hybrids(predictor, pool)
         if pool.candidates and (predictor.has_more or is_hybrid):
             seconds = REFINE_SHARE * self.budget
-            pool = refine_pool(pool, Refiner(candidates, self.space), seconds=seconds, clock=self.clock)
+            pool = refine_pool(pool, candidates, seconds=seconds, clock=self.clock)
         lookups = self._lookups_alone(predictor)
         pool = pool.with_others([*lookups, *candidates.by_weights(self._lookups_before_weights(predictor, lookups))])
         stored = pool.to_json(candidates)

@@ -11,9 +11,8 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from layerskip.config.skip_mask import SkipMask
-from search.outlook.forecast import Candidate, Candidates, Pool
+from search.outlook.forecast import Candidate, Candidates, Pool, best_first
 from search.outlook.outlook import Outlook
-from search.outlook.refinement import Refiner, best_first
 from search.study.attributes import CONSIDERED
 from search.study.leaderboard import make_standings
 from search.study.space import DRAFT_INT8, DRAFT_VOCAB, GAMMA, SearchSpace
@@ -29,8 +28,8 @@ _CHANCE = 0.1
 class _Field:
     """The candidates of one proposal, ranked by prediction."""
 
-    def __init__(self, refiner: Refiner) -> None:
-        self._refiner = refiner
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
         self.best_first: list[Candidate] = []
 
     def add(self, candidates: Sequence[Candidate]) -> None:
@@ -42,8 +41,9 @@ class _Field:
         best = next((one for one in self.best_first if one.key not in measured), None)
         if best is None or best.full_fidelity:
             return []
-        mask, refined = self._refiner.mask(best), self._refiner.refine(best)
-        self.best_first = [one for one in self.best_first if one.full_fidelity or self._refiner.mask(one) != mask]
+        mask = self._candidates.mask(best)
+        refined = self._candidates.of(mask, full_fidelity=True)
+        self.best_first = [one for one in self.best_first if one.full_fidelity or self._candidates.mask(one) != mask]
         self.add([refined])
         return [refined]
 
@@ -86,8 +86,7 @@ class ReplayProposer:
         self._candidates, self._pool = candidates, pool
         self._num_readings = num_readings
         self._read: dict[int, list[Candidate]] = {}
-        self._refiner = Refiner(candidates, space)
-        self._pool_masks = {self._refiner.mask(one) for one in pool.candidates}
+        self._pool_masks = {self._candidates.mask(one) for one in pool.candidates}
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """See `Proposer`."""
@@ -101,7 +100,7 @@ class ReplayProposer:
             return Proposal("drafter", first.params)
         self._candidates.predictor.learn(trials)
         predicted = self._all_predicted(trials)
-        field = _Field(self._refiner)
+        field = _Field(self._candidates)
         field.add(predicted)
         refined = field.settle(measured)
         leading = [one for one in field.best_first if self._has_mask(one)][:_NUM_PARENTS]
@@ -111,14 +110,14 @@ class ReplayProposer:
         if leading:
             field.add(
                 self._candidates.variants(
-                    self._refiner.mask(leading[0]), _NUM_VARIANTS, full_fidelity=leading[0].full_fidelity
+                    self._candidates.mask(leading[0]), _NUM_VARIANTS, full_fidelity=leading[0].full_fidelity
                 )
             )
         left = [one for one in field.best_first if one.key not in measured]
         if not left:
             return Proposal("random")
         chosen = next((one for one in left if one.full_fidelity), left[0])
-        origin = "pool" if self._refiner.mask(chosen) in self._pool_masks else "replay"
+        origin = "pool" if self._candidates.mask(chosen) in self._pool_masks else "replay"
         considered = self._candidates.write([*refined, *fresh])
         return Proposal(origin, chosen.params, considered=considered, gain=field.gain(measured))
 
@@ -143,8 +142,8 @@ class ReplayProposer:
             found.update((one.key, one) for one in self._read[trial.number])
         if all(one.full_fidelity for one in found.values()):
             return list(found.values())
-        full = {self._refiner.mask(one) for one in found.values() if one.full_fidelity and self._has_mask(one)}
-        return [one for one in found.values() if one.full_fidelity or self._refiner.mask(one) not in full]
+        full = {self._candidates.mask(one) for one in found.values() if one.full_fidelity and self._has_mask(one)}
+        return [one for one in found.values() if one.full_fidelity or self._candidates.mask(one) not in full]
 
     @staticmethod
     def _has_mask(one: Candidate) -> bool:
@@ -155,7 +154,7 @@ class ReplayProposer:
         self, parents: Sequence[Candidate], predicted: Sequence[Candidate], rng: np.random.Generator
     ) -> list[Candidate]:
         """New masks near the parents, predicted."""
-        seen = {self._refiner.mask(one) for one in predicted}
+        seen = {self._candidates.mask(one) for one in predicted}
         fresh: list[Candidate] = []
         for _ in range(4 * self._num_readings):
             if len(fresh) == self._num_readings:

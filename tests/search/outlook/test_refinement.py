@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from search.outlook.forecast import Candidate, Pool
-from search.outlook.refinement import Refiner, refine_pool
+from search.outlook.refinement import refine_pool
 from search.study.trials import key_of
 from tests.search.helpers.fakes import SPACE, FakeClock
 
@@ -17,6 +20,9 @@ class Planted:
     def __init__(self, losses: dict[SkipMask, float] | None = None, clock: FakeClock | None = None) -> None:
         self.losses, self.clock = losses or {}, clock
         self.asked: list[SkipMask] = []
+
+    def mask(self, one: Candidate) -> SkipMask:
+        return SPACE.to_mask(one.params)
 
     def of(self, mask: SkipMask, *, full_fidelity: bool = False) -> Candidate:
         assert full_fidelity
@@ -37,14 +43,14 @@ FIRST = {mask: 1.0 - 0.01 * i for i, mask in enumerate(MASKS)}
 POOL = Pool(tuple(candidate(mask, log) for mask, log in FIRST.items()))
 
 
-def refiner_of(planted: Planted) -> Refiner:
-    return Refiner(planted, SPACE)  # type: ignore[arg-type]
+def refined(planted: Planted, *, seconds: float = 1e9, clock: Callable[[], float] = time.perf_counter) -> Pool:
+    return refine_pool(POOL, planted, seconds=seconds, clock=clock)  # type: ignore[arg-type]
 
 
 def test_the_best_eight_of_a_pool_are_predicted_on_all_texts() -> None:
     """None loses there, so the order stays, and eight are enough."""
     planted = Planted()
-    pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
+    pool = refined(planted)
     assert planted.asked == MASKS[:8]
     assert [one.full_fidelity for one in pool.candidates] == [True] * 8 + [False] * (len(MASKS) - 8)
     assert pool.num_full_fidelity == 8
@@ -53,7 +59,7 @@ def test_the_best_eight_of_a_pool_are_predicted_on_all_texts() -> None:
 
 def test_what_loses_more_than_others_makes_room_for_others() -> None:
     planted = Planted(dict.fromkeys(MASKS[:3], 0.9))
-    pool = refine_pool(POOL, refiner_of(planted), seconds=1e9)
+    pool = refined(planted)
     assert pool.best.params == POOL.candidates[3].params
     assert {SPACE.to_mask(one.params) for one in pool.candidates[:8]}.isdisjoint(MASKS[:3])
     assert all(one.full_fidelity for one in pool.candidates[:8])
@@ -64,6 +70,6 @@ def test_what_loses_more_than_others_makes_room_for_others() -> None:
 def test_refining_keeps_to_its_seconds_but_for_the_best(seconds: float, expected: int) -> None:
     clock = FakeClock()
     planted = Planted(clock=clock)
-    pool = refine_pool(POOL, refiner_of(planted), seconds=seconds, clock=clock)
+    pool = refined(planted, seconds=seconds, clock=clock)
     assert len(planted.asked) == expected
     assert pool.best.full_fidelity

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
 from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
-from search.outlook.refinement import Refiner, refine_pool
+from search.outlook.refinement import refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
@@ -86,7 +86,7 @@ class Lab:
         sensitivity = measure_sensitivity(self.candidates.predictor.agreement, self.space)
         pool = make_pool(self.candidates, self.space, sensitivity, seed=0, seconds=1e9, max_readings=self.max_pool)
         if self.num_more:
-            pool = refine_pool(pool, Refiner(self.candidates, self.space), seconds=1e9)
+            pool = refine_pool(pool, self.candidates, seconds=1e9)
         # As it is stored: unrounded predictions order near-equals in another way than those a resume reads.
         self.pool = Pool.from_json(pool.to_json(self.candidates), self.candidates)
         self.proposer = self._proposer(self.candidates, self.pool)
