@@ -122,7 +122,7 @@ class _Opening:
             self.budget = max(0.0, options.seconds - costs_s) / shares
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
-        predictor, pool, num_cuts = self._pool(predictor, sensitivity)
+        predictor, pool = self._pool(predictor, sensitivity)
         return Outlook(
             space=space,
             predictor=predictor,
@@ -136,7 +136,6 @@ class _Opening:
             costs=costs,
             fingerprint=self.fingerprint,
             options=options,
-            num_cuts=num_cuts,
             seconds={"costs": costs_s, "predictions": self.clock() - start - costs_s},
         )
 
@@ -169,8 +168,8 @@ class _Opening:
         self.study.set_user_attr(SENSITIVITY, sensitivity.to_json())
         return sensitivity
 
-    def _pool(self, first: Predictor, sensitivity: Sensitivity) -> tuple[Predictor, Pool, int]:
-        """(Predictor on all texts, pool, how many of the texts are cuts).
+    def _pool(self, first: Predictor, sensitivity: Sensitivity) -> tuple[Predictor, Pool]:
+        """(Predictor on all texts, pool).
 
         The pool is found on the first texts, which tells how long a reading takes, and its best are then predicted on
         all.
@@ -178,9 +177,9 @@ class _Opening:
         attrs = self.study.user_attrs
         stored = attrs.get(POOL)
         if stored is not None:
-            predictor, num_cuts = self._with_more_texts(first, attrs.get(MORE))
+            predictor = self._with_more_texts(first, attrs.get(MORE))
             self._look_up_with(predictor, [read_choice(one) for one in json.loads(attrs.get(LOOKUPS, "[]"))])
-            return predictor, Pool.from_json(stored, Candidates(predictor, self.space)), num_cuts
+            return predictor, Pool.from_json(stored, Candidates(predictor, self.space))
         if "hybrid" in self.space.drafters:
             found = first.best_lookups(self.space.lookup_methods, self.space.lookup_gamma_max)
             self._look_up_with(first, [LookupChoice.of(one.config) for one in found])
@@ -191,7 +190,7 @@ class _Opening:
         if MORE not in attrs:
             more = self._choose_more_texts(reading_s / first.num_texts, first.num_texts)
             self.study.set_user_attr(MORE, more.to_json())
-        predictor, num_cuts = self._with_more_texts(first, self.study.user_attrs[MORE])
+        predictor = self._with_more_texts(first, self.study.user_attrs[MORE])
         candidates = Candidates(predictor, self.space)
         is_hybrid = self._choose_hybrids(predictor, pool)
         if pool.candidates and (predictor.has_more or is_hybrid):
@@ -202,7 +201,7 @@ class _Opening:
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
         # As stored, rounded: what a resume will read must be what this run works with.
-        return predictor, Pool.from_json(stored, candidates), num_cuts
+        return predictor, Pool.from_json(stored, candidates)
 
     def _mask_pool(self, predictor: Predictor, sensitivity: Sensitivity) -> Pool:
         if not self.space.uses_masks:
@@ -292,15 +291,15 @@ class _Opening:
             made = make_more_texts(self.decoder, self.prompts, used, more, clock=self.clock)
         return MoreTexts(num_reference, tuple(made))
 
-    def _with_more_texts(self, first: Predictor, stored: str | None) -> tuple[Predictor, int]:
-        """(Predictor on the first texts and those that the study keeps after them, how many of these are cuts)."""
+    def _with_more_texts(self, first: Predictor, stored: str | None) -> Predictor:
+        """On the first texts and those that the study keeps after them."""
         more = MoreTexts.from_json(stored) if stored else MoreTexts()
         texts = self._reference_texts()[first.num_texts :][: more.num_reference]
         texts += [one.text(self.prompts) for one in more.made]
         if not texts:
-            return first, 0
+            return first
         forcing = self.decoder.teacher_forcing(texts)
-        return first.with_more(forcing, self._rows(forcing)), sum(one.is_cut(self.prompts) for one in more.made)
+        return first.with_more(forcing, self._rows(forcing))
 
     def _force(self, places: Sequence[int]) -> tuple[TextForcing, TextRows]:
         """The reference's texts at these places, and what replay needs of them."""

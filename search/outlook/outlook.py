@@ -104,8 +104,6 @@ class Outlook:
     """Every measurement of the costs, the first one made before the trials."""
     fingerprint: Fingerprint
     options: OutlookOptions
-    num_cuts: int = 0
-    """Of the texts that are predicted on, those that continue a cut of a tuning prompt."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def describe_trial(
@@ -200,10 +198,9 @@ def describe_outlook(outlook: Outlook) -> list[str]:
 
 def _texts(outlook: Outlook) -> str:
     predictor = outlook.predictor
-    cuts = f" (of which {outlook.num_cuts} are cuts of tuning prompts)" if outlook.num_cuts else ""
     if not predictor.has_more:
         return f"{predictor.num_texts} texts"
-    return f"{predictor.num_first} texts, the best {outlook.pool.num_full_fidelity} on {predictor.num_texts}{cuts}"
+    return f"{predictor.num_first} texts, the best {outlook.pool.num_full_fidelity} on {predictor.num_texts}"
 
 
 def outlook_facts(study: optuna.Study) -> dict[str, Any]:

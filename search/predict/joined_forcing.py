@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.analysis.teacher_forcing import DraftReadings, TreeReadings, WrongDraft
-from layerskip.config.decode_config import DraftedBy, DraftWeights
+from layerskip.config.decode_config import DraftedBy
 from search.measure.decoder import Forcing
 from search.predict.replay import TextRows
 
@@ -34,11 +34,6 @@ class JoinedForcing:
         """As the parts read; their widths and depths are made the same. `texts` ascending, as ever."""
         readings = [part.read(drafted_by, depth, chosen) for part, chosen in self._chosen(texts)]
         return join_readings(readings, self.rows.target_probs.shape[1])
-
-    def read_trees(self, weights: DraftWeights, depth: int, texts: Sequence[int] | None = None) -> TreeReadings:
-        """The same of trees."""
-        readings = [part.read_trees(weights, depth, chosen) for part, chosen in self._chosen(texts)]
-        return TreeReadings.join(readings, self.rows.target_probs.shape[1])
 
     def _chosen(self, texts: Sequence[int] | None) -> Iterator[tuple[Forcing, list[int] | None]]:
         """Parts with those of these texts that are theirs, where there are any."""

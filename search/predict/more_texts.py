@@ -45,10 +45,6 @@ class MoreText:
         """Prompt and continuation."""
         return ForcedText(prompts[self.place].ids[: self.num_tokens], self.continuation_ids, self.seed)
 
-    def is_cut(self, prompts: Sequence[EncodedPrompt]) -> bool:
-        """Whether the prompt is not whole."""
-        return self.num_tokens < len(prompts[self.place].ids)
-
 
 @dataclass(frozen=True)
 class MoreOptions:

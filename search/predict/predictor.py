@@ -115,7 +115,7 @@ class Predictor:
 
     def __init__(self, forcing: Forcing, rows: TextRows, cost: CostModel, gamma_max: int | None = None) -> None:
         """gamma_max: of drafts under a mask; as far as `cost` goes without it."""
-        self._forcing: Forcing = forcing
+        self._forcing: Forcing | JoinedForcing = forcing
         self._first: Forcing = forcing
         self._more: Forcing | None = None
         self._rows = self._first_rows = rows

@@ -60,7 +60,7 @@ def test_each_is_continued_by_the_target_until_there_are_enough() -> None:
     prompts, decoder = [text(100 * i) for i in range(3)], FakeDecoder()
     made = make_more_texts(decoder, prompts, [prompts[0].ids], options(limit=4), clock=decoder.clock)
     assert len(made) == decoder.num_decoded == 4
-    assert [one.is_cut(prompts) for one in made] == [False, False, True, True]
+    assert [one.num_tokens < len(prompts[one.place].ids) for one in made] == [False, False, True, True]
     for one in made:
         forced = one.text(prompts)
         assert forced.prompt_ids == prompts[one.place].ids[: one.num_tokens]
