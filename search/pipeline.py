@@ -25,7 +25,7 @@ from search.measure.pairs import LosslessViolation
 from search.measure.reference import Reference, make_reference, plain_speed, warm_up
 from search.measure.rounding_record import RoundingRecord
 from search.measure.subject import Subject
-from search.outlook.opening import open_outlook
+from search.outlook.opening import OutlookOpening
 from search.outlook.outlook import Outlook, OutlookOptions, outlook_facts
 from search.predict.accuracy import check_predictions
 from search.predict.surfaces import store_surfaces
@@ -247,7 +247,7 @@ class SearchRun:
         self._say.phase("outlook", "costs of the steps, what each sublayer is worth, and a pool of predicted configs")
         plan = self._plan.after(study, reference, "reference") if self._plan else None
         options = OutlookOptions.of(spec, reference, plan)
-        outlook = open_outlook(
+        outlook = OutlookOpening(
             study,
             subject.decoder,
             subject.space,
@@ -257,7 +257,7 @@ class SearchRun:
             prompts=subject.tuning,
             clock=self._tools.clock,
             tell=self._progress("outlook", "sublayers, each left out and left in"),
-        )
+        ).outlook()
         self._say.tell(foreseen(outlook))
         return outlook
 

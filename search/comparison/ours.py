@@ -12,7 +12,7 @@ from layerskip.config.decode_config import write_atomically
 from search.comparison.accounting import Account, SharedDecoder
 from search.measure.reference import Reference
 from search.measure.subject import Subject
-from search.outlook.opening import open_outlook
+from search.outlook.opening import OutlookOpening
 from search.outlook.outlook import RECHECK_EVERY, Outlook, OutlookOptions
 from search.study.spec import StudySpec
 from search.trials.proposals import ProposeOptions, Proposer
@@ -25,7 +25,7 @@ class OurWay:
     def __init__(
         self, study: optuna.Study, subject: Subject, reference: Reference, spec: StudySpec, account: Account, file: Path
     ) -> None:
-        """`spec` holds the run's seed and number of trials. Cost: see `open_outlook`. Raises: as that; ValueError
+        """`spec` holds the run's seed and number of trials. Cost: see `OutlookOpening.outlook`. Raises: as that; ValueError
         naming the file if it cannot be read."""
         self._study, self._account, self._file = study, account, file
         self.unpaid_s = 0.0
@@ -34,7 +34,7 @@ class OurWay:
         for name, value in stored.get("attributes", {}).items():
             study.set_user_attr(name, value)
         start = account.now()
-        self.outlook: Outlook = open_outlook(
+        self.outlook: Outlook = OutlookOpening(
             study,
             SharedDecoder(subject.decoder, account),
             subject.space,
@@ -43,7 +43,7 @@ class OurWay:
             OutlookOptions.of(spec, reference),
             prompts=subject.tuning,
             clock=account.now,
-        )
+        ).outlook()
         self.unpaid_s = stored.get("unpaid_s", account.now() - start)
         self._save()
         self.proposer: Proposer = ReplayProposer.of(self.outlook, ProposeOptions.of(spec, reference))

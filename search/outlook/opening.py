@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import optuna
@@ -49,60 +49,33 @@ _MAX_READINGS = 4
 """Of a deep model they are quicker on the pool's average than later, because many of its masks begin alike."""
 
 
-def open_outlook(
-    study: optuna.Study,
-    decoder: Decoder,
-    space: SearchSpace,
-    reference: Reference,
-    fingerprint: Fingerprint,
-    options: OutlookOptions,
-    *,
-    prompts: Sequence[EncodedPrompt] = (),
-    clock: Callable[[], float] = time.perf_counter,
-    tell: Tell = nobody,
-) -> Outlook:
-    """The study's outlook: what is stored is read, the rest is measured and stored.
-
-    `prompts` are the tuning prompts, from which more texts are made than the reference has (see `more_texts`); a
-    study that was begun without these goes on without.
-    Cost: a target forward over every text; before the first trial also the costs, two readings per sublayer, the pool,
-    more texts and full-fidelity readings of the best, all these about 7 % of the time that the trials may take.
-    Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
-    """
-    _check_lengths(reference, space, options)
-    opening = _Opening(study, decoder, space, reference, fingerprint, options, tuple(prompts), clock, tell)
-    return opening.outlook()
-
-
-def _check_lengths(reference: Reference, space: SearchSpace, options: OutlookOptions) -> None:
-    longest = reference.longest
-    if longest < 3:
-        raise ValueError(
-            f"max_new_tokens: must leave room for a draft, three tokens, on at least one tuning prompt; the longest "
-            f"continuation has {longest} (max_new_tokens {options.max_new_tokens})"
-        )
-    if space.gamma_max > longest - 2:
-        raise ValueError(
-            f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or "
-            f"no round could draft so many, got {space.gamma_max}"
-        )
-
-
 @dataclass
-class _Opening:
+class OutlookOpening:
+    """Makes a study's outlook."""
+
     study: optuna.Study
     decoder: Decoder
     space: SearchSpace
     reference: Reference
     fingerprint: Fingerprint
     options: OutlookOptions
-    prompts: tuple[EncodedPrompt, ...]
-    clock: Callable[[], float]
-    tell: Tell
+    _: KW_ONLY
+    prompts: Sequence[EncodedPrompt] = ()
+    """The tuning prompts, from which more texts are made than the reference has, see `more_texts`."""
+    clock: Callable[[], float] = time.perf_counter
+    tell: Tell = nobody
     """Hears of the sublayers: the part whose length follows from the model, whatever time there is."""
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def outlook(self) -> Outlook:
+        """What is stored is read, the rest is measured and stored. A study that was begun without more texts goes on
+        without.
+
+        Cost: a target forward over every text; before the first trial also the costs, two readings per sublayer, the
+        pool, more texts and full-fidelity readings of the best, all these about 7 % of the time that the trials may
+        take.
+        Raises: ValueError if the stored costs were measured on something else, or no text is long enough to draft on.
+        """
+        _check_lengths(self.reference, self.space, self.options)
         options, study, space = self.options, self.study, self.space
         start = self.clock()
         timer = self.decoder.timer(space.gamma_limit)
@@ -312,3 +285,17 @@ class _Opening:
 
     def _rows(self, forcing: TextForcing) -> TextRows:
         return TextRows(np.asarray(forcing.lengths), np.asarray(forcing.target_probs), self.options.max_new_tokens)
+
+
+def _check_lengths(reference: Reference, space: SearchSpace, options: OutlookOptions) -> None:
+    longest = reference.longest
+    if longest < 3:
+        raise ValueError(
+            f"max_new_tokens: must leave room for a draft, three tokens, on at least one tuning prompt; the longest "
+            f"continuation has {longest} (max_new_tokens {options.max_new_tokens})"
+        )
+    if space.gamma_max > longest - 2:
+        raise ValueError(
+            f"gamma_max: must be at most {longest - 2}, two less than the longest continuation ({longest} tokens), or "
+            f"no round could draft so many, got {space.gamma_max}"
+        )

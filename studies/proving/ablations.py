@@ -12,7 +12,7 @@ import numpy as np
 
 from search.confirm import passes
 from search.outlook import forecast, refinement
-from search.outlook.opening import _Opening
+from search.outlook.opening import OutlookOpening
 from search.outlook.outlook import Outlook
 from search.predict import costs, learnt_costs
 from search.predict.learnt_costs import CostLearner
@@ -26,15 +26,15 @@ Patches = Callable[[ExitStack], None]
 
 def _one_fidelity(stack: ExitStack) -> None:
     """All tuning texts are read for every mask; none are made beyond them."""
-    begin = _Opening.outlook
+    begin = OutlookOpening.outlook
 
-    def outlook(self: _Opening) -> Outlook:
+    def outlook(self: OutlookOpening) -> Outlook:
         if TEXTS not in self.study.user_attrs:
             self.study.set_user_attr(TEXTS, len(self._reference_texts()))
             self.study.set_user_attr(MORE, MoreTexts().to_json())
         return begin(self)
 
-    stack.enter_context(patch.object(_Opening, "outlook", outlook))
+    stack.enter_context(patch.object(OutlookOpening, "outlook", outlook))
 
 
 def _no_learnt_costs(stack: ExitStack) -> None:

@@ -25,7 +25,7 @@ from search.context import Tools
 from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
-from search.outlook.opening import open_outlook
+from search.outlook.opening import OutlookOpening
 from search.outlook.outlook import OutlookOptions
 from search.predict.costs import CostModel
 from search.predict.predictor import Predictor
@@ -165,7 +165,7 @@ class _Run:
 
     def by_ours(self, note: Note) -> None:
         """All trials."""
-        outlook = open_outlook(
+        outlook = OutlookOpening(
             self.study,
             self.subject.decoder,
             self.subject.space,
@@ -174,7 +174,7 @@ class _Run:
             OutlookOptions.of(self.spec, self.reference),
             prompts=self.subject.tuning,
             clock=self.tools.clock,
-        )
+        ).outlook()
         setup = TrialSetup(self.study, self.subject, self.spec, self.reference, outlook, self.tools)
         broken = TrialPhase(setup).run([lambda *_: note()])
         if broken is not None:

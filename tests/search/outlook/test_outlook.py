@@ -22,7 +22,7 @@ from search.measure.pairs import PromptCase
 from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidate, Pool
-from search.outlook.opening import open_outlook
+from search.outlook.opening import OutlookOpening
 from search.outlook.outlook import Outlook, OutlookOptions, describe_outlook, outlook_facts
 from search.predict.costs import pool_costs
 from search.predict.more_texts import MAX_MORE
@@ -81,7 +81,9 @@ def open_(
     space: SearchSpace = SPACE,
 ) -> Outlook:
     reference = reference or reference_of()
-    return open_outlook(study, decoder, space, reference, fingerprint, options, prompts=tuning, clock=decoder.clock)
+    return OutlookOpening(
+        study, decoder, space, reference, fingerprint, options, prompts=tuning, clock=decoder.clock
+    ).outlook()
 
 
 def up_to(gamma_max: int) -> SearchSpace:

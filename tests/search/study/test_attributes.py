@@ -14,7 +14,7 @@ import pytest
 from layerskip.huggingface.rounding import RoundingSpread
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference
-from search.outlook.opening import open_outlook
+from search.outlook.opening import OutlookOpening
 from search.outlook.outlook import OutlookOptions
 from search.storages.opening import open_storage
 from search.study import attributes
@@ -132,9 +132,13 @@ def test_a_resume_reads_the_further_texts_and_the_pool_of_its_own_device() -> No
     found: list[Mapping[str, object]] = []
     for study, fingerprint, reading_s in zip(views(), (FINGERPRINT, ELSEWHERE), (0.001, 0.05), strict=True):
         made, again = (WatchedDecoder(step_times=PlantedTimer(), reading_s=reading_s) for _ in range(2))
-        outlook = open_outlook(study, made, SPACE, REFERENCE, fingerprint, options, prompts=tuning, clock=made.clock)
+        outlook = OutlookOpening(
+            study, made, SPACE, REFERENCE, fingerprint, options, prompts=tuning, clock=made.clock
+        ).outlook()
         before = dict(study.user_attrs)
-        resumed = open_outlook(study, again, SPACE, REFERENCE, fingerprint, options, prompts=tuning, clock=again.clock)
+        resumed = OutlookOpening(
+            study, again, SPACE, REFERENCE, fingerprint, options, prompts=tuning, clock=again.clock
+        ).outlook()
         assert again.num_readings == 0
         assert dict(study.user_attrs) == before
         assert resumed.predictor.num_texts == outlook.predictor.num_texts
