@@ -25,8 +25,8 @@ class OurWay:
     def __init__(
         self, study: optuna.Study, subject: Subject, reference: Reference, spec: StudySpec, account: Account, file: Path
     ) -> None:
-        """`spec` holds the run's seed and number of trials. Cost: see `OutlookOpening.outlook`. Raises: as that; ValueError
-        naming the file if it cannot be read."""
+        """`spec` holds the run's seed and number of trials. Cost: see `OutlookOpening.outlook`. Raises: as that;
+        ValueError naming the file if it cannot be read."""
         self._study, self._account, self._file = study, account, file
         self.unpaid_s = 0.0
         """Seconds of preparation that no trial's record holds yet."""

@@ -18,7 +18,7 @@ from search.predict.costs import CostModel
 from search.study.leaderboard import Entry, make_standings
 from search.study.space import SearchSpace, random_params
 from search.study.trials import key_of
-from search.trials.proposals import Proposal, ProposeOptions, Proposer, measured_keys, not_taken, propose_again
+from search.trials.proposals import Proposal, ProposeOptions, Proposer, measured_keys, propose_again, repeat_due
 
 Params = dict[str, Any]
 Plan = dict[int, SkipMask]
@@ -99,10 +99,8 @@ class WithRepeats:
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """The rival's, but every so many-th a leader."""
-        every = self._setup.options.repeat_every
-        if every and index % every == every - 1 and (free := not_taken(self._setup.standings(trials), trials)):
-            return propose_again(free)
-        return self._rival.propose(trials, index, rng)
+        again = repeat_due(trials, index, self._setup.space, self._setup.options)
+        return again or self._rival.propose(trials, index, rng)
 
 
 class Listed(ABC):

@@ -1,4 +1,4 @@
-"""Proposal and Proposer: what to measure next, and what every way to decide it shares."""
+"""Proposal and Proposer: what to measure next, what every way to decide it shares, and the simplest: WarmProposer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from search.measure.reference import Reference
-from search.study.leaderboard import Entry
+from search.outlook.warm_starts import warm_starts
+from search.study.leaderboard import Entry, make_standings
+from search.study.space import SearchSpace
 from search.study.spec import StudySpec
 from search.study.trials import Key, key_of, was_interrupted
 
@@ -77,9 +79,36 @@ def not_taken(entries: Sequence[Entry], trials: Sequence[FrozenTrial]) -> list[E
     return [entry for entry in entries if key_of(entry.params) not in taken]
 
 
+def repeat_due(
+    trials: Sequence[FrozenTrial], index: int, space: SearchSpace, options: ProposeOptions
+) -> Proposal | None:
+    """Every `repeat_every`-th trial measures a leader again that nobody is measuring; None at others, or without one."""
+    every = options.repeat_every
+    if not every or index % every != every - 1:
+        return None
+    entries = make_standings(trials, space, options.noise_sigma, options.num_first).entries
+    free = not_taken(entries, trials)
+    return propose_again(free) if free else None
+
+
 def measured_keys(trials: Sequence[FrozenTrial]) -> set[Key]:
     """Configs that some trial has tried.
 
     An interrupted trial measured nothing: proposing it again is what makes a resume equal an uninterrupted run.
     """
     return {key_of(trial.params) for trial in trials if not was_interrupted(trial)}
+
+
+class WarmProposer:
+    """Warm starts first, then leaders again where that is due; an Optuna sampler draws the rest."""
+
+    def __init__(self, space: SearchSpace, options: ProposeOptions, *, drawn_by: str) -> None:
+        """drawn_by: the name of the Optuna sampler that draws the other trials."""
+        self._space, self._options, self._drawn_by = space, options, drawn_by
+        self._warm = warm_starts(space)
+
+    def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:  # noqa: ARG002
+        """See `Proposer`."""
+        if index < len(self._warm):
+            return Proposal(f"warm:{self._warm[index].origin}", dict(self._warm[index].params))
+        return repeat_due(trials, index, self._space, self._options) or Proposal(self._drawn_by)

@@ -14,10 +14,9 @@ from layerskip.config.skip_mask import SkipMask
 from search.outlook.forecast import Candidate, Candidates, Pool, best_first
 from search.outlook.outlook import Outlook
 from search.study.attributes import CONSIDERED
-from search.study.leaderboard import make_standings
 from search.study.space import DRAFT_INT8, DRAFT_VOCAB, GAMMA, SearchSpace
 from search.study.trials import Key, was_interrupted
-from search.trials.proposals import Proposal, ProposeOptions, measured_keys, not_taken, propose_again
+from search.trials.proposals import Proposal, ProposeOptions, measured_keys, repeat_due
 
 _NUM_PARENTS = 6
 _NUM_VARIANTS = 6
@@ -90,11 +89,8 @@ class ReplayProposer:
 
     def propose(self, trials: Sequence[FrozenTrial], index: int, rng: np.random.Generator) -> Proposal:
         """See `Proposer`."""
-        every = self._options.repeat_every
-        if every and index % every == every - 1:
-            entries = make_standings(trials, self._space, self._options.noise_sigma, self._options.num_first).entries
-            if free := not_taken(entries, trials):
-                return propose_again(free)
+        if again := repeat_due(trials, index, self._space, self._options):
+            return again
         measured = measured_keys(trials)
         if first := next((one for one in self._best_by_drafter if one.key not in measured), None):
             return Proposal("drafter", first.params)

@@ -16,9 +16,8 @@ from search.study.attributes import CONSIDERED, ORIGIN, REPEAT_OF
 from search.study.space import SearchSpace
 from search.study.spec import SamplerName
 from search.study.trials import counted, key_of
-from search.trials.proposals import Proposal, ProposeOptions, Proposer
+from search.trials.proposals import Proposal, ProposeOptions, Proposer, WarmProposer
 from search.trials.replay_proposer import ReplayProposer
-from search.trials.warm_proposer import WarmProposer
 from search.workers.claims import Claims, fixed_params, open_trials, taken_keys, with_claims
 
 _MAX_ATTEMPTS = 16

@@ -57,7 +57,7 @@ def _no_shrinkage(stack: ExitStack) -> None:
 
 
 def _no_repeats(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(replay_proposer, "not_taken", lambda *_: []))
+    stack.enter_context(patch.object(proposals, "not_taken", lambda *_: []))
 
 
 def _only_predicted(stack: ExitStack) -> None:

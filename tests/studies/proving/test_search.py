@@ -17,7 +17,7 @@ from search.measure.decoder import Decoder
 from search.predict.replay import Counts, Settings, replay
 from search.study import leaderboard
 from search.study.space import THRESHOLD_MAX, THRESHOLD_STEP, SearchSpace, snap_threshold
-from search.trials import replay_proposer
+from search.trials import proposals, replay_proposer
 from studies.proving.__main__ import load_tables, main
 from studies.proving.ablations import CONSTANTS, left_out
 from studies.proving.costs import COSTS, QUIRK
@@ -358,7 +358,7 @@ def test_parts_are_left_out_and_constants_changed_together_and_come_back() -> No
     with left_out("no_repeats+double_num_parents+half_interaction_prior"):
         assert 2 * parents == replay_proposer._NUM_PARENTS
         assert prior / 2 == leaderboard._INTERACTION_PRIOR
-        assert replay_proposer.not_taken((), ()) == []
+        assert proposals.not_taken((), ()) == []
     assert (parents, prior) == (replay_proposer._NUM_PARENTS, leaderboard._INTERACTION_PRIOR)
     with pytest.raises(KeyError):
         left_out("half_of_nothing").__enter__()
