@@ -65,8 +65,7 @@ from search.terminal.progress_events import ReferenceKnown, StudyOpened, foresee
 from search.terminal.result_events import Result, candidate_seen, lossy_seen, predictions_checked, ties_among, written
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
-from search.trials.phase import TrialPhase
-from search.trials.setup import TrialSetup
+from search.trials.phase import TrialPhase, TrialSetup
 from search.workers.crew import Crew
 from search.workers.device import as_seen_on, computing_on
 

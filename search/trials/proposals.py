@@ -82,7 +82,7 @@ def not_taken(entries: Sequence[Entry], trials: Sequence[FrozenTrial]) -> list[E
 def repeat_due(
     trials: Sequence[FrozenTrial], index: int, space: SearchSpace, options: ProposeOptions
 ) -> Proposal | None:
-    """Every `repeat_every`-th trial measures a leader again that nobody is measuring; None at others, or without one."""
+    """Every `repeat_every`-th trial measures a leader again that nobody is measuring; None at all other trials."""
     every = options.repeat_every
     if not every or index % every != every - 1:
         return None

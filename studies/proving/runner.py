@@ -42,10 +42,9 @@ from search.study.prompts import EncodedPrompt, encoded_fingerprint
 from search.study.spec import StudySpec
 from search.terminal.reporter import Reporter
 from search.trials.objective import Objective, TrialFailed, standings_of
-from search.trials.phase import TrialPhase
+from search.trials.phase import TrialPhase, TrialSetup
 from search.trials.proposals import ProposeOptions
 from search.trials.sampler import ProposalSampler
-from search.trials.setup import TrialSetup
 from studies.proving.ablations import left_out
 from studies.proving.costs import COSTS, CostTable, Prices
 from studies.proving.table import Table

@@ -20,7 +20,7 @@ from search import run as search_run
 from search.outlook import opening as outlook_opening
 from search.predict import predictor
 from search.reporting.publish import Publisher
-from search.trials.watch import TrialWatch
+from search.trials.phase import TrialPhase
 from studies.memory import budget, search, serve
 from studies.memory.course import LIMIT, Course, peak_mib, resident_mib
 from tests.search.conftest import save_tiny_model, tiny_flags
@@ -40,14 +40,14 @@ def count_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
     """A real search on a tiny model; the bytes of all tensors and the blocks of all else after the warm-up and after
     the last trial."""
     counted: list[Growth] = []
-    watch, numbers = TrialWatch.__call__, itertools.count(1)
+    watch, numbers = TrialPhase._after, itertools.count(1)
 
-    def watch_and_count(self: TrialWatch, *arguments: Any) -> None:
+    def watch_and_count(self: TrialPhase, *arguments: Any) -> None:
         watch(self, *arguments)
         if next(numbers) in (WARM_UP, NUM_TRIALS):
             counted.append((tensor_bytes(), sys.getallocatedblocks()))
 
-    monkeypatch.setattr(TrialWatch, "__call__", watch_and_count)
+    monkeypatch.setattr(TrialPhase, "_after", watch_and_count)
     monkeypatch.setattr(Publisher, "__call__", lambda *_: None)
     monkeypatch.setattr(Publisher, "publish", lambda *_: None)
     # Caches that are full before the first trial, as they are on a real model.

@@ -35,10 +35,9 @@ from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
 from search.study.trials import expected_gains, interactions_of, key_of
 from search.terminal.reporter import Reporter
-from search.trials.phase import HANDFUL, TrialPhase
+from search.trials.phase import HANDFUL, TrialPhase, TrialSetup
 from search.trials.proposals import ProposeOptions
 from search.trials.replay_proposer import ReplayProposer
-from search.trials.setup import TrialSetup
 from tests.search.helpers.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
 from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder, record
 
