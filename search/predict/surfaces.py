@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optuna
 
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.config.skip_mask import SkipMask
 from search.predict.predictor import Predictor
 from search.study.attributes import SURFACES
 from search.study.leaderboard import Entry
-
-
-@dataclass(frozen=True)
-class Surface:
-    """All gammas and draft thresholds of one mask under one target_threshold."""
-
-    skip_mask: SkipMask
-    target_threshold: float
-    gammas: tuple[int, ...]
-    draft_thresholds: tuple[float, ...]
-    speedups: tuple[tuple[float, ...], ...]
-    """(gammas, thresholds): predicted, geometric mean over the tuning texts."""
 
 
 def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[Entry]) -> None:
@@ -49,20 +35,17 @@ def store_surfaces(study: optuna.Study, predictor: Predictor, entries: Sequence[
     study.set_user_attr(SURFACES, json.dumps(found, separators=(",", ":")))
 
 
-def surface_around(stored: str | None, config: DecodeConfig) -> Surface | None:
-    """The kept surface that this config lies on; None if there is none."""
+def surface_around(stored: str | None, config: DecodeConfig) -> dict[str, Any] | None:
+    """The kept surface that this config lies on; None if there is none.
+
+    Its `speedups` (gammas, draft thresholds) are predicted, geometric means over the tuning texts.
+    """
     if config.drafter != "layer_skip":
         return None
     for one in json.loads(stored or "[]"):
         # Studies from before there were siblings say nothing of them.
         if _place(config).items() <= ({"siblings": 0, "sibling_threshold": 1.0} | one).items():
-            return Surface(
-                config.skip_mask,
-                config.target_threshold,
-                tuple(one["gammas"]),
-                tuple(one["draft_thresholds"]),
-                tuple(tuple(row) for row in one["speedups"]),
-            )
+            return dict(one)
     return None
 
 

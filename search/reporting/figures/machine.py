@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -15,9 +14,8 @@ from layerskip.config.decode_config import DecodeConfig
 from search.measure.statistics import geometric_mean, log_spread
 from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish
-from search.reporting.record import MissingData, StudyRecord
-from search.study.attributes import NOISE_SIGMA, PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, RATIOS, SKIP_MASK, SURFACES
-from search.study.space import SHARE_PREFIX, SIBLING_THRESHOLD, SIBLINGS, TARGET_THRESHOLD
+from search.reporting.record import MissingData, StudyRecord, space_of
+from search.study.attributes import NOISE_SIGMA, PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, RATIOS, SURFACES
 
 _SCALE = [[0.0, "#f3f6f9"], [0.45, "#8fbbd6"], [1.0, "#004a75"]]
 _NORMAL_95 = 1.96
@@ -32,17 +30,17 @@ def surface_figure(record: StudyRecord) -> go.Figure:
     surface = surface_around(record.attrs.get(SURFACES), choice.config) if choice else None
     if choice is None or surface is None:
         raise MissingData(f"{SURFACES}: study {record.name!r} keeps none around the chosen config")
-    values = np.array(surface.speedups)
+    gammas, thresholds, values = surface["gammas"], surface["draft_thresholds"], np.array(surface["speedups"])
     figure = go.Figure()
     figure.add_heatmap(
         z=values.tolist(),
-        x=list(surface.draft_thresholds),
-        y=list(surface.gammas),
+        x=thresholds,
+        y=gammas,
         colorscale=_SCALE,
         colorbar={"thickness": 10, "outlinewidth": 0, "tickformat": ".2f"},
         hovertemplate="gamma %{y}, draft_threshold %{x}: predicted %{z:.3f}<extra></extra>",
     )
-    tried = sorted({(t.params["draft_threshold"], t.params["gamma"]) for t in _of_mask(record.measured, choice.config)})
+    tried = sorted({(t.params["draft_threshold"], t.params["gamma"]) for t in _alike(record, choice.config)})
     if tried:
         figure.add_scatter(
             x=[x for x, _ in tried],
@@ -61,16 +59,18 @@ def surface_figure(record: StudyRecord) -> go.Figure:
         hovertemplate="chosen: gamma %{y}, draft_threshold %{x}<extra></extra>",
     )
     figure.update_xaxes(title="draft_threshold (0 = off)", showgrid=False)
-    figure.update_yaxes(title="gamma", dtick=1 if len(surface.gammas) <= 16 else 4, showgrid=False)
+    figure.update_yaxes(title="gamma", dtick=1 if len(gammas) <= 16 else 4, showgrid=False)
     figure.update_layout(height=430)
     row, column = np.unravel_index(int(values.argmax()), values.shape)
-    here = _at(values, surface.gammas, surface.draft_thresholds, choice.config.gamma, choice.config.draft_threshold)
+    here = ""
+    if choice.config.gamma in gammas and choice.config.draft_threshold in thresholds:
+        own = values[gammas.index(choice.config.gamma), thresholds.index(choice.config.draft_threshold)]
+        here = f", {own:.2f}× at the chosen setting"
     near = float((values >= 0.98 * values.max()).mean())
     facts = (
-        f"mask {surface.skip_mask}, target_threshold {surface.target_threshold:g}: predicted best "
-        f"{values.max():.2f}× at gamma {surface.gammas[row]}, draft_threshold {surface.draft_thresholds[column]:g}"
-        + ("" if here is None else f", {here:.2f}× at the chosen setting")
-        + f"; {100 * near:.0f} % of the settings lie within 2 % of the best"
+        f"mask {surface['skip_mask']}, target_threshold {surface['target_threshold']:g}: predicted best "
+        f"{values.max():.2f}× at gamma {gammas[row]}, draft_threshold {thresholds[column]:g}{here}; "
+        f"{100 * near:.0f} % of the settings lie within 2 % of the best"
     )
     return finish(figure, "Gamma and threshold around the chosen mask", facts)
 
@@ -146,22 +146,12 @@ def _spread_within(groups: dict[tuple[object, ...], list[tuple[int, float]]]) ->
     return math.sqrt(squares / freedom) if freedom else 0.0
 
 
-def _of_mask(trials: Sequence[FrozenTrial], config: DecodeConfig) -> list[FrozenTrial]:
-    """Trials of a config's mask, target_threshold, share_prefix, siblings and where it has them; lookups alone have
-    none."""
-    siblings = config.siblings, config.sibling_threshold
-    wanted = str(config.skip_mask), config.target_threshold, config.share_prefix, siblings
-    return [t for t in trials if TARGET_THRESHOLD in t.params and _place(t) == wanted]
+def _alike(record: StudyRecord, config: DecodeConfig) -> list[FrozenTrial]:
+    """Trials of this config but for gamma and draft_threshold, which a surface varies."""
+    space = space_of(record.measured)
+    trials = [trial for trial in record.measured if space.holds(trial.params)]
+    return [trial for trial in trials if _fixed(space.to_config(trial.params)) == _fixed(config)]
 
 
-def _place(trial: FrozenTrial) -> tuple[str | None, float, bool, tuple[int, float]]:
-    share_prefix, siblings = bool(trial.params.get(SHARE_PREFIX, False)), int(trial.params.get(SIBLINGS, 0))
-    below = float(trial.params.get(SIBLING_THRESHOLD, 1.0)) if siblings else 1.0
-    return trial.user_attrs.get(SKIP_MASK), trial.params[TARGET_THRESHOLD], share_prefix, (siblings, below)
-
-
-def _at(
-    values: np.ndarray, gammas: tuple[int, ...], thresholds: tuple[float, ...], gamma: int, threshold: float
-) -> float | None:
-    places = [i for i, one in enumerate(thresholds) if abs(one - threshold) < 1e-9]
-    return float(values[gammas.index(gamma), places[0]]) if places and gamma in gammas else None
+def _fixed(config: DecodeConfig) -> DecodeConfig:
+    return config.bare().model_copy(update={"gamma": 1, "draft_threshold": 0.0})
