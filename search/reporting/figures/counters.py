@@ -27,25 +27,6 @@ class Shown:
     source: str
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds per timed token, in parts."""
-
-    plain: float
-    draft: float
-    verify: float
-    target_only: float
-    loop: float
-    """Whatever is none of the other three."""
-    free_drafts: float
-    """The same forwards, had verifying cost one target step and the rest nothing: no draft with this acceptance can do
-    better at this gamma."""
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.verify + self.target_only + self.loop
-
-
 def counters_of(record: StudyRecord) -> Shown:
     """Counters of the config that the report is about.
 
@@ -92,17 +73,22 @@ def counters_of(record: StudyRecord) -> Shown:
     )
 
 
-def times_of(counters: Counters) -> Times:
-    """Seconds as milliseconds per token, beside what the same forwards could have cost at best."""
+def times_of(counters: Counters) -> dict[str, dict[str, float]]:
+    """Milliseconds per timed token in parts: of plain decoding, of speculative, and of the same forwards, had verifying
+    cost one target step and then drafts nothing: no draft with this acceptance can do better at this gamma."""
     each = 1000.0 / counters.num_tokens
-    step = counters.plain_decode_s / counters.num_tokens
-    ideal = (counters.num_rounds + counters.num_target_only) * step
+    draft = counters.draft_s * each
     spent = counters.draft_s + counters.verify_s + counters.target_only_s
-    return Times(
-        plain=counters.plain_decode_s * each,
-        draft=counters.draft_s * each,
-        verify=counters.verify_s * each,
-        target_only=counters.target_only_s * each,
-        loop=max(0.0, counters.decode_s - spent) * each,
-        free_drafts=ideal * each,
-    )
+    step = counters.plain_decode_s / counters.num_tokens
+    free_drafts = (counters.num_rounds + counters.num_target_only) * step * each
+    return {
+        "plain": {"target step": counters.plain_decode_s * each},
+        "speculative": {
+            "draft": draft,
+            "verify": counters.verify_s * each,
+            "target-only": counters.target_only_s * each,
+            "loop": max(0.0, counters.decode_s - spent) * each,
+        },
+        "verifying =<br>one step": {"draft": draft, "target step": free_drafts},
+        "and drafts<br>free": {"target step": free_drafts},
+    }

@@ -8,7 +8,7 @@ from statistics import median
 
 import plotly.graph_objects as go
 
-from search.reporting.figures.counters import Shown, Times, counters_of, times_of
+from search.reporting.figures.counters import Shown, counters_of, times_of
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, PURPLE, add_bars, finish
 from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import FINGERPRINT
@@ -187,14 +187,7 @@ def time_figure(record: StudyRecord) -> go.Figure:
     counters = shown.counters
     if not counters.num_drafted or not counters.num_tokens:
         raise MissingData(f"draft_s: study {record.name!r} keeps no drafts of this config")
-    times = times_of(counters)
-    spent = {"draft": times.draft, "verify": times.verify, "target-only": times.target_only, "loop": times.loop}
-    rows = {
-        "plain": {"target step": times.plain},
-        "speculative": spent,
-        "verifying =<br>one step": {"draft": times.draft, "target step": times.free_drafts},
-        "and drafts<br>free": {"target step": times.free_drafts},
-    }
+    rows = times_of(counters)
     figure = go.Figure()
     for part, colour, pattern in _PARTS:
         values = [row.get(part, 0.0) for row in rows.values()]
@@ -202,30 +195,31 @@ def time_figure(record: StudyRecord) -> go.Figure:
             hover = "%{x:.3f} ms a token<extra>" + part + "</extra>"
             add_bars(figure, part, colour, pattern, x=values, y=list(rows), orientation="h", hovertemplate=hover)
     totals = [sum(row.values()) for row in rows.values()]
+    plain = totals[0]
     figure.add_scatter(
         x=totals,
         y=list(rows),
         mode="text",
-        text=[f" {times.plain / total:.2f}×" for total in totals],
+        text=[f" {plain / total:.2f}×" for total in totals],
         textposition="middle right",
         cliponaxis=False,
         showlegend=False,
         hoverinfo="skip",
     )
-    figure.add_vline(x=times.plain, line=DOTTED)
+    figure.add_vline(x=plain, line=DOTTED)
     figure.update_xaxes(title="milliseconds a token", range=[0, 1.18 * max(totals)])
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(barmode="stack", height=380, bargap=0.35, legend={"traceorder": "normal"})
-    return finish(figure, "Where the time goes", _time_facts(record, shown, times))
+    return finish(figure, "Where the time goes", _time_facts(record, shown, rows["speculative"]))
 
 
-def _time_facts(record: StudyRecord, shown: Shown, times: Times) -> str:
-    counters = shown.counters
+def _time_facts(record: StudyRecord, shown: Shown, spent: dict[str, float]) -> str:
+    counters, total = shown.counters, sum(spent.values())
     cost = (counters.draft_s / counters.num_drafted) / (counters.plain_decode_s / counters.num_tokens)
     text = (
-        f"{shown.source}: drafting takes {100 * times.draft / times.total:.0f} % of the time, verifying "
-        f"{100 * times.verify / times.total:.0f} %, target-only steps {100 * times.target_only / times.total:.0f} %, "
-        f"the loop around them {100 * times.loop / times.total:.0f} %; a draft token costs {cost:.2f} target steps"
+        f"{shown.source}: drafting takes {100 * spent['draft'] / total:.0f} % of the time, verifying "
+        f"{100 * spent['verify'] / total:.0f} %, target-only steps {100 * spent['target-only'] / total:.0f} %, "
+        f"the loop around them {100 * spent['loop'] / total:.0f} %; a draft token costs {cost:.2f} target steps"
     )
     if str(record.attrs.get(FINGERPRINT, {}).get("device", "cpu")) != "cpu":
         text += "; the device was not synchronised between draft and verification, so their border is blurred"

@@ -268,10 +268,12 @@ def test_the_time_of_a_token_is_split_up_and_set_against_the_best_possible() -> 
             plain_decode_s=1.0,
         )
     )
-    assert (times.plain, times.draft, times.verify, times.target_only) == pytest.approx((10.0, 0.8, 4.5, 1.0))
-    assert (times.loop, times.total) == pytest.approx((0.7, 7.0))
+    assert times["plain"] == pytest.approx({"target step": 10.0})
+    spent = {"draft": 0.8, "verify": 4.5, "target-only": 1.0, "loop": 0.7}
+    assert times["speculative"] == pytest.approx(spent)
     # 40 forwards of the target at 10 ms a step, for 100 tokens.
-    assert times.free_drafts == pytest.approx(4.0)
+    assert times["verifying =<br>one step"] == pytest.approx({"draft": 0.8, "target step": 4.0})
+    assert times["and drafts<br>free"] == pytest.approx({"target step": 4.0})
 
 
 def test_an_old_study_shows_the_times_of_its_trials(record: StudyRecord) -> None:
