@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -184,9 +184,15 @@ def noise_of_repeats(trials: Sequence[FrozenTrial]) -> tuple[float | None, int]:
         key = key_of(trial.params)
         for step, ratio in zip(attrs.get(PROMPT_STEPS, ()), attrs.get(RATIOS, ()), strict=False):
             met[key, step].append(math.log(ratio))
-    freedom = sum(len(logs) - 1 for logs in met.values())
-    squares = sum(len(logs) * float(np.var(logs)) for logs in met.values())
-    return (math.sqrt(squares / freedom) if freedom >= _MIN_FREEDOM else None), freedom
+    spread, freedom = spread_within(met.values())
+    return (spread if freedom >= _MIN_FREEDOM else None), freedom
+
+
+def spread_within(groups: Collection[Sequence[float]]) -> tuple[float, int]:
+    """(standard deviation of values around the means of their groups, degrees of freedom)."""
+    freedom = sum(len(values) - 1 for values in groups)
+    squares = sum(len(values) * float(np.var(values)) for values in groups)
+    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
 def _of_noise_alone(predicted: Floats, num_prompts: Sequence[int], noise_sigma: float) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from search.measure.statistics import geometric_mean, log_spread
+from search.predict.accuracy import spread_within
 from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish
 from search.reporting.record import MissingData, StudyRecord, space_of
@@ -125,25 +126,15 @@ def machine_figure(record: StudyRecord) -> go.Figure:
         f"plain speed varied by {100 * log_spread(values):.1f} % (standard deviation) on the same prompt over the run, "
         f"from {min(values):.2f} to {max(values):.2f} of its median"
     )
+    within, _ = spread_within([[math.log(ratio) for _, ratio in some] for some in ratios.values()])
     facts += (
-        f"; repeated paired ratios by {100 * _spread_within(ratios):.1f} %"
+        f"; repeated paired ratios by {100 * within:.1f} %"
         if again
         else "; no config was measured twice on the same prompt"
     )
     if sigma:
         facts += f"; A/A noise before the first trial: {100 * sigma:.1f} % a pair" + " (shaded: 95 %)" * bool(again)
     return finish(figure, "Noise and drift of the machine", facts)
-
-
-def _spread_within(groups: dict[tuple[object, ...], list[tuple[int, float]]]) -> float:
-    """Standard deviation of repeated log ratios around their own means."""
-    squares, freedom = 0.0, 0
-    for some in groups.values():
-        if len(some) > 1:
-            logs = np.log([ratio for _, ratio in some])
-            squares += float(((logs - logs.mean()) ** 2).sum())
-            freedom += len(some) - 1
-    return math.sqrt(squares / freedom) if freedom else 0.0
 
 
 def _alike(record: StudyRecord, config: DecodeConfig) -> list[FrozenTrial]:
