@@ -160,7 +160,9 @@ def random_setting(space: SearchSpace, rng: np.random.Generator) -> dict[str, An
 
 def random_bits(space: SearchSpace, rng: np.random.Generator) -> list[bool]:
     """Of masks a third each: bits at random, more skipped towards the end, an early exit with a few bits flipped."""
-    depth = np.array([int(name.rpartition(".")[2]) for name in space.bit_names]) / space.num_layers
+    from search.study.space import layer_of
+
+    depth = np.array([layer_of(name) for name in space.bit_names]) / space.num_layers
     kind = int(rng.integers(3))
     if kind == 0:
         skipped = rng.random(len(depth)) < rng.uniform(*_SHARES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from layerskip.config.skip_mask import SkipMask
 from search.progress import Tell, nobody
-from search.study.space import SearchSpace
+from search.study.space import SearchSpace, kind_of, layer_of
 from search.study.stored import Stored
 
 
@@ -76,18 +76,10 @@ def _spread(names: Sequence[str]) -> list[str]:
     """Every eighth layer's sublayers, then those halfway between them, and so on."""
     found: dict[str, None] = {}
     for step in (8, 4, 2, 1):
-        found |= dict.fromkeys(name for name in names if _layer(name) % step == 0)
+        found |= dict.fromkeys(name for name in names if layer_of(name) % step == 0)
     return list(found)
 
 
 def _nearest(name: str, read: Iterable[str]) -> str:
     """The one of its own kind in the nearest layer, or of another kind where none of its own was read."""
-    return min(read, key=lambda one: (_kind(one) != _kind(name), abs(_layer(one) - _layer(name)), one))
-
-
-def _layer(name: str) -> int:
-    return int(name.rpartition(".")[2])
-
-
-def _kind(name: str) -> str:
-    return name.rpartition(".")[0]
+    return min(read, key=lambda one: (kind_of(one) != kind_of(name), abs(layer_of(one) - layer_of(name)), one))

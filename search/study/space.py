@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -390,8 +390,10 @@ class SearchSpace:
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
         """The mask of its bits, its `draft_vocab` and `int8`; other parameters are ignored. Without these it skips
         nothing."""
-        chosen = {name for name in self.bit_names if bits.get(name, False)}
-        attention, mlp, layers = (_layers(chosen, kind) for kind in ("attn", "mlp", "layer"))
+        chosen = [name for name in self.bit_names if bits.get(name, False)]
+        attention, mlp, layers = (
+            {layer_of(name) for name in chosen if kind_of(name) == kind} for kind in ("attn", "mlp", "layer")
+        )
         mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
         return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).in_int8(bool(bits.get(DRAFT_INT8, False)))
 
@@ -516,5 +518,11 @@ def random_params(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any
     return space.to_params(space.to_config(space.reduce(drawn)))
 
 
-def _layers(names: Iterable[str], kind: str) -> set[int]:
-    return {int(name.rpartition(".")[2]) for name in names if name.startswith(f"skip.{kind}.")}
+def kind_of(bit: str) -> str:
+    """What a bit of this name skips: `attn`, `mlp` or a whole `layer`."""
+    return bit.split(".")[1]
+
+
+def layer_of(bit: str) -> int:
+    """The layer that a bit of this name is about."""
+    return int(bit.rpartition(".")[2])

@@ -15,6 +15,7 @@ from search.predict.sensitivity import Sensitivity, SublayerWorth
 from search.reporting.figures.style import BLUE, DOTTED, GREEN, GREY, ORANGE, add_bars, finish
 from search.reporting.record import MissingData, StudyRecord
 from search.study.attributes import COSTS, SENSITIVITY
+from search.study.space import kind_of, layer_of
 
 _KINDS = {
     "attn": ("attention", BLUE, "circle", "solid"),
@@ -170,12 +171,12 @@ def _add_worths(figure: go.Figure, row: int, sensitivity: Sensitivity, field: st
     losses = [1.0 - one.leave_one_out for one in sensitivity.sublayers]
     least = min((loss for loss in losses if loss > 0.0), default=0.02) / 2
     for kind, (words, colour, symbol, dash) in _KINDS.items():
-        some = [one for one in sensitivity.sublayers if _kind(one) == kind]
+        some = [one for one in sensitivity.sublayers if kind_of(one.name) == kind]
         if not some:
             continue
         values = [getattr(one, field) for one in some]
         figure.add_scatter(
-            x=[_layer(one) for one in some],
+            x=[layer_of(one.name) for one in some],
             y=[max(1.0 - value, least) for value in values] if row == 1 else values,
             name=words,
             legendgroup=kind,
@@ -190,16 +191,8 @@ def _add_worths(figure: go.Figure, row: int, sensitivity: Sensitivity, field: st
         )
 
 
-def _kind(one: SublayerWorth) -> str:
-    return one.name.split(".")[1]
-
-
-def _layer(one: SublayerWorth) -> int:
-    return int(one.name.rpartition(".")[2])
-
-
 def _told(one: SublayerWorth) -> str:
-    return f"{_KINDS[_kind(one)][0]} {_layer(one)} ({one.leave_one_out:.2f})"
+    return f"{_KINDS[kind_of(one.name)][0]} {layer_of(one.name)} ({one.leave_one_out:.2f})"
 
 
 def _device(measured_on: Mapping[str, object]) -> str:
