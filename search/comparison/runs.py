@@ -29,7 +29,6 @@ from search.measure.subject import Subject
 from search.rivals import STRATEGIES, Setup
 from search.study.attributes import FAILURE
 from search.study.leaderboard import Entry, make_standings
-from search.study.opening import set_sampler
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
 from search.study.trials import counted
@@ -180,7 +179,7 @@ class StrategyRun(Run):
             index = counted(earlier)
             proposer.propose(earlier, index, np.random.default_rng([self.seed, index, 0]))
         sampler = ProposalSampler(subject.space, proposer, self.seed)
-        set_sampler(self._study, sampler)
+        self._study.sampler = sampler
         outlook = self._ours.outlook if self._ours else None
         decoder, space = subject.decoder, subject.space
         return proposer, Objective(decoder, space, shared.reference, sampler, tools.stop, tools.clock, outlook)

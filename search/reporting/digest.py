@@ -13,7 +13,7 @@ from search.confirm.regime_settings import config_of, read_regimes, sampling_of
 from search.measure.rounding_record import describe_rounding
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
-from search.storages.address import redact
+from search.storages.address import near, redact
 from search.study import attributes as names
 from search.study.config_words import describe
 from search.study.trials import trials_by_state
@@ -71,7 +71,7 @@ def digest_of(record: StudyRecord, folder: Path | None = None) -> Digest:
         verdict=verdict,
         picture=choice.config.skip_mask.picture() if choice else "",
         numbers=numbers_of(attrs),
-        use=f'python -m layerskip.generate --config {_typed(folder)}/best.json --prompt "..." --compare'
+        use=f'python -m layerskip.generate --config {near(folder)}/best.json --prompt "..." --compare'
         if folder is not None and attrs.get(names.VERDICT) == "speculate"
         else None,
         command=attrs.get(names.COMMAND),
@@ -285,9 +285,3 @@ def _made(record: StudyRecord) -> list[tuple[str, str]]:
     rows.append(("commit", str(environment.get("commit") or "?")))
     rows.append(("begun", str(attrs.get(names.CREATED_AT, "?"))))
     return rows
-
-
-def _typed(folder: Path) -> str:
-    from search.storages.address import near
-
-    return str(near(folder))

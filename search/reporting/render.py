@@ -31,10 +31,6 @@ class Drawn:
     data: Markup | None
     """JSON that is safe inside a script element."""
 
-    @property
-    def has_data(self) -> bool:
-        return self.data is not None
-
 
 @dataclass(frozen=True)
 class DrawnChapter:

@@ -10,7 +10,6 @@ from typing import Any
 
 import optuna
 from optuna.pruners import NopPruner
-from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
 from layerskip.machine.host import num_cores, threads_are_fixed
@@ -113,11 +112,6 @@ def _stored_fingerprint(url: str, name: str) -> dict[str, Any] | None:
     finally:
         close_storage(storage)
     return stored if isinstance(stored, dict) else None
-
-
-def set_sampler(study: optuna.Study, sampler: BaseSampler) -> None:
-    """Give the opened study its sampler."""
-    study.sampler = sampler
 
 
 def quiet_optuna() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 from layerskip.analysis.intervals import MIN_BOOTSTRAP
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
-from layerskip.prompts import Encoder, Prompt, encode_prompt
-from layerskip.prompts import read_prompts as read_file
+from layerskip.prompts import Encoder, Prompt, encode_prompt, read_prompts
 from search.study.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 
 MIN_TUNING = 2
@@ -78,11 +77,6 @@ def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROU
 def encoded_fingerprint(prompts: Sequence[EncodedPrompt]) -> str:
     """Hash over the prompts' token ids in order."""
     return _sha256(json.dumps([prompt.ids for prompt in prompts]))[:16]
-
-
-def read_prompts(path: Path, grouping: Grouping = NO_GROUPS) -> tuple[Prompt, ...]:
-    """Every prompt of a JSONL file, with its group; see `layerskip.prompts.read_prompts`."""
-    return read_file(path, grouping)
 
 
 def encode_prompts(

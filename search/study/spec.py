@@ -271,8 +271,7 @@ def load_spec(flags: Mapping[str, Any], study: str | None, *, demo: Path) -> tup
     file = _study_file(given, study, demo)
     data: dict[str, Any] = {}
     if file.is_file():
-        data = StudySpecFile.read(file)
-        StudySpecFile.check(data, file)
+        data = _read_study_file(file)
     elif not {"model", "prompts"} <= given.keys():
         raise ValueError(f"{file}: no such file; give --study, or --model and --prompts for a new study")
     data |= resolve_paths(given, Path.cwd())
@@ -286,24 +285,15 @@ def load_spec(flags: Mapping[str, Any], study: str | None, *, demo: Path) -> tup
     return StudySpec(**data), StudyPaths(file.parent.absolute())
 
 
-class StudySpecFile:
-    """Checks on study.toml alone, so that an error in it names the file."""
-
-    @staticmethod
-    def read(file: Path) -> dict[str, Any]:
-        """Its fields, paths made absolute from its folder."""
-        try:
-            return resolve_paths(_read_toml(file), file.parent)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
-
-    @staticmethod
-    def check(data: Mapping[str, Any], file: Path) -> None:
-        filler = {"model": "-", "prompts": "-"}  # flags may still provide these two
-        try:
-            StudySpec(**(filler | dict(data)))
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
+def _read_study_file(file: Path) -> dict[str, Any]:
+    """The fields of study.toml, paths made absolute from its folder. Checked alone, so that an error in it names it."""
+    filler = {"model": "-", "prompts": "-"}  # flags may still provide these two
+    try:
+        data = resolve_paths(_read_toml(file), file.parent)
+        StudySpec(**(filler | data))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return data
 
 
 def resolve_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:

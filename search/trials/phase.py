@@ -18,7 +18,6 @@ from search.outlook.outlook import RECHECK_EVERY, Outlook
 from search.storages.errors import storage_failures_shown
 from search.study.attributes import CANNOT_WIN, FAILURE, PROCESS
 from search.study.leaderboard import Entry
-from search.study.opening import set_sampler
 from search.study.spec import StudySpec
 from search.study.trials import WORKER_DIED, counted, expected_gains, was_interrupted
 from search.terminal.progress_events import Drifted, SearchBegins, TrialDone
@@ -113,7 +112,7 @@ class TrialPhase:
         if claims is not None:
             claims.is_stopped = lambda: tools.stop.received is not None
         sampler = make_sampler(spec.sampler, subject.space, options, outlook, claims)
-        set_sampler(self._study, sampler)
+        self._study.sampler = sampler
         objective = Objective(
             subject.decoder,
             subject.space,

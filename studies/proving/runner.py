@@ -37,7 +37,7 @@ from search.stop import StopSignal
 from search.study.attributes import CANNOT_WIN
 from search.study.fingerprint import Fingerprint, Origin
 from search.study.leaderboard import Standings
-from search.study.opening import quiet_optuna, set_sampler
+from search.study.opening import quiet_optuna
 from search.study.prompts import EncodedPrompt, encoded_fingerprint
 from search.study.spec import StudySpec
 from search.terminal.reporter import Reporter
@@ -186,7 +186,7 @@ class _Run:
         hints = TabularHints.of(case.table, case.costs, case.model)
         rival = STRATEGIES[case.strategy].proposer(Setup(subject.space, hints, case.seed, options))
         sampler = ProposalSampler(subject.space, rival, case.seed)
-        set_sampler(self.study, sampler)
+        self.study.sampler = sampler
         objective = Objective(subject.decoder, subject.space, self.reference, sampler, tools.stop, tools.clock)
         for before, stop in pairwise((0, *stops)):  # not as a callback, for which Optuna copies every trial
             self.study.optimize(objective, n_trials=stop - before, catch=(TrialFailed,))

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from search.study.grouping import Grouping, of_group
-from search.study.prompts import Prompt, PromptSet, encode_prompts, load_prompts, read_prompts
+from layerskip.prompts import read_prompts
+from search.study.grouping import NO_GROUPS, Grouping, of_group
+from search.study.prompts import Prompt, PromptSet, encode_prompts, load_prompts
 from tests.search.conftest import write_jsonl
 
 TEXT = {"prompt": "def read(", "id": "a", "category": "code"}
@@ -45,7 +46,7 @@ class FakeModel:
 
 
 def test_three_shapes_are_told_apart_by_their_fields(tmp_path: Path) -> None:
-    text, chat, bench = read_prompts(write_jsonl(tmp_path / "p.jsonl", [TEXT, CHAT, BENCH]))
+    text, chat, bench = read_prompts(write_jsonl(tmp_path / "p.jsonl", [TEXT, CHAT, BENCH]), NO_GROUPS)
     assert (text.kind, text.prompt_id, text.group) == ("text", "a", "code")
     assert (chat.kind, chat.prompt_id, len(chat.messages)) == ("chat", "7", 2)
     assert (bench.kind, bench.prompt_id, bench.group) == ("turn", "81", "writing")
