@@ -54,6 +54,8 @@ THRESHOLDS = (
     LOOKUP_THRESHOLD,
 )
 """Those that are off at 0."""
+_WEIGHTS = "weights."
+"""What the names of those begin with that drafts by trained weights have, and drafts under a mask too."""
 _WEIGHTS_NAMES = (WEIGHTS_GAMMA, WEIGHTS_DRAFT_THRESHOLD, WEIGHTS_TARGET_THRESHOLD)
 THRESHOLD_STEP = 0.05
 THRESHOLD_MAX = 0.95
@@ -356,35 +358,33 @@ class SearchSpace:
         return choice.alone(self.num_layers)
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        share_prefix = bool(params.get(SHARE_PREFIX, False))
-        siblings = {} if share_prefix else self._sibling_fields(params, GAMMA, SIBLINGS, SIBLING_THRESHOLD)
-        return {
-            "skip_mask": self.to_mask(params),
-            "gamma": int(params[GAMMA]),
-            "draft_threshold": snap_threshold(params[DRAFT_THRESHOLD]),
-            "target_threshold": snap_threshold(params[TARGET_THRESHOLD]),
-            "share_prefix": share_prefix,
-            **siblings,
-        }
-
-    def _sibling_fields(self, params: Mapping[str, Any], gamma: str, siblings: str, threshold: str) -> dict[str, Any]:
-        """As many as asked for, and as have a measured cost; the parameters' names are given."""
-        count = min(int(params.get(siblings, 0)), max(0, self.gamma_limit // int(params[gamma]) - 1))
-        below = snap_threshold(params.get(threshold, 1.0), most=1.0) if count else 1.0
-        return {"siblings": count, "sibling_threshold": below}
+        fields = {"skip_mask": self.to_mask(params), **self._computed_fields(params, "")}
+        if params.get(SHARE_PREFIX, False):
+            fields |= {"share_prefix": True, "siblings": 0, "sibling_threshold": 1.0}
+        return fields
 
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
         drafter = trained_by(way)
         name = params[weights_of(drafter)] if self._has_choice(drafter) else self._names_of(drafter)[0]
         return {
             "skip_mask": SkipMask.none(self.num_layers),
-            "gamma": int(params[WEIGHTS_GAMMA]),
-            "draft_threshold": snap_threshold(params[WEIGHTS_DRAFT_THRESHOLD]),
-            "target_threshold": snap_threshold(params[WEIGHTS_TARGET_THRESHOLD]),
-            **self._sibling_fields(params, WEIGHTS_GAMMA, WEIGHTS_SIBLINGS, WEIGHTS_SIBLING_THRESHOLD),
+            **self._computed_fields(params, _WEIGHTS),
             "draft_weights": self.weights_by_name[name]
             .narrowed(self._narrowing(params.get(WEIGHTS_DRAFT_VOCAB)))
             .branching(int(params.get(WEIGHTS_TREE, 0)) or None),
+        }
+
+    def _computed_fields(self, params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Of any computed draft; as many siblings as asked for, and as have a measured cost."""
+        gamma = int(params[prefix + GAMMA])
+        siblings = min(int(params.get(prefix + SIBLINGS, 0)), max(0, self.gamma_limit // gamma - 1))
+        below = snap_threshold(params.get(prefix + SIBLING_THRESHOLD, 1.0), most=1.0) if siblings else 1.0
+        return {
+            "gamma": gamma,
+            "draft_threshold": snap_threshold(params[prefix + DRAFT_THRESHOLD]),
+            "target_threshold": snap_threshold(params[prefix + TARGET_THRESHOLD]),
+            "siblings": siblings,
+            "sibling_threshold": below,
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
@@ -429,33 +429,20 @@ class SearchSpace:
         params: dict[str, Any] = {}
         if config.draft_weights is not None:
             drafter = config.draft_weights.drafter
-            params = {
-                WEIGHTS_GAMMA: min(max(config.gamma, 1), self.gamma_max),
-                WEIGHTS_DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
-                WEIGHTS_TARGET_THRESHOLD: snap_threshold(config.target_threshold),
-            }
+            params = self._computed_params(config, _WEIGHTS, siblings=self.has_weights_siblings(drafter))
             if self._weights_vocabs:
                 params[WEIGHTS_DRAFT_VOCAB] = self._nearest_vocab(config.draft_weights.draft_vocab)
             if self.trees and config.draft_weights.reads_states:
                 params[WEIGHTS_TREE] = min(self.trees, key=lambda one: abs(one - config.tree_tokens))
-            if self.has_weights_siblings(drafter):
-                params[WEIGHTS_SIBLINGS] = min(config.siblings, self.siblings_max)
-                params[WEIGHTS_SIBLING_THRESHOLD] = config.sibling_threshold
             if self._has_choice(drafter):
                 fingerprint = config.draft_weights.fingerprint
                 params[weights_of(drafter)] = next(
                     name for name, one in self.weights_by_name.items() if one.fingerprint == fingerprint
                 )
         if config.way in ("layer_skip", "hybrid"):
-            params = self.to_bits(config.skip_mask) | {
-                GAMMA: min(max(config.gamma, 1), self.gamma_max),
-                DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
-                TARGET_THRESHOLD: snap_threshold(config.target_threshold),
-            }
+            params = self.to_bits(config.skip_mask)
+            params |= self._computed_params(config, "", siblings=self.siblings_max > 0)
             params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
-            if self.siblings_max:
-                params[SIBLINGS] = min(config.siblings, self.siblings_max)
-                params[SIBLING_THRESHOLD] = config.sibling_threshold
         if DRAFTER in self.distributions:
             params[DRAFTER] = config.way
         if (choice := LookupChoice.of(config)) is None:
@@ -471,6 +458,17 @@ class SearchSpace:
             LOOKUP_GAMMA: min(choice.gamma, self.lookup_gamma_max),
             LOOKUP_THRESHOLD: snap_threshold(choice.target_threshold),
         }
+
+    def _computed_params(self, config: DecodeConfig, prefix: str, *, siblings: bool) -> dict[str, Any]:
+        params = {
+            prefix + GAMMA: min(max(config.gamma, 1), self.gamma_max),
+            prefix + DRAFT_THRESHOLD: snap_threshold(config.draft_threshold),
+            prefix + TARGET_THRESHOLD: snap_threshold(config.target_threshold),
+        }
+        if siblings:
+            params[prefix + SIBLINGS] = min(config.siblings, self.siblings_max)
+            params[prefix + SIBLING_THRESHOLD] = config.sibling_threshold
+        return params
 
 
 def vocabs_of(vocab_size: int) -> tuple[int, ...]:
