@@ -8,7 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip import DecodeConfig, Sampling
+from layerskip.config.decode_config import MAX_GROUP_NAME, is_group_name
+from layerskip.rounds.sampling import SamplingParams
 
 
 def read_config_file(data: bytes, folder: Path) -> DecodeConfig:
@@ -27,13 +29,32 @@ def check_config(config: DecodeConfig, folder: Path) -> None:
     assert len(config.regimes or ()) == len(said.get("regimes", ()))
     lookup = said.get("lookup")
     assert (None if config.lookup is None else config.lookup.model_dump(exclude_unset=True)) == lookup
-    assert DecodeConfig.from_json(config.to_json()) == config
+    text = config.to_json()
+    assert DecodeConfig.from_json(text) == config
+    assert DecodeConfig.from_json(text).to_json() == text
+    assert text.endswith("}\n")
 
 
 _MASKS = st.sampled_from(["4:none", "4:1-2,a3", "4:m0"])
-_CONFIRMED = {"tokens_per_s": 2.0, "plain_tokens_per_s": 1.0, "speedup": 2.0, "speedup_ci_low": 1.5}
-_CONFIRMED |= {"speedup_ci_high": 2.5, "num_prompts": 3, "num_identical": 3, "num_repeats": 1}
-_ORIGIN = {"model": "./model", "weights_fingerprint": "00ff", "device": "cpu", "dtype": "float32", "num_layers": 4}
+_TEXTS = st.text(max_size=20)
+_GROUP_NAMES = st.text(min_size=1, max_size=MAX_GROUP_NAME).filter(is_group_name)
+_RATES = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False)
+_SHARES = st.floats(0, 1)
+_CONFIRMED = st.fixed_dictionaries(
+    dict.fromkeys(("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_ci_low", "speedup_ci_high"), _RATES)
+    | {"num_prompts": st.integers(1, 99), "num_identical": st.integers(0, 99), "num_repeats": st.integers(1, 9)},
+    optional={"acceptance_rate": _SHARES, "mean_accepted_length": st.floats(1, 60)},
+)
+_PROVENANCE = st.fixed_dictionaries(
+    dict.fromkeys(("model", "weights_fingerprint", "device", "dtype"), _TEXTS) | {"num_layers": st.just(4)},
+    optional={
+        "versions": st.dictionaries(_TEXTS, _TEXTS, max_size=3),
+        "study": _TEXTS,
+        "trial": st.integers(0, 10**6),
+        "seed": st.integers(-(10**6), 10**6),
+        "searched_tokens_per_s": _RATES,
+    },
+)
 _LOOKUP = {"min_match": st.integers(1, 8)}
 _NGRAMS = {"method": st.just("prompt_lookup"), **_LOOKUP, "max_match": st.integers(8, 64)}
 _NGRAMS_OPTIONS: dict[str, st.SearchStrategy[Any]] = {"continuation": st.sampled_from(["recent", "frequent"])}
@@ -48,11 +69,18 @@ _LOSSY = st.fixed_dictionaries({"rule": st.just("probability"), "threshold": _SH
     {"rule": st.just("typical")}, optional={"epsilon": _SHARE, "delta": _SHARE}
 )
 
-_WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "repetition_penalty": 1.5},
-    "warm": {"do_sample": True, "temperature": 0.7, "top_k": 0},
-    "hot": {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "min_p": 0.5},
-}
+_ABOVE_0 = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+greedy_params = st.builds(SamplingParams, repetition_penalty=st.just(1.0) | _ABOVE_0)
+sampled_params = st.builds(
+    SamplingParams,
+    do_sample=st.just(True),
+    temperature=_ABOVE_0,
+    top_k=st.just(50) | st.integers(0, 10**6),
+    top_p=st.just(1.0) | _SHARE,
+    min_p=st.just(0.0) | _SHARES,
+    repetition_penalty=st.just(1.0) | _ABOVE_0,
+)
+samplings = (greedy_params | sampled_params).map(Sampling.of)
 
 
 def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -79,24 +107,25 @@ def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
 
 _ABOUT = {
     "reason": st.text(max_size=5),
-    "confirmed": st.just(_CONFIRMED),
-    "provenance": st.just({**_ORIGIN, "versions": {"torch": "2"}, "trial": 3, "seed": 0}),
+    "confirmed": _CONFIRMED,
+    "provenance": _PROVENANCE,
 }
 
 
 @st.composite
 def _in_regimes(draw: st.DrawFn) -> dict[str, Any]:
     """The default's setting and one or two others, each for its own way to choose tokens."""
-    own, *others = draw(st.permutations(list(_WAYS.values())))
-    regimes = [draw(_settings()) | {"sampling": way} for way in others[: draw(st.integers(1, 2))]]
+    ways = draw(st.lists(samplings, min_size=2, max_size=3, unique_by=lambda one: one.name))
+    own, *others = [way.model_dump() for way in ways]
+    regimes = [draw(_settings()) | {"sampling": way} for way in others]
     return draw(_settings(**_ABOUT)) | {"sampling": own, "regimes": regimes}
 
 
 CONFIGS = st.one_of(
     _settings(
         **_ABOUT,
-        sampling=st.sampled_from(list(_WAYS.values())),
-        groups=st.dictionaries(st.sampled_from(["qa", "code"]), _settings(), min_size=1),
+        sampling=samplings.map(Sampling.model_dump),
+        groups=st.dictionaries(_GROUP_NAMES, _settings(), min_size=1, max_size=3),
     ),
     _in_regimes(),
 ).map(lambda setting: {"schema_version": 1, **setting})

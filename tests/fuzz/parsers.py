@@ -172,6 +172,7 @@ def _reader_of(kind: Any) -> Callable[[bytes, Path], Any]:
 
 def _check_request(asked: Any, _folder: Path) -> None:
     assert parse(type(asked), asked.model_dump_json(exclude_unset=True).encode()) == asked
+    assert asked.temperature is None or asked.temperature >= 0
 
 
 _REQUEST_OPTIONS: dict[str, st.SearchStrategy[Any]] = {

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerskip.server.errors import ApiError
 from tests.fuzz.mutations import Mutant, edits, mutants
 from tests.fuzz.parsers import PARSERS, REFUSALS, Parser
 
@@ -37,6 +38,10 @@ def outcome(parser: Parser, data: bytes, folder: Path, tally: Counter[tuple[str,
         assert 0 < len(message) < LONGEST_MESSAGE
         if parser.names_file:
             assert str(folder) in message
+        if parser.only_field:
+            assert message.startswith(f"{parser.only_field}: ")
+        status = error.status if isinstance(error, ApiError) else 400
+        assert status == 400
         return message
     parser.check(value, folder)
     tally[parser.name, "accepted"] += 1

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from layerskip import (
     Confirmed,
@@ -30,11 +29,11 @@ from layerskip.config.decode_config import (
     MAX_GROUP_NAME,
     MAX_GROUPS,
     MAX_REGIMES,
-    is_group_name,
 )
 from layerskip.huggingface.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
 from layerskip.rounds.sampling import SamplingParams
+from tests.fuzz.configs import CONFIGS, greedy_params, sampled_params, samplings
 from tests.layerskip import zoo
 
 PROVENANCE: dict[str, Any] = {
@@ -68,77 +67,10 @@ GROUPS: dict[str, Any] = {
     "écrit à la main": {"skip_mask": "4:none", "gamma": 0, "reason": "slower"},
 }
 
-probabilities = st.floats(0, 1)
-rates = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False)
-texts = st.text(max_size=20)
-group_names = st.text(min_size=1, max_size=MAX_GROUP_NAME).filter(is_group_name)
-above_0 = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-greedy_params = st.builds(SamplingParams, repetition_penalty=st.just(1.0) | above_0)
-sampled_params = st.builds(
-    SamplingParams,
-    do_sample=st.just(True),
-    temperature=above_0,
-    top_k=st.just(50) | st.integers(0, 10**6),
-    top_p=st.just(1.0) | st.floats(0, 1, exclude_min=True),
-    min_p=st.just(0.0) | probabilities,
-    repetition_penalty=st.just(1.0) | above_0,
-)
-samplings = (greedy_params | sampled_params).map(Sampling.of)
+configs = CONFIGS.map(json.dumps).map(DecodeConfig.from_json)
 
 
-@st.composite
-def configs(draw: st.DrawFn) -> DecodeConfig:
-    num_layers = draw(st.integers(1, 12))
-    flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
-    provenance = st.builds(
-        Provenance,
-        model=texts,
-        weights_fingerprint=texts,
-        device=texts,
-        dtype=texts,
-        num_layers=st.just(num_layers),
-        versions=st.dictionaries(texts, texts, max_size=3),
-        study=st.none() | texts,
-        trial=st.none() | st.integers(0, 10**6),
-        seed=st.none() | st.integers(-(10**6), 10**6),
-        searched_tokens_per_s=st.none() | rates,
-    )
-    names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_ci_low", "speedup_ci_high")
-    confirmed = st.builds(
-        Confirmed,
-        **dict.fromkeys(names, rates),
-        num_prompts=st.integers(1, 99),
-        num_identical=st.integers(0, 99),
-        num_repeats=st.integers(1, 9),
-        acceptance_rate=st.none() | probabilities,
-        mean_accepted_length=st.none() | st.floats(1, 60),
-    )
-    settings = {
-        "skip_mask": st.builds(SkipMask, flags, flags),
-        "gamma": st.integers(0, MAX_GAMMA),
-        "draft_threshold": probabilities,
-        "target_threshold": probabilities,
-        "reason": st.none() | texts,
-        "confirmed": st.none() | confirmed,
-    }
-    if draw(st.booleans()):
-        ways = draw(st.lists(samplings, min_size=1, max_size=4, unique_by=lambda one: one.name))
-        own, *others = [settings | {"sampling": st.just(way)} for way in ways]
-        regimes = st.tuples(*(st.builds(RegimeSetting, **other) for other in others)) if others else st.none()
-        return draw(st.builds(DecodeConfig, **own, provenance=st.none() | provenance, regimes=regimes))
-    groups = st.dictionaries(group_names, st.builds(GroupSetting, **settings), min_size=1, max_size=3)
-    return draw(st.builds(DecodeConfig, **settings, provenance=st.none() | provenance, groups=st.none() | groups))
-
-
-@given(configs())
-def test_json_round_trips(config: DecodeConfig) -> None:
-    text = config.to_json()
-    assert DecodeConfig.from_json(text) == config
-    assert DecodeConfig.from_json(text).to_json() == text
-    assert text.endswith("}\n")
-
-
-@given(configs())
+@given(configs)
 def test_each_group_has_a_config_of_its_own(config: DecodeConfig) -> None:
     default = config.for_group(None)
     assert default.groups is None
@@ -419,7 +351,7 @@ def test_the_same_sampling_comes_before_a_nearer_place() -> None:
     assert only_sampled.regime_for(SamplingParams()) == "t0.5"
 
 
-@given(configs(), greedy_params | sampled_params)
+@given(configs, greedy_params | sampled_params)
 def test_what_is_not_known_is_used_for_every_request(config: DecodeConfig, params: SamplingParams) -> None:
     own = config.for_sampling(params)
     assert own.regimes is None

@@ -115,17 +115,6 @@ def test_long_bad_text_is_cut_in_the_message() -> None:
         assert len(str(error.value)) < 200
 
 
-@given(st.text(max_size=30))
-def test_any_text_parses_or_is_refused_in_one_line(text: str) -> None:
-    message, mask = "", None
-    try:
-        mask = SkipMask.parse(text)
-    except ValueError as error:
-        message = str(error)
-    assert mask == SkipMask.parse(str(mask)) if mask else message.startswith("skip_mask: ")
-    assert "\n" not in message
-
-
 def test_bad_arguments() -> None:
     for message, call in (
         ("must have one flag per layer each, got 2 and 1", lambda: SkipMask((True, False), (True,))),
