@@ -7,7 +7,6 @@ import base64
 import json
 import re
 import stat
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.command_line.api_key import KEY_VARIABLE
 from search import dashboard, run
-from search.dashboard import bind
 from search.dashboard_guard import DashboardGuard
 from search.run import _make_folder
 from search.study.spec import StudyPaths, StudySpec
 from tests.layerskip import zoo
+from tests.search.helpers.servers import serving
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("layerskip", "search", "studies") for path in (ROOT / folder).rglob("*.py"))
@@ -203,12 +202,8 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[tuple[str, str | None]]:
         start_response("200 OK", [("Content-Type", "text/plain")])
         return [b"the studies"]
 
-    with bind(DashboardGuard(app, request.param, "127.0.0.1"), "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/", request.param
-        server.shutdown()
-        thread.join()
+    with serving(DashboardGuard(app, request.param, "127.0.0.1")) as address:
+        yield f"{address}/", request.param
 
 
 def status_of(url: str, **headers: str) -> int:

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from search.dashboard import bind, open_app
+from search.dashboard import open_app
 from search.reporting.dashboard_page import FIGURES
 from tests.browser.conftest import Visit
+from tests.search.helpers.servers import serving
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @contextmanager
-def serving(study: Path) -> Iterator[str]:
+def page_of(study: Path) -> Iterator[str]:
     """The study's page, served on loopback."""
     app, page, _ = open_app(str(study), None)
-    with bind(app, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/{page}"
-        server.shutdown()
-        thread.join()
+    with serving(app) as address:
+        yield f"{address}/{page}"
 
 
 @pytest.fixture
 def address(winning_study: Path) -> Iterator[str]:
-    with serving(winning_study) as one:
+    with page_of(winning_study) as one:
         yield one
 
 
@@ -53,7 +49,7 @@ def test_a_study_that_is_an_archive_alone_is_shown(visit: Visit, winning_study: 
     clone.mkdir()
     for name in ("study.toml", "study.jsonl.xz"):
         shutil.copy(winning_study / name, clone)
-    with serving(clone) as address:
+    with page_of(clone) as address:
         visit.page.goto(address, wait_until="commit")
         for name in FIGURES:
             visit.page.locator(f"[id='user-defined-plot:{name}'] .main-svg").first.wait_for()

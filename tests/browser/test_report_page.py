@@ -8,15 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from playwright.sync_api import Browser
 
 from layerskip import DecodeConfig
 from search.reporting.figures.pictures import PICTURES
 from search.reporting.record import MissingData, read_record
-from search.storages.opening import close_storage, open_storage
 from tests.browser.conftest import Visit, visiting
+from tests.search.helpers.fakes import Bench
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 MARKS = ".cartesianlayer :is(.point, .js-line, image)"
@@ -42,14 +41,12 @@ def shown(browser: Browser, study: Path) -> Iterator[Visit]:
 
 def keys_drawn(study: Path) -> list[str]:
     """Figures that the study has data for: a config that never came to draft has no acceptance."""
-    storage = open_storage(f"sqlite:///{study / 'study.db'}")
-    record = read_record(optuna.load_study(study_name=study.name, storage=storage))
+    record = read_record(Bench(study, in_sqlite=True).study())
     keys = []
     for picture in PICTURES:
         with suppress(MissingData):
             picture.draw(record)
             keys.append(picture.key)
-    close_storage(storage)
     return keys
 
 

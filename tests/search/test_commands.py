@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from search import dashboard, run
 from search.dashboard import bind, open_app
 from tests.search.conftest import write_jsonl
 from tests.search.helpers.fakes import Bench
+from tests.search.helpers.servers import get_json, serving
 
 
 def run_main(flags: list[str]) -> int:
@@ -141,17 +139,8 @@ def browsed(bench: Bench) -> str:
 
 def test_the_dashboard_serves_the_study(browsed: str) -> None:
     app, page, _ = open_app(browsed, None)
-    with bind(app, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            study_id = page.rpartition("/")[2]
-            url = f"http://127.0.0.1:{server.server_port}/api/studies/{study_id}"
-            with urllib.request.urlopen(url, timeout=30) as response:
-                detail: dict[str, Any] = json.load(response)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(app) as address:
+        detail = get_json(f"{address}/api/studies/{page.rpartition('/')[2]}")
     assert len(detail["trials"]) == 3
     assert detail["objective_names"] == ["tokens_per_s"]
     names = {param["name"] for param in detail["union_search_space"]}

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from search import report, run
-from search.storages.opening import open_storage
 from search.study import space as space_module
 from search.study.space import vocabs_of
+from tests.search.helpers.studies import trials_of
 
 SIZES = (64, 32, 16, 8, 4)
 
@@ -21,11 +20,6 @@ SIZES = (64, 32, 16, 8, 4)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "_LEAST_VOCAB", 4)
-
-
-def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
-    return optuna.load_study(study_name=folder.name, storage=storage).get_trials()
 
 
 @pytest.mark.slow

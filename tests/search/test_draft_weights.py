@@ -9,9 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from safetensors.torch import load_file, save_file
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, train
@@ -19,9 +18,10 @@ from layerskip.drafters.draft_weights import describe_weights
 from layerskip.engines import choice
 from layerskip.engines.recording.graph_pool import RerunRecorder
 from search import report, run
-from search.storages.opening import open_storage
 from tests.layerskip import zoo
 from tests.search.conftest import tiny_flags
+from tests.search.helpers.fakes import Bench
+from tests.search.helpers.studies import trials_of
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,6 @@ def weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = ["--model", str(tiny_model), "--data", str(prompts), "--out", str(folder / "weights"), "--device", "cpu"]
     assert train.main([*given, "--steps", "40", "--window", "24", "--new-tokens", "16", "--learning-rate", "0.02"]) == 0
     return folder / "weights"
-
-
-def trials_of(folder: Path) -> list[FrozenTrial]:
-    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
-    return optuna.load_study(study_name=folder.name, storage=storage).get_trials()
 
 
 @pytest.mark.slow
@@ -182,8 +177,7 @@ def test_several_weights_compete_in_one_study(
     summary = json.loads((tmp_path / "study" / "summary.json").read_text())
     fingerprints = {describe_weights(one).fingerprint for one in folders}
     assert {name.split()[0] for name in summary["costs"]["first"]["weights_s"]} == fingerprints
-    storage = open_storage(f"sqlite:///{tmp_path / 'study' / 'study.db'}")
-    pool = json.loads(optuna.load_study(study_name="study", storage=storage).user_attrs["pool"])
+    pool = json.loads(Bench(tmp_path / "study", in_sqlite=True).study().user_attrs["pool"])
     by = {tuple(row[0].split(":")[:2]) for row in pool}
     assert by == {("weights", one) for one in fingerprints}  # which is measured, the clock says
     capsys.readouterr()

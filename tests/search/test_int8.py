@@ -7,23 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.huggingface.adapter import ModelAdapter
 from search import report, run
 from search.predict.costs import CostModel, pool_costs
-from search.storages.opening import open_storage
 from tests.search.helpers.rivals import make_cost
+from tests.search.helpers.studies import trials_of
 
 FOUR = SkipMask.from_sublayers(4, attention=[1], mlp=[1, 2])
 COST = dataclasses.replace(make_cost(4), int8_s=(1e-4, 2e-4, 3e-4), narrowed_s={"8": 5e-4, "8 int8": 5e-5})
-
-
-def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(f"sqlite:///{folder / 'study.db'}")
-    return optuna.load_study(study_name=folder.name, storage=storage).get_trials()
 
 
 @pytest.mark.slow

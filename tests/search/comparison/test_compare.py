@@ -81,11 +81,13 @@ class Comparison:
     decoder: ReadableDecoder = field(default_factory=ReadableDecoder)
     stop: StopSignal = field(default_factory=StopSignal)
     output: io.StringIO = field(default_factory=io.StringIO)
+    reporter: Reporter | None = None
+    """Tells plain lines to `output` if it is not given."""
     space: SearchSpace = SPACE
 
     def run(self, plan: ComparisonPlan | None = None, *, named: bool = True, fingerprint: Any = FINGERPRINT) -> int:
         subject = Subject(self.decoder, self.space, prompts(12), prompts(6, first=500), fingerprint, ORIGIN)
-        tools = Tools(Reporter(self.output), self.stop, "python -m search.compare", self.decoder.clock)
+        tools = Tools(self.reporter or Reporter(self.output), self.stop, "python -m search.compare", self.decoder.clock)
         return ComparisonRun(plan or plan_of(), subject, make_spec(), self.out, tools).run(named=named)
 
     def results(self) -> dict[str, Any]:

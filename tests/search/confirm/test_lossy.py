@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from layerskip import Confirmed, DecodeConfig, LayerSkipModel, generate
@@ -20,7 +19,6 @@ from search.measure.decoder import Decoded
 from search.reporting.digest import digest_of
 from search.reporting.record import read_record
 from search.run import main
-from search.storages.opening import open_storage
 from search.study.config_words import describe
 from search.study.spec import to_toml
 from tests.search.helpers.fakes import NUM_LAYERS, Bench, FakeDecoder, make_spec, prompts
@@ -42,7 +40,7 @@ class Loose(FakeDecoder):
 
 
 def record_of(bench: Bench) -> Any:
-    return read_record(optuna.load_study(study_name=bench.folder.name, storage=open_storage(bench.url)))
+    return read_record(bench.study())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import optuna
 from optuna.trial import FrozenTrial
@@ -33,6 +33,7 @@ from search.study.fingerprint import Fingerprint, Origin
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
 from search.study.spec import StudyPaths, StudySpec
+from search.terminal.event import Event
 from search.terminal.reporter import Reporter
 from search.workers.heartbeats import Patience
 from tests.search.helpers.forcing import FakeForcing, FakeTimer
@@ -63,6 +64,25 @@ class FakeWatch:
         return facts | {"num_preparations": 2, "preparation_s": 0.25, "before": moment, "after": moment}
 
 
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Recorder(Reporter):
+    """Prints plain lines and keeps the events."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.events: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+        super().tell(event)
+
+
 @dataclass
 class FakeDecoder:
     """Skipping is cheap in the middle, wrong at the ends; a few per cent of noise that depends on the call's inputs."""
@@ -72,7 +92,7 @@ class FakeDecoder:
     gain: float = 1.0
     """Scales all advantages: 0 makes every config as fast as plain decoding."""
     gain_by_regime: Mapping[str, float] = field(default_factory=dict)
-    break_on: Callable[[DecodeConfig], Exception | None] = lambda _config: None
+    break_on: Callable[[DecodeConfig], BaseException | None] = lambda _config: None
     wrong_on: Callable[[DecodeConfig], bool] = lambda _config: False
     tie_on: Callable[[DecodeConfig], bool] = lambda _config: False
     interaction: Callable[[Sequence[int], DecodeConfig], float] = lambda _prompt_ids, _config: 1.0

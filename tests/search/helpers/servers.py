@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from search.dashboard import bind
 from studies.scaling.servers import (
     PASSWORD,
     ROOT,
@@ -18,7 +23,16 @@ from studies.scaling.servers import (
     own_proxy,
 )
 
-__all__ = ["PASSWORD", "ROOT", "PostgresServer", "ProxyServer", "child_environment", "running_proxy"]
+__all__ = [
+    "PASSWORD",
+    "ROOT",
+    "PostgresServer",
+    "ProxyServer",
+    "child_environment",
+    "get_json",
+    "running_proxy",
+    "serving",
+]
 
 
 @contextmanager
@@ -27,6 +41,25 @@ def running_proxy(storage: str, *flags: str, key: str | None = None) -> Iterator
     pytest.importorskip("grpc", reason="needs grpcio: pip install 'layerskip[grpc]'")
     with own_proxy(storage, *flags, key=key) as server:
         yield server
+
+
+@contextmanager
+def serving(app: Callable[..., Any]) -> Iterator[str]:
+    """The address, without a slash at its end, of a WSGI app that is served on loopback."""
+    with bind(app, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get_json(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
 
 
 @pytest.fixture(scope="session")

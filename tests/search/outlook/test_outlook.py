@@ -27,7 +27,6 @@ from search.outlook.outlook import Outlook, OutlookOptions, describe_outlook, ou
 from search.predict.costs import pool_costs
 from search.predict.more_texts import MAX_MORE
 from search.stop import StopSignal
-from search.storages.opening import open_storage
 from search.study.attributes import CANNOT_WIN, COSTS, GAMMA_LOWERED, MORE, POOL, READINGS, SENSITIVITY, TEXTS
 from search.study.fingerprint import Fingerprint
 from search.study.leaderboard import make_standings
@@ -591,8 +590,7 @@ def test_what_was_lowered_is_told_and_kept(tmp_path: Path) -> None:
     told = "gamma 1..15 instead of 1..16: the longest continuation has 17 tokens"
     assert bench.output.getvalue().count(told) == 1
     assert bench.summary()[GAMMA_LOWERED] == told
-    trials = optuna.load_study(study_name=tmp_path.name, storage=open_storage(bench.url)).trials
-    assert {trial.distributions["gamma"].high for trial in trials} == {15}  # type: ignore[attr-defined]
+    assert {trial.distributions["gamma"].high for trial in bench.trials()} == {15}  # type: ignore[attr-defined]
     again = Bench(tmp_path, space=up_to(16))
     assert again.run(trials=7) == 0
     assert told in again.output.getvalue()

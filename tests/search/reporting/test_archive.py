@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 
 from search import dashboard, export, report
 from search.compact import read_lines, write_lines
-from search.dashboard import bind, open_app
+from search.dashboard import open_app
 from search.reporting.archive import read_archive, write_archive
 from search.reporting.source import Address, opened
 from search.storages.opening import close_storage, open_storage
 from tests.search.helpers.fakes import Bench
+from tests.search.helpers.servers import get_json, serving
 
 ARCHIVE = "study.jsonl.xz"
 
@@ -114,31 +114,19 @@ def test_the_dashboard_shows_an_archive_and_leaves_it_alone(archived: Path) -> N
     before = (archived / ARCHIVE).read_bytes()
     app, page, archive = open_app(str(archived), None)
     assert archive == archived / ARCHIVE
-    with bind(app, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}/api/studies/{page.rpartition('/')[2]}"
-            before_it = get(url)
-            note = json.dumps({"body": "mine", "version": before_it["note"]["version"] + 1}).encode()
-            request = urllib.request.Request(f"{url}/note", note, {"Content-Type": "application/json"}, method="PUT")
-            urllib.request.urlopen(request, timeout=30).close()
-            after_it = get(url)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(app) as address:
+        url = f"{address}/api/studies/{page.rpartition('/')[2]}"
+        before_it = get_json(url)
+        note = json.dumps({"body": "mine", "version": before_it["note"]["version"] + 1}).encode()
+        request = urllib.request.Request(f"{url}/note", note, {"Content-Type": "application/json"}, method="PUT")
+        urllib.request.urlopen(request, timeout=30).close()
+        after_it = get_json(url)
     assert len(after_it["trials"]) == 6
     assert before_it["note"]["body"].startswith("**Speculate")
     assert after_it["note"]["body"] == "mine"
     assert before_it["plotly_graph_objects"]
     assert (archived / ARCHIVE).read_bytes() == before
     assert not (archived / "study.db").exists()
-
-
-def get(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        found: dict[str, Any] = json.load(response)
-    return found
 
 
 def test_the_dashboard_says_that_changes_are_not_kept(
@@ -164,7 +152,7 @@ def test_a_run_beside_an_archive_begins_a_new_study(archived: Path, capsys: pyte
 
 @pytest.mark.publishes
 def test_a_run_writes_the_archive_once_it_has_a_verdict(bench: Bench) -> None:
-    bench.decoder.break_on = lambda _config: _interrupt() if bench.decoder.num_decoded > 100 else None
+    bench.decoder.break_on = lambda _config: KeyboardInterrupt() if bench.decoder.num_decoded > 100 else None
     with pytest.raises(KeyboardInterrupt):
         bench.run(trials=30)
     assert bench.paths.report.exists()
@@ -182,10 +170,6 @@ def test_a_run_writes_the_archive_once_it_has_a_verdict(bench: Bench) -> None:
     assert "attached" not in study.user_attrs
     assert not [name for name in kept if name.startswith("artifacts:")]
     close_storage(storage)
-
-
-def _interrupt() -> Exception:
-    raise KeyboardInterrupt
 
 
 def test_the_command_writes_it_and_from_an_archive_the_same_again(

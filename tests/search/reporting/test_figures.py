@@ -7,7 +7,6 @@ import math
 import re
 import sqlite3
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import optuna
 import plotly.graph_objects as go
 import pytest
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import get_note, save_note
 from optuna_dashboard._custom_plot_data import get_plotly_graph_objects
 
@@ -31,12 +30,12 @@ from search.reporting.figures.outlook import cost_figure, sensitivity_figure
 from search.reporting.figures.style import fit_card
 from search.reporting.figures.trials import convergence_figure, prediction_figure
 from search.reporting.record import MissingData, StudyRecord, read_record, space_of
-from search.storages.opening import open_storage
 from search.study.attributes import COSTS, SENSITIVITY
 from search.study.space import SearchSpace
 from search.trials.objective import standings_of
 from tests.search.helpers import outlook as outlook_fakes
 from tests.search.helpers.fakes import SPACE, Bench
+from tests.search.helpers.studies import copy_of
 from tests.search.predict.test_learnt_costs import ALONE, CHEAP, trials_of
 
 pytestmark = pytest.mark.publishes
@@ -52,37 +51,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> optuna.Study:
     decoder = bench.decoder
     decoder.break_on = lambda _config: MemoryError("no room") if decoder.num_decoded == 100 else None
     assert bench.run(trials=16) == 0
-    return study_in(bench.folder)
+    return bench.study()
 
 
 @pytest.fixture
 def study(finished: optuna.Study) -> optuna.Study:
     """A copy of it to do things to."""
     return copy_of(finished)
-
-
-def study_in(folder: Path) -> optuna.Study:
-    return optuna.load_study(study_name=folder.name, storage=open_storage(Bench(folder).url))
-
-
-def copy_of(study: optuna.Study, *, without: Sequence[str] = ()) -> optuna.Study:
-    """In memory; without those attributes of the study and its trials."""
-    copy = optuna.create_study(direction="maximize", study_name=study.study_name)
-    for name, value in study.user_attrs.items():
-        if name not in without:
-            copy.set_user_attr(name, value)
-    for trial in study.get_trials():
-        attrs = {name: value for name, value in trial.user_attrs.items() if name not in without}
-        copy.add_trial(
-            create_trial(
-                state=trial.state,
-                value=trial.value,
-                params=trial.params,
-                distributions=trial.distributions,
-                user_attrs=attrs,
-            )
-        )
-    return copy
 
 
 def complete(study: optuna.Study, *, early: bool) -> list[FrozenTrial]:
@@ -183,7 +158,7 @@ def test_worths_are_drawn_by_layer_and_kind() -> None:
 def test_whole_layers_have_all_figures(tmp_path: Path) -> None:
     space = outlook_fakes.space_of(6, whole=True)
     run_on(tmp_path, space, **FAST)
-    study = study_in(tmp_path)
+    study = Bench(tmp_path).study()
     assert {trace.name for trace in sensitivity_figure(read_record(study)).data} == {"whole layer"}
     stored = Sensitivity.from_json(study.user_attrs[SENSITIVITY])
     assert sensitivity_figure(read_record(study)).data[1].y == tuple(one.keep_one_out for one in stored.sublayers)
@@ -275,7 +250,7 @@ def test_a_study_without_predictions_has_convergence_alone(finished: optuna.Stud
 
 def test_studies_of_other_samplers_have_all_figures(bench: Bench) -> None:
     bench.run(**FAST, sampler="tpe")
-    study = study_in(bench.folder)
+    study = bench.study()
     assert all(draw(read_record(study)).data for draw in FIGURES.values())
 
 

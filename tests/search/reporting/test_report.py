@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -17,7 +17,7 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState, create_trial
+from optuna.trial import TrialState
 
 from layerskip import DecodeConfig, SkipMask
 from search import report
@@ -40,6 +40,7 @@ from search.storages.opening import close_storage, open_storage
 from search.study.attributes import HELD_OUT, SURFACES
 from search.terminal.reporter import Reporter
 from tests.search.helpers.fakes import SPACE, Bench, FakeClock
+from tests.search.helpers.studies import copy_of
 from tests.search.reporting.test_figures import stored_figures
 
 pytestmark = pytest.mark.publishes
@@ -108,17 +109,9 @@ def with_study_file(folder: Path) -> Path:
     return folder
 
 
-def altered(
-    record: StudyRecord, *, name: str | None = None, without: Sequence[str] = (), **attrs: object
-) -> StudyRecord:
-    """The same study in memory with other attributes."""
-    copy = optuna.create_study(direction="maximize", study_name=name or record.name)
-    for key, value in ({key: one for key, one in record.attrs.items() if key not in without} | attrs).items():
-        copy.set_user_attr(key, value)
-    for trial in record.trials:
-        fields = ("state", "value", "params", "distributions", "user_attrs")
-        copy.add_trial(create_trial(**{field: getattr(trial, field) for field in fields}))
-    return read_record(copy)
+def altered(record: StudyRecord, **changes: Any) -> StudyRecord:
+    """The same study in memory, changed as `copy_of` says."""
+    return read_record(copy_of(record.study, **changes))
 
 
 def test_the_page_of_a_run_has_every_figure_and_asks_no_network(page: Page, folder: Path) -> None:
@@ -452,7 +445,7 @@ def test_a_single_held_out_prompt_claims_no_interval(record: StudyRecord) -> Non
 def test_a_report_of_a_study_that_is_going_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(tmp_path / "going")
     bench.folder.mkdir()
-    bench.decoder.break_on = lambda _config: _interrupt() if bench.decoder.num_decoded > 150 else None
+    bench.decoder.break_on = lambda _config: KeyboardInterrupt() if bench.decoder.num_decoded > 150 else None
     with pytest.raises(KeyboardInterrupt):
         bench.run(trials=30)
     with_study_file(bench.folder)
@@ -472,10 +465,6 @@ def test_a_report_of_a_study_that_is_going_on(folder: Path, tmp_path: Path, caps
     assert page.figures
     assert "held_out: study 'going' keeps no speeds" in page.text
     close_storage(storage)
-
-
-def _interrupt() -> Exception:
-    raise KeyboardInterrupt
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -5,50 +5,30 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from search.comparison.pipeline import ComparisonRun
 from search.comparison.plan import ComparisonPlan
-from search.context import Tools
-from search.measure.subject import Subject
-from search.stop import StopSignal
 from search.terminal.comparison_events import ComparisonBegins, PicksAdvanced, RunAdvanced
 from search.terminal.comparison_view import ComparisonView
 from search.terminal.event import Event
 from search.terminal.live import LiveReporter
-from search.terminal.reporter import JsonReporter, Reporter
-from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, make_spec, prompts
-from tests.search.helpers.rivals import ReadableDecoder
+from search.terminal.reporter import JsonReporter
+from tests.search.comparison.test_compare import Comparison
+from tests.search.helpers.fakes import Recorder, Terminal
 
 PLAN = ComparisonPlan(strategies=("random", "layerskip"), seeds=(0, 1), trials=4, checkpoints=(2, 4), confirm_repeats=2)
 NUM_RUN_TURNS = 2 * 2 * 2
 """Strategies, seeds, and two turns of at most three trials each."""
 
 
-@dataclass
-class Remembering(Reporter):
-    """Keeps every event."""
-
-    events: list[Event] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__(io.StringIO())
-
-    def tell(self, event: Event) -> None:
-        self.events.append(event)
-
-
 def run_in(folder: Path, plan: ComparisonPlan = PLAN) -> list[Event]:
     """The events of a comparison on fakes."""
-    reporter, decoder = Remembering(), ReadableDecoder()
-    subject = Subject(decoder, SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, ORIGIN)
-    tools = Tools(reporter, StopSignal(), "python -m search.compare", decoder.clock)
-    assert ComparisonRun(plan, subject, make_spec(), folder, tools).run(named=True) == 0
-    return reporter.events
+    recorder = Recorder(io.StringIO())
+    assert Comparison(folder, reporter=recorder).run(plan) == 0
+    return recorder.events
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +71,6 @@ def test_its_lines_and_its_json(events: list[Event]) -> None:
     first = next(one for one in told if one["event"] == "run")
     assert (first["strategy"], first["seed"], first["num_done"], first["num_trials"]) == ("random", 0, 3, 16)
     assert [one["num_done"] for one in told if one["event"] == "picks"] == list(range(1, 13))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_the_live_view_takes_the_place_of_the_turns_lines(events: list[Event]) -> None:

@@ -24,7 +24,6 @@ from search import run
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference
-from search.storages.opening import open_storage
 from search.study.leaderboard import Entry
 from search.terminal.event import Event, Note, Warned
 from search.terminal.event import Told as ReadyMade
@@ -34,7 +33,7 @@ from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
 from search.terminal.result_events import group_verdict, written
 from search.terminal.view import LiveView, Pace
 from tests.search.conftest import quiet
-from tests.search.helpers.fakes import Bench, FakeDecoder
+from tests.search.helpers.fakes import Bench, FakeDecoder, Recorder, Terminal
 
 CASE = PromptCase("p", (1,), (1, 2))
 REFERENCE = Reference((CASE,) * 24, 4, 136.5, 0.034, 1.0, ())
@@ -172,18 +171,6 @@ def shape_of(text: str, folder: Path) -> str:
     return "\n".join(kept) + "\n"
 
 
-class Recorder(Reporter):
-    """Prints plain lines and keeps the events."""
-
-    def __init__(self, stream: io.StringIO) -> None:
-        super().__init__(stream)
-        self.events: list[Event] = []
-
-    def tell(self, event: Event) -> None:
-        self.events.append(event)
-        super().tell(event)
-
-
 @dataclass(frozen=True)
 class Told:
     """A finished run: what it told, and what it left."""
@@ -197,8 +184,7 @@ class Told:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        storage = open_storage(self.bench.url)
-        return optuna.load_study(study_name=self.bench.folder.name, storage=storage).get_trials()
+        return self.bench.trials()
 
 
 def run_recorded(folder: Path, decoder: FakeDecoder, code: int, **spec: Any) -> Told:
@@ -322,13 +308,6 @@ def test_quiet_is_the_verdict_and_warnings_elsewhere(wrong: Told) -> None:
     assert output.getvalue().splitlines() == verdict
     assert errors.getvalue().splitlines() == [line for line in lines if line.startswith("NOT LOSSLESS")]
     assert verdict[-1].startswith("written")
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def live_on(width: int, height: int = 40) -> tuple[LiveReporter, Terminal]:

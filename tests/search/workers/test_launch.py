@@ -24,6 +24,7 @@ from search.workers.device import computing_on, pids_on, share_a_device
 from search.workers.launch import Launch, Post, assign_posts, devices_for, parse_devices
 from search.workers.process import process_token
 from search.workers.roster import Worker
+from tests.search.helpers.studies import trials_of
 from tests.search.test_commands import changed, run_main
 from tests.search.workers.test_workers import ELSEWHERE, a_dead_token
 
@@ -158,9 +159,9 @@ def test_two_workers_from_one_command(tiny_study: list[str], tmp_path: Path) -> 
     assert {line[:4] for line in lines[2:]} == {"[0] ", "[1] "}
     assert done.stdout.count("plain decoding of tuning prompts") == 1
     assert done.stdout.count("] written ") == 1
-    study = optuna.load_study(study_name="study", storage=open_storage(f"sqlite:///{tmp_path}/study/study.db"))
-    assert counted(study.get_trials()) == 8
-    assert {trial.state for trial in study.get_trials()} <= {TrialState.COMPLETE, TrialState.FAIL}
+    trials = trials_of(tmp_path / "study")
+    assert counted(trials) == 8
+    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.FAIL}
     assert DecodeConfig.load(tmp_path / "study" / "best.json").provenance is not None
     assert 'device = "cpu"' in (tmp_path / "study" / "study.toml").read_text()
 
