@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -20,8 +19,8 @@ from layerskip.drafters.lookups.drafter import LookupSession
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 from tests.layerskip.decoding.counters import check_counters
-from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
-from tests.layerskip.rounds.test_broken_rounds import failing
+from tests.layerskip.huggingface.test_adapter import PlantedError
+from tests.layerskip.rounds.test_broken_rounds import check_survives, failing
 from tests.layerskip.rounds.test_device_round import table_engine
 from tests.layerskip.rounds.test_sampling import (
     FAILS,
@@ -217,27 +216,15 @@ def test_any_lookup_gives_the_targets_tokens(data: st.DataObject) -> None:
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, drafter: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), drafters(SkipMask.from_layers(4, [1, 2]))[drafter]
 
-    def run() -> tuple[list[int], dict[str, Any]]:
-        out = model.generate(again(name), max_new_tokens=12, config=config)
-        return out.ids, out.stats.counters()
-
-    expected = run()
-    assert expected[1]["num_rounds"] > 1
-    for owner, attribute in (
-        (LookupSession, "propose"),
-        (LookupSession, "look_up"),
-        (layerskip.decoding.loop, "_settle"),
-    ):
-        for call, after in itertools.product(range(2), (False, True)):
-            with failing(monkeypatch, owner, attribute, call, after=after), pytest.raises(PlantedError):
-                run()
-            assert gates_on(model.model) == []
-            assert run() == expected
+    places = ((LookupSession, "propose"), (LookupSession, "look_up"), (layerskip.decoding.loop, "_settle"))
+    expected = check_survives(model, again(name), config, places, monkeypatch)
+    assert expected.stats.num_rounds > 1
     if name.endswith("graph"):
-        engine_of(model).close()
+        engine_of(model).close()  # what is recorded already would not call the patched function
     with failing(monkeypatch, Sampler, "shape", 1, after=True), pytest.raises(PlantedError):
-        run()
-    assert run() == expected
+        model.generate(again(name), max_new_tokens=16, config=config)
+    out = model.generate(again(name), max_new_tokens=16, config=config)
+    assert (out.ids, out.stats.counters()) == (expected.ids, expected.stats.counters())
 
 
 # Sampling.

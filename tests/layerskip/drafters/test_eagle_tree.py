@@ -19,8 +19,7 @@ from layerskip.drafters.eagle.tree import EagleTreeSession, Roots, TreeNodes, gr
 from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, by_trees
-from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
-from tests.layerskip.rounds.test_broken_rounds import failing
+from tests.layerskip.rounds.test_broken_rounds import check_survives
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 GREEDY = SamplingParams()
@@ -176,16 +175,9 @@ def test_it_accepts_more_than_a_chain_and_draws_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
-    expected = model.generate(PROMPT, max_new_tokens=12, config=config)
     step = (StaticText, "branch") if name == "llama graph" else (LeanText, "run_rows")
-    drafting = ((EagleTreeSession, "propose"), step, (TreeNodes, "draft"))
-    for owner, attribute in (*drafting, (Sampler, "likeliest")):
-        for call in range(2):
-            with failing(monkeypatch, owner, attribute, call, after=True), pytest.raises(PlantedError):
-                model.generate(PROMPT, max_new_tokens=12, config=config)
-            assert gates_on(model.model) == []
-            out = model.generate(PROMPT, max_new_tokens=12, config=config)
-            assert (out.ids, out.stats.counters()) == (expected.ids, expected.stats.counters())
+    places = ((EagleTreeSession, "propose"), step, (TreeNodes, "draft"), (Sampler, "likeliest"))
+    check_survives(model, PROMPT, config, places, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.decoding import loop as decode_module
 from layerskip.drafters import layer_skip as drafter_module
+from layerskip.engines.fused import FusedEngine
 from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface.kv_cache import SharedLengthCache, StaticCache
+from layerskip.model import GenerateOutput
 from layerskip.rounds import device_round as device_round_module
 from layerskip.rounds import round_work as round_work_module
 from layerskip.rounds.sampling import Sampler
@@ -77,6 +80,30 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
         yield
 
 
+def check_survives(
+    model: LayerSkipModel,
+    prompt: Any,
+    config: DecodeConfig,
+    places: Iterable[tuple[Any, str]],
+    monkeypatch: Any,
+    num_calls: int = 2,
+) -> GenerateOutput:
+    """Each of these functions raises at its first calls, before and after its work: the next run is as any other."""
+
+    def generate() -> GenerateOutput:
+        return model.generate(prompt, max_new_tokens=16, config=config)
+
+    expected = generate()
+    for (owner, name), call, after in product(places, range(num_calls), (False, True)):
+        with failing(monkeypatch, owner, name, call, after=after), pytest.raises(PlantedError):
+            generate()
+        assert gates_on(model.model) == []
+        assert not torch.is_inference_mode_enabled()
+        out = generate()
+        assert (out.ids, out.stats.counters()) == (expected.ids, expected.stats.counters())
+    return expected
+
+
 Owner = Callable[[LayerSkipModel], tuple[Any, str]]
 _FORWARDS: dict[str, Owner] = {
     "forward": lambda model: (model.engine, "forward"),
@@ -104,7 +131,10 @@ _ONCE_A_DEVICE_ROUND: dict[str, Owner] = {
 def places_of(engine: str) -> Iterator[tuple[str, Owner, int]]:
     """(stage, whose function it is, number of the call) in the first two rounds."""
     on_device = engine.startswith("graph")
-    for stage, owner in (_STEPS if on_device else _FORWARDS).items():
+    every_step = _STEPS if on_device else _FORWARDS
+    if engine == "fused":
+        every_step = every_step | {"run": lambda _: (FusedEngine, "_run")}
+    for stage, owner in every_step.items():
         yield from ((stage, owner, call) for call in range(GAMMA + 2))
     for stage, owner in (_ONCE_A_DEVICE_ROUND if on_device else _ONCE_A_ROUND).items():
         yield from ((stage, owner, call) for call in range(2))
