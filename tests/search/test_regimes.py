@@ -380,14 +380,13 @@ def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -
 
     seen: dict[str, set[tuple[int, ...]]] = {"choosing": set(), "fresh": set()}
 
-    class Watched(FakeDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-            told = bench.output.getvalue()
-            if config.speculates and "held-out prompts, the chosen one on 10 others" in told:
-                seen["fresh" if "chosen: " in told else "choosing"].add(tuple(prompt_ids))
-            return super().decode(prompt_ids, config, seed)
+    def note(prompt_ids: Sequence[int], config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
+        told = bench.output.getvalue()
+        if config.speculates and "held-out prompts, the chosen one on 10 others" in told:
+            seen["fresh" if "chosen: " in told else "choosing"].add(tuple(prompt_ids))
+        return out
 
-    bench.decoder = Watched()
+    bench.decoder.then = note
     subject = Subject(bench.decoder, SPACE, prompts(12), prompts(20, first=500), FINGERPRINT, ORIGIN)
     spec = make_spec(sampler="tpe", trials=8, num_confirm_prompts=10, storage=bench.url)
     assert SearchRun(subject, spec, bench.paths, bench.tools).run() == 0
@@ -403,16 +402,15 @@ def test_of_sampled_text_what_chose_does_not_report(bench: Bench) -> None:
     """Each fresh pass decodes a continuation of its own, and none decodes the one that chose."""
     seen: list[tuple[str, tuple[int, ...], int]] = []
 
-    class Watched(FakeDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-            told = bench.output.getvalue()
-            if "chosen: " in told:
-                seen.append(("fresh", tuple(prompt_ids), seed))
-            elif "candidates and plain decoding on" in told and config.speculates:
-                seen.append(("choosing", tuple(prompt_ids), seed))
-            return super().decode(prompt_ids, config, seed)
+    def note(prompt_ids: Sequence[int], config: DecodeConfig, seed: int, out: Decoded) -> Decoded:
+        told = bench.output.getvalue()
+        if "chosen: " in told:
+            seen.append(("fresh", tuple(prompt_ids), seed))
+        elif "candidates and plain decoding on" in told and config.speculates:
+            seen.append(("choosing", tuple(prompt_ids), seed))
+        return out
 
-    bench.decoder = Watched()
+    bench.decoder.then = note
     assert bench.run_regimes("t0.7", trials=12, num_confirm_prompts=4, confirm_repeats=3) == 0
     seeds = {stage: {one[1:] for one in seen if one[0] == stage} for stage in ("choosing", "fresh")}
     assert (len(seeds["choosing"]), len(seeds["fresh"])) == (4, 12)

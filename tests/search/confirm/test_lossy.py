@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,13 @@ from tests.search.helpers.fakes import NUM_LAYERS, Bench, FakeDecoder, make_spec
 NAMES = ["probability_0.5", "probability_0.3", "probability_0.1", "typical_0.09_0.3"]
 
 
-@dataclass
-class Loose(FakeDecoder):
+def loosen(prompt_ids: Any, config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
     """A quarter faster under a lossy rule, and wrong in one place of every second prompt."""
-
-    def decode(self, prompt_ids: Any, config: DecodeConfig, seed: int = 0) -> Decoded:
-        out = super().decode(prompt_ids, config, seed)
-        if config.lossy is None:
-            return out
-        out.stats.decode_s /= 1.25
-        ids = out.ids if prompt_ids[0] % 2 else (*out.ids[:5], 99, *out.ids[6:])
-        return replace(out, ids=ids)
+    if config.lossy is None:
+        return out
+    out.stats.decode_s /= 1.25
+    ids = out.ids if prompt_ids[0] % 2 else (*out.ids[:5], 99, *out.ids[6:])
+    return replace(out, ids=ids)
 
 
 def record_of(bench: Bench) -> Any:
@@ -45,7 +41,7 @@ def record_of(bench: Bench) -> Any:
 
 @pytest.mark.slow
 def test_rungs_are_told_and_written_beside_a_lossless_verdict(tmp_path: Path) -> None:
-    bench, without = (Bench(tmp_path / name, Loose(noise=0.0)) for name in ("with", "without"))
+    bench, without = (Bench(tmp_path / name, FakeDecoder(noise=0.0, then=loosen)) for name in ("with", "without"))
     for one in (bench, without):
         one.folder.mkdir()
         assert one.run(allow_lossy=one is bench) == 0
@@ -85,7 +81,7 @@ def test_rungs_are_told_and_written_beside_a_lossless_verdict(tmp_path: Path) ->
 
 
 def test_nothing_is_measured_where_nothing_won(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, Loose(gain=0.0))
+    bench = Bench(tmp_path, FakeDecoder(gain=0.0, then=loosen))
     assert bench.run(allow_lossy=True, force=True) == 0
     assert not DecodeConfig.load(bench.paths.best).speculates
     assert "lossy" not in json.loads(bench.paths.summary.read_text())
@@ -93,7 +89,7 @@ def test_nothing_is_measured_where_nothing_won(tmp_path: Path) -> None:
 
 
 def test_each_regime_has_rungs_of_its_own(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, Loose())
+    bench = Bench(tmp_path, FakeDecoder(then=loosen))
     assert bench.run_regimes("greedy", "t0.7", allow_lossy=True) == 0
     best = DecodeConfig.load(bench.paths.best)
     assert (best.regime_names, best.lossy_rules) == (("greedy", "t0.7"), ())
@@ -109,16 +105,14 @@ def test_each_regime_has_rungs_of_its_own(tmp_path: Path) -> None:
 def test_the_winner_is_timed_beside_its_rungs_in_turns() -> None:
     order: list[str | None] = []
 
-    @dataclass
-    class Noting(Loose):
-        def decode(self, prompt_ids: Any, config: DecodeConfig, seed: int = 0) -> Decoded:
-            order.append(None if not config.speculates else "" if config.lossy is None else config.lossy.name)
-            return super().decode(prompt_ids, config, seed)
+    def note(prompt_ids: Any, config: DecodeConfig, seed: int, out: Decoded) -> Decoded:
+        order.append(None if not config.speculates else "" if config.lossy is None else config.lossy.name)
+        return loosen(prompt_ids, config, seed, out)
 
     winner = DecodeConfig.plain(NUM_LAYERS).model_copy(update={"gamma": 4})
-    assert len(measure_ladder(Noting(), prompts(2), winner, 0)) == 4
+    assert len(measure_ladder(FakeDecoder(then=note), prompts(2), winner, 0)) == 4
     assert order == [None, "", *NAMES, "", *NAMES, None]
-    assert measure_ladder(Noting(num_tokens=1), prompts(2), winner, 0) == ()
+    assert measure_ladder(FakeDecoder(num_tokens=1, then=note), prompts(2), winner, 0) == ()
 
 
 def test_a_budget_counts_them() -> None:

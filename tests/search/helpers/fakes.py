@@ -105,6 +105,8 @@ class FakeDecoder:
     is_sampled: bool = False
     pace: float = 1.0
     """Of the device: scales all speeds alike."""
+    then: Callable[[Sequence[int], DecodeConfig, int, Decoded], Decoded] = lambda _ids, _config, _seed, out: out
+    """Sees each call's prompt, config, seed and output, and says what is given out instead."""
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         self.num_decoded += 1
@@ -127,7 +129,7 @@ class FakeDecoder:
         ids = tuple((start + i) % 50 for i in range(self.num_tokens))
         if config.speculates and (self.wrong_on(config) or self.tie_on(config)):
             ids = (*ids[:5], 99, *ids[6:])
-        return Decoded(ids, stats)
+        return self.then(prompt_ids, config, seed, Decoded(ids, stats))
 
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0

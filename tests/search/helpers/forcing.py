@@ -23,7 +23,8 @@ class FakeForcing:
 
     def __init__(self, texts: Sequence[ForcedText], tick: Callable[[float], None] = lambda _seconds: None) -> None:
         self._tick = tick
-        self.num_readings = 0
+        self.masks: list[SkipMask] = []
+        """Which were read, in turn."""
         self.texts = tuple(texts)
         self.lengths = np.array([len(text.continuation_ids) for text in texts])
         self._luck = np.zeros((len(texts), int(self.lengths.max())))
@@ -33,8 +34,12 @@ class FakeForcing:
         self._is_row = np.arange(self._luck.shape[1]) < self.lengths[:, None]
         self.target_probs = (self._is_row * (1.0 - 0.9 * self._luck**4)).astype(np.float32)
 
+    @property
+    def num_readings(self) -> int:
+        return len(self.masks)
+
     def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
-        self.num_readings += 1
+        self.masks.append(mask)
         self._tick(READING_S * len(self.texts) / 6)
         agreement = true_agreement(mask)
         accepted = (self._luck < agreement).astype(np.float32)

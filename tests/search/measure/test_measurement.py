@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -25,26 +24,26 @@ PLAIN = DecodeConfig.plain(NUM_LAYERS)
 DRAFT = DecodeConfig(skip_mask=SkipMask.contiguous(NUM_LAYERS, 1, 4), gamma=4)
 
 
-@dataclass
-class WatchedDecoder(FakeDecoder):
-    """Notes whether what was decoded speculated."""
-
-    calls: list[bool] = field(default_factory=list)
-
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-        self.calls.append(config.speculates)
-        return super().decode(prompt_ids, config, seed)
+CASE = PromptCase("p", (7, 1, 2), FakeDecoder().decode((7, 1, 2), PLAIN).ids)
 
 
-def case_of(decoder: FakeDecoder) -> PromptCase:
-    return PromptCase("p", (7, 1, 2), FakeDecoder.decode(decoder, (7, 1, 2), PLAIN).ids)
+class Speculated(list[bool]):
+    """Notes of what was decoded whether it speculated."""
+
+    def __call__(self, _ids: Sequence[int], config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
+        self.append(config.speculates)
+        return out
+
+
+def one_token(_ids: Sequence[int], _config: DecodeConfig, _seed: int, _out: Decoded) -> Decoded:
+    return Decoded((3,), DecodeStats(num_emitted=1))
 
 
 @pytest.mark.parametrize("plain_first", [True, False])
 def test_a_pair_is_decoded_one_after_the_other(plain_first: bool) -> None:
-    decoder = WatchedDecoder(noise=0.0)
-    pair = measure_pair(decoder, case_of(decoder), DRAFT, plain_first=plain_first)
-    assert decoder.calls == [not plain_first, plain_first]
+    calls = Speculated()
+    pair = measure_pair(FakeDecoder(noise=0.0, then=calls), CASE, DRAFT, plain_first=plain_first)
+    assert calls == [not plain_first, plain_first]
     assert pair.ratio == pytest.approx(true_speedup(DRAFT))
     stats = [one.stats for one in (pair.plain, pair.speculative)]
     ends = [one.prefill_s + one.decode_s for one in stats]  # each has a prefill of its own
@@ -53,53 +52,48 @@ def test_a_pair_is_decoded_one_after_the_other(plain_first: bool) -> None:
 
 
 def test_a_tie_is_told_and_timed_as_any_output() -> None:
-    decoder = WatchedDecoder(noise=0.0, tie_on=lambda _config: True)
-    pair = measure_pair(decoder, case_of(decoder), DRAFT, plain_first=True)
+    decoder = FakeDecoder(noise=0.0, tie_on=lambda _config: True)
+    pair = measure_pair(decoder, CASE, DRAFT, plain_first=True)
     assert (pair.plain.is_tie, pair.speculative.is_tie) == (False, True)
     assert pair.ratio == pytest.approx(true_speedup(DRAFT))
 
 
 def test_a_wrong_output_is_a_violation_of_the_config_that_made_it() -> None:
-    decoder = WatchedDecoder(wrong_on=lambda config: config.gamma == 2)
+    decoder = FakeDecoder(wrong_on=lambda config: config.gamma == 2)
     wrong = DRAFT.model_copy(update={"gamma": 2})
-    assert not time_one(decoder, case_of(decoder), DRAFT).is_tie
+    assert not time_one(decoder, CASE, DRAFT).is_tie
     with pytest.raises(LosslessViolation) as violation:
-        measure_pair(decoder, case_of(decoder), wrong, plain_first=True)
+        measure_pair(decoder, CASE, wrong, plain_first=True)
     assert violation.value.config == wrong
-    _, fine, fault = time_able(decoder, case_of(decoder), [PLAIN, DRAFT, wrong])
-    assert fine == time_one(decoder, case_of(decoder), DRAFT)
+    _, fine, fault = time_able(decoder, CASE, [PLAIN, DRAFT, wrong])
+    assert fine == time_one(decoder, CASE, DRAFT)
     assert getattr(fault, "lossless", True) is False
 
 
 def test_a_wrong_output_too_short_to_time_is_a_violation_too() -> None:
-    class Cut(WatchedDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-            out = super().decode(prompt_ids, config, seed)
-            return Decoded(out.ids[:1], DecodeStats(num_emitted=1)) if config.speculates else out
+    def cut(_ids: Sequence[int], config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
+        return Decoded(out.ids[:1], DecodeStats(num_emitted=1)) if config.speculates else out
 
     with pytest.raises(LosslessViolation):
-        measure_pair(Cut(), case_of(Cut()), DRAFT, plain_first=True)
+        measure_pair(FakeDecoder(then=cut), CASE, DRAFT, plain_first=True)
 
 
 def test_an_output_without_a_second_token_has_no_rate() -> None:
-    class Short(FakeDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-            return Decoded((3,), DecodeStats(num_emitted=1))
-
     with pytest.raises(ValueError, match=r"prompt 'p': 1 tokens, 0\.0 s decoding: no rate"):
-        time_one(Short(), PromptCase("p", (7, 1, 2), (3,)), PLAIN)
+        time_one(FakeDecoder(then=one_token), PromptCase("p", (7, 1, 2), (3,)), PLAIN)
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2, 5])
 def test_plain_decoding_is_the_reference_wherever_its_turn_is(turn: int) -> None:
     """Each way is decoded once, in turn; outputs are checked against plain decoding's, also those that came before."""
     wrong = DRAFT.model_copy(update={"gamma": 2})
-    decoder = WatchedDecoder(noise=0.0, wrong_on=lambda config: config == wrong)
+    calls = Speculated()
+    decoder = FakeDecoder(noise=0.0, wrong_on=lambda config: config == wrong, then=calls)
     seen = time_with_plain(decoder, SeededPrompt("p", (7, 1, 2), seed=4), [PLAIN, DRAFT, wrong], turn)
     assert seen is not None
     case, (plain, fast, fault) = seen
-    assert decoder.calls == [([False, True, True] * 3)[place + turn % 3] for place in range(3)]
-    assert case == PromptCase("p", (7, 1, 2), case_of(decoder).reference_ids, 4)
+    assert calls == [([False, True, True] * 3)[place + turn % 3] for place in range(3)]
+    assert case == PromptCase("p", (7, 1, 2), CASE.reference_ids, 4)
     assert not isinstance(plain, Fault)
     assert not isinstance(fast, Fault)
     assert fast.tokens_per_s / plain.tokens_per_s == pytest.approx(true_speedup(DRAFT))
@@ -108,20 +102,15 @@ def test_plain_decoding_is_the_reference_wherever_its_turn_is(turn: int) -> None
 
 
 def test_a_prompt_without_a_second_token_is_left_out_and_plain_decoding_that_fails_stops_all() -> None:
-    class Short(FakeDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-            return Decoded((3,), DecodeStats(num_emitted=1))
-
     prompt = SeededPrompt("p", (7, 1, 2))
-    assert time_with_plain(Short(), prompt, [PLAIN, DRAFT]) is None
+    assert time_with_plain(FakeDecoder(then=one_token), prompt, [PLAIN, DRAFT]) is None
     broken = FakeDecoder(break_on=lambda config: None if config.speculates else RuntimeError("no device"))
     with pytest.raises(RuntimeError, match="no device"):
         time_with_plain(broken, prompt, [PLAIN, DRAFT], turn=1)
 
 
 def test_plain_decoding_that_does_not_repeat_itself_is_a_violation() -> None:
-    decoder = FakeDecoder()
     outputs = iter([(1, 2, 3), (1, 2, 4)])
-    decoder.decode = lambda *_: Decoded(next(outputs), DecodeStats(num_emitted=3, decode_s=1.0))  # type: ignore[method-assign]
+    decoder = FakeDecoder(then=lambda *_: Decoded(next(outputs), DecodeStats(num_emitted=3, decode_s=1.0)))
     with pytest.raises(LosslessViolation):
         time_with_plain(decoder, SeededPrompt("p", (7, 1, 2)), [PLAIN, PLAIN])

@@ -27,18 +27,17 @@ def setting(layers: Sequence[int], gamma: int = 4) -> DecodeConfig:
 BROAD, NARROW, PLAIN = setting([1, 2, 3, 4]), setting([1, 2]), DecodeConfig.plain(NUM_LAYERS, reason="slower")
 
 
-class PickyDecoder(FakeDecoder):
-    """Something goes wrong with BROAD on wild prompts alone."""
+def decoder_with(fault: str) -> FakeDecoder:
+    """Something goes wrong with BROAD on wild prompts alone, or with plain decoding."""
 
-    fault = ""
-
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-        out = super().decode(prompt_ids, config, seed)
+    def spoil(prompt_ids: Sequence[int], config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
         picked = config.speculates and config.skip_mask == BROAD.skip_mask and prompt_ids[2] == 3
-        if picked and self.fault == "memory":
+        if picked and fault == "memory":
             raise MemoryError("no room")
-        differs = (picked and self.fault == "output") or (not config.speculates and self.fault == "plain")
+        differs = (picked and fault == "output") or (not config.speculates and fault == "plain")
         return Decoded((*out.ids[:5], 99, *out.ids[6:]), out.stats) if differs else out
+
+    return FakeDecoder(then=spoil)
 
 
 def cases_of(counts: dict[str, int], decoder: FakeDecoder) -> dict[str, list[PromptCase]]:
@@ -89,8 +88,7 @@ def test_every_setting_goes_first_and_last_and_plain_goes_first_half_of_the_time
 
 
 def test_an_output_that_differs_on_one_group_excludes_the_setting_from_all() -> None:
-    decoder = PickyDecoder()
-    decoder.fault = "output"
+    decoder = decoder_with("output")
     matrix = measure(decoder, {"default": NARROW, "calm": BROAD, "wild": NARROW}, {"calm": 3, "wild": 3})
     assert [matrix["calm"][group].speedup for group in ("calm", "wild")] == [None, None]
     assert matrix["default"]["wild"].speedup is not None
@@ -100,8 +98,7 @@ def test_an_output_that_differs_on_one_group_excludes_the_setting_from_all() -> 
 
 
 def test_a_failure_on_one_group_excludes_the_setting_there_alone() -> None:
-    decoder = PickyDecoder()
-    decoder.fault = "memory"
+    decoder = decoder_with("memory")
     matrix = measure(decoder, {"default": NARROW, "calm": BROAD}, {"calm": 3, "wild": 3})
     assert matrix["calm"]["wild"].excluded == "MemoryError: no room"
     assert matrix["calm"]["calm"].speedup == pytest.approx(truth(BROAD, CALM), rel=0.03)
@@ -109,8 +106,7 @@ def test_a_failure_on_one_group_excludes_the_setting_there_alone() -> None:
 
 
 def test_plain_decoding_that_does_not_repeat_itself_blames_no_setting() -> None:
-    decoder = PickyDecoder()
-    decoder.fault = "plain"
+    decoder = decoder_with("plain")
     with pytest.raises(LosslessViolation):
         measure(decoder, {"default": NARROW, "calm": BROAD}, {"calm": 2, "wild": 2})
 

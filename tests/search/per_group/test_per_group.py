@@ -218,15 +218,13 @@ def test_a_violation_in_the_matrix_alone_is_exit_code_1_and_never_exported(searc
     calm = DecodeConfig.load(searched.paths.best).for_group("calm")
     again = Bench(folder)
 
-    class Broken(FakeDecoder):
-        def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-            out = super().decode(prompt_ids, config, seed)
-            on_other_prompts = config.speculates and config.skip_mask == calm.skip_mask and prompt_ids[2] == WILD[2]
-            if on_other_prompts and "every setting on" in again.output.getvalue():
-                return Decoded((*out.ids[:5], 99, *out.ids[6:]), out.stats)
-            return out
+    def break_on_other_prompts(prompt_ids: Sequence[int], config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
+        on_other_prompts = config.speculates and config.skip_mask == calm.skip_mask and prompt_ids[2] == WILD[2]
+        if on_other_prompts and "every setting on" in again.output.getvalue():
+            return Decoded((*out.ids[:5], 99, *out.ids[6:]), out.stats)
+        return out
 
-    again.decoder = Broken(interaction=wild_needs_late_layers)
+    again.decoder = FakeDecoder(interaction=wild_needs_late_layers, then=break_on_other_prompts)
     assert again.run_groups(TWO, trials=18) == 1
     best = DecodeConfig.load(again.paths.best)
     assert all(best.for_group(name).skip_mask != calm.skip_mask for name in (None, "calm", "wild"))

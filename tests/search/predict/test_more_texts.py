@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from layerskip import DecodeConfig
 from search.measure.decoder import Decoded
 from search.predict import more_texts
 from search.predict.more_texts import CUT_SHARES, MIN_CUT, MoreOptions, MoreText, MoreTexts, beginnings, make_more_texts
@@ -83,17 +86,14 @@ def test_what_the_memory_does_not_hold_is_left_out(monkeypatch: pytest.MonkeyPat
     assert 0 not in {one.place for one in made}
 
 
-class Ending(FakeDecoder):
+def end_odd_ones(prompt_ids: Sequence[int], _config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
     """Texts that begin with an odd token end at once."""
-
-    def decode(self, prompt_ids, config, seed=0):  # type: ignore[no-untyped-def]
-        out = super().decode(prompt_ids, config, seed)
-        return Decoded(out.ids[:1], out.stats) if prompt_ids[0] % 2 else out
+    return Decoded(out.ids[:1], out.stats) if prompt_ids[0] % 2 else out
 
 
 def test_texts_that_end_at_once_are_left_out() -> None:
     prompts = [text(100), text(201), text(300), text(401)]
-    made = make_more_texts(Ending(), prompts, (), options(limit=9))
+    made = make_more_texts(FakeDecoder(then=end_odd_ones), prompts, (), options(limit=9))
     assert len(made) == 9
     assert {one.place for one in made} == {0, 2}
 

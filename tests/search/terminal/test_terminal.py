@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -363,26 +363,20 @@ def test_the_live_view_fits_and_leaves_the_lines_alone(told: Told, width: int) -
     assert "pace 1.00 of usual: steady" in text
 
 
-@dataclass
-class ThreadWatcher(FakeDecoder):
-    """Knows the threads that ran while it decoded."""
-
-    threads: set[str] = field(default_factory=set)
-
-    def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-        self.threads |= {one.name for one in threading.enumerate()}
-        return super().decode(prompt_ids, config, seed)
-
-
 def test_nothing_draws_while_the_clock_runs(tmp_path: Path) -> None:
     reporter, _ = live_on(80)
     others = {one.name for one in threading.enumerate() if one is not threading.current_thread()}  # of earlier tests
-    decoder = ThreadWatcher()
+    threads: set[str] = set()
+
+    def note(_ids: Sequence[int], _config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
+        threads.update(one.name for one in threading.enumerate())
+        return out
+
     with reporter:
-        Bench(tmp_path, decoder, reporter=reporter).run(trials=2)
+        Bench(tmp_path, FakeDecoder(then=note), reporter=reporter).run(trials=2)
     # Three sleep for a minute or more at a time: Optuna's own, the worker's signs of life, and this test's limit.
     asleep = ("signs of life", "pytest_timeout")
-    new = decoder.threads - others
+    new = threads - others
     drawing = {name for name in new if "heartbeat" not in name and not name.startswith(asleep)}
     assert drawing == {threading.current_thread().name}
 

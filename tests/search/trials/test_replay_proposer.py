@@ -14,7 +14,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, SkipMask
-from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText
+from layerskip.analysis.teacher_forcing import ForcedText
 from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
 from search.outlook.refinement import refine_pool
 from search.predict.costs import CostModel, CostOptions, measure_costs
@@ -52,18 +52,6 @@ def proposed(proposal: Proposal) -> Key:
 
 def cost_of(space: SearchSpace, **changes: Any) -> CostModel:
     return measure_costs(PlantedTimer(**changes), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
-
-
-class Watched(FakeForcing):
-    """Keeps which masks were read."""
-
-    def __init__(self, texts: Sequence[ForcedText]) -> None:
-        super().__init__(texts)
-        self.masks: list[SkipMask] = []
-
-    def read(self, mask: SkipMask, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
-        self.masks.append(mask)
-        return super().read(mask, depth, texts)
 
 
 @dataclass
@@ -124,7 +112,7 @@ class Lab:
         predictor = Predictor(forcing, rows, cost_of(self.space))
         if self.num_more:
             texts = [ForcedText((NUM_PROMPTS + i,), tuple(range(LENGTH))) for i in range(self.num_more)]
-            self.more = Watched(texts)
+            self.more = FakeForcing(texts)
             predictor = predictor.with_more(self.more, TextRows(self.more.lengths, self.more.target_probs, LENGTH))
         return Candidates(predictor, self.space), forcing
 
