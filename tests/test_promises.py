@@ -144,10 +144,10 @@ def test_a_config_cannot_ask_for_much(change: dict[str, Any], said: str, tmp_pat
         DecodeConfig.load(path)
 
 
-def test_a_study_file_has_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_file_has_a_bound(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "study.toml").write_text("#" * (1 << 20) + "\n")
-    assert run.main(["--study", str(tmp_path)]) == 2
-    assert "study.toml: a study file is at most 1048576 bytes, got 1048577" in capsys.readouterr().err
+    error = refused(run.main, ["--study", str(tmp_path)])
+    assert "study.toml: a study file is at most 1048576 bytes, got 1048577" in error
 
 
 # Secrets.
@@ -183,15 +183,11 @@ def test_a_study_file_with_a_password_is_the_users_alone(storage: str, mode: int
 # The dashboard.
 
 
-def test_a_dashboard_for_other_machines_needs_a_key(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dashboard_for_other_machines_needs_a_key(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert dashboard.main(["--host", "0.0.0.0", "--port", "0"]) == 2
-    assert f"give --api-key-file or {KEY_VARIABLE}" in capsys.readouterr().err
+    assert f"give --api-key-file or {KEY_VARIABLE}" in refused(dashboard.main, ["--host", "0.0.0.0", "--port", "0"])
     monkeypatch.setenv(KEY_VARIABLE, "s3cret")
-    assert dashboard.main(["--port", "0"]) == 2
-    error = capsys.readouterr().err
+    error = refused(dashboard.main, ["--port", "0"])
     assert "API key: must be at least 16" in error
     assert "s3cret" not in error
 

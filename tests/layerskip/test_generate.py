@@ -217,13 +217,12 @@ def test_a_group_has_its_own_setting_and_the_same_text(
     assert len(record["drafted_by_position"]) == gamma
 
 
-def test_an_unknown_group_is_one_line(grouped_file: Path, config_file: Path, capsys) -> None:
-    assert run("--config", grouped_file, "--prompt", "x", "--group", "verse") == 2
-    err = capsys.readouterr().err
+def test_an_unknown_group_is_one_line(grouped_file: Path, config_file: Path, refused) -> None:
+    err = refused(run, "--config", grouped_file, "--prompt", "x", "--group", "verse")
     assert err == "layerskip.generate: error: group: must be one of code, prose; got 'verse'\n"
     DecodeConfig.load(config_file).for_group("code").save(config_file)
-    assert run("--config", config_file, "--prompt", "x", "--group", "code") == 2
-    assert "group: this config has no groups, got 'code'" in capsys.readouterr().err
+    error = refused(run, "--config", config_file, "--prompt", "x", "--group", "code")
+    assert "group: this config has no groups, got 'code'" in error
 
 
 @pytest.fixture
@@ -350,19 +349,18 @@ def test_corrupt_config_names_file_field_and_rule(text: str, expected: str, tmp_
     assert path.read_text() == text
 
 
-def test_a_config_has_its_own_drafter(config_file: Path, capsys) -> None:
+def test_a_config_has_its_own_drafter(config_file: Path, refused) -> None:
     for flags in (("--drafter", "suffix"), ("--mask", "12:1", "--gamma", 2)):
-        assert run("--config", config_file, "--prompt", "x", *flags) == 2
-        assert f"{flags[0]}: give it with --model alone, a config has its own" in capsys.readouterr().err
+        error = refused(run, "--config", config_file, "--prompt", "x", *flags)
+        assert f"{flags[0]}: give it with --model alone, a config has its own" in error
 
 
-def test_config_for_other_weights_is_refused(config_file: Path, capsys) -> None:
+def test_config_for_other_weights_is_refused(config_file: Path, refused) -> None:
     config = DecodeConfig.load(config_file)
     assert config.provenance is not None
     other = config.provenance.model_copy(update={"weights_fingerprint": "0" * 16})
     config.model_copy(update={"provenance": other}).save(config_file)
-    assert run("--config", config_file, "--prompt", "x") == 2
-    assert "the config was made for" in capsys.readouterr().err
+    assert "the config was made for" in refused(run, "--config", config_file, "--prompt", "x")
 
 
 @pytest.mark.slow

@@ -148,24 +148,20 @@ def test_the_dashboard_serves_the_study(browsed: str) -> None:
     assert {"speedup", "num_skipped_mlp", "acceptance_rate"} <= {one["key"] for one in detail["union_user_attrs"]}
 
 
-def test_the_dashboard_creates_nothing_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dashboard_creates_nothing_and_says_why(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
-    assert dashboard.main(["--study", str(tmp_path)]) == 2
-    assert "no such study yet" in capsys.readouterr().err
+    assert "no such study yet" in refused(dashboard.main, ["--study", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
 
 
-def test_the_dashboard_names_the_studies_there_are(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dashboard_names_the_studies_there_are(bench: Bench, refused: Any) -> None:
     bench.in_sqlite = True
     bench.run(trials=1, study_name="other")
     (bench.folder / "study.toml").write_text('model = "x"\nprompts = "p.jsonl"\n')
-    assert dashboard.main(["--study", str(bench.folder)]) == 2
-    assert "only: other" in capsys.readouterr().err
+    assert "only: other" in refused(dashboard.main, ["--study", str(bench.folder)])
 
 
-def test_a_taken_port_is_one_line(browsed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_one_line(browsed: str, refused: Any) -> None:
     with bind(open_app(browsed, None)[0], "127.0.0.1", 0) as server:
-        assert dashboard.main(["--study", browsed, "--port", str(server.server_port)]) == 2
-    error = capsys.readouterr().err
+        error = refused(dashboard.main, ["--study", browsed, "--port", str(server.server_port)])
     assert "cannot serve on 127.0.0.1" in error
-    assert error.count("\n") == 1

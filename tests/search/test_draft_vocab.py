@@ -61,10 +61,10 @@ def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Pa
 
 
 def test_a_model_without_a_large_vocabulary_is_searched_without(
-    tiny_study: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_study: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(space_module, "_LEAST_VOCAB", 512)
     assert vocabs_of(64) == ()
     assert vocabs_of(151_936) == (151_936, 75_968, 37_984, 18_992, 9_496)
-    assert run.main([*tiny_study, "--draft-vocab", "--trials", "2"]) == 2
-    assert "draft_vocab: needs a plain output embedding of a thousand token ids or more" in capsys.readouterr().err
+    error = refused(run.main, [*tiny_study, "--draft-vocab", "--trials", "2"])
+    assert "draft_vocab: needs a plain output embedding of a thousand token ids or more" in error

@@ -89,9 +89,9 @@ def test_a_models_own_layer_is_searched_without_being_asked_for(tmp_path: Path, 
     assert out.stats.num_drafted
 
 
-def test_a_layer_that_the_model_does_not_have_is_not_searched(tiny_study: list[str], capsys: Any) -> None:
-    assert run.main([*tiny_study, "--drafters", "mtp,layer_skip"]) == 2
-    assert "drafters: mtp need a model whose config tells of multi-token" in capsys.readouterr().err
+def test_a_layer_that_the_model_does_not_have_is_not_searched(tiny_study: list[str], refused: Any) -> None:
+    error = refused(run.main, [*tiny_study, "--drafters", "mtp,layer_skip"])
+    assert "drafters: mtp need a model whose config tells of multi-token" in error
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_a_draft_model_with_another_tokenizer_is_searched_too(
 
 
 def test_weights_that_nothing_drafts_by_or_that_are_the_same_are_refused(
-    weights: Path, draft_models: tuple[Path, Path], tiny_study: list[str], tmp_path: Path, capsys: Any
+    weights: Path, draft_models: tuple[Path, Path], tiny_study: list[str], tmp_path: Path, refused: Any
 ) -> None:
     same = draft_models[0]
     shutil.copytree(same, tmp_path / "copy")
@@ -234,16 +234,15 @@ def test_weights_that_nothing_drafts_by_or_that_are_the_same_are_refused(
         (["--draft-weights", f"{same},{tmp_path / 'copy'}"], "must be different ones, got the same in"),
         (["--draft-weights", f"{same},{same}"], "must name each once"),
     ):
-        assert run.main([*tiny_study, *given]) == 2
-        assert said in capsys.readouterr().err
+        assert said in refused(run.main, [*tiny_study, *given])
     assert not (tmp_path / "study").exists()
 
 
-def test_what_is_missing_is_said_before_anything_is_written(tiny_study: list[str], tmp_path: Path, capsys: Any) -> None:
-    assert run.main([*tiny_study, "--drafters", "eagle"]) == 2
-    assert "draft_weights: are required to search eagle" in capsys.readouterr().err
-    assert run.main([*tiny_study, "--drafters", "suffix", "--draft-weights", str(tmp_path)]) == 2
-    assert "draft_weights: must be left out where drafters has none of eagle, draft_model" in capsys.readouterr().err
-    assert run.main([*tiny_study, "--draft-weights", str(tmp_path)]) == 2
-    assert "has no config.json" in capsys.readouterr().err
+def test_what_is_missing_is_said_before_anything_is_written(
+    tiny_study: list[str], tmp_path: Path, refused: Any
+) -> None:
+    assert "draft_weights: are required to search eagle" in refused(run.main, [*tiny_study, "--drafters", "eagle"])
+    error = refused(run.main, [*tiny_study, "--drafters", "suffix", "--draft-weights", str(tmp_path)])
+    assert "draft_weights: must be left out where drafters has none of eagle, draft_model" in error
+    assert "has no config.json" in refused(run.main, [*tiny_study, "--draft-weights", str(tmp_path)])
     assert not (tmp_path / "study").exists()

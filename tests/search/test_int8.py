@@ -47,12 +47,12 @@ def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Pa
 
 
 def test_where_it_cannot_be_it_is_not_searched_and_refused_if_asked_for(
-    tiny_study: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_study: list[str], tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelAdapter, "int8_refusal", "a model that is whole on a CPU, got one on cuda:0")
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--trials", "2"]
-    assert run.main([*given, "--int8"]) == 2
-    assert "int8: drafts with 8-bit weights need a model that is whole on a CPU" in capsys.readouterr().err
+    error = refused(run.main, [*given, "--int8"])
+    assert "int8: drafts with 8-bit weights need a model that is whole on a CPU" in error
     assert run.main(given) in (0, 1)
     assert all("draft_int8" not in trial.params for trial in trials_of(tmp_path / "study"))
 

@@ -60,7 +60,7 @@ def test_lookups_are_right_now_and_then_and_wrong_too() -> None:
     assert 0.1 < found["kept"] / found["drafted"] < 0.9
 
 
-def test_a_record_of_before_there_were_drafters_is_read_but_not_continued(tmp_path: Path, capsys) -> None:
+def test_a_record_of_before_there_were_drafters_is_read_but_not_continued(tmp_path: Path, refused: Any) -> None:
     old = {"command": "c", "seed": 0, "versions": audit.facts("")["versions"], "num_done": 1, "ties": []}
     old |= {"by_dtype": {}, "by_engine": {}, "by_architecture": {}, "decoded": {"num_emitted": 1}}
     case = draw_case(0, 0).to_dict()
@@ -70,8 +70,7 @@ def test_a_record_of_before_there_were_drafters_is_read_but_not_continued(tmp_pa
     record = Record.load(tmp_path / "result.json")
     assert [one.config.drafter for one in record.found_cases] == ["layer_skip"]
     assert main(tmp_path, "--replay") == 0
-    assert main(tmp_path) == 2
-    assert "cases_version: must be 3 to be continued, got None; start anew with --fresh" in capsys.readouterr().err
+    assert "cases_version: must be 3 to be continued, got None; start anew with --fresh" in refused(main, tmp_path)
 
 
 def test_the_reference_is_generates_own_with_end_of_text() -> None:
@@ -136,12 +135,10 @@ def test_an_exception_is_a_failure_and_the_audit_goes_on(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"seed": 0}', "null"])
-def test_a_file_that_is_no_record_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_record_is_named(content: str, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "result.json").write_text(content)
-    assert main(tmp_path) == 2
-    assert "result.json: not a record of this audit" in capsys.readouterr().err
-    assert main(tmp_path, "--cases", "0") == 2
-    assert "--cases: must be at least 1, got 0" in capsys.readouterr().err
+    assert "result.json: not a record of this audit" in refused(main, tmp_path)
+    assert "--cases: must be at least 1, got 0" in refused(main, tmp_path, "--cases", "0")
 
 
 def test_the_committed_result_holds_what_is_claimed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,5 @@ def test_the_command_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("LOSSY") == 4
 
 
-def test_a_regime_that_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--regimes", "greedy,t2"]) == 2
-    assert "error: --regimes: must be of greedy, t0.7, got t2" in capsys.readouterr().err
+def test_a_regime_that_it_does_not_know_is_refused(refused: Any) -> None:
+    assert "error: --regimes: must be of greedy, t0.7, got t2" in refused(main, ["--regimes", "greedy,t2"])

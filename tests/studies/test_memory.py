@@ -159,14 +159,13 @@ def test_the_study_of_a_search_tells_flat_memory_from_a_leak(
 
 
 def test_a_search_that_fails_is_told_in_its_own_words(
-    teller: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    teller: Callable[[str], None], tmp_path: Path, refused: Any
 ) -> None:
     teller("fails")
-    assert search.main(["--trials", "40", "--out", str(tmp_path)]) == 2
-    assert "the search ended with code 1: teller: error: no room" in capsys.readouterr().err
+    error = refused(search.main, ["--trials", "40", "--out", str(tmp_path)])
+    assert "the search ended with code 1: teller: error: no room" in error
     teller("is flat")
-    assert search.main(["--trials", "41", "--out", str(tmp_path)]) == 2
-    assert "the search ended after 40 of 41 trials" in capsys.readouterr().err
+    assert "the search ended after 40 of 41 trials" in refused(search.main, ["--trials", "41", "--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -302,20 +302,18 @@ def test_bad_input_is_one_line_and_writes_nothing(changed: list[str], message: s
     assert not (folder / "out").exists()
 
 
-def test_what_lies_where_weights_are_to_go_is_not_overwritten(folder: Path, capsys: Any) -> None:
+def test_what_lies_where_weights_are_to_go_is_not_overwritten(folder: Path, refused: Any) -> None:
     given = ["--model", str(folder / "model"), "--data", str(folder / "text.txt"), "--steps", "1"]
     before = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
-    assert train.main([*given, "--out", str(folder / "model")]) == 2
-    assert "holds other files of these names, a model's perhaps; use another" in capsys.readouterr().err
+    error = refused(train.main, [*given, "--out", str(folder / "model")])
+    assert "holds other files of these names, a model's perhaps; use another" in error
     assert {path.name: path.read_bytes() for path in (folder / "model").iterdir()} == before
-    assert train.main([*given, "--out", str(folder / "text.txt")]) == 2
-    assert "--out: must be a folder, got the file" in capsys.readouterr().err
+    assert "--out: must be a folder, got the file" in refused(train.main, [*given, "--out", str(folder / "text.txt")])
 
 
-def test_data_without_text_is_refused(folder: Path, capsys: Any) -> None:
+def test_data_without_text_is_refused(folder: Path, refused: Any) -> None:
     for content, message in ((b" \n", "must hold at least 2 texts"), (b"\xff\xfe\x00", "is not UTF-8 text")):
         (folder / "empty.txt").write_bytes(content)
         given = ["--model", str(folder / "model"), "--data", str(folder / "empty.txt"), "--out", str(folder / "out")]
-        assert train.main(given) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused(train.main, given)
         assert not (folder / "out").exists()

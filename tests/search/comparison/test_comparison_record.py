@@ -99,9 +99,8 @@ def test_a_comparison_is_not_continued_from_its_record(bench: Comparison) -> Non
     assert bench.decoder.num_decoded == decoded
 
 
-def test_tables_of_what_has_no_record_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--tables", "--out", str(tmp_path)]) == 2
-    assert f"{tmp_path / FILE}: no such file" in capsys.readouterr().err
+def test_tables_of_what_has_no_record_are_refused(tmp_path: Path, refused: Any) -> None:
+    assert f"{tmp_path / FILE}: no such file" in refused(main, ["--tables", "--out", str(tmp_path)])
 
 
 @pytest.fixture(scope="module")

@@ -203,26 +203,23 @@ def _with_model(line: dict[str, Any], model: object) -> dict[str, Any]:
     return line | {"user_attr": {"spec": line["user_attr"]["spec"] | {"model": model}}}
 
 
-def test_what_is_no_archive_is_one_line(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_archive_is_one_line(archived: Path, refused: Any) -> None:
     file = archived / ARCHIVE
     lines = read_lines(file)
     for name, changed in broken(lines):
         write_lines(file, changed)
-        code = report.main([str(archived), "--format", "csv"])
-        shown = capsys.readouterr()
         if name == "a spec of paths that are none":
-            assert code == 0
+            assert report.main([str(archived), "--format", "csv"]) == 0
             continue
-        assert code == 2, name
-        assert f"{ARCHIVE}: not the archive of a study" in shown.err, name
-        assert shown.err.count("\n") == 1, name
+        assert f"{ARCHIVE}: not the archive of a study" in refused(report.main, [str(archived), "--format", "csv"]), (
+            name
+        )
     file.write_bytes(b"half")
-    assert report.main([str(archived)]) == 2
-    assert f"{ARCHIVE}: not a whole xz file" in capsys.readouterr().err
+    assert f"{ARCHIVE}: not a whole xz file" in refused(report.main, [str(archived)])
 
 
-def test_a_study_of_another_name_is_told(archived: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(archived), "--study-name", "other"]) == 2
-    assert f"{ARCHIVE}: has no study 'other', only: {archived.name}" in capsys.readouterr().err
-    assert report.main([str(archived), "--storage", f"sqlite:///{archived / 'study.db'}"]) == 2
-    assert "study.db: no such study yet" in capsys.readouterr().err
+def test_a_study_of_another_name_is_told(archived: Path, refused: Any) -> None:
+    error = refused(report.main, [str(archived), "--study-name", "other"])
+    assert f"{ARCHIVE}: has no study 'other', only: {archived.name}" in error
+    error = refused(report.main, [str(archived), "--storage", f"sqlite:///{archived / 'study.db'}"])
+    assert "study.db: no such study yet" in error

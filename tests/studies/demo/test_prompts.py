@@ -116,9 +116,7 @@ def test_excerpts_overlap_if_they_share_a_line(first: int, last: int, *, overlap
     assert not one.overlaps(Excerpt("continues", "b.py", first, last, ""))
 
 
-def test_a_corpus_that_the_model_was_not_trained_on_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_that_the_model_was_not_trained_on_is_refused(tmp_path: Path, refused: Any) -> None:
     split = Split((Module("t.py", "x = 1\n"),), (Module("a.py", "a"),), (Module("b.py", "b"),))
     facts = {"tuning_modules": ["a.py"], "held_out_modules": ["b.py"], "python": "3.11.7"}
     num_tokens = len(corpus.token_stream(tokenizer(), split.train))
@@ -127,8 +125,8 @@ def test_a_corpus_that_the_model_was_not_trained_on_is_refused(
         make_prompts.check_split(split, facts | {"corpus_tokens": 9}, tokenizer())
     with pytest.raises(ValueError, match="must hold out the model's own held_out modules"):
         make_prompts.check_split(split, facts | {"held_out_modules": ["a.py"]}, tokenizer())
-    assert make_prompts.main(["--corpus", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "at least 40 must be long enough, got 0" in capsys.readouterr().err
+    error = refused(make_prompts.main, ["--corpus", str(tmp_path), "--out", str(tmp_path)])
+    assert "at least 40 must be long enough, got 0" in error
 
 
 # The shipped files.
