@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from layerskip import DecodeConfig
+from collections.abc import Sequence
+
+from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.decoding.loop import ACCEPTED, BONUS, LOOKED_UP, RECOVERED, TARGET_ONLY
 from layerskip.model import GenerateOutput
+from tests.layerskip import zoo
 
 
 def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
@@ -41,3 +44,19 @@ def check_counters(out: GenerateOutput, config: DecodeConfig) -> None:
         assert {origin: out.origins.count(origin) for origin in expected} == expected
         num_rejected = sum(map(len, out.rejected.values()))
         assert num_rejected == stats.num_drafted - stats.num_accepted + stats.num_sibling_hits
+
+
+def check_ends(
+    model: LayerSkipModel, prompt: Sequence[int], config: DecodeConfig, reference: Sequence[int], most_cut: int = 1
+) -> None:
+    """Any token may be the end of text, wherever it lies in a round; some end at least `most_cut` tokens before it."""
+    cuts = set()
+    for token in sorted(set(reference)):
+        expected = list(reference[: reference.index(token) + 1])
+        out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config, eos_token_id=token)
+        assert out.ids == expected
+        assert out.finish_reason == "eos"
+        check_counters(out, config)
+        cuts.add(out.stats.num_cut)
+    assert 0 in cuts
+    assert max(cuts) >= most_cut, "no end of text inside a round"

@@ -18,7 +18,7 @@ from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.decoding.loop import TARGET_ONLY
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from tests.layerskip import zoo
-from tests.layerskip.decoding.counters import check_counters
+from tests.layerskip.decoding.counters import check_counters, check_ends
 
 GAMMAS = (1, 2, 4, 7)
 PROMPT_LENGTHS = (1, 2, 5, 11)
@@ -123,17 +123,7 @@ def test_end_of_text_at_every_offset_of_a_round(name: str, gamma: int) -> None:
     model, prompt = zoo.layerskip_of(name), zoo.prompt_of(5)
     reference = zoo.greedy_reference(name, prompt)
     config = DecodeConfig(skip_mask=SkipMask.from_sublayers(4, mlp=[3]), gamma=gamma)
-    cuts = set()
-    for token in sorted(set(reference)):
-        expected = list(reference[: reference.index(token) + 1])
-        out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config, eos_token_id=token)
-        assert out.ids == expected
-        assert out.finish_reason == "eos"
-        check_counters(out, config)
-        assert out.stats.num_prompt_tokens + len(expected) >= 6
-        cuts.add(out.stats.num_cut)
-    assert 0 in cuts
-    assert max(cuts) >= (gamma > 1), "no end of text inside a round"
+    check_ends(model, prompt, config, reference, most_cut=int(gamma > 1))
     absent = next(token for token in range(zoo.VOCAB) if token not in reference)
     out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config, eos_token_id=absent)
     assert out.ids == list(reference)

@@ -18,7 +18,7 @@ from layerskip.drafters import TextStore
 from layerskip.drafters.lookups.drafter import LookupSession
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.decoding.counters import check_counters
+from tests.layerskip.decoding.counters import check_counters, check_ends
 from tests.layerskip.huggingface.test_adapter import PlantedError
 from tests.layerskip.rounds.test_broken_rounds import check_survives, failing
 from tests.layerskip.rounds.test_device_round import table_engine
@@ -151,16 +151,7 @@ def test_the_cache_after_each_step_holds_all_but_the_last_token(name: str, draft
 def test_end_of_text_at_every_offset_of_a_round(drafter: str) -> None:
     model, config = zoo.layerskip_of("llama fused"), config_of(drafter, "llama", SkipMask.from_sublayers(4, mlp=[3]))
     prompt = again("llama fused")
-    reference = zoo.greedy_reference("llama fused", prompt)
-    cuts = set()
-    for token in sorted(set(reference)):
-        out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config, eos_token_id=token)
-        assert out.ids == list(reference[: reference.index(token) + 1])
-        assert out.finish_reason == "eos"
-        check_counters(out, config)
-        cuts.add(out.stats.num_cut)
-    assert 0 in cuts
-    assert max(cuts) > 0, "no end of text inside a round"
+    check_ends(model, prompt, config, zoo.greedy_reference("llama fused", prompt))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -26,7 +26,7 @@ from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherToken
 from layerskip.drafters.translation import OwnContext, TokenText, Translation
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.decoding.counters import check_counters
+from tests.layerskip.decoding.counters import check_counters, check_ends
 from tests.layerskip.drafters.test_drafters import PROMPT, again
 from tests.layerskip.rounds.test_broken_rounds import check_survives
 from tests.layerskip.tape import TapeRecorder, on_graphs
@@ -101,16 +101,7 @@ def test_both_may_run_on_recorded_steps(more: dict[str, Any]) -> None:
 def test_end_of_text_at_every_offset_of_a_round(place: int) -> None:
     model, weights = words_of("llama fused")
     config, prompt = configs_of(weights, zoo.NUM_LAYERS)[place], again("llama fused")
-    reference = zoo.greedy_reference("llama fused", prompt)
-    cuts = set()
-    for token in sorted(set(reference)):
-        out = model.generate(prompt, max_new_tokens=zoo.LONGEST, config=config, eos_token_id=token)
-        assert out.ids == list(reference[: reference.index(token) + 1])
-        assert out.finish_reason == "eos"
-        check_counters(out, config)
-        cuts.add(out.stats.num_cut)
-    assert 0 in cuts
-    assert max(cuts) > 0, "no end of text inside a round"
+    check_ends(model, prompt, config, zoo.greedy_reference("llama fused", prompt))
 
 
 @pytest.mark.parametrize("kind", KINDS)
