@@ -110,16 +110,10 @@ def words_of(run: str) -> tuple[LayerSkipModel, DraftWeights]:
             for parameter in one.parameters():
                 parameter[order] = parameter.clone()
         draft.save_pretrained(folder)
-    _of_words([words[order.index(i)] for i in range(zoo.VOCAB)]).save_pretrained(folder)
+    zoo.tokenizer_of([words[order.index(i)] for i in range(zoo.VOCAB)]).save_pretrained(folder)
     own = zoo.layerskip_of(run)
-    model = LayerSkipModel(own.model, _of_words(words), engine="fused" if run.endswith("fused") else "eager")
+    model = LayerSkipModel(own.model, zoo.tokenizer_of(words), engine="fused" if run.endswith("fused") else "eager")
     return model, describe_weights(folder)
-
-
-def _of_words(words: list[str]) -> Any:
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @functools.cache

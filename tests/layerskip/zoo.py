@@ -331,10 +331,15 @@ def with_mtp_layer(model: Any) -> Path:
             optimizer.step()
         model.save_pretrained(folder)
         save_layer(mtp, model.config.num_hidden_layers, folder)
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
+    tokenizer_of([f"w{i}" for i in range(VOCAB)]).save_pretrained(folder)
     return folder
+
+
+def tokenizer_of(words: Sequence[str]) -> Any:
+    """Each word is a token; any other is taken for the first one."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @functools.cache

@@ -15,9 +15,8 @@ from layerskip.benchmark.steps import StepTurn, allowed_s, decode
 from layerskip.config.skip_mask import SkipMask as Mask
 from layerskip.decoding import step_clock
 from layerskip.engines.recording.graph_pool import RerunRecorder
-from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo
-from tests.layerskip.tape import engine_of, graph_model
+from tests.layerskip.tape import engine_of, graph_model, stop_by
 
 TEXT = zoo.prompt_of(9)
 MASKS = (SkipMask.none(zoo.NUM_LAYERS), SkipMask.early_exit(zoo.NUM_LAYERS, 0), SkipMask.from_layers(4, [1, 2]))
@@ -99,7 +98,7 @@ def test_a_draft_takes_some_time_whatever_a_disturbed_clock_says(
 def test_what_is_timed_for_a_search_is_what_its_trials_replay(
     model: LayerSkipModel, replayed: Replayed, monkeypatch: pytest.MonkeyPatch, draft_threshold: float
 ) -> None:
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: Stopping(gamma=4, break_even=float("inf")))  # looks
+    stop_by(monkeypatch, cuts=False)
     config = DecodeConfig(skip_mask=MASKS[2], gamma=4, draft_threshold=draft_threshold)
     arguments: dict[str, Any] = {"config": config, "max_new_tokens": 16, "do_sample": False}
     model.generate(TEXT, **arguments)  # with a threshold both ways to stop are measured
@@ -126,8 +125,7 @@ def test_a_benchmarks_steps_explain_all_seconds_of_its_rounds(
     model: LayerSkipModel, replayed: Replayed, monkeypatch: pytest.MonkeyPatch, draft_threshold: float, cuts: bool
 ) -> None:
     """Whole rounds cost less than their drafts and verifications apart; timed as such, nothing is left for the loop."""
-    known = Stopping(gamma=4, break_even=0.0 if cuts else float("inf"))
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
+    stop_by(monkeypatch, cuts=cuts)
     config = DecodeConfig(skip_mask=MASKS[2], gamma=4, draft_threshold=draft_threshold)
     case = Case("a", TEXT, zoo.greedy_reference("llama", TEXT, 20))
     turn = StepTurn(model, config, 1, 20)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.config.decode_config import DraftWeights
@@ -21,6 +21,7 @@ from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)
+WORDS = [f"w{i}" for i in range(zoo.VOCAB)]
 
 
 def config_of(weights: DraftWeights, **fields: Any) -> DecodeConfig:
@@ -75,7 +76,7 @@ def zoo_greedy(weights: DraftWeights, ids: list[int]) -> int:
 def test_the_output_is_the_targets_whatever_rows_the_draft_has(tmp_path: Path, rows: int, sampled: bool) -> None:
     """As Qwen2.5 models have them, whose embeddings are padded to different numbers of rows."""
     model = LayerSkipModel(zoo.model_of("llama"), engine="fused")
-    model.tokenizer = tokenizer(zoo.VOCAB - 8)
+    model.tokenizer = zoo.tokenizer_of(WORDS[:-8])
     weights = small(tmp_path / "draft", rows)
     model.tokenizer.save_pretrained(tmp_path / "draft")
     weights = describe_weights(tmp_path / "draft")
@@ -85,14 +86,6 @@ def test_the_output_is_the_targets_whatever_rows_the_draft_has(tmp_path: Path, r
     out = model.generate(prompt, max_new_tokens=24, config=config_of(weights), **more)
     assert out.ids == plain.ids
     assert out.stats.num_drafted
-
-
-def tokenizer(size: int, first: str = "w0") -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {first: 0} | {f"w{i}": i for i in range(1, size)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token=first)))
 
 
 def test_a_text_beyond_its_positions_is_not_drafted(tmp_path: Path) -> None:
@@ -117,8 +110,8 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     other = small(tmp_path / "larger", zoo.VOCAB + 1)
     with pytest.raises(ValueError, match=f"must know as many tokens as the model, {zoo.VOCAB}, got {zoo.VOCAB + 1}"):
         model.check_config(config_of(other))
-    model.tokenizer = tokenizer(zoo.VOCAB)
-    tokenizer(zoo.VOCAB, "new").save_pretrained(tmp_path / "draft")
+    model.tokenizer = zoo.tokenizer_of(WORDS)
+    zoo.tokenizer_of(["new", *WORDS[1:]]).save_pretrained(tmp_path / "draft")
     other_tokens = config_of(describe_weights(tmp_path / "draft").narrowed(8))
     with pytest.raises(ValueError, match=r"draft_vocab: must be left out where the draft model has another tokenizer"):
         model.check_config(other_tokens)

@@ -16,7 +16,6 @@ from layerskip.engines.cuda_graph.engine import CudaGraphEngine, GraphOptions
 from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.huggingface.kv_cache import StaticCache
 from layerskip.huggingface.placement import Placement
-from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
@@ -30,7 +29,7 @@ from tests.layerskip.rounds.test_sampling import (
     exactly,
     p_values,
 )
-from tests.layerskip.tape import TapeRecorder, graph_model
+from tests.layerskip.tape import TapeRecorder, graph_model, stop_by
 
 NUM_DRAWS = 1_200
 FAILS = 1e-6
@@ -97,8 +96,7 @@ def draw_many(params: SamplingParams, config: DecodeConfig, recorder: Any) -> tu
 def test_output_follows_the_targets_distribution(
     setting: str, taped: bool, cuts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Stopping(gamma=3, break_even=0.0 if cuts else float("inf"))
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
+    stop_by(monkeypatch, cuts=cuts)
     params, config = SETTINGS[setting]
     draws, stats = draw_many(params, config, TapeRecorder() if taped else RerunRecorder())
     values = p_values(draws, exactly(params))

@@ -17,18 +17,13 @@ from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.engines.cuda_graph.static_step import num_visible_for
 from layerskip.engines.recording.graph_pool import Replay, RerunRecorder
 from layerskip.huggingface.adapter import UnsupportedModelError
-from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.tape import TapeRecorder, engine_of, graph_model
+from tests.layerskip.engines.test_engines import logits_in_chunks
+from tests.layerskip.tape import TapeRecorder, engine_of, graph_model, stop_by
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
-
-
-def logits_in_chunks(engine: Any, ids: torch.Tensor, chunks: list[int], mask: SkipMask | None) -> torch.Tensor:
-    with engine.session(len(ids)):
-        return torch.cat([engine.forward(chunk, mask, num_logits=len(chunk)) for chunk in ids.split(chunks)]).clone()
 
 
 def assert_greedy(model: LayerSkipModel, prompt: tuple[int, ...], config: DecodeConfig, budget: int) -> None:
@@ -67,12 +62,6 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
         assert tuple(out.ids) == zoo.greedy_reference(name, prompt)[:16], config
         accepted, drafted = accepted + out.stats.num_accepted, drafted + out.stats.num_drafted
     assert 0 < accepted < drafted
-
-
-def stop_by(monkeypatch: pytest.MonkeyPatch, *, cuts: bool) -> None:
-    """Decide without a clock how whole rounds go about a threshold."""
-    known = Stopping(gamma=1, break_even=0.0 if cuts else float("inf"))
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
 
 
 @pytest.mark.parametrize("cuts", [True, False])

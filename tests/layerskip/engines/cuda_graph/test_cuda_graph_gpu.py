@@ -23,11 +23,10 @@ from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.rounding import logit_difference
-from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.tape import on_graphs
+from tests.layerskip.tape import engine_of, on_graphs, stop_by
 
 NEEDS_CUDA = (
     pytest.mark.gpu,
@@ -99,11 +98,6 @@ def on_gpu(name: str, **overrides: Any) -> LayerSkipModel:
     """In float32; mixtures of experts in bfloat16, in which alone their products can be recorded."""
     dtype = torch.bfloat16 if name in MIXTURES else torch.float32
     return LayerSkipModel(zoo.build(name, **overrides).to("cuda", dtype), engine="cuda_graph")
-
-
-def engine_of(model: LayerSkipModel) -> CudaGraphEngine:
-    assert isinstance(model.engine, CudaGraphEngine)
-    return model.engine
 
 
 @with_devices
@@ -183,12 +177,6 @@ def test_rounds_on_the_device_emit_what_the_host_loop_does(
         assert on_device.origins[:same] == on_host.origins[:same], config
         drafted, accepted = drafted + on_device.stats.num_drafted, accepted + on_device.stats.num_accepted
     assert 0 < accepted < drafted
-
-
-def stop_by(monkeypatch: pytest.MonkeyPatch, *, cuts: bool) -> None:
-    """Decide without a clock how whole rounds go about a threshold."""
-    known = Stopping(gamma=1, break_even=0.0 if cuts else float("inf"))
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
 
 
 @with_devices

@@ -13,9 +13,8 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.engines.recording.graph_pool import Replay, RerunRecorder, warm_up
 from layerskip.engines.recording.sync_watch import SyncError, SyncWatch
 from layerskip.rounds import round_work
-from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo
-from tests.layerskip.tape import engine_of, graph_model
+from tests.layerskip.tape import engine_of, graph_model, stop_by
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [2])
 
@@ -76,8 +75,7 @@ class Reads(TorchFunctionMode):
 def test_one_read_a_round_and_one_more_a_draft_token_that_is_looked_at(
     sampled: bool, cuts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Stopping(gamma=4, break_even=0.0 if cuts else float("inf"))
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)
+    stop_by(monkeypatch, cuts=cuts)
     model = graph_model("llama")
     for draft_threshold, target_threshold in ((0.0, 0.0), (0.0, 0.35), (0.45, 0.0)):
         config = DecodeConfig(
