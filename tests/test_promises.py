@@ -175,7 +175,9 @@ class _Told:
 def test_a_study_file_with_a_password_is_the_users_alone(storage: str, mode: int, tmp_path: Path) -> None:
     told: Any = _Told()
     _make_folder(told, StudySpec(model="m", prompts="p", storage=storage), StudyPaths(tmp_path))
-    assert stat.S_IMODE((tmp_path / "study.toml").stat().st_mode) == mode
+    file = tmp_path / "study.toml"
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+    assert ("s3cret" in file.read_text()) == (mode == 0o600)
     assert len(told.warnings) == (mode == 0o600)
     assert "s3cret" not in "".join(told.warnings)
 

@@ -195,11 +195,14 @@ def test_a_broken_machine_and_a_wrong_output_are_raised_with_their_reason(bench:
         _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
 
 
-def test_failures_in_a_row_are_raised(bench: Bench) -> None:
+@pytest.mark.parametrize("per_group", [False, True])
+def test_failures_in_a_row_are_raised(bench: Bench, per_group: bool) -> None:
     bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
-    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="tpe", storage=bench.url)
+    sets = group_prompts({"a": 4, "b": 4}), group_prompts({"a": 4, "b": 4}, first=500)
+    subject = Subject(bench.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
+    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="tpe", per_group=per_group, storage=bench.url)
     with pytest.raises(SearchFailed, match="3 trials in a row failed, the last one with RuntimeError: driver gone"):
-        _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
+        _search(subject, spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
 
 
 def test_the_options_are_those_of_a_study_but_for_what_the_model_itself_says() -> None:
@@ -244,12 +247,3 @@ def test_bad_groups_are_told_in_the_callers_words(loaded: tuple[Any, Any], recor
         search.tune(*loaded, records, **FAST | {"per_group": True})
     assert "--" not in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_failures_of_a_search_per_group_are_raised(bench: Bench) -> None:
-    bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
-    sets = group_prompts({"a": 4, "b": 4}), group_prompts({"a": 4, "b": 4}, first=500)
-    subject = Subject(bench.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
-    spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="tpe", per_group=True, storage=bench.url)
-    with pytest.raises(SearchFailed, match="3 trials in a row failed, the last one with RuntimeError: driver gone"):
-        _search(subject, spec, bench.paths, quiet=True, keeps=False, load_s=0.0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerskip.decoding.loop
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.config.lookup_settings import PromptLookup
 from layerskip.decoding.loop import ACCEPTED
 from layerskip.drafters.eagle.head import read_config
@@ -492,11 +492,3 @@ def test_groups_and_regimes_are_checked_too() -> None:
     assert grouped.has_branches
     with pytest.raises(ValueError, match="siblings and trees: need a model"):
         zoo.layerskip_of("bloom").config = grouped
-
-
-def test_hugging_faces_generate_takes_them() -> None:
-    prompt = zoo.prompt_of(5)
-    out = zoo.model_of("llama").generate(
-        torch.tensor([prompt]), max_new_tokens=12, custom_generate=custom_generate(config_of(), engine="fused")
-    )
-    assert out[0, 5:].tolist() == list(zoo.greedy_reference("llama", prompt)[:12])

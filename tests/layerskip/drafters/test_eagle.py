@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, custom_generate
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
@@ -103,14 +103,6 @@ def test_an_exception_anywhere_leaves_the_model_whole(monkeypatch: Any) -> None:
     check_survives(model, PROMPT, config, places, monkeypatch, num_calls=3)
     with pytest.raises(RuntimeError, match="no hidden states"):
         _ = model.engine.states  # type: ignore[attr-defined]
-
-
-def test_hugging_faces_generate_takes_it() -> None:
-    prompt = torch.tensor([PROMPT])
-    out = zoo.model_of("llama").generate(
-        prompt, max_new_tokens=12, custom_generate=custom_generate(eagle(zoo.eagle_of("llama")), engine="fused")
-    )
-    assert out[0, len(PROMPT) :].tolist() == list(zoo.greedy_reference("llama", PROMPT)[:12])
 
 
 def test_a_config_names_weights_from_its_own_folder(tmp_path: Path) -> None:

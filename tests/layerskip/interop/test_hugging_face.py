@@ -31,7 +31,7 @@ from layerskip.drafters import TextStore
 from layerskip.interop.generate import CustomGenerate, sampling_params
 from layerskip.rounds.sampling import SamplingParams
 from tests.layerskip import zoo
-from tests.layerskip.drafters.test_drafters import again, drafters
+from tests.layerskip.drafters.test_drafters import again, by_weights, drafters
 
 NAMES = ("llama", "qwen2-sliding", "gemma3", "gpt2", "opt", "bloom", "falcon-alibi", "mixtral", "gpt-oss")
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
@@ -351,15 +351,16 @@ def test_each_call_follows_the_setting_of_its_regime() -> None:
     assert ours.config == config
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid"])
-def test_lookups_draft_here_too(drafter: str) -> None:
-    model, config = zoo.model_of("llama"), drafters(MASK)[drafter]
-    ours = callable_for(config)
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "hybrid", "eagle", "siblings"])
+def test_every_drafter_drafts_here_too(drafter: str) -> None:
+    configs = drafters(MASK) | {"siblings": CONFIG.model_copy(update={"siblings": 2})} | by_weights("llama")
+    ours = callable_for(configs[drafter], engine="fused" if drafter in ("eagle", "siblings") else "eager")
     prompt = again("llama")
-    out = model.generate(ids(prompt), max_new_tokens=16, custom_generate=ours)
+    out = zoo.model_of("llama").generate(ids(prompt), max_new_tokens=16, custom_generate=ours)
     assert out[0, len(prompt) :].tolist() == list(zoo.greedy_reference("llama", prompt, 16))
     assert ours.stats is not None
-    assert ours.stats.num_looked_up_accepted > 0
+    assert ours.stats.num_accepted > 0
+    assert (ours.stats.num_looked_up_accepted > 0) == (configs[drafter].lookup is not None)
 
 
 def test_earlier_texts_can_be_given() -> None:

@@ -136,21 +136,6 @@ def test_a_round_with_a_repetition_penalty_stays_on_the_host() -> None:
     assert {key[0] for key in engine.pool._replays} == {"forward"}
 
 
-@pytest.mark.parametrize("draft_threshold", [0.0, 0.4])
-def test_seed_and_generator_reproduce(draft_threshold: float) -> None:
-    """Also where the first run measures how to stop: that must not draw from the run's generator."""
-    model = graph_model("llama")
-    config = DecodeConfig(skip_mask=MASK, gamma=3, draft_threshold=draft_threshold)
-
-    def ids(**arguments: Any) -> list[int]:
-        return model.generate([1, 2], max_new_tokens=12, do_sample=True, config=config, **arguments).ids
-
-    assert ids(seed=3) == ids(seed=3) == ids(generator=torch.Generator().manual_seed(3))
-    assert len({tuple(ids(seed=seed)) for seed in range(4)}) > 1
-    generator = torch.Generator().manual_seed(3)
-    assert ids(generator=generator) != ids(generator=generator)  # it goes on, it does not start anew
-
-
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_no_more_is_accepted_than_asked_for(limit: int) -> None:
     model, prompt = graph_model("llama"), zoo.prompt_of(5)

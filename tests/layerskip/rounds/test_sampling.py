@@ -22,6 +22,7 @@ from layerskip.rounds import sampling
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from layerskip.rounds.verifier import Verdict
 from tests.layerskip import zoo
+from tests.layerskip.tape import graph_model
 
 VOCAB, PROMPT, NUM_TOKENS, NUM_DRAWS = 4, (1, 2), 4, 4_000
 MASK = SkipMask.from_layers(2, [1])
@@ -419,15 +420,14 @@ def test_settings_that_would_be_ignored_are_refused_by_name(name: str, value: An
         LayerSkipModel(hf, engine="eager").generate([1], max_new_tokens=1)
 
 
-def test_seed_and_generator_reproduce() -> None:
-    config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [2]), gamma=3)
+@pytest.mark.parametrize(("on_device", "draft_threshold"), [(False, 0.0), (True, 0.0), (True, 0.4)])
+def test_seed_and_generator_reproduce(on_device: bool, draft_threshold: float) -> None:
+    """On the device also where the first run measures how to stop: that must not draw from the run's generator."""
+    model = graph_model("llama") if on_device else zoo.layerskip_of("llama")
+    config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [2]), gamma=3, draft_threshold=draft_threshold)
 
     def ids(**arguments: Any) -> list[int]:
-        return (
-            zoo.layerskip_of("llama")
-            .generate([1, 2], max_new_tokens=16, do_sample=True, config=config, **arguments)
-            .ids
-        )
+        return model.generate([1, 2], max_new_tokens=16, do_sample=True, config=config, **arguments).ids
 
     assert ids(seed=3) == ids(seed=3) == ids(generator=torch.Generator().manual_seed(3))
     assert len({tuple(ids(seed=seed)) for seed in range(5)}) > 1
