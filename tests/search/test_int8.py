@@ -1,4 +1,4 @@
-"""A search over drafts with 8-bit weights, from the command to the config; what such a draft is taken to cost."""
+"""Drafts with 8-bit weights: where they cannot be, what they are taken to cost, and how a config says it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,13 @@ import pytest
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.huggingface.adapter import ModelAdapter
-from search import report, run
+from search import run
 from search.predict.costs import CostModel, pool_costs
 from tests.search.helpers.rivals import make_cost
 from tests.search.helpers.studies import trials_of
 
 FOUR = SkipMask.from_sublayers(4, attention=[1], mlp=[1, 2])
 COST = dataclasses.replace(make_cost(4), int8_s=(1e-4, 2e-4, 3e-4), narrowed_s={"8": 5e-4, "8 int8": 5e-5})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["replay", "random", "tpe"])
-def test_it_is_searched_resumed_and_replayed(tiny_study: list[str], tmp_path: Path, capsys: Any, sampler: str) -> None:
-    given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
-    assert run.main([*given, "--trials", "4"]) in (0, 1)
-    assert "weights as they are or of 8 bits" in capsys.readouterr().out
-    assert run.main(["--study", str(tmp_path / "study"), "--trials", "8"]) in (0, 1)
-    trials = trials_of(tmp_path / "study")
-    assert {trial.params["draft_int8"] for trial in trials} >= ({False} if sampler == "replay" else {False, True})
-    for trial in trials:
-        assert SkipMask.parse(trial.user_attrs["skip_mask"]).int8 is trial.params["draft_int8"]
-    if sampler == "replay":
-        assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
-        summary = json.loads((tmp_path / "study" / "summary.json").read_text())
-        assert len(summary["costs"]["first"]["int8_s"]) == 3
-    assert report.main([str(tmp_path / "study")]) == 0
-
-
-@pytest.mark.slow
-def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Path) -> None:
-    given = [*tiny_study, "--drafters", "layer_skip", "--force"]
-    assert run.main([*given, "--trials", "1", "--no-int8"]) in (0, 1)
-    assert run.main([*given, "--trials", "2"]) in (0, 1)
-    assert all("draft_int8" not in trial.params for trial in trials_of(tmp_path / "study"))
 
 
 def test_where_it_cannot_be_it_is_not_searched_and_refused_if_asked_for(

@@ -1,4 +1,4 @@
-"""A search over how many token ids a draft chooses from, from the command to the config."""
+"""A search over drafts with 8-bit weights and over how many token ids a draft chooses from, from command to config."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["replay", "random", "tpe"])
-def test_it_is_searched_resumed_and_decoded_with(
+def test_both_are_searched_resumed_replayed_and_decoded_with(
     tiny_study: list[str], tiny_model: Path, tmp_path: Path, capsys: Any, sampler: str
 ) -> None:
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
     assert run.main([*given, "--trials", "4"]) in (0, 1)
     said = capsys.readouterr().out
+    assert "weights as they are or of 8 bits" in said
     assert "64, 32, 16, 8, 4 token ids" in said
     assert run.main(["--study", str(tmp_path / "study"), "--trials", "8"]) in (0, 1)
     trials = trials_of(tmp_path / "study")
+    assert {trial.params["draft_int8"] for trial in trials} >= ({False} if sampler == "replay" else {False, True})
     assert {trial.params["draft_vocab"] for trial in trials} <= set(SIZES)
     model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
     for trial in trials:
         mask = SkipMask.parse(trial.user_attrs["skip_mask"])
+        assert mask.int8 is trial.params["draft_int8"]
         assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
         # Replayed counts are those of decoding, narrowed or not.
         if "replayed_forwards" in trial.user_attrs and mask.draft_vocab is not None:
@@ -44,20 +47,22 @@ def test_it_is_searched_resumed_and_decoded_with(
             plain = DecodeConfig.plain(4)
             ids = [model.generate("w1 w2 w3", max_new_tokens=8, config=one).ids for one in (config, plain)]
             assert ids[0] == ids[1]
-    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
     if sampler == "replay":
         assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
+        costs = json.loads((tmp_path / "study" / "summary.json").read_text())["costs"]["first"]
+        assert len(costs["int8_s"]) == 3
         sizes = {"32", "16", "8", "4"}
-        assert summary["costs"]["first"]["narrowed_s"].keys() == sizes | {f"{size} int8" for size in sizes}
+        assert costs["narrowed_s"].keys() == sizes | {f"{size} int8" for size in sizes}
     assert report.main([str(tmp_path / "study")]) == 0
 
 
 @pytest.mark.slow
-def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flag", "param"), [("--no-int8", "draft_int8"), ("--no-draft-vocab", "draft_vocab")])
+def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Path, flag: str, param: str) -> None:
     given = [*tiny_study, "--drafters", "layer_skip", "--force"]
-    assert run.main([*given, "--trials", "1", "--no-draft-vocab"]) in (0, 1)
+    assert run.main([*given, "--trials", "1", flag]) in (0, 1)
     assert run.main([*given, "--trials", "2"]) in (0, 1)
-    assert all("draft_vocab" not in trial.params for trial in trials_of(tmp_path / "study"))
+    assert all(param not in trial.params for trial in trials_of(tmp_path / "study"))
 
 
 def test_a_model_without_a_large_vocabulary_is_searched_without(
