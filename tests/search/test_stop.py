@@ -1,14 +1,14 @@
-"""Signals, time limits, hangs, memory that runs out, readers that leave: how a search ends early."""
+"""Kill -9, signals, time limits, hangs, memory that runs out, readers that leave: how a search ends early."""
 
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
@@ -19,11 +19,12 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from search.stop import StopSignal, TrialTimedOut
 from search.storages.opening import open_storage
-from search.study.trials import counted
+from search.study.trials import counted, trials_by_state
 from search.workers.hang import HUNG_EXIT_CODE
 from tests.search.helpers.fakes import Bench
+from tests.search.helpers.servers import ROOT, child_environment
+from tests.search.test_search import history
 
-ROOT = Path(__file__).parents[2]
 RUN = """
 import sys, time, pathlib
 from search.reporting.publish import Publisher
@@ -57,7 +58,7 @@ def strike(config):
 bench.decoder.break_on = strike
 with bench.stop.installed():
     try:
-        sys.exit(bench.run(trials=16, sampler="tpe", trial_timeout_s=0.5 if what == "hang" else None))
+        sys.exit(bench.run(trials=16, trial_timeout_s=0.5 if what == "hang" else None))
     except KeyboardInterrupt:
         sys.exit(bench.stop.exit_code)
 """
@@ -69,15 +70,27 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def run_child(folder: Path, what: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    """A search that stops in the middle of a trial, in a process of its own."""
     command = [sys.executable, "-c", RUN, str(folder), what]
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=child_environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def wait_until_struck(folder: Path, child: subprocess.Popen[str]) -> None:
-    while not (folder / "struck").exists():
+def wait_for(file: Path, child: subprocess.Popen[str]) -> None:
+    while not file.exists():
         assert child.poll() is None, child.communicate()[1]
         time.sleep(0.05)
+
+
+@pytest.fixture
+def waiting(bench: Bench) -> Iterator[subprocess.Popen[str]]:
+    """That search once it waits in its trial."""
+    child = run_child(bench.folder, "wait")
+    try:
+        wait_for(bench.folder / "struck", child)
+        yield child
+    finally:
+        child.kill()
+        child.wait()
 
 
 # --- time limits -----------------------------------------------------------------------------------------------------
@@ -125,7 +138,7 @@ def test_a_trial_that_no_exception_reaches_ends_the_process_with_its_trial_marke
     last = bench.trials()[-1]
     assert last.state == TrialState.FAIL
     assert last.user_attrs["failure"].startswith("hung: did not end")
-    assert bench.run(trials=16, sampler="tpe") == 0
+    assert bench.run(trials=16) == 0
     assert counted(bench.trials()) == 16
 
 
@@ -169,17 +182,47 @@ def test_memory_that_runs_out_fails_the_trial_drops_what_it_held_and_the_next_on
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_closed_terminal_ends_a_trial_cleanly(bench: Bench) -> None:
-    child = run_child(bench.folder, "wait")
-    wait_until_struck(bench.folder, child)
-    child.send_signal(signal.SIGHUP)
-    _, errors = child.communicate(timeout=60)
-    assert child.returncode == 128 + signal.SIGHUP
+def assert_ended_cleanly(bench: Bench, errors: str) -> None:
     assert "Traceback" not in errors
     last, queued = bench.trials()[-2:]
     assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
     assert queued.state == TrialState.WAITING
+
+
+def assert_resumes_as_if_nothing_had_happened(bench: Bench, whole: Bench) -> None:
+    whole.run(trials=16)
+    assert bench.run(trials=16) == 0
+    trials = bench.trials()
+    assert trials_by_state(trials)["interrupted"] == 1
+    assert counted(trials) == 16
+    assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
+    measured = [one[0] for one in history(bench) if one[1] is not None]
+    assert measured == [one[0] for one in history(whole)]
+
+
+def test_a_killed_search_is_resumed(
+    bench: Bench, waiting: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    waiting.kill()
+    waiting.wait()
+    assert bench.trials()[-1].state == TrialState.RUNNING
+    assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_a_trial_cleanly(
+    bench: Bench,
+    waiting: subprocess.Popen[str],
+    tmp_path_factory: pytest.TempPathFactory,
+    number: signal.Signals,
+) -> None:
+    waiting.send_signal(number)
+    _, errors = waiting.communicate(timeout=60)
+    assert waiting.returncode == 128 + number
+    assert_ended_cleanly(bench, errors)
+    assert not bench.paths.best.exists()
+    assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
@@ -194,34 +237,27 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 
 @pytest.mark.slow
-def test_two_signals_together_are_one(bench: Bench) -> None:
-    child = run_child(bench.folder, "wait")
-    wait_until_struck(bench.folder, child)
-    child.send_signal(signal.SIGINT)
-    child.send_signal(signal.SIGTERM)
-    _, errors = child.communicate(timeout=120)
-    assert child.returncode in (130, 143)
-    assert "Traceback" not in errors
-    last, queued = bench.trials()[-2:]
-    assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
-    assert queued.state == TrialState.WAITING
+def test_two_signals_together_are_one(bench: Bench, waiting: subprocess.Popen[str]) -> None:
+    waiting.send_signal(signal.SIGINT)
+    waiting.send_signal(signal.SIGTERM)
+    _, errors = waiting.communicate(timeout=120)
+    assert waiting.returncode in (130, 143)
+    assert_ended_cleanly(bench, errors)
 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(bench: Bench) -> None:
     child = run_child(bench.folder, "deaf")
-    wait_until_struck(bench.folder, child)
+    wait_for(bench.folder / "struck", child)
     child.send_signal(signal.SIGINT)
-    while not (bench.folder / "heard").exists():
-        assert child.poll() is None
-        time.sleep(0.05)
+    wait_for(bench.folder / "heard", child)
     time.sleep(0.6)  # a person's second Ctrl-C, not the same one twice
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
     assert errors == "ended at once; the same command clears up and continues\n"
     assert bench.trials()[-1].state == TrialState.RUNNING
-    assert bench.run(trials=16, sampler="tpe") == 0
+    assert bench.run(trials=16) == 0
     trials = bench.trials()
     assert counted(trials) == 16
     assert all(trial.state.is_finished() for trial in trials)
@@ -232,10 +268,9 @@ def test_a_second_ctrl_c_ends_the_process_on_the_spot_and_leaves_a_whole_study(b
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tiny_study: list[str], tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "search.run", *tiny_study, "--trials", "6"]
     child = subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
     assert child.stderr is not None

@@ -1,14 +1,10 @@
-"""Storages: several processes on one SQLite file, kill -9 and signals, one-line errors without passwords."""
+"""Storages: several processes on one SQLite file, one-line errors without passwords."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,8 @@ from optuna.trial import TrialState
 from search.storages.address import redact
 from search.storages.errors import StorageError
 from search.storages.opening import check_storage, check_writable, open_storage
-from search.study.trials import counted, trials_by_state
-from tests.search.helpers.fakes import Bench
-from tests.search.test_search import history
+from tests.search.helpers.servers import ROOT, child_environment
 
-ROOT = Path(__file__).parents[3]
 WORKER = """
 import sys, optuna
 from search.storages.opening import open_storage
@@ -33,36 +26,10 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 study = optuna.load_study(study_name="s", storage=open_storage(sys.argv[1]))
 study.optimize(lambda trial: trial.suggest_int("x", 0, 99), n_trials=int(sys.argv[2]))
 """
-SEARCH = """
-import sys, time, pathlib
-from tests.search.helpers.fakes import Bench
-folder = pathlib.Path(sys.argv[1])
-bench = Bench(folder, in_sqlite=True)
-def hang(config):
-    if bench.decoder.num_decoded == 120:
-        (folder / "hanging").touch()
-        time.sleep(600)
-bench.decoder.break_on = hang
-with bench.stop.installed():
-    try:
-        bench.run(trials=16)
-    except KeyboardInterrupt:
-        sys.exit(bench.stop.exit_code)
-"""
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, cwd=ROOT)
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    for _ in range(1200):
-        if condition():
-            return
-        assert process.poll() is None, "the child ended by itself"
-        time.sleep(0.05)
-    pytest.fail("the child did not get there")
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=child_environment(), cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -75,60 +42,6 @@ def test_queued_trials_are_run_once_by_several_processes(tmp_path: Path) -> None
     assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
     values = [trial.value for trial in study.get_trials() if trial.state == TrialState.COMPLETE]
     assert sorted(value for value in values if value is not None) == list(range(18))
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path, in_sqlite=True)
-
-
-@pytest.fixture
-def hanging(bench: Bench) -> subprocess.Popen[bytes]:
-    """A search in another process that hangs in the middle of a trial."""
-    process = start(SEARCH, str(bench.folder))
-    try:
-        wait_for((bench.folder / "hanging").exists, process)
-    except BaseException:
-        process.kill()
-        raise
-    return process
-
-
-def assert_resumes_as_if_nothing_had_happened(bench: Bench, whole: Bench) -> None:
-    whole.run(trials=16)
-    assert bench.run(trials=16) == 0
-    trials = bench.trials()
-    assert trials_by_state(trials)["interrupted"] == 1
-    assert counted(trials) == 16
-    assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
-    measured = [one[0] for one in history(bench) if one[1] is not None]
-    assert measured == [one[0] for one in history(whole)]
-
-
-def test_a_killed_search_is_resumed(
-    bench: Bench, hanging: subprocess.Popen[bytes], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    hanging.kill()
-    hanging.wait()
-    assert [trial.state for trial in bench.trials()][-1] == TrialState.RUNNING
-    assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_a_trial_cleanly(
-    bench: Bench,
-    hanging: subprocess.Popen[bytes],
-    tmp_path_factory: pytest.TempPathFactory,
-    number: signal.Signals,
-) -> None:
-    hanging.send_signal(number)
-    assert hanging.wait(timeout=60) == 128 + number
-    last, queued = bench.trials()[-2:]
-    assert (last.state, last.user_attrs["failure"]) == (TrialState.FAIL, "interrupted")
-    assert queued.state == TrialState.WAITING
-    assert not bench.paths.best.exists()
-    assert_resumes_as_if_nothing_had_happened(bench, Bench(tmp_path_factory.mktemp("whole")))
 
 
 def test_a_journal_study_that_others_delete_while_it_is_made_is_made_again(
