@@ -48,7 +48,6 @@ def steps(document: str) -> list[str]:
 def tree(document: str) -> str:
     """The block under `## Files`."""
     found = re.search(r"^## Files\n\n```\n(.+?)```", text_of(document), re.DOTALL | re.MULTILINE)
-    assert found is not None
     return found[1]
 
 

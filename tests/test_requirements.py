@@ -20,8 +20,6 @@ INSTALLED = ("dependencies", "test", "serve", "postgres", "grpc", "large")
 @pytest.fixture(scope="module")
 def minimum() -> ModuleType:
     spec = importlib.util.spec_from_file_location("minimum", ROOT / ".ci" / "minimum.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -54,7 +54,6 @@ def assert_fits(visit: Visit, width: int) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
     for drawn in visit.page.locator(".plot").all():
         box = drawn.locator(".main-svg").first.bounding_box()
-        assert box is not None
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= width
     for text in visit.page.locator(TEXTS).all():

@@ -24,7 +24,6 @@ def check_config(config: DecodeConfig, folder: Path) -> None:
     for name in ("gamma", "draft_threshold", "target_threshold", "share_prefix", "reason", "drafter"):
         assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
     if "sampling" in said:
-        assert config.sampling is not None
         assert config.sampling.model_dump(include=set(said["sampling"])) == said["sampling"]
     assert len(config.regimes or ()) == len(said.get("regimes", ()))
     lookup = said.get("lookup")

@@ -107,7 +107,6 @@ def test_show_drafts_tells_what_was_looked_up(demo_model: LayerSkipModel, capsys
     plain = demo_model.generate(LOOPS, max_new_tokens=16, do_sample=False)
     assert out.rstrip("\n") == plain.text.rstrip("\n")
     found = re.search(r"looked up in (\d+) of (\d+) rounds: (\d+) of (\d+) tokens accepted", err)
-    assert found is not None
     lookup_rounds, rounds, accepted, drafted = map(int, found.groups())
     assert 0 < lookup_rounds == rounds
     assert 0 < accepted <= drafted
@@ -173,7 +172,6 @@ def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
 
 def test_the_length_defaults_to_what_the_config_was_tuned_for(config_file: Path, capsys) -> None:
     config = DecodeConfig.load(config_file)
-    assert config.provenance is not None
     tuned = config.provenance.model_copy(update={"max_new_tokens": 9})
     config.model_copy(update={"provenance": tuned}).save(config_file)
     assert run("--config", config_file, "--prompt", PROMPT) == 0
@@ -357,7 +355,6 @@ def test_a_config_has_its_own_drafter(config_file: Path, refused) -> None:
 
 def test_config_for_other_weights_is_refused(config_file: Path, refused) -> None:
     config = DecodeConfig.load(config_file)
-    assert config.provenance is not None
     other = config.provenance.model_copy(update={"weights_fingerprint": "0" * 16})
     config.model_copy(update={"provenance": other}).save(config_file)
     assert "the config was made for" in refused(run, "--config", config_file, "--prompt", "x")

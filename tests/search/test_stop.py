@@ -272,7 +272,6 @@ def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tiny_study: list[
     child = subprocess.Popen(
         command, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert child.stdout is not None
     assert child.stderr is not None
     assert child.stdout.readline().startswith("preflight")
     child.stdout.close()

@@ -51,7 +51,6 @@ def test_texts_in_a_config_out_and_nothing_left_behind(
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     config = search.tune(model, tokenizer, TEXTS, **FAST)
     assert isinstance(config, DecodeConfig)
-    assert config.provenance is not None
     assert config.provenance.model == model.name_or_path
     assert config.provenance.num_trials == 2
     assert config.provenance.command == "search.tune"
@@ -97,7 +96,6 @@ def test_a_kept_study_goes_on_and_is_there_for_the_other_commands(
     files = {file.name for file in folder.iterdir()}
     assert {"study.toml", "study.db", "best.json", "summary.json", "tuning.jsonl"} <= files
     second = search.tune(*loaded, TEXTS, **FAST | {"study": str(folder), "trials": 3})
-    assert second.provenance is not None
     assert second.provenance.num_trials == 3
     spec, paths = search.load_spec({}, str(folder), demo=Path("none"))
     assert (spec.model, spec.prompts) == (loaded[0].name_or_path, str(folder / "tuning.jsonl"))
@@ -174,7 +172,6 @@ def fake_subject(bench: Bench) -> Subject:
 def test_the_winner_of_the_pipeline_is_returned(bench: Bench) -> None:
     spec = make_spec(trials=12, sampler="tpe", storage=bench.url)
     config = _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=True, load_s=0.0)
-    assert config.confirmed is not None
     assert config.confirmed.speedup == pytest.approx(true_speedup(config), rel=0.03)
     assert config == DecodeConfig.load(bench.paths.best)
 

@@ -55,7 +55,6 @@ def test_lookups_are_right_now_and_then_and_wrong_too() -> None:
     for case in [case for case in cases if case.architecture in ("llama", "gpt2") and case.dtype == "float32"]:
         outcome = subjects.run(case)
         assert outcome.verdict == "identical"
-        assert outcome.stats is not None
         found.update(drafted=outcome.stats.num_looked_up, kept=outcome.stats.num_looked_up_accepted)
     assert 0.1 < found["kept"] / found["drafted"] < 0.9
 

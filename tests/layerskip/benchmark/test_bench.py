@@ -289,7 +289,6 @@ def test_draft_weights_have_rows_and_steps_like_a_mask() -> None:
     result = run_benchmark(model, hybrid, PROMPTS[:2], Plan(8, 1, ROW_NAMES))
     rows = {row["name"]: row for row in result.rows}
     assert all(rows[name]["identical"] == 2 for name in ("speculative", "eagle", "hybrid"))
-    assert result.steps is not None
     draft: Any = result.steps["draft"]
     assert all(step["seconds"] > 0 for step in draft)
     assert draft[0]["bytes"] > sum(one.nbytes for one in model.engine.draft_weights[weights.path].module.parameters())
@@ -448,7 +447,6 @@ def test_ratios_are_paired_by_prompt_and_repeat() -> None:
     plain = sampled([[1.0, 10.0], [3.0, 30.0]])
     faster = sampled([[0.5, 5.0], [1.5, 15.0]], "speculative")
     found = ratio(faster, plain)
-    assert found is not None
     assert (found.value, found.ci_low, found.ci_high) == pytest.approx((2.0, 2.0, 2.0))
 
 
@@ -614,7 +612,6 @@ def test_attained_is_what_the_steps_explain_of_the_seconds() -> None:
             row.samples[index].append(Sample((0,) * 9, 8, stats.decode_s, 30.0, stats))
             turn.samples[index].append(STEPS)
     found = attained(row, turn)
-    assert found is not None
     assert found.value == pytest.approx(math.sqrt(1 / 1.25))
 
 
@@ -656,7 +653,6 @@ def test_the_forwards_are_part_of_the_run_that_they_are_timed_in(config: DecodeC
     model = zoo.layerskip_of("llama")
     cases = make_cases(HuggingFaceWay("hf", model), PROMPTS, 8)
     found = forward_share(model, config, cases, 8)
-    assert found is not None
     assert 0.0 < found.value < 1.0
 
 
@@ -669,7 +665,6 @@ def test_the_prompts_own_forward_is_no_part_of_the_share(monkeypatch) -> None:
 
     monkeypatch.setattr(steps, "decode", decode)
     found = forward_share(model, EARLY_EXIT, cases_of(1), 8)
-    assert found is not None
     assert found.value == pytest.approx(0.5)
     monkeypatch.setattr(steps, "decode", lambda *_args: a_run([], 2, decode_s=6.0))
     assert forward_share(model, EARLY_EXIT, cases_of(1), 8) is None, "an engine that hides its forwards"

@@ -62,7 +62,6 @@ def by_trees(run: str, gamma: int = 4) -> dict[str, DecodeConfig]:
     named = (("eagle", 5), ("hybrid eagle", 9), ("mtp", 5), ("hybrid mtp", 9))
     for name, tree_tokens in (one for one in named if one[0] in chains):
         weights = chains[name].draft_weights
-        assert weights is not None
         update = {"draft_weights": weights.branching(tree_tokens), "draft_threshold": 0.0}
         found[f"{name} tree"] = chains[name].model_copy(update=update)
     return found

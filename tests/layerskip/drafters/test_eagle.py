@@ -65,7 +65,6 @@ def check_live_chains(name: str, rollouts: Callable[[Any, torch.Tensor, torch.Te
     text = [*PROMPT, *zoo.greedy_reference(name, PROMPT)]
     with engine.session(64):
         drafter = make_drafter(config, engine, Sampler(SamplingParams()))
-        assert drafter is not None
         engine.keep_states(head.aux_layers)
         session = drafter.begin()
         for length in (9, 12, 13, 17):

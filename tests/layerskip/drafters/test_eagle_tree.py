@@ -97,7 +97,6 @@ def test_what_is_verified_are_the_likeliest_paths_of_all(run: str, params: Sampl
             scores |= {(one, two): scores[one,] + float(behind[two]) for two in range(zoo.VOCAB)}
     for size in (1, 2, 7, 16):
         draft = at.draft(tree(at.weights, size, gamma=2))
-        assert draft.tree is not None
         paths: list[tuple[int, ...]] = [()]
         for parent, token in zip(draft.tree.parents, draft.tree.ids.tolist(), strict=True):
             paths.append((*paths[parent], token))
@@ -116,7 +115,6 @@ def test_no_deeper_than_there_is_room_and_than_it_can_matter() -> None:
     for limit in (1, 2, 3):
         assert len(at.draft(tree(at.weights, 30, gamma=4), limit).ids) == limit
     alone = at.draft(tree(at.weights, 1, gamma=4))
-    assert alone.tree is not None
     # The likeliest token is gone on from, and what follows it is likely enough never.
     assert (len(alone.ids), alone.tree.ids.tolist(), alone.tree.parents) == (2, alone.ids.tolist()[:1], (0,))
 
@@ -126,7 +124,6 @@ def test_what_is_less_likely_than_the_threshold_is_not_gone_on_from() -> None:
     levels = []
     for threshold in (0.0, 0.01, 0.05, 0.2, 0.95):
         draft = at.draft(tree(at.weights, 30, draft_threshold=threshold))
-        assert draft.tree is not None
         assert len(draft.tree.parents) == 30
         behind = at.nodes.scores[at.nodes.parents[at.nodes.parents >= 0]]
         assert (np.exp(behind) >= threshold).all()

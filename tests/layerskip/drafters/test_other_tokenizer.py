@@ -197,7 +197,6 @@ def test_an_end_of_text_is_drafted_as_the_targets_own() -> None:
     session._drafter.steps = lambda *_: (Step(torch.tensor([one]), None, None) for one in said)  # type: ignore[method-assign]
     with torch.inference_mode(), draft.engine.session(64):
         found = session.propose(target("The reader,")["input_ids"], 9, None)
-    assert found is not None
     assert found.ids.tolist() == [*target(" words are")["input_ids"], target.eos_token_id][:4]
 
 

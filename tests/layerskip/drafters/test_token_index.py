@@ -44,7 +44,6 @@ def test_matches_are_those_of_a_search_through_the_text(ids: list[int], least: i
         assert found is None
         return
     best = max(length for _, length in expected)
-    assert found is not None
     assert found.length == best
     assert [place.position for place in found.places] == [place for place, length in expected if length == best][::-1]
 
@@ -116,7 +115,6 @@ def test_an_unsure_target_is_left_alone() -> None:
     session = LookupSession(PromptLookup(min_match=1, max_match=1), 4, 0.5)
     assert session.propose([1, 2, 1], 4, 0.49) is None
     draft = session.propose([1, 2, 1, 2], 4, 0.5)
-    assert draft is not None
     assert (draft.ids.tolist(), draft.looked_up) == ([1, 2, 1, 2], True)
 
 

@@ -71,7 +71,6 @@ def test_as_a_program_it_says_where_it_serves_and_ends_cleanly_on_sigterm(tmp_pa
     key_file.chmod(0o600)
     command = [sys.executable, "-m", "layerskip.serve", *DEMO, "--port", "0", "--api-key-file", str(key_file)]
     with program(command) as process:
-        assert process.stdout is not None
         setting = DecodeConfig.load(DEMO_CONFIG)
         lines = [process.stdout.readline()]
         while lines[-1] and not lines[-1].startswith("try "):

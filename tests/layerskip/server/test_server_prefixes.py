@@ -48,8 +48,6 @@ def test_the_official_client_reads_how_much_was_cached(model: LayerSkipModel) ->
         messages: list[Any] = [{"role": "user", "content": "def read(path):"}]
         for at_least in (0, 4):
             done = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, temperature=0.0)
-            assert done.usage is not None
-            assert done.usage.prompt_tokens_details is not None
             assert (done.usage.prompt_tokens_details.cached_tokens or 0) >= at_least
             messages += [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
 

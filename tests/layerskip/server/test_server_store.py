@@ -42,7 +42,6 @@ def test_what_was_answered_once_is_drafted_the_next_time(model: LayerSkipModel) 
         first, second = (counters for _, counters in found)
         assert first["num_rounds"] + first["num_target_only"] > second["num_rounds"] + second["num_target_only"]
         assert second["num_accepted"] == second["num_drafted"] == second["num_looked_up"] > first["num_accepted"]
-        assert server.service.store is not None
         assert server.service.store.num_tokens == 2 * (len(prompt) + 24)
         metrics = server.metrics()
         assert metrics["layerskip_stored_tokens"] == server.service.store.num_tokens
@@ -80,7 +79,6 @@ def test_the_latest_texts_push_out_the_oldest_ones(model: LayerSkipModel) -> Non
         for prompt in prompts:
             answer(server, prompt, max_tokens=6)
         store = server.service.store
-        assert store is not None
         assert (len(store), store.num_tokens) == (4, 40)
         assert store.match(prompts[-1], 4) is not None
         assert store.match(prompts[1], 4) is None
@@ -159,5 +157,4 @@ def test_a_full_store_takes_no_more_memory(model: LayerSkipModel) -> None:
                 assert server.complete([5 + i, 6, 7, 8] * (i % 3 + 1), max_tokens=3, stream=i % 2 == 0)[0] == 200
 
         assert_nothing_stays(server, ask_all, 60)
-        assert server.service.store is not None
         assert 280 <= server.service.store.num_tokens <= 300

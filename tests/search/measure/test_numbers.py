@@ -35,7 +35,6 @@ def test_geometric_mean() -> None:
 def test_interval_of_few_prompts_is_students() -> None:
     # logs 0, ln 2, ln 4: mean ln 2, standard deviation ln 2, t(0.975, 2) = 4.30265
     interval = ratio_interval([1.0, 2.0, 4.0], seed=0)
-    assert interval is not None
     assert math.log(interval.low) == pytest.approx(math.log(2) * (1 - 4.30265 / math.sqrt(3)), rel=1e-5)
     assert math.log(interval.high) == pytest.approx(math.log(2) * (1 + 4.30265 / math.sqrt(3)), rel=1e-5)
 
@@ -43,7 +42,6 @@ def test_interval_of_few_prompts_is_students() -> None:
 def test_a_single_prompt_is_expected_in_a_wider_interval() -> None:
     # The same logs: t * ln 2 * sqrt(1 + 1/3) around ln 2.
     interval = prompt_interval([1.0, 2.0, 4.0])
-    assert interval is not None
     half = 4.30265 * math.log(2) * math.sqrt(4 / 3)
     assert math.log(interval.low) == pytest.approx(math.log(2) - half, rel=1e-5)
     assert math.log(interval.high) == pytest.approx(math.log(2) + half, rel=1e-5)
@@ -64,7 +62,6 @@ def test_intervals_that_are_points_or_unknown() -> None:
     assert ratio_interval([1.5], seed=0) is None
     for count in (2, 20):
         interval = ratio_interval([1.5] * count, seed=0)
-        assert interval is not None
         assert (interval.low, interval.high) == (pytest.approx(1.5), pytest.approx(1.5))
 
 
@@ -136,7 +133,6 @@ def test_seconds_by_position_are_those_of_tokens_that_both_ways_reached() -> Non
     long = along([1.0] * 128, [0.5] * 127 + [0.25] + [9.0] * 2)
     short = along([3.0, 3.0, 3.0], [1.0, 2.0, 3.0])
     kept = seconds_by_position([long, short])
-    assert kept is not None
     assert (kept.bin_tokens, kept.longest, len(kept.num_tokens)) == (2, 129, 64)
     assert kept.num_tokens == (4, 3) + (2,) * 62
     assert kept.plain_s == (8.0, 5.0) + (2.0,) * 62
@@ -214,7 +210,6 @@ def test_a_lucky_trial_ranks_below_a_proven_config() -> None:
     noisy = [[1.40, 1.22, 1.38, 1.21], [1.23, 1.39, 1.22, 1.38], [1.38, 1.38, 1.23, 1.23], [1.22, 1.23, 1.39, 1.40]]
     proven = [trial("6:2", [0, 1, 2, 3], ratios, number=i) for i, ratios in enumerate(noisy)]
     standings = make_standings([lucky, *proven], SPACE, 0.08, 4)
-    assert standings.leader is not None
     assert standings.leader.config.skip_mask.skipped_layers == (2,)
     assert standings.leader.trials == (0, 1, 2, 3)
     assert standings.leader.num_pairs == 16
@@ -229,7 +224,6 @@ def test_other_prompts_are_compared_as_if_on_the_same() -> None:
     standings = make_standings([*both, *others], SPACE, 0.01, 4)
     assert standings.effects[0] == pytest.approx(0.0, abs=0.01)
     assert standings.effects[5] == pytest.approx(math.log(1.12 / 1.4), abs=0.06)
-    assert standings.leader is not None
     assert standings.leader.speedup == pytest.approx(1.5, rel=0.04)
     assert standings.standardised([4, 5], [1.2, 1.2]) == pytest.approx(1.5, rel=0.06)
     assert standings.standardised([0, 99], [1.5, 1.5]) == pytest.approx(1.5, rel=0.01)

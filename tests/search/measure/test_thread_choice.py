@@ -50,7 +50,6 @@ def test_the_fastest_number_is_taken(seconds: dict[int, float], chosen: int, mon
     monkeypatch.setattr(step_times, "StepTimer", Timed)
     monkeypatch.setattr(Timed, "seconds", seconds, raising=False)
     choice = choose_threads(zoo.layerskip_of("llama"))
-    assert choice is not None
     assert choice.num_threads == torch.get_num_threads() == chosen
     per_mix = NUM_STEPS + NUM_STEPS + 1
     assert choice.ms_by_threads == {n: pytest.approx(1000 * per_mix * s) for n, s in seconds.items()}
@@ -88,14 +87,12 @@ def test_a_slow_model_is_timed_once_per_candidate(monkeypatch: pytest.MonkeyPatc
     ticks = iter(range(0, 1_000, 60))
     choice = choose_threads(zoo.layerskip_of("llama"), clock=lambda: float(next(ticks)))
     assert passes == [4, 2, 1, 4, 2, 1]  # awake, and one pass
-    assert choice is not None
     assert choice.num_threads == 1
 
 
 @pytest.mark.slow
 def test_a_real_model_is_timed() -> None:
     choice = choose_threads(zoo.layerskip_of("llama"))
-    assert choice is not None
     assert list(choice.ms_by_threads) == halves(4) == [4, 2, 1]
     assert all(ms > 0 for ms in choice.ms_by_threads.values())
     assert torch.get_num_threads() == choice.num_threads

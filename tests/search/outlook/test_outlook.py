@@ -345,7 +345,6 @@ def test_a_config_that_owes_much_to_the_trials_texts_is_known_to() -> None:
     # Measured as forecast, it is taken for what it is worth on all texts.
     trial = record(study, SPACE, SPACE.to_params(config), told["forecast_ratios"], **told)
     leader = make_standings([trial], SPACE, 0.02, 2).leader
-    assert leader is not None
     assert leader.speedup == pytest.approx(on_all, rel=1e-4)
 
 

@@ -67,7 +67,6 @@ def test_a_trial_that_stopped_early_counts_for_the_prompts_it_met() -> None:
 
 def test_right_predictions_do_as_well_as_the_noise_allows_and_wrong_ones_worse() -> None:
     right, wrong = (prediction_check_of(study_of(again=20, error=error), 0.001) for error in (0.0, 0.08))
-    assert right is not None
     assert wrong is not None
     assert right.noise_freedom == 80
     assert right.noise_sigma == pytest.approx(NOISE, rel=0.3)
@@ -83,13 +82,11 @@ def test_right_predictions_do_as_well_as_the_noise_allows_and_wrong_ones_worse()
 def test_without_repeats_plain_against_plain_stands_in_and_is_named() -> None:
     trials = study_of(again=0)
     check = prediction_check_of(trials, 0.02)
-    assert check is not None
     assert (check.noise_sigma, check.noise_freedom) == (0.02, 0)
     assert "(2.0 % a pair, plain against plain)" in describe_checks(check_predictions(trials, 0.02))[-1]
     told = describe_checks(check_predictions(study_of(again=20), 0.02))[-1]
     assert "% a pair, 80 pairs measured again)" in told
     unknown = prediction_check_of(trials)
-    assert unknown is not None
     assert (unknown.noise_sigma, unknown.noise_spearman) == (None, None)
     assert len(describe_checks(check_predictions(trials))) == 1
 
@@ -105,7 +102,6 @@ def ranked(order: list[int], *, first: int = 0) -> list[FrozenTrial]:
 def test_hopeless_configs_do_not_raise_the_rank_correlation_of_the_faster_half() -> None:
     slow, fast = ranked(list(range(9))), ranked([8, 7, 6, 5, 4, 3, 2, 1, 0], first=9)
     check = prediction_check_of([*slow, *fast])
-    assert check is not None
     assert check.spearman is not None
     assert check.spearman > 0.7
     assert (check.upper_half.num_configs, check.upper_half.num_prompts) == (9, 2)
@@ -151,7 +147,6 @@ def test_too_few_configs_have_no_rank_correlation_and_the_reason_is_told() -> No
 
 def test_noise_leaves_less_of_the_faster_half_than_of_all() -> None:
     check = prediction_check_of(study_of(again=20))
-    assert check is not None
     assert check.noise_spearman is not None
     half = check.upper_half
     assert half.spearman is not None

@@ -211,7 +211,6 @@ def test_texts_that_are_not_read_for_every_mask_are_read_for_their_trial() -> No
         one.set_costs(dear)
     steps = [4, 1, 3, 4]
     unread = few.extra_texts(steps, force)
-    assert unread is not None
     assert unread.steps == (3, 4)
     assert few.trial(config, steps, unread) == every.trial(config, steps)
     ratios, mean = few.forecast(config, steps, unread)

@@ -109,7 +109,6 @@ def test_check_counts_forwards() -> None:
     """One of four is off by 3 in 60."""
     pairs = [([30, 20, 10], [30, 20, 10])] * 3 + [([32, 19, 10], [30, 20, 10])]
     check = check_replay(pairs)
-    assert check is not None
     assert (check.num_settings, check.exact_share, check.median_error) == (4, 0.75, 0.0)
     assert check.p95_error == pytest.approx(0.0425)
     assert check_replay([]) is None

@@ -187,7 +187,6 @@ def test_predictions_are_drawn_against_measurements_on_the_same_prompts(finished
         assert is_open is trial.user_attrs["stopped_early"]
     assert {is_open for *_, is_open in drawn.values()} == {True, False}
     check = prediction_check_of(trials)
-    assert check is not None
     assert f"{len(trials)} trials: median error {100 * check.median_abs_error:.1f} %" in facts(figure)
     assert f"{describe_ranks(asdict(check))}, predicted / measured {check.bias:.3f}" in facts(figure)
 
@@ -209,7 +208,6 @@ def test_convergence_draws_every_trial_and_what_led(finished: optuna.Study) -> N
     for number, lower in zip(curve.x, curve.y, strict=True):
         until = [trial for trial in finished.get_trials() if trial.number <= number]
         leader = standings_of(until, SPACE, reference).leader
-        assert leader is not None
         assert lower == leader.lower
     assert curve.x == tuple(trial.number for trial in finished.get_trials(states=(TrialState.COMPLETE,)))
     assert f"{len(complete(finished, early=True))} stopped early" in facts(figure)
@@ -332,7 +330,6 @@ def test_the_note_tells_what_was_decided(study: optuna.Study) -> None:
     assert text.startswith("**Do not speculate**: For ")
     assert r": it \*reached\* 0.98x. The search was cut short: no config can " in text
     leader = standings_of(study.get_trials(), SPACE, Reference.from_json(study.user_attrs["reference"])).leader
-    assert leader is not None
     assert f"Best on the tuning prompts: `mask {leader.config.skip_mask}, gamma {leader.config.gamma}" in text
     assert f"{leader.speedup:.2f} times as fast" in text
     study.set_user_attr("cannot_win", None)  # taken back by a later run, with --force

@@ -127,7 +127,6 @@ def test_the_page_of_a_run_has_every_figure_and_asks_no_network(page: Page, fold
             value = attrs.get(name)
             assert value is None or value.startswith("#")
     policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
-    assert policy is not None
     assert policy.startswith("default-src 'none'")
 
 
@@ -165,7 +164,6 @@ def test_the_end_to_end_speedup_and_the_share_of_repeats_stand_beside_the_speedu
 
 
 def test_a_study_that_kept_no_end_to_end_rates_shows_the_others(record: StudyRecord) -> None:
-    assert record.held_out is not None
     stored = {name: value for name, value in json.loads(record.held_out.to_json()).items() if "end_to_end" not in name}
     confirmed = {name: value for name, value in record.attrs["confirmed"].items() if "end_to_end" not in name}
     old = digest_of(altered(record, confirmed=confirmed, **{HELD_OUT: json.dumps(stored)}))
@@ -180,7 +178,6 @@ def test_held_out_prompts_are_drawn_with_their_own_speeds(record: StudyRecord, f
     raw = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["raw"]
     plain, fast = held_out_figure(record).data[1:]
     drawn = {about[0]: (x, other) for about, x, other in zip(plain.customdata, plain.x, fast.x, strict=True)}
-    assert record.held_out is not None
     for i, name in enumerate(record.held_out.prompt_ids):
         expected = median(raw["plain_tokens_per_s"][i]), median(raw["tokens_per_s"][i])
         assert drawn[name] == pytest.approx(expected, rel=1e-5)
@@ -191,11 +188,9 @@ def test_held_out_prompts_are_drawn_with_their_own_speeds(record: StudyRecord, f
 
 def test_what_the_confirm_stage_counted_survives_storage(record: StudyRecord) -> None:
     held_out = record.held_out
-    assert held_out is not None
     assert held_out.config == DecodeConfig(**record.attrs["config"])
     assert HeldOut.from_json(held_out.to_json()) == held_out
     counters = held_out.counters
-    assert counters is not None
     decodings = len(held_out.prompt_ids) * len(held_out.tokens_per_s[0])
     # The fake decodes 17 tokens in 8 rounds, drafts 10 and gets 8 of them right, whatever the config.
     assert (counters.num_tokens, counters.num_rounds) == (16 * decodings, 8 * decodings)
@@ -210,7 +205,6 @@ def test_what_the_confirm_stage_counted_survives_storage(record: StudyRecord) ->
 
 def test_the_speedup_is_drawn_over_the_length_of_a_text(record: StudyRecord) -> None:
     held_out = record.held_out
-    assert held_out is not None
     assert held_out.counters is not None
     figure = position_figure(record)
     bars, line = figure.data
@@ -227,7 +221,6 @@ def test_the_speedup_is_drawn_over_the_length_of_a_text(record: StudyRecord) -> 
 
 
 def test_a_study_that_kept_no_seconds_by_position_is_read(record: StudyRecord) -> None:
-    assert record.held_out is not None
     stored = json.loads(record.held_out.to_json())
     del stored["by_position"]
     old = altered(record, **{HELD_OUT: json.dumps(stored)})
@@ -274,7 +267,6 @@ def test_an_old_study_shows_the_times_of_its_trials(record: StudyRecord) -> None
     assert old.held_out is None
     with pytest.raises(MissingData, match="held_out: study"):
         held_out_figure(old)
-    assert old.choice is not None
     trials = old.trials_of(old.choice.config)
     assert trials
     shown = counters_of(old)
@@ -296,8 +288,6 @@ def test_an_old_study_borrows_the_rates_of_its_own_summary(record: StudyRecord, 
     assert summary is not None
     old = altered(record, without=[HELD_OUT])
     borrowed = read_record(old.study, summary).held_out
-    assert borrowed is not None
-    assert record.held_out is not None
     assert borrowed.tokens_per_s[0] == pytest.approx(record.held_out.tokens_per_s[0], rel=1e-5)
     assert borrowed.counters is None
     assert borrowed.end_to_end_tokens_per_s is not None
@@ -333,7 +323,6 @@ def test_a_study_that_searched_share_prefix_is_read_whole(tmp_path: Path) -> Non
     assert space_of(record.measured) == space
     assert record.leader is not None
     config = DecodeConfig(**record.attrs["config"])
-    assert record.held_out is not None
     assert record.held_out.config == config
     assert record.trials_of(config)
     assert surface_figure(record).data
@@ -380,7 +369,6 @@ def test_a_study_that_keeps_little_has_a_page_all_the_same(record: StudyRecord) 
 
 
 def test_what_users_wrote_is_shown_and_never_run(record: StudyRecord) -> None:
-    assert record.held_out is not None
     stored = json.loads(record.held_out.to_json())
     stored["prompt_ids"][0] = HOSTILE
     spec = record.attrs["spec"] | {"model": HOSTILE, "held_out": f"/x/{HOSTILE}"}

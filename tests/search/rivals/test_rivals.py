@@ -79,7 +79,6 @@ def follow(proposer: Any, space: SearchSpace, count: int) -> tuple[list[Proposal
 
 
 def check_valid(proposal: Proposal, space: SearchSpace) -> None:
-    assert proposal.params is not None
     assert proposal.params.keys() == space.distributions.keys()
     for name, one in space.distributions.items():
         assert one._contains(one.to_internal_repr(proposal.params[name])), (name, proposal.params[name])
@@ -173,7 +172,6 @@ def test_thresholds_and_gamma_are_each_papers_own() -> None:
     }
     for name, (gammas, threshold) in expected.items():
         for proposal in follow(make(name, space), space, 10)[0]:
-            assert proposal.params is not None
             assert proposal.params[GAMMA] in gammas
             assert proposal.params[DRAFT_THRESHOLD] == threshold
             assert proposal.params[TARGET_THRESHOLD] == 0.0
@@ -447,7 +445,6 @@ def test_every_fourth_trial_measures_a_leader_again(name: str) -> None:
 def test_early_exits_verify_behind_their_exit_where_the_space_has_it(name: str) -> None:
     space = SPACES["shared prefix"]
     for proposal in follow(make(name, space), space, 6)[0]:
-        assert proposal.params is not None
         assert proposal.params[SHARE_PREFIX]
         assert space.to_config(proposal.params).skip_mask.exit_layer in (1, 2, 3)
 
@@ -485,7 +482,6 @@ def test_draft_verify_begins_with_its_probes_and_follows_the_acceptance_rate() -
     assert after([100, 50], [80, 30]) == pytest.approx(0.8), "two trials of 100 rounds that are often wrong"
     assert after([100, 50], [98, 48]) == pytest.approx(0.5), "the 50 rounds that ran to gamma's end say nothing"
     params = propose(rival, trials).params
-    assert params is not None
     assert params[DRAFT_THRESHOLD] == 0.5
     assert after([4000, 0], [0, 0]) == 0.95
 

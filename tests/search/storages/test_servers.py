@@ -98,10 +98,8 @@ def raced(postgres_server: PostgresServer, tmp_path_factory: pytest.TempPathFact
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             workers = [start(WORKERS, *urls.values(), **pipes) for _ in range(NUM_WORKERS)]
             for worker in workers:
-                assert worker.stdout is not None
                 assert worker.stdout.readline() == "ready\n"
             for worker in workers:
-                assert worker.stdin is not None
                 worker.stdin.write("go\n")
                 worker.stdin.flush()
             assert [worker.wait(timeout=300) for worker in workers] == [0] * NUM_WORKERS

@@ -412,7 +412,6 @@ def test_the_last_one_out_confirms(storage: BaseStorage) -> None:
     assert "goes on; the last one confirms" in said
     enter_elsewhere(storage, stage="confirm", beat=3)
     said = crew.finish()
-    assert said is not None
     assert said.endswith("confirms")
     enter_elsewhere(storage, stage="left", beat=4)
     assert crew.finish() is None
@@ -541,7 +540,6 @@ def test_unlike_devices_share_a_study_only_for_the_speedup(bench: Bench) -> None
     assert study.user_attrs["plain_tokens_per_s"] == pytest.approx(100.0, rel=0.05)
     assert "plain decoding of tuning prompts" in other.output.getvalue()  # its own baseline
     best = DecodeConfig.load(bench.paths.best)
-    assert best.confirmed is not None
     assert best.confirmed.plain_tokens_per_s == pytest.approx(300.0, rel=0.05)  # where it was confirmed
     with pytest.raises(FingerprintMismatch, match="weights was 'abc', now 'other'"):
         Bench(bench.folder).run(fingerprint=dataclasses.replace(elsewhere, weights="other"), trials=17, **order)
@@ -553,7 +551,6 @@ def test_workers_on_the_same_cores_are_told_and_their_trials_marked(storage: Bas
     warned: list[str] = []
     study = optuna.create_study(storage=storage, study_name="s", direction="maximize")
     process = subprocess.Popen([sys.executable, "-c", TOKEN_AND_WAIT], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
-    assert process.stdout is not None
     theirs = process.stdout.readline().decode().strip()
     try:
         enter_elsewhere(storage, process=theirs, facts={"cores": [0, 1]})

@@ -22,7 +22,6 @@ def test_the_archive_is_of_the_study_that_best_json_and_summary_json_are_of() ->
     study = optuna.load_study(study_name="demo", storage=read_archive(ARCHIVE))
     best = DecodeConfig.load(DEMO / "best.json")
     summary = json.loads((DEMO / "summary.json").read_text(encoding="utf-8"))
-    assert best.provenance is not None
     assert best.confirmed is not None
     assert len(study.get_trials()) == best.provenance.num_trials
     assert study.user_attrs["confirmed"] == summary["confirmed"] == best.confirmed.model_dump()
