@@ -1,24 +1,19 @@
-"""What both studies of the engine write: JSON with the machine's facts, a Markdown table, and figures as pictures."""
+"""What the studies of the engine write: JSON with the machine's facts, and a Markdown table."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import cpu_name, git_commit, package_version
-from studies.pictures import take_picture
 
 FOLDER = Path(__file__).parent
-_WIDTH, _HEIGHT = 900, 560
 
 
 def facts(command: str) -> dict[str, Any]:
@@ -69,15 +64,3 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column on the left, the others on the right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def write_picture(path: Path, figure: go.Figure) -> None:
-    """As a PNG; without a browser to draw it, that is said and everything else stands."""
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "figure.html"
-        figure.update_layout(height=_HEIGHT, width=_WIDTH)
-        figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False}, full_html=True)
-        try:
-            take_picture(page, path, _WIDTH + 16, _HEIGHT + 16)
-        except (FileNotFoundError, RuntimeError) as error:
-            sys.stderr.write(f"warning: no {path.name}: {error}\n")

@@ -1,4 +1,4 @@
-"""The studies of the engine: what they write, from tiny models, and the straight lines through their points."""
+"""The studies of the engine: what they write, from tiny models."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ import pytest
 
 from layerskip import LayerSkipModel
 from layerskip import train as layerskip_train
-from layerskip.analysis.step_times import StepTimer
 from layerskip.benchmark import memory
 from layerskip.rounds import sampling
 from studies.demo.corpus import Module
 from studies.engine import (
     draft_bits,
     folding,
-    growth,
     llama_cpp,
     lookups,
-    results,
     siblings,
-    sizes,
-    switches,
     trees,
     turns,
 )
@@ -44,80 +39,6 @@ DEMO = Path(__file__).parents[2] / "studies" / "demo"
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_CPU_BYTES", 1 << 16)
-    monkeypatch.setattr(results, "take_picture", lambda _page, picture, *_size: picture.write_bytes(b"png"))
-
-
-def test_growth_writes_three_figures_and_their_numbers(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The clock is a model of the costs, so the lines through the points are known."""
-
-    def verify_s(self: Any, text: tuple[int, ...], counts: list[int]) -> list[float]:
-        layers = len(self._engine._adapter.layers)
-        return [1e-3 * (2 + layers + n + len(text) / 10) for n in counts]
-
-    def draft_s(self: Any, text: tuple[int, ...], masks: list[Any], *, gamma: int, threshold: bool) -> list[float]:
-        kept = [mask.num_layers - len(mask.skipped_layers) for mask in masks]
-        return [1e-3 * (0.5 + one + len(text) / 20) for one in kept]
-
-    monkeypatch.setattr(StepTimer, "verify_s", verify_s)
-    monkeypatch.setattr(StepTimer, "draft_s", draft_s)
-    assert growth.main(["--quick", "--repeats", "1", "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "growth.json").read_text())
-    lines = {(sweep["name"], line["name"]): line for sweep in record["sweeps"] for line in sweep["lines"]}
-    expected = {
-        ("layers", "plain step"): (4.6, 1.0),
-        ("layers", "verify of 5"): (8.6, 1.0),
-        ("layers", "draft step, half the layers"): (1.3, 0.5),
-        ("context", "plain step"): (5.0, 0.1),
-        ("gamma", "its verification"): (8.6, 1.0),
-        ("gamma", "its draft, half the layers"): (0.0, 3.3),
-        ("gamma", "a round"): (8.6, 4.3),
-        ("gamma", "plain decoding of gamma + 1 tokens"): (8.6, 8.6),
-    }
-    for key, (fixed, slope) in expected.items():
-        assert lines[key]["fixed_ms"] == pytest.approx(fixed, abs=1e-6), key
-        assert lines[key]["slope_ms"] == pytest.approx(slope), key
-        assert lines[key]["fit_error"] == pytest.approx(0, abs=1e-9)
-    assert sorted(one.name for one in tmp_path.glob("*.png")) == [
-        "growth_context.png",
-        "growth_gamma.png",
-        "growth_layers.png",
-    ]
-    assert "100 ms a thousand tokens" in (tmp_path / "growth.md").read_text()
-
-
-def test_sizes_writes_a_line_for_every_dtype(tmp_path: Path, capsys) -> None:
-    arguments = ["--quick", "--layers", "2", "--repeats", "1", "--prompts", "1", "--engine", "eager"]
-    assert sizes.main([*arguments, "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "sizes.json").read_text())
-    assert [(one["dtype"], one["engine"]) for one in record["results"]] == [("float32", "eager"), ("bfloat16", "eager")]
-    exact, reduced = (next(row for row in one["rows"] if row["name"] == "plain") for one in record["results"])
-    assert (exact["identical"], exact["num_outputs"]) == (1, 1)
-    assert reduced["identical"] + reduced["ties"] == 1
-    assert all(set(one["verify"]) == {"1", "2", "4", "8"} for one in record["results"])
-    assert len((tmp_path / "sizes.md").read_text().splitlines()) == 4
-
-
-@pytest.mark.slow
-def test_switches_tells_seconds_and_memory_of_different_masks(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(switches, "_WARM_UP", 5)
-
-    def draft_s(self: Any, text: tuple[int, ...], masks: list[Any], **_: Any) -> list[float]:
-        assert len(masks) == 2 * len(set(masks))  # each mask twice in a row: a switch, and none
-        assert masks[::2] == masks[1::2]
-        return [0.003 if place % 2 == 0 else 0.001 for place in range(len(masks))]
-
-    monkeypatch.setattr(StepTimer, "draft_s", draft_s)
-    arguments = ["--switches", "20", "--layers", "4", "--hidden-size", "64", "--engines", "eager"]
-    assert switches.main([*arguments, "--out", str(tmp_path)]) == 0
-    (one,) = json.loads((tmp_path / "switches.json").read_text())["results"]
-    assert one["extra_ms"] == pytest.approx([2.0, 2.0, 2.0])
-    assert one["draft_ms"] == pytest.approx(1.0)
-    assert len(one["rss_mib"]) == 11
-    assert one["growth"] == pytest.approx(one["rss_mib"][-1] / one["rss_mib"][0] - 1)
-    assert "| eager | 4 | 64 | 20 |" in (tmp_path / "switches.md").read_text()
-    masks = switches.random_masks(4, 50)
-    assert len(set(masks)) == 50
-    assert all(mask.num_skipped < 2 * mask.num_layers for mask in masks)
 
 
 def test_lookups_tells_costs_and_what_was_proposed(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -273,12 +194,7 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (switches.main, ["--switches", "0"], "--switches: must be at least 1, got 0"),
-        (switches.main, ["--layers", "4"], "--layers: must have more than 1100 different masks, got 4"),
-        (growth.main, ["--repeats", "0"], "--repeats: must be at least 1, got 0"),
-        (growth.main, ["--quick", "--out", "/nowhere"], "--out: no such folder: /nowhere"),
         (lookups.main, ["--lengths", "1"], "--lengths: must be at least 2, got 1"),
-        (sizes.main, ["--sizes", "256", "0"], "--sizes: must be at least 1, got 0"),
         (turns.main, ["--turns", "0"], "--turns: must be at least 1, got 0"),
         (llama_cpp.main, ["--threads", "2", "0"], "--threads: must be at least 1, got 0"),
         (llama_cpp.main, ["--out", "/nowhere/x.json"], "--out: no such folder: /nowhere"),
