@@ -20,7 +20,6 @@ _BOUNDS_S = {
     "recordings": 60.0,
     "contexts": 60.0,
     "attention": 30.0,
-    "fewer_bits": 40.0,
     "auto": 60.0,
 }
 """The steps in the order of what convinces most, and the most seconds of each."""
@@ -84,7 +83,6 @@ class EnginePart:
             "contexts": speed.contexts,
             "auto": inside.automatic,
             "attention": inside.attention,
-            "fewer_bits": inside.fewer_bits,
             "profile": inside.profiles,
             "recordings": inside.recordings,
             "identity": sameness.identity,

@@ -12,7 +12,6 @@ from layerskip.benchmark.alternation import Case
 from layerskip.benchmark.profiling import profile_steps
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
-from studies.fewer_bits import products, shapes_of
 from studies.gpu.runner import Job
 from studies.gpu.speed import draft_of
 from studies.gpu.subject import ENGINES, Subject
@@ -84,13 +83,6 @@ def _random_mask(num_layers: int, draw: random.Random) -> SkipMask:
     attention = [layer for layer in range(num_layers) if draw.random() < 0.5]
     mlp = [layer for layer in range(num_layers) if draw.random() < 0.5]
     return SkipMask.from_sublayers(num_layers, attention=attention, mlp=mlp)
-
-
-def fewer_bits(subject: Subject, job: Job) -> None:
-    """Microseconds of the model's products with weights as they are and of fewer bits: what a draft by these costs."""
-    for shape in subject.some(shapes_of(subject.weights().config)):
-        for row in products([shape], subject.dtype, subject.device):
-            job.add(**row)
 
 
 def _free_bytes() -> int:

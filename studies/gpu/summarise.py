@@ -23,7 +23,6 @@ TITLES = {
     "compiled": "Beside Hugging Face's compiled generate",
     "contexts": "Long texts",
     "attention": "Attention kernels: microseconds a call of one token / of several",
-    "fewer_bits": "Products with fewer bits of the weights",
     "identity": "Identity in float32",
     "ties": "Ties in bfloat16",
     "recordings": "Recordings",

@@ -166,16 +166,6 @@ def attention(rows: Rows, _facts: Mapping[str, Any]) -> str:
     return "\n\n".join([*table, f"Taken: {rows[-1]['taken']}."])
 
 
-def fewer_bits(rows: Rows, _facts: Mapping[str, Any]) -> str:
-    """Each product with fewer bits beside the one with the weight as it is, just before it."""
-    lines, whole_us = [], 0.0
-    for row in rows:
-        whole_us = row["us"] if row["bits"] == "as it is" else whole_us
-        shares = [percent(row["us"] / whole_us)] if whole_us else ["-"]
-        lines.append([row["shape"], row["bits"], _us(row["us"]), *shares, _us(row["us_of_five"])])
-    return markdown(["product", "bits", "microseconds, one row", "of the whole weight's", "five rows"], lines)
-
-
 def _pair(us: Mapping[int, float]) -> str:
     fewest, most = min(us, default=1), max(us, default=1)
     return f"{_us(us.get(1))} / {_us(us.get(most) if most > fewest else None)}"
@@ -197,7 +187,6 @@ TABLES: dict[str, Callable[[Rows, Mapping[str, Any]], str]] = {
     "recordings": recordings,
     "contexts": contexts,
     "attention": attention,
-    "fewer_bits": fewer_bits,
     "auto": auto,
 }
 
