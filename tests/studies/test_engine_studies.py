@@ -26,7 +26,6 @@ from studies.engine import (
     trees,
     turns,
 )
-from studies.engine.random_models import VOCABULARY, random_llama, random_text
 from tests.layerskip.conftest import text_model, tokenizer, with_whole_drafts
 from tests.layerskip.engines.test_native import needs_kernels
 
@@ -209,15 +208,6 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
 def test_bad_input_is_one_line(main: Any, arguments: list[str], message: str, refused) -> None:
     err = refused(main, arguments)
     assert message in err
-
-
-def test_random_models_never_end_their_text() -> None:
-    model = random_llama(1, 64, engine="eager")
-    assert model.eos_token_ids == frozenset()
-    text = random_text(9, seed=3)
-    assert text == random_text(9, seed=3) != random_text(9)
-    assert all(0 < token < VOCABULARY for token in text)
-    assert len(model.generate(text, max_new_tokens=5).ids) == 5
 
 
 @pytest.mark.slow
