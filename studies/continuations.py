@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config.decode_config import write_atomically
+from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.config.sampling_regime import Sampling
 from layerskip.machine.host import git_commit
 from search.measure.pairs import PromptCase
@@ -31,6 +29,7 @@ from search.predict.replay import Settings, TextRows
 from search.regime_run import regime_study
 from search.study.prompts import load_prompts
 from search.study.spec import load_spec
+from studies.results import run_study, write_json
 
 METHODS = ("prompt_lookup", "suffix")
 _DRAWS = 200
@@ -69,20 +68,17 @@ def regrets(
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    given = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="python -m studies.continuations", description=__doc__)
     parser.add_argument("--study", type=Path, default=Path("studies/demo"), help="folder of a finished study")
     parser.add_argument("--regime", default="t0.7", help="one of its regimes, sampled (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=24, help="of each file (default: %(default)s)")
     parser.add_argument("--continuations", type=int, default=16, help="of each prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
-    arguments = parser.parse_args(given)
-    return run_command("studies.continuations", lambda: _run(arguments, given))
+    return run_study("studies.continuations", parser, _run, argv)
 
 
-def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, prompts=4, continuations=2)
-    quiet_libraries()
     from search.preflight import open_subject
 
     spec, paths = load_spec({}, str(arguments.study), demo=arguments.study)
@@ -106,14 +102,14 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if count <= most
     ]
     result = {
-        "command": shlex.join(["python", "-m", "studies.continuations", *argv]),
+        "command": arguments.command,
         "commit": git_commit(Path(__file__).parent),
         "regime": arguments.regime,
         "best_held_out": float(np.exp(sides[1].mean(axis=(1, 2)).max())),
         "rows": rows,
     }
     if arguments.out is not None:
-        write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
+        write_json(arguments.out, result)
     for row in rows:
         sys.stdout.write(
             f"{row['num_prompts']:3} prompts x {row['num_continuations']}: {100 * row['mean']:.2f} % "

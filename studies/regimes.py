@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,8 +15,8 @@ import numpy.typing as npt
 
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.analysis.repetition import repeated_ngram_share
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.config.decode_config import OWN_LAYERS, WAYS, DecodeConfig, write_atomically
+from layerskip.command_line.cli import OneLineParser, check_least
+from layerskip.config.decode_config import OWN_LAYERS, WAYS, DecodeConfig
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from layerskip.decoding.stats import DecodeStats
@@ -29,6 +28,7 @@ from search.measure.decoder import ModelDecoder
 from search.measure.pairs import add_up
 from search.regime_run import regime_study
 from search.study.prompts import EncodedPrompt, continuation_seed
+from studies.results import run_study, write_json
 
 Floats = npt.NDArray[np.float64]
 
@@ -218,7 +218,6 @@ def _with_interval(value: float, low: float, high: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    given = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="python -m studies.regimes", description=__doc__)
     parser.add_argument("--study", type=Path, default=Path("studies/demo"), help="folder of a finished study")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
@@ -233,13 +232,11 @@ def main(argv: list[str] | None = None) -> int:
         help="other finished studies of the same model, of fewer drafters: what they export is measured too",
     )
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
-    arguments = parser.parse_args(given)
-    return run_command("studies.regimes", lambda: _run(arguments, given))
+    return run_study("studies.regimes", parser, _run, argv)
 
 
-def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, prompts=2, repeats=1)
-    quiet_libraries()
     import torch
 
     from search.study.prompts import encode_prompts, load_prompts
@@ -265,7 +262,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         told = {name: asdict(row) for name, row in rows.items()}
         found.append({"name": regime.name, "rows": told, "repeated_ngram_share": share})
     result = {
-        "command": shlex.join(["python", "-m", "studies.regimes", *argv]),
+        "command": arguments.command,
         "commit": git_commit(Path(__file__).parent),
         "cpu": cpu_name(),
         "engine": model.engine_name,
@@ -273,7 +270,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "regimes": found,
     }
     if arguments.out is not None:
-        write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
+        write_json(arguments.out, result)
     sys.stdout.write("\n".join([table(result), *map(details, found)]))
     return 0
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least
 from studies.audit.cases import VERSION, Case, draw_case
 from studies.audit.record import VERDICTS, Record
 from studies.audit.subjects import Outcome, Subjects
-from studies.engine.results import facts, say
+from studies.results import facts, run_study, say
 
 PROG = "studies.audit.run"
 RESULT = Path(__file__).parent / "result.json"
@@ -37,12 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NUMBER",
         help="run cases of these numbers again and show them; without a number, the record's failures",
     )
-    arguments = parser.parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, parser, _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    quiet_libraries()
     torch.set_num_threads(1)  # tiny models lose more to thread barriers than they gain
     check_least(arguments, cases=1)
     if arguments.replay is not None:

@@ -13,15 +13,15 @@ from typing import Any
 from unittest import mock
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.engines.native.layers import NativeLayers
 from search.measure.decoder import ModelDecoder, load_model
 from search.study.prompts import encode_prompts, load_prompts
 from search.study.spec import load_spec
-from studies.engine.results import FOLDER, check_out, command_of, facts, markdown_table, say, write_json
 from studies.engine.siblings import REGIMES, timed
+from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.draft_bits"
 
@@ -59,26 +59,23 @@ def table(record: Mapping[str, Any]) -> str:
 def build_parser() -> OneLineParser:
     """The flags."""
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
-    parser.add_argument("--study", type=Path, default=FOLDER.parent / "smollm2" / "trained", help="with draft weights")
+    parser.add_argument("--study", type=Path, default=STUDIES / "smollm2" / "trained", help="with draft weights")
     parser.add_argument("--dtype", help="number format (default: the study's)")
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file to write; a table of the same name lies beside it")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments, command_of(PROG, arguments, parser)))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
-def _run(arguments: argparse.Namespace, command: str) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, gamma=1, prompts=1, repeats=1)
     check_out(arguments.out)
-    quiet_libraries()
     changes = {} if arguments.dtype is None else {"dtype": arguments.dtype}
     spec, _ = load_spec(changes, str(arguments.study), demo=arguments.study)
     if not spec.draft_weights:
@@ -90,7 +87,7 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     new_tokens = spec.max_new_tokens
     held_out = load_prompts(spec.prompts, spec.held_out)[1]
     prompts = [one.ids for one in encode_prompts(held_out, rounded, room=new_tokens)[: arguments.prompts]]
-    record: dict[str, Any] = facts(command) | {"dtype": spec.dtype, "num_threads": spec.num_threads, "rows": []}
+    record = facts(arguments.command) | {"dtype": spec.dtype, "num_threads": spec.num_threads, "rows": []}
     for weights in map(describe_weights, spec.draft_weights):
         config = config_of(rounded, weights, arguments.gamma)
         with mock.patch.object(NativeLayers, "in_8_bits", lambda self: self):  # what is made now stays as it is
@@ -109,9 +106,7 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
                 for one in found
             ]
             record["rows"].append({"drafter": weights.drafter, "regime": regime, "ways": told})
-    say(table(record))
-    if arguments.out is not None:
-        write_json(arguments.out, record)
+    finish(arguments.out, record, table(record))
     return 0
 
 

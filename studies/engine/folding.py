@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 from layerskip.huggingface.growing_keys import additive, attend_folded
-from studies.engine.results import FOLDER, markdown_table, write_study
+from studies.results import ENGINE, facts, finish, markdown_table, run_study
 
 PROG = "studies.engine.folding"
 _BUFFERS_BYTES = 1 << 26
@@ -110,13 +110,12 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 4096], help="positions that are seen")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 5, 9, 16], help="queries at once")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for folding.json and folding.md")
+    parser.add_argument("--out", type=Path, default=ENGINE, help="folder for folding.json and folding.md")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -124,7 +123,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if max(arguments.rows) > min(arguments.sizes):
         raise ValueError(f"--rows: must be at most {min(arguments.sizes)}, the fewest seen, got {max(arguments.rows)}")
     check_folders(arguments, "out")
-    quiet_libraries()
     torch.set_num_threads(arguments.threads)
     seconds_of = Stopwatch(torch.device("cpu"))
     found = [
@@ -135,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for num_seen in arguments.sizes
     ]
     record = {"num_threads": arguments.threads, "times": [asdict(one) for one in found]}
-    write_study(arguments.out, "folding", record, table(found))
+    finish(arguments.out / "folding.json", facts(arguments.command) | record, table(found))
     return 0
 
 

@@ -25,13 +25,13 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.analysis.intervals import Interval, geometric_mean, ratio_interval
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.prompts import encode_prompt, read_prompts
-from studies.engine.results import FOLDER, check_out, command_of, facts, markdown_table, say, write_json
+from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 from studies.smollm2.make_model import weights_file
 
 PROG = "studies.engine.llama_cpp"
-_SMOLLM2 = FOLDER.parent / "smollm2"
+_SMOLLM2 = STUDIES / "smollm2"
 LLAMA_CPP, PLAIN, CONFIG = "llama.cpp", "ours, plain", "ours, under the config"
 IN_8_BITS = "llama.cpp with weights of 8 bits"
 _LOOKUPS = {f"llama.cpp, prompt lookup of {count}": count for count in (2, 10)}
@@ -187,14 +187,12 @@ def build_parser() -> OneLineParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, threads=1, num_prompts=1, new_tokens=2, repeats=1)
     check_out(arguments.out)
-    quiet_libraries()
     # Of a model in one number format, and decoded in all of them.
     config = DecodeConfig.load(arguments.config).model_copy(update={"provenance": None})
     rows = []
@@ -223,11 +221,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 found_here = compare(ways, prompts, arguments.new_tokens, arguments.repeats)
                 rows.append({"dtype": dtype, "num_threads": num_threads, "ways": found_here})
                 say(table(rows[-1:]))
-    told = table(rows)
-    if arguments.out is not None:
-        command = command_of(PROG, arguments, build_parser())
-        write_json(arguments.out, facts(command) | {"engine": model.engine_reason, "rows": rows})
-        arguments.out.with_suffix(".md").write_text(told, encoding="utf-8")
+    record = facts(arguments.command) | {"engine": model.engine_reason, "rows": rows}
+    finish(arguments.out, record, table(rows))
     return 0
 
 

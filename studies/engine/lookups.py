@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least
 from layerskip.config.lookup_settings import LookupSettings
 from layerskip.config.usual_lookups import NGRAMS, NUM_TOKENS, SUFFIXES
 from layerskip.drafters.lookups.drafter import LookupSession
 from studies.demo.corpus import read_modules
-from studies.engine.results import FOLDER, markdown_table, write_study
+from studies.results import ENGINE, STUDIES, facts, finish, markdown_table, run_study
 
 PROG = "studies.engine.lookups"
-TOKENIZER = FOLDER.parent / "demo" / "model"
+TOKENIZER = STUDIES / "demo" / "model"
 LOOKUPS: dict[str, LookupSettings] = {"prompt_lookup": NGRAMS, "suffix": SUFFIXES}
 _TIMED = 500
 """Tokens at the end of a text, each of them followed and then proposed after."""
@@ -132,20 +132,18 @@ def build_parser() -> OneLineParser:
     """The flags."""
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="tokens of the texts")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for lookups.json and lookups.md")
+    parser.add_argument("--out", type=Path, default=ENGINE, help="folder for lookups.json and lookups.md")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    arguments = build_parser().parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, lengths=2)
     check_folders(arguments, "out")
-    quiet_libraries()
     torch.set_num_threads(1)
     load = [_load()]
     results = []
@@ -158,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "settings": {name: one.model_dump() | {"num_tokens": NUM_TOKENS} for name, one in LOOKUPS.items()},
         "results": [asdict(one) for one in results],
     }
-    write_study(arguments.out, "lookups", record, table(results))
+    finish(arguments.out / "lookups.json", facts(arguments.command) | record, table(results))
     return 0
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, make_teacher_forcing
-from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least
 from layerskip.config.decode_config import MAX_SIBLINGS
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.prompts import encode_prompt, read_prompts
@@ -26,11 +26,11 @@ from search.measure.decoder import ModelDecoder
 from search.predict.costs import CostModel
 from search.predict.replay import Counts, Settings, TextRows, replay
 from search.study.space import SIBLING_THRESHOLDS
-from studies.engine.results import FOLDER, markdown_table, say, write_study
 from studies.proving.costs import COSTS
+from studies.results import ENGINE, STUDIES, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.siblings"
-DEMO = FOLDER.parent / "demo"
+DEMO = STUDIES / "demo"
 REGIMES = {"greedy": SamplingParams(), "t0.7": SamplingParams(do_sample=True, temperature=0.7, top_k=0)}
 KEPT = (2, 3, 4, 6, 8)
 """Masks are early exits after so many of the demo's 12 layers, and every other layer."""
@@ -41,7 +41,7 @@ NUM_SIBLINGS = (1, 2, 3)
 """Tried at every machine's prices; rounds are told of up to MAX_SIBLINGS."""
 WHERE = {"everywhere": (1.0,), "where unsure": tuple(one for one in SIBLING_THRESHOLDS if one < 1.0)}
 """Each with its values of `sibling_threshold`."""
-EAGLE = FOLDER.parent / "eagle" / "weights"
+EAGLE = STUDIES / "eagle" / "weights"
 TIMED_EXIT, TIMED_GAMMA, TIMED_SIBLINGS = 3, 4, ((0, 1.0), (1, 1.0), (1, 0.5), (3, 1.0), (3, 0.5))
 """What is decoded: the early exit of the fastest mask, and trained weights where there are any, all at one gamma."""
 _DEPTH = max(GAMMAS) - 1
@@ -103,7 +103,7 @@ def prices(num_layers: int) -> dict[str, CostModel]:
         most = max(GAMMAS) * (1 + max(NUM_SIBLINGS))
         further = [known[-1] + slope * i for i in range(1, most - len(known) + 2)]
         found[name] = replace(cost, verify_s=(*known, *further))
-    packed = json.loads((FOLDER.parent / "smollm2" / "summary.json").read_text())["costs"]["last"]["verify_s"]
+    packed = json.loads((STUDIES / "smollm2" / "summary.json").read_text())["costs"]["last"]["verify_s"]
     shares = np.array(packed) / packed[0]
     found["cpu_packed"] = replace(found["cpu"], verify_s=tuple((found["cpu"].verify_s[0] * shares).tolist()))
     return found
@@ -243,20 +243,18 @@ def build_parser() -> OneLineParser:
         default=EAGLE if EAGLE.is_dir() else None,
         help="folder of weights that draft too (default: those of studies.eagle.make_weights, if they are there)",
     )
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for siblings.json and siblings.md")
+    parser.add_argument("--out", type=Path, default=ENGINE, help="folder for siblings.json and siblings.md")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    arguments = build_parser().parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, num_prompts=1, new_tokens=2, timed_prompts=1, repeats=1)
     check_folders(arguments, "out")
-    quiet_libraries()
     torch.set_num_threads(1)
     model = LayerSkipModel.from_pretrained(DEMO / "model", device="cpu", dtype="float32", engine="fused")
     told = read_prompts(DEMO / "tuning.jsonl")[: arguments.num_prompts]
@@ -291,7 +289,7 @@ def _run(arguments: argparse.Namespace) -> int:
             best = {"none": best_on(cost, drafts, (0,), (1.0,))}
             best |= {where: best_on(cost, drafts, NUM_SIBLINGS, below) for where, below in WHERE.items()}
             record["machines"].append({"regime": regime, "machine": name, "best": best})
-    write_study(arguments.out, "siblings", record, tables(record))
+    finish(arguments.out / "siblings.json", facts(arguments.command) | record, tables(record))
     return 0
 
 

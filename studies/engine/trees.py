@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import layerskip.rounds.sampling
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, TreeReadings, make_teacher_forcing
-from layerskip.command_line.cli import OneLineParser, check_folders, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.machine.host import device_names
@@ -25,8 +25,8 @@ from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.predict.costs import CostModel
 from search.predict.replay import Counts, Settings, TextRows, replay
-from studies.engine.results import FOLDER, markdown_table, say, write_study
 from studies.engine.siblings import DEMO, EAGLE, prices, timed
+from studies.results import ENGINE, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.trees"
 REGIMES = {
@@ -200,20 +200,18 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--engine", choices=("fused", "cuda_graph"), default="fused", help="that decodes [fused]")
     parser.add_argument("--repeats", type=int, default=2, help="of decoding each")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for trees.json and trees.md")
+    parser.add_argument("--out", type=Path, default=ENGINE, help="folder for trees.json and trees.md")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    arguments = build_parser().parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, num_prompts=1, new_tokens=2, repeats=1)
     check_folders(arguments, "out")
-    quiet_libraries()
     torch.set_num_threads(1)
     model = LayerSkipModel.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, engine=arguments.engine, looks_for_config=False
@@ -247,7 +245,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "steepness": steep,
             "machines": {name: best_on(cost, drafts) for name, cost in prices(model.num_layers).items()},
         }
-    write_study(arguments.out, "trees", record, tables(record))
+    finish(arguments.out / "trees.json", facts(arguments.command) | record, tables(record))
     return 0
 
 

@@ -16,12 +16,12 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, PrefixCache
 from layerskip.analysis.identity import check_identity
-from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.prompts import read_prompts
-from studies.engine.results import FOLDER, check_out, command_of, facts, markdown_table, say, write_json
+from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study
 
 PROG = "studies.engine.turns"
-_DEMO = FOLDER.parent / "demo"
+_DEMO = STUDIES / "demo"
 _CACHE_BYTES = 1 << 29
 
 
@@ -115,14 +115,12 @@ def build_parser() -> OneLineParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    return run_command(PROG, lambda: _run(arguments))
+    return run_study(PROG, build_parser(), _run, argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, turns=1, message_tokens=1, new_tokens=2, repeats=1, threads=1)
     check_out(arguments.out)
-    quiet_libraries()
     torch.set_num_threads(arguments.threads)
     model = LayerSkipModel.from_pretrained(arguments.model, device="cpu", dtype=arguments.dtype, looks_for_config=False)
     config = DecodeConfig.plain(model.num_layers) if arguments.config is None else DecodeConfig.load(arguments.config)
@@ -134,13 +132,9 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     converse(model, config, messages[:1], arguments.new_tokens, 0)  # warms up
     repeats = [converse(model, config, messages, arguments.new_tokens, one) for one in range(arguments.repeats)]
-    told = table(repeats)
-    if arguments.out is not None:
-        command = command_of(PROG, arguments, build_parser())
-        turns = {"turns": [[asdict(one) for one in turns] for turns in repeats]}
-        write_json(arguments.out, facts(command) | {"num_threads": arguments.threads} | turns)
-        arguments.out.with_suffix(".md").write_text(told, encoding="utf-8")
-    say(told)
+    record = facts(arguments.command) | {"num_threads": arguments.threads}
+    record["turns"] = [[asdict(one) for one in turns] for turns in repeats]
+    finish(arguments.out, record, table(repeats))
     return 0
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerskip.machine.watch import describe_machine
+from studies.results import markdown_table
 
 Rows = Sequence[Mapping[str, Any]]
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    """The first column on the left, the others on the right."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (header, rule, *lines))
+    """A table of values of any kind, without the end of its last line."""
+    return markdown_table(header, [list(map(str, line)) for line in lines]).rstrip("\n")
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from layerskip.command_line.cli import CommandError, OneLineParser, check_folders, check_least, run_command
-from studies.engine.results import facts, markdown_table, say, write_json
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, run_command
 from studies.memory.course import FOLDER, check_proc, peak_mib
-from studies.scaling.servers import ROOT, child_environment
+from studies.memory.searching import events_of
+from studies.results import command_of, facts, markdown_table, say, write_json
+from studies.scaling.servers import ROOT
 
 PROG = "studies.memory.budget"
 _DEMO = ROOT / "studies" / "demo"
@@ -93,7 +94,7 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
         plan, peak = search(folder, arguments)
         total_s = time.monotonic() - start
         summary = json.loads((folder / "study" / "summary.json").read_text(encoding="utf-8"))
-    record = facts(f"python -m {PROG} {' '.join(argv)}".strip())
+    record = facts(command_of(PROG, argv))
     record |= {"num_trials": summary["trials"]["counted"], "verdict": summary["verdict"]}
     record |= {"budget": summary["budget"], "seconds": summary["seconds"], "total_s": round(total_s, 1)}
     record |= _memory(weights, peak, program)
@@ -149,21 +150,12 @@ def search(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any],
     plan: dict[str, Any] = {}
     peak = 0.0
     start = time.monotonic()
-    with tempfile.TemporaryFile("w+") as errors:
-        environment = child_environment(OMP_NUM_THREADS=str(arguments.threads))
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        with process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                event: dict[str, Any] = json.loads(line)
-                peak = max(peak, peak_mib(process.pid))
-                plan = event if event["event"] == "plan" else plan
-                if event["event"] in ("plan", "reference", "outlook", "search", "result"):
-                    say(f"{time.monotonic() - start:6.0f} s: {event['event']}")
-        errors.seek(0)
-        last = (errors.read().splitlines() or [""])[-1]
-    if process.returncode:
-        raise CommandError(f"the search ended with code {process.returncode}: {last}")
+    with closing(events_of(command, OMP_NUM_THREADS=str(arguments.threads))) as events:
+        for event, pid in events:
+            peak = max(peak, peak_mib(pid))
+            plan = event if event["event"] == "plan" else plan
+            if event["event"] in ("plan", "reference", "outlook", "search", "result"):
+                say(f"{time.monotonic() - start:6.0f} s: {event['event']}")
     return plan, peak
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import cpu_name
-from studies.engine.results import facts, markdown_table, write_json
+from studies.results import facts, markdown_table, write_json
 
 FOLDER = Path(__file__).parent
 LIMIT = 0.05

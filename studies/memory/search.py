@@ -7,20 +7,19 @@ there can be many. Writes search.json and table.md; exit code 1 if memory is not
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from layerskip.command_line.cli import CommandError, OneLineParser, check_folders, check_least, run_command
-from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
-from studies.scaling.servers import ROOT, child_environment
+from studies.memory.searching import events_of
+from studies.results import say
+from studies.scaling.servers import ROOT
 
 PROG = "studies.memory.search"
 _DEMO = ROOT / "studies" / "demo"
@@ -87,26 +86,13 @@ def watch(command: Sequence[str], num_trials: int) -> tuple[Course, Counter[str]
     Raises: CommandError if it fails, or has not told of all trials.
     """
     course, states = Course("trials", num_trials), Counter[str]()
-    with tempfile.TemporaryFile("w+") as errors:
-        environment = child_environment()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        with process:
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    event: dict[str, Any] = json.loads(line)
-                    if event["event"] == "trial":
-                        states[event["state"]] += 1
-                        mib = course.sample(event["num_done"], process.pid)
-                        if event["num_done"] % _TOLD_EVERY == 0:
-                            say(f"{event['num_done']} of {num_trials} trials: {mib:.0f} MiB")
-            except BaseException:
-                process.kill()
-                raise
-        errors.seek(0)
-        last = (errors.read().splitlines() or [""])[-1]
-    if process.returncode:
-        raise CommandError(f"the search ended with code {process.returncode}: {last}")
+    with closing(events_of(command)) as events:
+        for event, pid in events:
+            if event["event"] == "trial":
+                states[event["state"]] += 1
+                mib = course.sample(event["num_done"], pid)
+                if event["num_done"] % _TOLD_EVERY == 0:
+                    say(f"{event['num_done']} of {num_trials} trials: {mib:.0f} MiB")
     if not course.at or course.at[-1] < num_trials:
         raise CommandError(f"the search ended after {course.at[-1] if course.at else 0} of {num_trials} trials")
     return course, states

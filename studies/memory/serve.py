@@ -24,8 +24,8 @@ from typing import Any
 import openai
 
 from layerskip.command_line.cli import CommandError, OneLineParser, check_folders, run_command
-from studies.engine.results import say
 from studies.memory.course import FOLDER, Course, check_proc, write_course
+from studies.results import say
 from studies.scaling.servers import ROOT, child_environment
 
 PROG = "studies.memory.serve"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from studies.proving.runner import Case
 from studies.proving.scores import Mean, Score, by_costs, summarise, table_of, to_json
 from studies.proving.table import Table
 from studies.proving.tabular import Noise
+from studies.results import command_of
 
 PROG = "studies.proving"
 CHECKPOINTS = (1, 5, 25, 100, 200)
@@ -113,7 +113,7 @@ def benchmark(args: argparse.Namespace) -> int:
         for seed in range(args.seeds)
         for strategy in strategies
     ]
-    command = f"python -m {PROG} {shlex.join(args.command)}".strip()
+    command = command_of(PROG, args.command)
     journal = None if args.out is None else Journal(args.out.with_suffix(".runs.jsonl"))
     scores = finished_runs(journal, {"command": command, "commit": commit})
     for score in scores_of(in_turns(jobs, args.processes)[len(scores) :], args.processes):

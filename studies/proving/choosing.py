@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from layerskip.command_line.cli import OneLineParser, check_least, run_command
 from search.confirm.passes import RACE_FROM, expected_loss, still_racing
-from studies.engine.results import facts, markdown_table, say, write_json
+from studies.results import facts, markdown_table, say, write_json
 
 PROG = "studies.proving.choosing"
 _STUDIES = Path(__file__).parent.parent

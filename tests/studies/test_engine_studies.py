@@ -136,7 +136,7 @@ def test_folding_tells_both_ways_for_every_shape(tmp_path: Path, monkeypatch, ca
 def test_a_conversation_is_computed_whole_and_from_where_it_was(tmp_path: Path, capsys) -> None:
     out = tmp_path / "turns.json"
     sizes = ["--turns", "3", "--message-tokens", "9", "--new-tokens", "5", "--repeats", "2"]
-    assert turns.main([*sizes, "--config", str(DEMO / "best.json"), "--out", str(out)]) == 0
+    assert turns.main(["--config", str(DEMO / "best.json"), *sizes, "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     for repeat in record["turns"]:
         assert [(one["num_tokens"], one["num_cached"]) for one in repeat] == [(9, 0), (23, 13), (37, 27)]

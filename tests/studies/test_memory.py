@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from search.reporting.publish import Publisher
 from search.trials.phase import TrialPhase
 from studies.memory import budget, search, serve
 from studies.memory.course import LIMIT, Course, peak_mib, resident_mib
+from studies.memory.searching import events_of
 from tests.search.conftest import save_tiny_model, tiny_flags
 
 NUM_TRIALS, WARM_UP = 36, 12
@@ -167,6 +169,15 @@ def test_a_search_that_fails_is_told_in_its_own_words(
     teller("is flat")
     assert "the search ended after 40 of 41 trials" in refused(search.main, ["--trials", "41", "--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_search_that_nobody_watches_any_more_is_ended() -> None:
+    waits = "import time; print('{}', flush=True); time.sleep(600)"
+    with closing(events_of([sys.executable, "-c", waits])) as events:
+        event, pid = next(events)
+        assert event == {}
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_search_that_is_watched_is_a_real_one(tmp_path: Path) -> None:

@@ -1,19 +1,42 @@
-"""What the studies of the engine write: JSON with the machine's facts, and a Markdown table."""
+"""What the studies have in common: how their commands run, and what they write."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.machine.host import cpu_name, git_commit, package_version
 
-FOLDER = Path(__file__).parent
+STUDIES = Path(__file__).parent
+ENGINE = STUDIES / "engine"
+
+
+def run_study(
+    prog: str, parser: OneLineParser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None
+) -> int:
+    """What `main` does: parses the arguments, adds the `command` that was given to them, and runs the study with quiet
+    libraries; returns the exit code. argv: None for the process's own."""
+    arguments = parser.parse_args(argv)
+    arguments.command = command_of(prog, sys.argv[1:] if argv is None else argv)
+
+    def quietly() -> int:
+        quiet_libraries()
+        return run(arguments)
+
+    return run_command(prog, quietly)
+
+
+def command_of(prog: str, argv: Sequence[str]) -> str:
+    """The command as it was given."""
+    return shlex.join(["python", "-m", prog, *argv])
 
 
 def facts(command: str) -> dict[str, Any]:
@@ -22,19 +45,9 @@ def facts(command: str) -> dict[str, Any]:
         "command": command,
         "cpu": cpu_name(),
         "versions": {name: package_version(name) for name in ("layerskip", "torch", "transformers")},
-        "commit": git_commit(FOLDER),
+        "commit": git_commit(STUDIES),
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def command_of(prog: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """The command that was given, without what stands as it is by default."""
-    parts = [f"python -m {prog}"]
-    for name, value in vars(arguments).items():
-        if value is not None and value != parser.get_default(name):
-            values = value if isinstance(value, list) else [value]
-            parts.append(f"--{name.replace('_', '-')} {' '.join(map(str, values))}")
-    return " ".join(parts)
 
 
 def check_out(out: Path | None) -> None:
@@ -53,10 +66,11 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
-def write_study(folder: Path, name: str, record: Mapping[str, Any], table: str) -> None:
-    """NAME.json with the machine's facts, and NAME.md, which is said too."""
-    write_json(folder / f"{name}.json", facts(f"python -m studies.engine.{name}") | record)
-    (folder / f"{name}.md").write_text(table, encoding="utf-8")
+def finish(out: Path | None, record: Mapping[str, Any], table: str) -> None:
+    """Writes the record where there is a file for it, and the table beside it as Markdown; says the table."""
+    if out is not None:
+        write_json(out, record)
+        out.with_suffix(".md").write_text(table, encoding="utf-8")
     say(table)
 
 
