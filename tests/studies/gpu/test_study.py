@@ -127,6 +127,13 @@ def test_this_machine_has_all_packages_and_lacks_what_is_asked_too_much(
     assert json.loads(capsys.readouterr().out)["packages"]["torch"] == torch.__version__
 
 
+def test_the_wheels_that_the_readme_brings_are_all_that_a_machine_with_torch_may_lack() -> None:
+    lines = (ROOT / "studies" / "gpu" / "README.md").read_text(encoding="utf-8").splitlines()
+    options = next(i for i, line in enumerate(lines) if line.endswith("-c constraints.txt \\"))
+    needed = {one.name for one in environment.project_requirements()} - {"torch", "transformers", "numpy"}
+    assert set(lines[options + 1].split()) == needed
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_machine_without_cuda_is_told_so() -> None:
     assert environment.device_facts("cuda", 1.0)[1] == [f"a CUDA device: torch {torch.__version__} sees none"]
