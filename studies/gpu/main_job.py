@@ -126,10 +126,12 @@ class MainJob:
 
     def _bench(self, job: Job) -> None:
         from layerskip import bench
-        from studies.gpu import candidate
+        from layerskip.config.decode_config import DecodeConfig
+        from studies.gpu.candidate import bench_config
 
         config, record = self._folder / "bench-config.json", self._folder / "bench.json"
-        command(candidate.main, [str(self._folder), "--out", str(config)])
+        best, summary = DecodeConfig.load(self._folder / "best.json"), read_json(self._folder / "summary.json")
+        bench_config(best, summary).save(config)
         held_out = self._source / "held_out.jsonl"
         given = ["--config", str(config), "--prompts", str(held_out), "--json", str(record)]
         try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from layerskip import DecodeConfig, SkipMask
+from layerskip import DecodeConfig, SkipMask, bench
 from studies.demo import corpus
 from studies.gpu import __main__ as command
 from studies.gpu import candidate, drafters_job, environment, main_job, models, summarise, tables
@@ -268,5 +268,5 @@ def test_parts_c_and_d_run_on_a_cpu(tmp_path: Path, small_library: Path) -> None
 
 
 def test_a_command_that_fails_says_why_in_the_book(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"exit code 2: studies\.gpu\.candidate: error: .*No such file"):
-        main_job.command(candidate.main, [str(tmp_path), "--out", str(tmp_path / "x.json")])
+    with pytest.raises(RuntimeError, match=r"exit code 2: layerskip\.bench: error: --config: no such file"):
+        main_job.command(bench.main, ["--config", str(tmp_path / "x.json")])
