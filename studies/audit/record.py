@@ -30,7 +30,6 @@ class Record:
     by_engine: dict[str, dict[str, int]] = field(default_factory=dict)
     by_architecture: dict[str, dict[str, int]] = field(default_factory=dict)
     by_drafter: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Empty in records of the first version, whose cases skip layers all."""
     decoded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     """Counters added up: drafts that are never right, or always, would show nothing."""
     ties: list[dict[str, Any]] = field(default_factory=list)
@@ -65,10 +64,10 @@ class Record:
     @classmethod
     def load(cls, path: Path) -> Record:
         """What `save` wrote. Raises: ValueError naming the file if it is no such record, FileNotFoundError."""
-        names = [name for name in cls.__dataclass_fields__ if name not in ("facts", "by_drafter")]
+        names = [name for name in cls.__dataclass_fields__ if name != "facts"]
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            state = {name: data.pop(name) for name in names} | {"by_drafter": data.pop("by_drafter", {})}
+            state = {name: data.pop(name) for name in names}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path}: not a record of this audit ({type(error).__name__}: {error})") from None
         return cls(facts=data, **state)

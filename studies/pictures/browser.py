@@ -12,7 +12,7 @@ from playwright.sync_api import Error, Page, sync_playwright
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _MS_TO_DRAW = 120_000
 _MS_TO_SETTLE = 2_000
-PLOT = ".main-svg"
+_PLOT = ".main-svg"
 """What Plotly draws into."""
 
 
@@ -48,9 +48,8 @@ def take_picture(
     height: int,
     part: str | None = None,
     prepare: Callable[[Page], None] | None = None,
-    drawn: str = PLOT,
 ) -> None:
-    """Open a file or an address in a headless browser and write a PNG once the last `drawn` is there: Plotly's figures.
+    """Open a file or an address in a headless browser and write a PNG once the last of Plotly's figures is drawn.
 
     Of the top of the page, so many pixels, or of the first element that the CSS selector `part` finds, all of it.
     `prepare` may scroll or click then.
@@ -58,7 +57,7 @@ def take_picture(
     """
     with tab_of(width, height) as tab:
         tab.goto(address_of(page), wait_until="commit")
-        tab.locator(drawn).last.wait_for()
+        tab.locator(_PLOT).last.wait_for()
         if prepare is not None:
             prepare(tab)
         tab.wait_for_timeout(_MS_TO_SETTLE)

@@ -25,7 +25,6 @@ from studies.pictures.terminal import live_view, picture_of, run_in_terminal
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 _COLUMNS = 110
-_PHONE = (390, 844)
 _PROMPT = "def read("
 _DASHBOARD_HEAD = 72
 """Pixels at its top that stay while the page scrolls."""
@@ -35,24 +34,22 @@ Surface = Callable[[Path, Path], list[Path]]
 
 
 def draw_report(study: Path, out: Path) -> list[Path]:
-    """The report's first screen, on a desk and on a phone."""
+    """The report's first screen."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         if report.main([str(study), "--out", str(page)]) != 0:
             raise RuntimeError(f"{study}: has no report")
-        desk, phone = out / "report.png", out / "report-phone.png"
-        take_picture(page, desk, 1100, 640)
-        take_picture(page, phone, *_PHONE)
-    return [desk, phone]
+        picture = out / "report.png"
+        take_picture(page, picture, 1100, 640)
+    return [picture]
 
 
 def draw_dashboard(study: Path, out: Path) -> list[Path]:
-    """The study's page in optuna-dashboard where our figures begin, and the note."""
-    page, note = out / "dashboard.png", out / "dashboard-note.png"
+    """The study's page in optuna-dashboard where our figures begin."""
+    picture = out / "dashboard.png"
     with _dashboard(study) as address:
-        take_picture(address, page, 1280, 690, prepare=_show_our_figures)
-        take_picture(f"{address}/note", note, 1000, 520, drawn="text=Made by")
-    return [page, note]
+        take_picture(address, picture, 1280, 690, prepare=_show_our_figures)
+    return [picture]
 
 
 def _show_our_figures(tab: Page) -> None:
@@ -100,16 +97,13 @@ def draw_generate(study: Path, out: Path) -> list[Path]:
 
 
 def draw_notebooks(study: Path, out: Path) -> list[Path]:
-    """A section of each notebook, run now."""
-    sections = {"decode_with_a_config": "accepted-and-rejected-tokens", "explore_a_study": "convergence"}
-    written = []
+    """A section of the notebook that explores a study, run now."""
+    picture = out / "notebook-explore.png"
     with tempfile.TemporaryDirectory() as folder:
-        for name, section in sections.items():
-            page = Path(folder) / f"{name}.html"
-            page.write_text(notebook_page(NOTEBOOKS / f"{name}.ipynb", study), encoding="utf-8")
-            written.append(out / f"notebook-{name.partition('_')[0]}.png")
-            take_picture(page, written[-1], 992, 900, part=f"#{section}")
-    return written
+        page = Path(folder) / "explore_a_study.html"
+        page.write_text(notebook_page(NOTEBOOKS / "explore_a_study.ipynb", study), encoding="utf-8")
+        take_picture(page, picture, 992, 900, part="#convergence")
+    return [picture]
 
 
 def _write(path: Path, svg: str) -> Path:

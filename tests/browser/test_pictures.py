@@ -19,10 +19,7 @@ from studies.pictures.__main__ import main  # noqa: E402 (no installed package)
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 SIZES = {
     "report.png": (1100, 640),
-    "report-phone.png": (390, 844),
     "dashboard.png": (1280, 690),
-    "dashboard-note.png": (1000, 520),
-    "notebook-decode.png": None,
     "notebook-explore.png": None,
 }
 """Pixels; None where they follow from what is shown."""

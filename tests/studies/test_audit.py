@@ -59,15 +59,11 @@ def test_lookups_are_right_now_and_then_and_wrong_too() -> None:
     assert 0.1 < found["kept"] / found["drafted"] < 0.9
 
 
-def test_a_record_of_before_there_were_drafters_is_read_but_not_continued(tmp_path: Path, refused: Any) -> None:
+def test_a_record_of_cases_that_were_drawn_otherwise_is_read_but_not_continued(tmp_path: Path, refused: Any) -> None:
     old = {"command": "c", "seed": 0, "versions": audit.facts("")["versions"], "num_done": 1, "ties": []}
-    old |= {"by_dtype": {}, "by_engine": {}, "by_architecture": {}, "decoded": {"num_emitted": 1}}
-    case = draw_case(0, 0).to_dict()
-    for name in ("drafter", "lookup", "has_store"):
-        del case[name]
-    (tmp_path / "result.json").write_text(json.dumps(old | {"failures": [{"case": case}]}))
-    record = Record.load(tmp_path / "result.json")
-    assert [one.config.drafter for one in record.found_cases] == ["layer_skip"]
+    old |= {"by_dtype": {}, "by_engine": {}, "by_architecture": {}, "by_drafter": {}, "decoded": {"num_emitted": 1}}
+    (tmp_path / "result.json").write_text(json.dumps(old | {"failures": [{"case": draw_case(0, 0).to_dict()}]}))
+    assert Record.load(tmp_path / "result.json").found_cases == [draw_case(0, 0)]
     assert main(tmp_path, "--replay") == 0
     assert "cases_version: must be 3 to be continued, got None; start anew with --fresh" in refused(main, tmp_path)
 
