@@ -14,7 +14,7 @@ from layerskip.drafters.draft_weights import describe_weights, has_other_tokeniz
 from layerskip.drafters.eagle.head import load_eagle, read_config
 from layerskip.drafters.eagle.lean import LeanEagle, LeanHead
 from layerskip.drafters.eagle.published import is_published, load_published
-from layerskip.drafters.mtp import LeanMtp, MtpHead
+from layerskip.drafters.mtp import MtpHead
 from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
@@ -61,8 +61,8 @@ class WeightsLoader:
     @property
     def mtp_refusal(self) -> str | None:
         """Why no multi-token-prediction layer of the model's own checkpoint may draft; None where one may be loaded."""
-        if not (self._records_lean or isinstance(self.engine, StatesEngine)):
-            return f"the engine eager or fused, or cuda_graph over lean layers, got {self.engine.name}"
+        if not isinstance(self.engine, StatesEngine):
+            return f"the engine eager or fused, got {self.engine.name}"
         return mtp_refusal(self.adapter)
 
     @property
@@ -81,7 +81,7 @@ class WeightsLoader:
         fingerprint = self.engine.draft_weights[OWN_LAYERS].fingerprint
         return DraftWeights(drafter="mtp", path=OWN_LAYERS, fingerprint=fingerprint)
 
-    def _mtp(self, weights: DraftWeights) -> MtpHead | LeanMtp:
+    def _mtp(self, weights: DraftWeights) -> MtpHead:
         if self.mtp_refusal is not None:
             raise ValueError(f"draft_weights: mtp needs {self.mtp_refusal}")
         found = load_mtp(self.adapter)
@@ -91,8 +91,6 @@ class WeightsLoader:
                 f"draft_weights.fingerprint: must be that of the model's own layer, {fingerprint}, got "
                 f"{weights.fingerprint}"
             )
-        if self._records_lean or isinstance(self.engine, FusedEngine):
-            return LeanMtp(found, self.adapter.model, fingerprint, self._maker)
         return MtpHead(found, self.adapter.model, fingerprint)
 
     def _eagle(self, weights: DraftWeights) -> LeanHead:

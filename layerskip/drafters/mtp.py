@@ -1,4 +1,6 @@
-"""Multi-token-prediction layers of a model's own checkpoint, gone on with token by token.
+"""A multi-token-prediction layer of a model's own checkpoint, gone on with token by token.
+
+MtpHead is the layer in Transformers' own modules, MtpText one text's keys and values under it.
 
 Ref: DeepSeek-V3 (2412.19437). The first such layer drafts every token of a round, from its own states after the first.
 It reads states that the target has normed, and what it gives is normed too.
@@ -6,19 +8,19 @@ It reads states that the target has normed, and what it gives is normed too.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from layerskip.drafters.eagle.lean import LeanHead
-from layerskip.drafters.eagle.module_head import ModuleHead
-from layerskip.engines.lean_layers import Layer, LayerMaker, Norm
-from layerskip.engines.linear import fused
+from layerskip.drafters.eagle.state_head import StateHead, StateText
 from layerskip.engines.states import StatesEngine
+from layerskip.huggingface.adapter import ForcedPositions
+from layerskip.huggingface.growing_keys import over_growing_keys
+from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.mtp import final_norm
 
 
-class MtpHead(ModuleHead):
+class MtpHead(StateHead):
     """The first layer of an `MtpModel` as Transformers computes it."""
 
     def __init__(self, mtp: Any, model: Any, fingerprint: str) -> None:
@@ -28,6 +30,9 @@ class MtpHead(ModuleHead):
         self.module, self.rotary, self.config = self.layer, mtp.rotary_emb, mtp.config
         self._final_norm = final_norm(model)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+
+    def new_text(self, capacity: int) -> MtpText:
+        return MtpText(self, capacity)
 
     def join(self, states: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._final_norm(states)
@@ -40,10 +45,6 @@ class MtpHead(ModuleHead):
         out: torch.Tensor = self.layer.eh_proj(torch.cat(parts, dim=-1))
         return out
 
-    def block(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        out: torch.Tensor = self.layer.post_norm(self.layer.mtp_block(x, **arguments))
-        return out
-
     def prepare_unembed(self, engine: StatesEngine, draft_vocab: int | None) -> None:
         engine.prepare_unembed(draft_vocab)
 
@@ -51,37 +52,53 @@ class MtpHead(ModuleHead):
         return engine.unembed(state, draft_vocab)
 
 
-class LeanMtp(LeanHead):
-    """The same of a model whose own layers are computed as lean ones. Its positions are those of the states, one before
-    the tokens': attention by rotation knows distances alone."""
+class MtpText(StateText):
+    """See `StateText`. Positions are the tokens' own, one behind those of the states, as in training."""
 
-    def __init__(self, mtp: Any, model: Any, fingerprint: str, maker: LayerMaker) -> None:
-        """model: the target, whose embeddings and positions it shares."""
-        layer: Any = mtp.layers[0]
-        self.module, self.rotary, self.fingerprint = layer, mtp.rotary_emb, fingerprint
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        weight = layer.eh_proj.weight
-        self.like = weight[:1, : weight.shape[0]]
-        self._states_first = getattr(mtp.config, "mtp_hidden_states_first", False)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self.layer = Layer(maker.attention(layer.mtp_block, None), maker.mlp(layer.mtp_block))
-            self._project = fused(maker.linear, layer.eh_proj)
-            norms = (final_norm(model), layer.enorm, layer.hnorm, layer.post_norm)
-            self._final_norm, self._embed_norm, self._state_norm, self._post_norm = map(Norm, norms)
+    head: MtpHead
 
-    def join(self, states: torch.Tensor) -> torch.Tensor:
-        return self._final_norm(states)
+    def __init__(self, head: MtpHead, capacity: int) -> None:
+        self.head = head
+        self._cache = SharedLengthCache([None], capacity)
 
-    def enter(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        parts = [self._embed_norm(embedded), self._state_norm(states)]
-        return self._project(torch.cat(parts[::-1] if self._states_first else parts, dim=-1))
+    @property
+    def keys(self) -> torch.Tensor:
+        return cast(torch.Tensor, self._cache.layers[0].keys)
 
-    def leave(self, out: torch.Tensor) -> torch.Tensor:
-        """See `LeanHead`."""
-        return self._post_norm(out)
+    @property
+    def values(self) -> torch.Tensor:
+        return cast(torch.Tensor, self._cache.layers[0].values)
 
-    def prepare_unembed(self, engine: StatesEngine, draft_vocab: int | None) -> None:
-        engine.prepare_unembed(draft_vocab)
+    def copied(self, length: int, room: int) -> MtpText:
+        """See `StateText`."""
+        copy = MtpText(self.head, length + room)
+        copy._cache.layers[0].lazy_initialization(self.keys, self.values)
+        copy.keys[:, :, :length], copy.values[:, :, :length] = self.keys[:, :, :length], self.values[:, :, :length]
+        return copy
 
-    def logits(self, engine: StatesEngine, state: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
-        return engine.unembed(state, draft_vocab)
+    @torch.inference_mode()
+    def run_rows(
+        self, x: torch.Tensor, positions: slice | torch.Tensor, start: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `StateText`. The layer is told by a mask what each row sees."""
+        num_rows, layer = len(x), self.head.layer
+        self._cache.rollback_to(0)
+        self._cache.advance(start)
+        if isinstance(positions, slice):
+            positions = torch.arange(positions.start, positions.stop, device=x.device)
+        ids, hidden = (positions + 1).unsqueeze(0), None  # of a single row that sees all before it
+        if mask is None and num_rows > 1:
+            places = torch.arange(num_rows, device=x.device)
+            mask = places <= places.unsqueeze(1)
+        if mask is not None:
+            hidden = ForcedPositions.of(positions, {None: mask}, x.dtype).attention_mask
+        with over_growing_keys((x.device,)):
+            out = layer.mtp_block(
+                x.unsqueeze(0),
+                attention_mask=hidden,
+                position_embeddings=self.head.rotary(x, position_ids=ids),
+                position_ids=ids,
+                past_key_values=self._cache,
+            )
+            normed: torch.Tensor = layer.post_norm(out)
+        return normed[0]

@@ -14,11 +14,10 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, doctor, generate
 from layerskip.benchmark.run import Plan, run_benchmark
 from layerskip.config.decode_config import DraftWeights
-from layerskip.drafters.mtp import LeanMtp
 from layerskip.engines.native import library
 from layerskip.huggingface.mtp import generates_with, load_mtp
 from tests.layerskip import zoo
-from tests.layerskip.tape import TapeRecorder, graph_model, on_graphs
+from tests.layerskip.tape import graph_model
 
 PROMPT = (3, 5, 8, 3, 5, 9, 3, 5)
 RUN = zoo.WITH_MTP[0]
@@ -65,17 +64,14 @@ def test_its_first_drafts_have_the_logits_of_transformers_own(run: str, monkeypa
 
 
 @pytest.mark.usefixtures("with_whole_drafts")
-@pytest.mark.parametrize("engine", ["fused", "fused by torch", "cuda_graph"])
-def test_of_lean_layers_it_drafts_what_the_modules_draft(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if engine == "fused by torch":
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_over_lean_layers_it_drafts_what_it_does_over_modules(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_torch:
         monkeypatch.setattr(library, "load_kernels", lambda: "no C++ compiler")
     model = zoo.build("llama", num_mtp_layers=1)
     model.config.name_or_path = str(zoo.with_mtp_layer(model))
-    by_modules = LayerSkipModel(model, engine="eager")
+    by_modules, lean = LayerSkipModel(model, engine="eager"), LayerSkipModel(model, engine="fused")
     weights = by_modules.mtp_weights()
-    lean = LayerSkipModel(model, engine="eager" if engine == "cuda_graph" else "fused")
-    if engine == "cuda_graph":
-        lean = on_graphs(lean, TapeRecorder(), lean=True)
     kept = 0
     for config in (mtp(weights), mtp(weights, siblings=1), mtp(weights.branching(6)), mtp(weights.narrowed(20))):
         for choice in ({}, {"do_sample": True, "seed": 3}):
@@ -86,7 +82,6 @@ def test_of_lean_layers_it_drafts_what_the_modules_draft(engine: str, monkeypatc
             assert found.stats.counters() == expected.stats.counters()
             kept += found.stats.num_accepted
     assert kept > 20
-    assert isinstance(lean.engine.draft_weights["model"], LeanMtp)
 
 
 def test_what_is_loaded_leaves_the_model_as_it_was(folder: Path) -> None:
@@ -161,8 +156,8 @@ def refused(model: LayerSkipModel, weights: DraftWeights = ANY) -> str:
 
 def test_what_cannot_draft_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "num_mtp_layers" in refused(zoo.layerskip_of("llama"))
-    by_modules = graph_model("llama", modules=True)
-    assert "eager or fused, or cuda_graph over lean layers, got cuda_graph" in refused(by_modules)
+    for modules in (False, True):
+        assert "mtp needs the engine eager or fused, got cuda_graph" in refused(graph_model("llama", modules=modules))
     other = zoo.mtp_of(RUN).model_copy(update={"fingerprint": "0" * 16})
     assert f"must be that of the model's own layer, {zoo.mtp_of(RUN).fingerprint}, got 0000" in refused(
         zoo.layerskip_of(RUN), other
