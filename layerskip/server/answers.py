@@ -6,8 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from layerskip.server.schemas import GenerationFields
 from layerskip.server.worker import Finished, Piece
@@ -15,57 +14,37 @@ from layerskip.server.worker import Finished, Piece
 DONE = b"data: [DONE]\n\n"
 
 
-class Shape(Protocol):
-    """Where an endpoint puts the text."""
+class CompletionShape:
+    """Where /v1/completions puts the text."""
 
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
 
     def whole(self, text: str) -> dict[str, Any]:
         """The text of a whole answer's choice."""
-        ...
-
-    def chunk(self, text: str | None) -> dict[str, Any]:
-        """The text of an event's choice; None ends the answer."""
-        ...
-
-    def opening(self) -> dict[str, Any] | None:
-        """What comes before the first text of a stream."""
-        ...
-
-
-class CompletionShape:
-    """/v1/completions."""
-
-    id_prefix = "cmpl-"
-    whole_object = chunk_object = "text_completion"
-
-    def whole(self, text: str) -> dict[str, Any]:
-        """See `Shape`."""
         return {"text": text}
 
     def chunk(self, text: str | None) -> dict[str, Any]:
-        """See `Shape`."""
+        """The text of an event's choice; None ends the answer."""
         return {"text": text or ""}
 
-    def opening(self) -> None:
-        """Nothing."""
+    def opening(self) -> dict[str, Any] | None:
+        """What comes before the first text of a stream."""
+        return None
 
 
-class ChatShape:
-    """/v1/chat/completions."""
+class ChatShape(CompletionShape):
+    """The same of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def whole(self, text: str) -> dict[str, Any]:
-        """See `Shape`."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def chunk(self, text: str | None) -> dict[str, Any]:
-        """See `Shape`."""
         return {"delta": {} if text is None else {"content": text}}
 
     def opening(self) -> dict[str, Any]:
@@ -73,40 +52,23 @@ class ChatShape:
         return {"delta": {"role": "assistant", "content": ""}}
 
 
-@dataclass(frozen=True)
 class AnswerFormat:
     """One request's answer as JSON."""
 
-    shape: Shape
-    model_id: str
-    system_fingerprint: str
-    streamed: bool
-    with_token_ids: bool
-    with_usage: bool
-    """Whether a stream ends with an event of its usage."""
-    answer_id: str
-    created: int
-    """Unix seconds."""
-    lossy: str | None = None
-    """In every body and event, where the text is not the target's own."""
-
-    @classmethod
-    def of(
-        cls, shape: Shape, asked: GenerationFields, system_fingerprint: str, lossy: str | None = None
-    ) -> AnswerFormat:
-        """A new answer to this request."""
+    def __init__(
+        self, shape: CompletionShape, asked: GenerationFields, system_fingerprint: str, lossy: str | None = None
+    ) -> None:
+        """lossy: in every body and event, where the text is not the target's own."""
         options = asked.stream_options
-        return cls(
-            shape=shape,
-            model_id=asked.model,
-            system_fingerprint=system_fingerprint,
-            streamed=bool(asked.stream),
-            with_token_ids=bool(asked.return_token_ids),
-            with_usage=options is not None and options.include_usage,
-            answer_id=shape.id_prefix + secrets.token_hex(12),
-            created=int(time.time()),
-            lossy=lossy,
-        )
+        self.shape, self.system_fingerprint, self.lossy = shape, system_fingerprint, lossy
+        self.model_id = asked.model
+        self.streamed = bool(asked.stream)
+        self.with_token_ids = bool(asked.return_token_ids)
+        self.with_usage = options is not None and options.include_usage
+        """Whether a stream ends with an event of its usage."""
+        self.answer_id = shape.id_prefix + secrets.token_hex(12)
+        self.created = int(time.time())
+        """Unix seconds."""
 
     def whole(self, text: str, ids: list[int], end: Finished) -> bytes:
         """The body of an answer that is not streamed."""

@@ -21,7 +21,7 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
-from layerskip.server.answers import AnswerFormat, ChatShape, CompletionShape, Shape
+from layerskip.server.answers import AnswerFormat, ChatShape, CompletionShape
 from layerskip.server.errors import ApiError
 from layerskip.server.metrics import ServerMetrics
 from layerskip.server.prepare import Preparer
@@ -59,13 +59,15 @@ class Service:
         """OpenAI's model object."""
         return {"id": self.settings.model_id, "object": "model", "created": self.created, "owned_by": "layerskip"}
 
-    async def answer(self, request: Request, kind: type[CompletionRequest | ChatRequest], shape: Shape) -> Answer:
+    async def answer(
+        self, request: Request, kind: type[CompletionRequest | ChatRequest], shape: CompletionShape
+    ) -> Answer:
         """The response to a request for text; decoding starts when it is sent. Raises: ApiError."""
         asked = parse(kind, await read_body(request, self.settings))
         ticket = self.worker.admit()
         try:
             job = await self.preparer.job(asked, ticket)
-            form = AnswerFormat.of(shape, asked, self.system_fingerprint, job.lossy)
+            form = AnswerFormat(shape, asked, self.system_fingerprint, job.lossy)
             return Answer(job, form, self.worker)
         except BaseException:
             ticket.release()
