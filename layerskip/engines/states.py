@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.base import SessionEngine
+from layerskip.engines.base import Engine
 from layerskip.huggingface.adapter import ModelAdapter, widened
 from layerskip.rounds.preparation import ForwardPlan
 
 
-class StatesEngine(SessionEngine):
+class StatesEngine(Engine):
     """What drafting from hidden states needs of an engine: the target's states, and the ends of the model."""
 
     def __init__(self, adapter: ModelAdapter) -> None:

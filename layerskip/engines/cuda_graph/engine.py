@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.base import SessionEngine
+from layerskip.engines.base import Engine
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, Branches, StaticExecutor, num_visible_for
 from layerskip.engines.fused import FusedEngine
@@ -46,7 +46,7 @@ class GraphOptions:
     """Longest forward that is recorded; longer ones are prompts, or so rare that a recording would not pay."""
 
 
-class CudaGraphEngine(SessionEngine):
+class CudaGraphEngine(Engine):
     """See `Engine`. A forward, or a whole round, is one launch instead of a thousand.
 
     Recorded per (mask, number of tokens, visible positions), by `prepare` or else at the first use, and kept between
