@@ -29,7 +29,6 @@ from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
-from layerskip.rounds.device_round import OffersRounds
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -286,7 +285,7 @@ class LayerSkipModel:
     @property
     def lossy_refusal(self) -> str | None:
         """Why `DecodeConfig.lossy` must be left out on this engine; None where it need not."""
-        recorded = isinstance(self._engine, OffersRounds)
+        recorded = self._engine.name == "cuda_graph"
         return f"the engine eager or fused, got {self._engine.name}" if recorded else None
 
     def _choose_engine(self, *, with_graphs: bool) -> None:

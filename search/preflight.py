@@ -23,7 +23,6 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer
-from layerskip.engines.prefix import PrefixEngine
 from layerskip.machine.host import package_version
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan
@@ -84,7 +83,7 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         encoded[1],
         fingerprint,
         origin,
-        can_share_prefix=isinstance(model.engine, PrefixEngine),
+        can_share_prefix=model.engine.shares_prefix,
         rounding=lambda: model.rounding,
     )
     for name in spec.regimes or ():
@@ -97,7 +96,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
 
     Raises: ValueError if something is asked for that the engine or the model cannot.
     """
-    can_share = isinstance(model.engine, PrefixEngine)
+    can_share = model.engine.shares_prefix
     if spec.share_prefix and not can_share:
         raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
     if spec.draft_vocab and not (model.can_narrow and vocabs_of(model.vocab_size)):

@@ -8,7 +8,6 @@ steps past the end of the text are computed for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -19,33 +18,6 @@ from layerskip.rounds.preparation import ForwardPlan
 
 READ_EVERY = 16
 """Tokens that are read together where a token may end the text."""
-
-
-class FreeSteps(Protocol):
-    """Greedy steps of the target alone, inside a session, each after the one before."""
-
-    def prepare(self, starts: range) -> None:
-        """Record or compile what steps after so many cached tokens need; before the prompt's forward."""
-        ...
-
-    def begin(self, token: int) -> None:
-        """The text goes on after this token, which is not in the cache yet."""
-        ...
-
-    def run(self, count: int) -> None:
-        """So many steps. No wait for the device."""
-        ...
-
-    def read(self, count: int) -> list[int]:
-        """The last so many tokens. One wait for the device."""
-        ...
-
-
-@runtime_checkable
-class OffersFreeSteps(Protocol):
-    """An engine that has steps of its own for this."""
-
-    def make_free_steps(self) -> FreeSteps: ...
 
 
 class FreeRunning:
@@ -60,7 +32,7 @@ class FreeRunning:
         self._engine = engine
         self._request = request
         self._read_every = read_every if request.eos_token_ids else request.max_new_tokens
-        self._steps = engine.make_free_steps() if isinstance(engine, OffersFreeSteps) else _EngineSteps(engine)
+        self._steps = engine.make_free_steps() or _EngineSteps(engine)
         self._capacity = len(request.prompt_ids) + request.max_new_tokens
 
     def prepare(self) -> None:
@@ -99,7 +71,7 @@ class FreeRunning:
 
 
 class _EngineSteps:
-    """One forward a step, for engines that have nothing better."""
+    """See `DeviceFreeSteps`: one forward a step, for engines that have nothing better."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

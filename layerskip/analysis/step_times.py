@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 
-from layerskip.analysis.timed_steps import DeviceEngine, DeviceSteps, HostSteps, Step, StepMaker, TextEnd
+from layerskip.analysis.timed_steps import DeviceSteps, HostSteps, Step, StepMaker, TextEnd
 from layerskip.config.decode_config import DecodeConfig, DraftedBy
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.model import LayerSkipModel
-from layerskip.rounds.device_round import OffersRounds
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 
 _NUM_WARM = 8
@@ -46,8 +46,8 @@ class StepTimer:
         self._gamma_max, self._num_layers = gamma_max, model.num_layers
         self._on_device: DeviceSteps | None = None
         # Rounds that need the text on the host for a repetition penalty are run there, and so timed there.
-        if isinstance(model.engine, OffersRounds) and self._sampler.params.repetition_penalty == 1.0:
-            self._on_device = DeviceSteps(cast(DeviceEngine, model.engine), self._sampler)
+        if model.engine.name == "cuda_graph" and self._sampler.params.repetition_penalty == 1.0:
+            self._on_device = DeviceSteps(cast(CudaGraphEngine, model.engine), self._sampler)
         self._steps: StepMaker = self._on_device or HostSteps(model.engine, self._sampler)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -15,9 +15,10 @@ from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle.drafter import EagleDrafter
 from layerskip.drafters.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerSession
 from layerskip.engines import Engine
-from layerskip.rounds.device_round import DeviceRound, OffersRounds
+from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import ForwardPlan, Starts
-from layerskip.rounds.round_work import RoundHost, RoundPlan
+from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
 from layerskip.rounds.verifier import verify
 
@@ -85,12 +86,6 @@ class StepMaker(Protocol):
     def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
         """gamma tokens under a mask or of trained weights. threshold: with the looks at their confidence."""
         ...
-
-
-class DeviceEngine(OffersRounds, RoundHost, Protocol):
-    """An engine that runs rounds on the device, seen from both sides."""
-
-    num_layers: int
 
 
 class HostSteps:
@@ -229,7 +224,7 @@ class DeviceSteps:
 
     draft_verifies = True
 
-    def __init__(self, engine: DeviceEngine, sampler: Sampler) -> None:
+    def __init__(self, engine: CudaGraphEngine, sampler: Sampler) -> None:
         self._engine, self._sampler = engine, sampler
 
     def verification(self, num_tokens: int) -> Step:
@@ -239,8 +234,7 @@ class DeviceSteps:
     def draft(self, drafted_by: DraftedBy, gamma: int, *, threshold: bool) -> Step:
         if not isinstance(drafted_by, SkipMask):
             verification = self.verification(gamma + 1)
-            engine = cast(Engine, self._engine)
-            return _WeightsStep(engine, self._sampler, drafted_by, gamma, verification, threshold=threshold)
+            return _WeightsStep(self._engine, self._sampler, drafted_by, gamma, verification, threshold=threshold)
         plan = RoundPlan(drafted_by, gamma, _NEVER if threshold else 0.0)
         # In pieces, or `prepare` might have it cut instead of look.
         return self._step(plan, gamma, in_pieces=threshold)
@@ -258,7 +252,7 @@ class DeviceSteps:
 
 @dataclass(frozen=True)
 class _DeviceStep:
-    engine: DeviceEngine
+    engine: CudaGraphEngine
     round: DeviceRound
     num_drafts: int
     verifies_only: bool

@@ -16,9 +16,9 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
-from layerskip.engines.prefix import PrefixEngine
+from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
-from layerskip.rounds.device_round import DeviceRound, OffersRounds
+from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
@@ -89,8 +89,6 @@ class DecodeLoop:
 
     def _on_device(self, gamma: int) -> DeviceRound | None:
         """Verification of up to gamma drafts of the host's as one piece of device work, if the engine offers that."""
-        if not isinstance(self._engine, OffersRounds):
-            return None
         plan = RoundPlan(SkipMask.none(self._config.skip_mask.num_layers), gamma, with_prob=self._with_prob)
         return self._engine.make_round(plan, self._sampler)
 
@@ -241,7 +239,7 @@ class DecodeLoop:
         if draft.prefix is None:
             logits = engine.forward(ids, num_logits=len(ids))
         else:
-            logits = cast(PrefixEngine, engine).verify_shared(ids, draft.prefix)
+            logits = cast(StatesEngine, engine).verify_shared(ids, draft.prefix)
         shaped = self._sampler.shape(logits, context, draft_ids)
         verdict = verify(
             draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob, lossy=self._config.lossy

@@ -12,8 +12,9 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
 from layerskip.drafters.chain import ChainDrafter, ChainSettings
 from layerskip.engines.base import Engine
-from layerskip.engines.prefix import PrefixEngine, PrefixStates
-from layerskip.rounds.device_round import DeviceRound, OffersRounds
+from layerskip.engines.prefix import PrefixStates
+from layerskip.engines.states import StatesEngine
+from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import ForwardPlan, Starts
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
@@ -44,7 +45,7 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
 
     def _on_device(self, with_prob: bool) -> DeviceRound | None:
         one = self._settings
-        if one.siblings or not isinstance(self._engine, OffersRounds):  # a round on the device verifies a chain
+        if one.siblings:  # a round on the device verifies a chain
             return None
         plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
         return self._engine.make_round(plan, self._sampler)
@@ -52,7 +53,7 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
     def prepare(self, starts: Starts, *, profile: bool) -> None:
         if self._device_round is not None:
             self._device_round.prepare(starts.rounds, apart=profile)
-        elif isinstance(self._engine, OffersRounds):  # of which the loop prepares rounds alone
+        elif self._engine.name == "cuda_graph":  # of which the loop prepares rounds alone
             self._engine.prepare([ForwardPlan(self._settings.skip_mask, 1, starts.rounds)])
 
     def begin(self) -> LayerSkipDrafter:
@@ -83,11 +84,11 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
 
     def _new_prefix(self) -> PrefixStates | None:
         """None where the config does not share, and where the engine cannot: the output is the same."""
-        if not self._settings.share_prefix or not isinstance(self._engine, PrefixEngine):
+        if not self._settings.share_prefix or not self._engine.shares_prefix:
             return None
         return PrefixStates.of(self._settings.skip_mask)
 
     def _forward(self, ids: torch.Tensor, prefix: PrefixStates | None) -> torch.Tensor:
         if prefix is None:
             return self._engine.forward(ids, self._settings.skip_mask)
-        return cast(PrefixEngine, self._engine).draft_shared(ids, self._settings.skip_mask, prefix)
+        return cast(StatesEngine, self._engine).draft_shared(ids, self._settings.skip_mask, prefix)

@@ -15,7 +15,11 @@ from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.growing_keys import growing_keys_backend
 from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.rounds.device_free_steps import DeviceFreeSteps
+from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import ForwardPlan
+from layerskip.rounds.round_work import RoundPlan
+from layerskip.rounds.sampling import Sampler
 
 
 class Engine(ABC):
@@ -27,6 +31,8 @@ class Engine(ABC):
     """
 
     name: str
+    shares_prefix = False
+    """Whether verification can start where the draft left the target's path, see `StatesEngine.verify_shared`."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
@@ -115,6 +121,14 @@ class Engine(ABC):
     @abstractmethod
     def keep_rows(self, sources: Sequence[int], place: int) -> None:
         """What rows left at these positions of the cache, ascending, stands at `place` and after it from now on."""
+
+    def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:  # noqa: ARG002
+        """Rounds under this plan on the device; None where they are the host's work."""
+        return None
+
+    def make_free_steps(self) -> DeviceFreeSteps | None:
+        """Plain greedy steps that leave their tokens on the device; None where each is a forward of its own."""
+        return None
 
     def synchronize(self) -> None:
         """Wait for the device; before every clock read."""

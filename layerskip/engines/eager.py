@@ -63,13 +63,13 @@ class EagerEngine(StatesEngine):
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
-        """See `PrefixEngine`."""
+        """See `StatesEngine`."""
         with self._adapter.entrance(prefix.depth, _kept_in(prefix)):
             return self.forward(input_ids, mask)
 
     @torch.inference_mode()
     def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
-        """See `PrefixEngine`. The embedding is computed in both parts, the head for one row too many."""
+        """See `StatesEngine`. The embedding is computed in both parts, the head for one row too many."""
         cache, num_layers = self.cache, self._adapter.num_layers
         start, num_held = cache.length, prefix.num_tokens
         first = SkipMask.from_layers(num_layers, range(prefix.depth))

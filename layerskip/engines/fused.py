@@ -193,7 +193,7 @@ class FusedEngine(StatesEngine):
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
-        """See `PrefixEngine`."""
+        """See `StatesEngine`."""
         step = self._step(self.cache.length, input_ids.shape[0])
         x = self._run(F.embedding(input_ids, self.embedding), step, mask, range(prefix.depth))
         prefix.add(x)
@@ -203,7 +203,7 @@ class FusedEngine(StatesEngine):
 
     @torch.inference_mode()
     def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
-        """See `PrefixEngine`."""
+        """See `StatesEngine`."""
         start, num_tokens, num_held = self.cache.length, input_ids.shape[0], prefix.num_tokens
         if num_held < num_tokens:
             rest = self._step(start + num_held, num_tokens - num_held)

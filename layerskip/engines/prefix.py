@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 import torch
 
 from layerskip.config.skip_mask import SkipMask
@@ -40,17 +38,3 @@ class PrefixStates:
     def all(self) -> torch.Tensor:
         """(num_tokens, hidden)."""
         return torch.cat(self._rows)
-
-
-@runtime_checkable
-class PrefixEngine(Protocol):
-    """An engine whose verification can start where the draft left the target's path."""
-
-    def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
-        """`Engine.forward` under a mask that keeps the first layers, whose states are added to `prefix`."""
-        ...
-
-    def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
-        """`Engine.forward` of the whole model with logits (T, V) for all tokens, the first layers run for those alone
-        that `prefix` does not hold; what it holds are the first of `input_ids`."""
-        ...

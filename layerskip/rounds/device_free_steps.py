@@ -14,7 +14,8 @@ _GREEDY = Sampler(SamplingParams())
 
 
 class DeviceFreeSteps:
-    """See `FreeSteps`. Recorded steps that read and write the text by position, in the cache's own buffer of it."""
+    """Inside a session, each step after the one before. They are recorded, and read and write the text by position, in
+    the cache's own buffer of it."""
 
     def __init__(self, host: RoundHost, num_layers: int) -> None:
         self._host = host
@@ -22,6 +23,7 @@ class DeviceFreeSteps:
 
     @torch.inference_mode()
     def prepare(self, starts: range) -> None:
+        """Record what steps after so many cached tokens need; before the prompt's forward."""
         cache = self._host.cache
         cache.position_on_device()
         for num_visible in self._host.visible_sizes(starts, 1):
@@ -29,11 +31,13 @@ class DeviceFreeSteps:
 
     @torch.inference_mode()
     def begin(self, token: int) -> None:
+        """The text goes on after this token, which is not in the cache yet."""
         cache = self._host.cache
         cache.text[cache.length] = token
 
     @torch.inference_mode()
     def run(self, count: int) -> None:
+        """So many steps. No wait for the device."""
         host, cache = self._host, self._host.cache
         start = cache.length
         if start + count > cache.capacity:
@@ -46,6 +50,7 @@ class DeviceFreeSteps:
         cache.moved_to(start + count)
 
     def read(self, count: int) -> list[int]:
+        """The last so many tokens. One wait for the device."""
         cache = self._host.cache
         ids: list[int] = cache.text[cache.length - count + 1 : cache.length + 1].tolist()
         return ids

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -27,15 +26,6 @@ class RoundResult:
     draft_ids: list[int]
     """Drafted tokens, up to the one after which drafting stopped."""
     verdict: Verdict
-
-
-@runtime_checkable
-class OffersRounds(Protocol):
-    """An engine that can run a whole round on the device."""
-
-    def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
-        """None where this round needs the host in between (a repetition penalty, which looks at the text)."""
-        ...
 
 
 class DeviceRound:

@@ -14,66 +14,60 @@ from search.terminal.progress_events import preflight_passed
 from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
 
 
-class Sharing:
-    """As much of an engine as tells that it can verify behind the kept layers."""
-
-    def draft_shared(self) -> None: ...
-
-    def verify_shared(self) -> None: ...
-
-
-def model_on(engine: object) -> Any:
+def model_on(engine: str) -> Any:
+    """A model as far as a search space asks it, on that engine."""
     layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
     cannot = {"can_narrow": False, "can_int8": False, "placement": "cuda:0"}
-    refusal = None if isinstance(engine, Sharing) else "the engine eager or fused, got cuda_graph"
+    refusal = None if engine == "eager" else f"the engine eager or fused, got {engine}"
     cannot |= {"siblings_refusal": refusal, "lossy_refusal": refusal}
-    return SimpleNamespace(engine=engine, engine_name="cuda_graph", **cannot, **layers)
+    told = SimpleNamespace(shares_prefix=engine == "eager")
+    return SimpleNamespace(engine=told, engine_name=engine, **cannot, **layers)
 
 
 @pytest.mark.parametrize(
     ("given", "engine", "searched"),
     [
-        (None, Sharing(), True),
-        (None, object(), False),
-        (False, Sharing(), False),
-        (False, object(), False),
-        (True, Sharing(), True),
+        (None, "eager", True),
+        (None, "cuda_graph", False),
+        (False, "eager", False),
+        (False, "cuda_graph", False),
+        (True, "eager", True),
     ],
 )
-def test_a_shared_prefix_is_searched_where_the_engine_can(given: bool | None, engine: object, searched: bool) -> None:
+def test_a_shared_prefix_is_searched_where_the_engine_can(given: bool | None, engine: str, searched: bool) -> None:
     assert space_for(model_on(engine), make_spec(share_prefix=given)).share_prefix is searched
 
 
 def test_a_shared_prefix_that_is_asked_for_and_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="share_prefix: engine cuda_graph cannot verify behind the kept layers"):
-        space_for(model_on(object()), make_spec(share_prefix=True))
+        space_for(model_on("cuda_graph"), make_spec(share_prefix=True))
 
 
 @pytest.mark.parametrize(("given", "searched"), [(None, 3), (True, 3), (False, 0)])
 def test_siblings_are_searched_where_engine_and_model_can(given: bool | None, searched: int) -> None:
-    assert space_for(model_on(Sharing()), make_spec(siblings=given)).siblings_max == searched
-    assert space_for(model_on(object()), make_spec(siblings=given and None)).siblings_max == 0
+    assert space_for(model_on("eager"), make_spec(siblings=given)).siblings_max == searched
+    assert space_for(model_on("cuda_graph"), make_spec(siblings=given and None)).siblings_max == 0
     with pytest.raises(ValueError, match="siblings: need the engine eager or fused, got cuda_graph"):
-        space_for(model_on(object()), make_spec(siblings=True))
+        space_for(model_on("cuda_graph"), make_spec(siblings=True))
 
 
 def test_trees_that_are_asked_for_and_cannot_be_are_refused() -> None:
-    assert space_for(model_on(Sharing()), make_spec()).trees == ()
+    assert space_for(model_on("eager"), make_spec()).trees == ()
     with pytest.raises(ValueError, match="trees: need the engine eager or fused, got cuda_graph"):
-        space_for(model_on(object()), make_spec(trees=True))
+        space_for(model_on("cuda_graph"), make_spec(trees=True))
     with pytest.raises(ValueError, match="trees: need an eagle layer among draft_weights, or mtp, which draft them"):
-        space_for(model_on(Sharing()), make_spec(trees=True))
+        space_for(model_on("eager"), make_spec(trees=True))
 
 
 def test_lossy_rules_are_refused_before_anything_is_measured() -> None:
-    assert space_for(model_on(Sharing()), make_spec(allow_lossy=True))
+    assert space_for(model_on("eager"), make_spec(allow_lossy=True))
     with pytest.raises(ValueError, match="allow_lossy: needs the engine eager or fused, got cuda_graph"):
-        space_for(model_on(object()), make_spec(allow_lossy=True))
+        space_for(model_on("cuda_graph"), make_spec(allow_lossy=True))
 
 
 @pytest.mark.parametrize(("given", "searched"), [(None, 16), (8, 8), (24, 24)])
 def test_up_to_sixteen_drafts_unless_the_spec_says(given: int | None, searched: int) -> None:
-    assert space_for(model_on(Sharing()), make_spec(gamma_max=given)).gamma_max == searched
+    assert space_for(model_on("eager"), make_spec(gamma_max=given)).gamma_max == searched
 
 
 def told(**changes: Any) -> list[str]:

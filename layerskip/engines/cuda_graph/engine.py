@@ -239,11 +239,11 @@ class CudaGraphEngine(Engine):
         return self._trees[num_rows]
 
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
-        """Rounds under this plan on the device; None with a repetition penalty, which looks at the text."""
+        """See `Engine`. None with a repetition penalty, which looks at the text on the host."""
         return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None
 
     def make_free_steps(self) -> DeviceFreeSteps:
-        """See `FreeSteps`."""
+        """See `Engine`."""
         return DeviceFreeSteps(self, self._no_skip.num_layers)
 
     # What drafting from hidden states needs, see `StatesEngine`; over lean layers alone. Steps and verifications of the

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.prefix import PrefixEngine, PrefixStates
+from layerskip.engines.prefix import PrefixStates
+from layerskip.engines.states import StatesEngine
 from tests.layerskip import zoo
 
 MASKS = {1: SkipMask.parse("4:1,3"), 2: SkipMask.early_exit(4, 2), 3: SkipMask.early_exit(4, 3)}
@@ -43,7 +45,7 @@ def test_logits_of_a_shared_verification(name: str) -> None:
     """To rounding those of a whole forward, and the cache is left as a whole forward leaves it."""
     model = zoo.layerskip_of(name)
     engine = model.engine
-    assert isinstance(engine, PrefixEngine)
+    assert isinstance(engine, StatesEngine)
     ids = torch.tensor(zoo.prompt_of(14))
     for mask in MASKS.values():
         with engine.session(20), torch.inference_mode():
@@ -132,33 +134,10 @@ def test_an_exception_leaves_no_entrance() -> None:
     assert model.generate(list(zoo.prompt_of(5)), config=config, max_new_tokens=12).ids == expected
 
 
-class Bare:
-    """An engine's interface and no more."""
-
-    _KNOWN = (
-        "name",
-        "device",
-        "attention_backend",
-        "cache",
-        "session",
-        "forward",
-        "num_preparations",
-        "prepare",
-        "synchronize",
-    )
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._KNOWN:
-            raise AttributeError(name)
-        return getattr(self._engine, name)
-
-
 def test_an_engine_that_cannot_share_verifies_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LayerSkipModel(zoo.build("llama"), engine="eager")
-    monkeypatch.setattr(model, "_engine", Bare(model.engine))
-    assert not isinstance(model.engine, PrefixEngine)
+    monkeypatch.setattr(EagerEngine, "shares_prefix", False)
+    for method in ("draft_shared", "verify_shared"):
+        monkeypatch.delattr(EagerEngine, method)
     plain, shared = outputs(model, DecodeConfig(skip_mask=MASKS[2], gamma=3))
     assert shared.ids == plain.ids

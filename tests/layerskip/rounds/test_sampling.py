@@ -40,6 +40,7 @@ class TableEngine:
     name = "table"
     device = torch.device("cpu")
     num_preparations = 0
+    shares_prefix = False
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -62,6 +63,9 @@ class TableEngine:
 
     def prepare(self, _plans: Any) -> None:
         pass
+
+    def make_round(self, _plan: Any, _sampler: Any) -> None:
+        return None
 
     def synchronize(self) -> None:
         pass
