@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +16,8 @@ from layerskip.engines.lean_layers import rotary_table
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.round_work import Piece
 
-Source = Callable[[], torch.Tensor]
+Kind = Literal["follow", "step", "branch"]
+"""Over what the target has computed, over one drafted token, or over those of a tree."""
 _serials = itertools.count()
 
 
@@ -62,14 +61,14 @@ class StaticText(LeanText):
         gamma, tree_tokens = self._settings.gamma, self._settings.tree_tokens
         for num_rows in recorded_sizes(gamma + 1):
             for num_visible in self._visible_sizes(starts, 0):
-                self._engine.prepare_piece(self._recorded_follow(num_rows, num_visible))
+                self._engine.prepare_piece(self._piece("follow", num_rows, num_visible))
         places = range(starts[0], starts[-1] + (gamma - 1) * max(1, tree_tokens) + 1)
         if not tree_tokens:
             for num_visible in self._visible_sizes(places, 1):
-                self._engine.prepare_piece(self._recorded_step(num_visible))
+                self._engine.prepare_piece(self._piece("step", 1, num_visible))
         for num_rows in recorded_sizes(tree_tokens):
             for num_visible in self._visible_sizes(places, num_rows):
-                self._engine.prepare_piece(self._recorded_branch(num_rows, num_visible))
+                self._engine.prepare_piece(self._piece("branch", num_rows, num_visible))
 
     def follow(self, engine: StatesEngine, ids: torch.Tensor, first: int) -> torch.Tensor:
         stop, num_rows = first + len(ids), rounded_up(len(ids))
@@ -77,14 +76,14 @@ class StaticText(LeanText):
             return super().follow(engine, ids, first)
         self._place(self._buffers.ids, ids, num_rows)
         self._place(self._buffers.slots, torch.arange(first, stop, device=ids.device), num_rows)
-        return self._play(self._recorded_follow(num_rows, self._num_visible(stop)), 1, 1)
+        return self._play(self._piece("follow", num_rows, self._num_visible(stop)), 1, 1)
 
     def go_on(self, engine: StatesEngine, ids: torch.Tensor, states: torch.Tensor, place: int) -> torch.Tensor:  # noqa: ARG002
         self._buffers.ids[:1].copy_(ids)
         self._buffers.slots[:1].fill_(place)
         if states.data_ptr() != self._buffers.states.data_ptr():
             self._buffers.states[:1].copy_(states)
-        return self._play(self._recorded_step(self._num_visible(place + 1)), 1, 1)
+        return self._play(self._piece("step", 1, self._num_visible(place + 1)), 1, 1)
 
     def branch(
         self,
@@ -105,7 +104,7 @@ class StaticText(LeanText):
         look = self._buffers.look[: num_rows * num_visible].view(num_rows, num_visible).fill_(float("-inf"))
         look[:count, :stop].masked_fill_(mask, 0.0)
         look[count:] = look[count - 1]
-        return self._play(self._recorded_branch(num_rows, num_visible), num_rows, count)
+        return self._play(self._piece("branch", num_rows, num_visible), num_rows, count)
 
     def logits(self, engine: StatesEngine, states: torch.Tensor, draft_vocab: int | None) -> torch.Tensor:
         if self._given is not None and self._given[0] is states:
@@ -124,66 +123,28 @@ class StaticText(LeanText):
         buffer[:count].copy_(values)
         buffer[count:num_rows] = values[-1]
 
-    def _recorded_follow(self, num_rows: int, num_visible: int) -> Piece:
-        """Of what it gives the last row alone."""
-        places = self._buffers.slots[:num_rows]
-        look = partial(self._causal, places, num_visible)
-
-        def states() -> torch.Tensor:
-            return self.head.join(self._engine.states.index_select(0, places))
-
-        return self._piece("follow", 1, num_rows, num_visible, places, states, look)
-
-    def _recorded_step(self, num_visible: int) -> Piece:
-        place = self._buffers.slots[:1]
-        return self._piece(
-            "step",
-            1,
-            1,
-            num_visible,
-            place,
-            lambda: self._buffers.states[:1],
-            partial(self._causal, place, num_visible),
-        )
-
-    def _recorded_branch(self, num_rows: int, num_visible: int) -> Piece:
-        group = self.head.layer.attention.group
-        return self._piece(
-            "branch",
-            num_rows,
-            num_rows,
-            num_visible,
-            self._buffers.positions[:num_rows],
-            lambda: self._buffers.states[:num_rows],
-            lambda: self._buffers.look[: num_rows * num_visible].view(num_rows, num_visible).repeat(group, 1),
-        )
-
-    def _causal(self, places: torch.Tensor, num_visible: int) -> torch.Tensor:
-        group, dtype = self.head.layer.attention.group, self._buffers.states.dtype
-        return additive_mask(places, num_visible, None, dtype, repeats=group)
-
-    def _piece(
-        self,
-        kind: str,
-        num_given: int,
-        num_rows: int,
-        num_visible: int,
-        positions: torch.Tensor,
-        states: Source,
-        look: Source,
-    ) -> Piece:
-        """A step over so many rows, of which the last ones' states and logits are given."""
+    def _piece(self, kind: Kind, num_rows: int, num_visible: int) -> Piece:
+        """A step over so many rows: of a branch all states and logits are given, else those of the last row."""
         head, vocab, buffers = self.head, self._settings.draft_vocab, self._buffers
         engine: Any = self._engine  # which does what a `StatesEngine` does
+        num_given = num_rows if kind == "branch" else 1
         if num_given not in buffers.logits:
             buffers.logits[num_given] = buffers.states.new_zeros((num_given, head.vocab_size))
-        ids, slots, given = buffers.ids[:num_rows], buffers.slots[:num_rows], buffers.states[:num_given]
-        logits = buffers.logits[num_given]
+        ids, slots, states = buffers.ids[:num_rows], buffers.slots[:num_rows], buffers.states[:num_rows]
+        positions = buffers.positions[:num_rows] if kind == "branch" else slots
+        given, logits = buffers.states[:num_given], buffers.logits[num_given]
+        group = head.layer.attention.group
 
         def work() -> None:
-            x = head.enter(engine.embed(ids), states())
+            target = head.join(engine.states.index_select(0, slots)) if kind == "follow" else states
+            if kind == "branch":
+                seen = buffers.look[: num_rows * num_visible].view(num_rows, num_visible)
+                look = seen.repeat(group, 1)
+            else:
+                look = additive_mask(slots, num_visible, None, states.dtype, repeats=group)
+            x = head.enter(engine.embed(ids), target)
             rotary = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-            x = static_layer(head.layer, x, self.states, slots, rotary, look())
+            x = static_layer(head.layer, x, self.states, slots, rotary, look)
             x = head.leave(x[-num_given:])
             logits.copy_(head.logits(engine, x, vocab))
             given.copy_(x)
