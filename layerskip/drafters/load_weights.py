@@ -19,9 +19,10 @@ from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.layers import TorchLayers, draft_layers
 from layerskip.engines.lean_layers import LayerMaker
+from layerskip.engines.native.layers import NativeLayers
 from layerskip.engines.states import StatesEngine
+from layerskip.engines.weight_layout import TorchLayers
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.mtp import load_mtp, mtp_refusal
@@ -72,8 +73,15 @@ class WeightsLoader:
 
     @property
     def _maker(self) -> LayerMaker:
+        """Of layers that only draft: in 8 bits and compiled for this CPU where that can be, else torch's.
+
+        They read a quarter of float32's weights, half of bfloat16's, and hardly a draft changes (`python -m
+        studies.engine.draft_bits`).
+        """
         device = self.adapter.device
-        return TorchLayers(device) if self._records_lean else draft_layers(device, self.adapter.dtype)
+        if self._records_lean or NativeLayers.refusal(device, self.adapter.dtype) is not None:
+            return TorchLayers(device)
+        return NativeLayers().in_8_bits()
 
     def own_layer(self) -> DraftWeights:
         """The first such layer, loaded. Raises: ValueError where there is none, or it cannot draft."""

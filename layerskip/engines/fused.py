@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.layers import TorchLayers
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp, NativeRun
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
+from layerskip.engines.weight_layout import TorchLayers
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.int8 import check_room

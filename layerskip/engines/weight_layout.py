@@ -1,4 +1,4 @@
-"""WeightLayouts: in which form a matrix is kept, measured for each shape."""
+"""TorchLayers: lean sublayers by torch's own operations, each matrix in the form that was fastest for its shape."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Literal, get_args
 
 import torch
 
+from layerskip.engines.lean_layers import LayerMaker
 from layerskip.engines.linear import DenseLinear, Linear, PackedLinear, joined
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
+from layerskip.huggingface.int8 import Int8Linear
 
 _FEW_ROWS = 5
 """A verification of four drafts. It counts half as much as products of one row, of which a round has more."""
@@ -29,8 +31,9 @@ Layout = Literal["by inputs", "by outputs", "packed", "packed and padded", "pack
 second copy."""
 
 
-class WeightLayouts:
-    """Chooses between forms of a matrix: by inputs (inputs, outputs), by outputs as models have it, or packed.
+class TorchLayers(LayerMaker):
+    """See `LayerMaker`. Chooses between forms of a matrix: by inputs (inputs, outputs), by outputs as models have it,
+    or packed.
 
     Which one a product with one row or a few reads faster depends on library, number format, shape and processor.
 
@@ -69,6 +72,9 @@ class WeightLayouts:
                 parts.append(f"those of {', '.join(named)} {layout}")
         return "; ".join([f"weights {common[0][0]}", *parts])
 
+    def in_8_bits(self) -> LayerMaker:
+        return _TorchLayersIn8Bits()
+
     def _fastest(self, weight: torch.Tensor) -> Layout:
         count = min(max(1, self._pass_bytes // weight.nbytes), _MOST_COPIES)
         weights = [weight, *(weight.clone() for _ in range(count - 1))]
@@ -86,6 +92,14 @@ class WeightLayouts:
             if layout in taken and taken[layout] < margin * taken[best]:
                 best = layout
         return best
+
+
+class _TorchLayersIn8Bits(LayerMaker):
+    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+        return Int8Linear(joined(weights), bias)
+
+    def in_8_bits(self) -> LayerMaker:
+        return self
 
 
 def _made(layout: Layout, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

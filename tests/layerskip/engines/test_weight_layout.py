@@ -17,7 +17,7 @@ from layerskip.engines import weight_layout as module
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.linear import DenseLinear, PackedLinear, rows_of_product
 from layerskip.engines.recording.stopwatch import Stopwatch
-from layerskip.engines.weight_layout import WeightLayouts
+from layerskip.engines.weight_layout import TorchLayers
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
 
@@ -57,19 +57,19 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_size")
 def test_each_shape_is_measured_once_and_kept_in_its_fastest_form() -> None:
-    layouts = WeightLayouts(CPU, Clock(BY_INPUTS, BY_OUTPUTS, ABOUT_THE_SAME, PADDED))
+    layers = TorchLayers(CPU, Clock(BY_INPUTS, BY_OUTPUTS, ABOUT_THE_SAME, PADDED))
     kinds: dict[tuple[int, int], type] = {(6, 4): DenseLinear, (8, 4): DenseLinear, (4, 6): DenseLinear}
     kinds[(9, 6)] = PackedLinear
     for _ in range(3):
         for shape, kind in kinds.items():
             weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(3, shape[1])
-            linear = layouts.linear([weight], bias)
+            linear = layers.linear([weight], bias)
             assert type(linear) is kind
             assert linear.num_outputs == shape[0]
             torch.testing.assert_close(linear(x), x @ weight.t() + bias)
             if isinstance(linear, DenseLinear):
                 assert linear.weight.is_contiguous() == (shape != (8, 4))
-    assert layouts.description == "weights by inputs; those of 8×4 by outputs; those of 9×6 packed and padded"
+    assert layers.description == "weights by inputs; those of 8×4 by outputs; those of 9×6 packed and padded"
 
 
 def test_a_number_format_that_cannot_be_packed_is_not() -> None:
@@ -128,9 +128,9 @@ def test_a_head_that_only_trained_weights_draft_with_is_packed_before_the_clock_
 
 
 def test_small_matrices_are_not_measured() -> None:
-    layouts = WeightLayouts(CPU, Clock())
-    assert type(layouts.linear([torch.randn(64, 32)], None)) is DenseLinear
-    assert layouts.description == ""
+    layers = TorchLayers(CPU, Clock())
+    assert type(layers.linear([torch.randn(64, 32)], None)) is DenseLinear
+    assert layers.description == ""
 
 
 def test_the_stopwatch_takes_the_shortest_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
