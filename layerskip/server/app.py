@@ -70,7 +70,7 @@ class Service:
             form = AnswerFormat(shape, asked, self.system_fingerprint, job.lossy)
             return Answer(job, form, self.worker)
         except BaseException:
-            ticket.release()
+            ticket.close()
             raise
 
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,7 +18,7 @@ from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
 from layerskip.server.settings import ServerSettings
-from layerskip.server.worker import Job, Ticket
+from layerskip.server.worker import Job
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for /v1/completions; a chat answer may fill the context."""
@@ -45,7 +46,7 @@ class Preparer:
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
-    async def job(self, asked: CompletionRequest | ChatRequest, ticket: Ticket) -> Job:
+    async def job(self, asked: CompletionRequest | ChatRequest, ticket: ExitStack) -> Job:
         """Ready for the worker. Raises: ApiError 400 or 404."""
         if asked.model != self._settings.model_id:
             name = asked.model[:80]

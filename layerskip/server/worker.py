@@ -9,13 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
-from layerskip.model import GenerationStream, StreamPiece
+from layerskip.model import GenerationStream
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
 from layerskip.server.metrics import ServerMetrics
 from layerskip.server.stop_text import StopText
@@ -23,18 +24,6 @@ from layerskip.server.stop_text import StopText
 logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY_S = 60
-
-
-class Decoding(Protocol):
-    """What the worker needs of a `GenerationStream`."""
-
-    stats: DecodeStats
-
-    def __next__(self) -> StreamPiece: ...
-
-    def close(self) -> None: ...
-
-    def output(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -60,19 +49,6 @@ class Finished:
 Event = Piece | Finished | ApiError
 
 
-class Ticket:
-    """The right to be decoded or to wait for it; give it back with `release`."""
-
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back: Callable[[], None] | None = give_back
-
-    def release(self) -> None:
-        """Any number of times."""
-        if self._give_back is not None:
-            self._give_back()
-            self._give_back = None
-
-
 @dataclass(eq=False)
 class Job:
     """One request's decoding, handed to the worker's thread; its events come back on the event loop that made it.
@@ -81,9 +57,10 @@ class Job:
     slowly never holds up the model.
     """
 
-    decoding: GenerationStream | Decoding
+    decoding: GenerationStream
     tokenizer: Any
-    ticket: Ticket
+    ticket: ExitStack
+    """See `DecodeWorker.admit`."""
     stops: tuple[str, ...] = ()
     prompt_ids: Sequence[int] = ()
     regime: str | None = None
@@ -164,15 +141,19 @@ class DecodeWorker:
         """Refuse new requests; those admitted go on."""
         self._draining = True
 
-    def admit(self) -> Ticket:
-        """Raises: ApiError 429 if the queue is full, 503 if the server is about to end."""
+    def admit(self) -> ExitStack:
+        """A ticket: the right to be decoded or to wait for it. `close` gives it back, any number of times.
+
+        Raises: ApiError 429 if the queue is full, 503 if the server is about to end."""
         if self._draining or not self.is_alive:
             raise shutting_down()
         if self._num_admitted > self._queue_limit:
             wait_s = math.ceil(self._mean_job_s * self._num_admitted)
             raise queue_full(self._queue_limit, min(max(wait_s, 1), _LONGEST_RETRY_S))
         self._num_admitted += 1
-        return Ticket(self._leave)
+        ticket = ExitStack()
+        ticket.callback(self._leave)
+        return ticket
 
     def _leave(self) -> None:
         self._num_admitted -= 1

@@ -100,7 +100,7 @@ class Answer(Response):
         finally:
             watcher.cancel()
             self.worker.cancel(self.job)
-            self.job.ticket.release()
+            self.job.ticket.close()
 
     async def _watch(self, receive: Receive) -> None:
         """Waits for the client to leave, which nothing else would notice before the next write."""
