@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 _TIMEOUT_S = 10.0
 _FIELDS = {
@@ -18,26 +17,9 @@ _FIELDS = {
     "power_limit_w": "power.limit",
     "temperature_c": "temperature.gpu",
 }
-"""Fields of `GpuState` and what nvidia-smi calls them."""
-
-
-@dataclass(frozen=True)
-class GpuState:
-    """One GPU at one moment; None is what the driver does not tell."""
-
-    name: str | None
-    driver: str | None
-    sm_clock_mhz: float | None
-    max_sm_clock_mhz: float | None
-    memory_clock_mhz: float | None
-    max_memory_clock_mhz: float | None
-    power_w: float | None
-    power_limit_w: float | None
-    temperature_c: float | None
-
-    def to_dict(self) -> dict[str, str | float]:
-        """What is told."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+"""What is asked of each GPU, and what nvidia-smi calls it."""
+_TEXTS = ("name", "driver")
+"""Those that are no numbers."""
 
 
 def nvidia_smi(query: str, fields: Sequence[str]) -> list[list[str]]:
@@ -56,20 +38,21 @@ def unit_name(text: str) -> str:
     return text.removeprefix("GPU-")
 
 
-def gpu_states(units: Sequence[str]) -> list[GpuState]:
-    """The GPUs of these ids (see `unit_name`), in their order; those that the driver does not know are left out."""
+def gpu_states(units: Sequence[str]) -> list[dict[str, str | float]]:
+    """What the driver tells of the GPUs of these ids (see `unit_name`), in their order: of each its fields by name, and
+    not those that it does not tell. GPUs that it does not know are left out."""
     if not units:
         return []
     found = {
         unit_name(unit): dict(zip(_FIELDS, cells, strict=True))
         for unit, *cells in nvidia_smi("gpu", ["uuid", *_FIELDS.values()])
     }
-    return [_state(found[unit]) for unit in map(unit_name, units) if unit in found]
+    return [_told(found[unit]) for unit in map(unit_name, units) if unit in found]
 
 
-def _state(cells: dict[str, str]) -> GpuState:
-    numbers = {name: _number(text) for name, text in cells.items() if name not in ("name", "driver")}
-    return GpuState(name=_text(cells["name"]), driver=_text(cells["driver"]), **numbers)
+def _told(cells: dict[str, str]) -> dict[str, str | float]:
+    values = {name: _text(cell) if name in _TEXTS else _number(cell) for name, cell in cells.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _text(cell: str) -> str | None:

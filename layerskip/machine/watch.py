@@ -56,7 +56,7 @@ class MachineWatch:
         load = None
         with suppress(OSError, AttributeError):  # not every system tells
             load = os.getloadavg()[0]
-        return {"load": load, "gpus": [state.to_dict() for state in gpu_states(self._units)]}
+        return {"load": load, "gpus": gpu_states(self._units)}
 
 
 def describe_machine(record: Mapping[str, Any]) -> str:

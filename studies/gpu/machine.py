@@ -39,7 +39,7 @@ def moment() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     unit = unit_name(str(torch.cuda.get_device_properties(0).uuid))
-    found = {"gpus": [state.to_dict() for state in gpu_states([unit])]}
+    found = {"gpus": gpu_states([unit])}
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return found | {"peak_allocated_bytes": peak}

@@ -55,8 +55,8 @@ for cells in {rows!r}:
 def test_the_driver_is_asked_by_the_devices_own_ids(smi: Any) -> None:
     smi()
     first, second = gpu_states(["GPU-cc-dd", "aa-bb"])
-    assert (first.sm_clock_mhz, second.sm_clock_mhz) == (345.0, 1755.0)
-    assert second.to_dict() == {
+    assert (first["sm_clock_mhz"], second["sm_clock_mhz"]) == (345.0, 1755.0)
+    assert second == {
         "name": "NVIDIA H100 80GB HBM3",
         "driver": "570.86.15",
         "sm_clock_mhz": 1755.0,
