@@ -51,6 +51,19 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
     def begin(self) -> EagleSession:
         return EagleSession(self, self._engine)
 
+    def draft(self, text: StateText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
+        """Up to `count` tokens after the context; state: (1, hidden) of its last token."""
+        engine, place = self._engine, self._engine.cache.length
+
+        def next_logits(last: torch.Tensor | None) -> torch.Tensor:
+            nonlocal state, place
+            if last is not None:
+                state = text.go_on(engine, last, state, place)
+                place += 1
+            return text.logits(engine, state, self.settings.draft_vocab)
+
+        return self.chain(context, count, next_logits)
+
 
 class EagleSession:
     """See `DraftSession`."""
@@ -64,17 +77,8 @@ class EagleSession:
         """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
         if limit < 1 or not self._drafter.is_sure(target_prob):
             return None
-        engine, place = self._engine, self._engine.cache.length
         state = self._follow(context)
-
-        def next_logits(last: torch.Tensor | None) -> torch.Tensor:
-            nonlocal state, place
-            if last is not None:
-                state = self._text.go_on(engine, last, state, place)
-                place += 1
-            return self._text.logits(engine, state, self._drafter.settings.draft_vocab)
-
-        return self._drafter.chain(context, min(limit, self._drafter.gamma), next_logits)
+        return self._drafter.draft(self._text, state, context, min(limit, self._drafter.gamma))
 
     def forget_from(self, position: int) -> None:
         """The next round goes over the tokens behind this position, and the states before them, again."""

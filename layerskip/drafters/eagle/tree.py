@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from layerskip.drafters.base import Draft
-from layerskip.drafters.eagle.drafter import EagleDrafter, EagleSession
+from layerskip.drafters.eagle.drafter import EagleDrafter
 from layerskip.drafters.eagle.state_head import StateText
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.sampling import Sampler
@@ -165,29 +165,13 @@ class EagleTreeDrafter(EagleDrafter):
     Cost: what `EagleDrafter` goes over of what the target has emitted, and that of `grow`.
     """
 
-    def begin(self) -> EagleTreeSession:
-        return EagleTreeSession(self, self._engine)
-
-    def tree(self, text: StateText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
-        """After the context, up to `count` tokens deep; state: (1, hidden) of its last token."""
+    def draft(self, text: StateText, state: torch.Tensor, context: Sequence[int], count: int) -> Draft:
+        """See `EagleDrafter`: up to `count` tokens deep."""
         own = self.settings
         roots = Roots(state, np.array([len(context) - 1]), context)
         most, least, vocab = own.tree_tokens, own.draft_threshold, own.draft_vocab
         nodes = grow(text, self._engine, self._sampler, roots, depth=count, most=most, least=least, draft_vocab=vocab)
         return nodes.draft(most)
-
-
-class EagleTreeSession(EagleSession):
-    """See `DraftSession`."""
-
-    _drafter: EagleTreeDrafter
-
-    def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Draft | None:
-        """See `DraftSession`. None while the target is unsure, as `target_threshold` says."""
-        if limit < 1 or not self._drafter.is_sure(target_prob):
-            return None
-        state = self._follow(context)
-        return self._drafter.tree(self._text, state, context, min(limit, self._drafter.gamma))
 
 
 def _on(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:

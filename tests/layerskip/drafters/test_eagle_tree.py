@@ -13,9 +13,10 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters import Draft, make_drafter
 from layerskip.drafters.draft_weights import loaded_weights
+from layerskip.drafters.eagle.drafter import EagleSession
 from layerskip.drafters.eagle.lean import LeanText
 from layerskip.drafters.eagle.recorded import StaticText
-from layerskip.drafters.eagle.tree import EagleTreeSession, Roots, TreeNodes, grow
+from layerskip.drafters.eagle.tree import Roots, TreeNodes, grow
 from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import PROMPT, by_trees
@@ -173,7 +174,7 @@ def test_it_accepts_more_than_a_chain_and_draws_the_same(name: str) -> None:
 def test_an_exception_anywhere_leaves_the_model_whole(name: str, monkeypatch: Any) -> None:
     model, config = zoo.layerskip_of(name), by_trees("llama")["eagle tree"]
     step = (StaticText, "branch") if name == "llama graph" else (LeanText, "run_rows")
-    places = ((EagleTreeSession, "propose"), step, (TreeNodes, "draft"), (Sampler, "likeliest"))
+    places = ((EagleSession, "propose"), step, (TreeNodes, "draft"), (Sampler, "likeliest"))
     check_survives(model, PROMPT, config, places, monkeypatch)
 
 
