@@ -63,7 +63,7 @@ def test_its_first_drafts_have_the_logits_of_transformers_own(run: str, monkeypa
             torch.testing.assert_close(head.logits(engine, state, None)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("with_whole_drafts")  # the output embedding too is rounded for drafts
+@pytest.mark.usefixtures("with_whole_drafts")  # the output embedding is rounded for drafts
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_over_lean_layers_it_drafts_what_it_does_over_modules(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_torch:

@@ -63,5 +63,5 @@ def test_layouts_are_measured_and_agree(monkeypatch: pytest.MonkeyPatch, dtype: 
     monkeypatch.setattr(layout_module, "_SMALLEST_BYTES", 0)
     adapter = ModelAdapter(zoo.build("llama").to(CUDA, dtype))
     fused = FusedEngine(adapter)
-    print(fused.layouts.description)
+    print(fused.maker.description)
     check_agreement(fused, EagerEngine(adapter), adapter)
