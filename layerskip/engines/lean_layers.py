@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from layerskip.engines.linear import Linear, MakeLinear, fused
+from layerskip.engines.linear import Linear, fused
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
 
@@ -190,37 +190,29 @@ class LayerMaker(ABC):
 
     def attention(self, layer: Any, window: int | None) -> Attention:
         """The attention of a decoder layer; window: of its sliding attention, if it slides."""
-        return attention_of(layer, window, self.linear)
+        attention = layer.self_attn
+        head_dim: int = attention.head_dim
+        query_norm = getattr(attention, "q_norm", None)
+        key_norm = getattr(attention, "k_norm", None)
+        return Attention(
+            norm=Norm(layer.input_layernorm),
+            num_queries=attention.q_proj.out_features // head_dim,
+            num_keys=attention.k_proj.out_features // head_dim,
+            qkv=fused(self.linear, attention.q_proj, attention.k_proj, attention.v_proj),
+            out=fused(self.linear, attention.o_proj),
+            query_norm=Norm(query_norm) if query_norm is not None else None,
+            key_norm=Norm(key_norm) if key_norm is not None else None,
+            head_dim=head_dim,
+            scaling=attention.scaling,
+            window=window,
+        )
 
     def mlp(self, layer: Any) -> Mlp:
         """The MLP of a decoder layer."""
-        return mlp_of(layer, self.linear)
-
-
-def attention_of(layer: Any, window: int | None, make: MakeLinear) -> Attention:
-    attention = layer.self_attn
-    head_dim: int = attention.head_dim
-    query_norm = getattr(attention, "q_norm", None)
-    key_norm = getattr(attention, "k_norm", None)
-    return Attention(
-        norm=Norm(layer.input_layernorm),
-        num_queries=attention.q_proj.out_features // head_dim,
-        num_keys=attention.k_proj.out_features // head_dim,
-        qkv=fused(make, attention.q_proj, attention.k_proj, attention.v_proj),
-        out=fused(make, attention.o_proj),
-        query_norm=Norm(query_norm) if query_norm is not None else None,
-        key_norm=Norm(key_norm) if key_norm is not None else None,
-        head_dim=head_dim,
-        scaling=attention.scaling,
-        window=window,
-    )
-
-
-def mlp_of(layer: Any, make: MakeLinear) -> Mlp:
-    mlp = layer.mlp
-    return Mlp(
-        norm=Norm(layer.post_attention_layernorm),
-        gate_up=fused(make, mlp.gate_proj, mlp.up_proj),
-        down=fused(make, mlp.down_proj),
-        activation=F.silu if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else mlp.act_fn,
-    )
+        mlp = layer.mlp
+        return Mlp(
+            norm=Norm(layer.post_attention_layernorm),
+            gate_up=fused(self.linear, mlp.gate_proj, mlp.up_proj),
+            down=fused(self.linear, mlp.down_proj),
+            activation=F.silu if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else mlp.act_fn,
+        )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, attention_of, mlp_of
+from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm
 from layerskip.engines.linear import Linear, joined
 from layerskip.engines.native import library
 
@@ -54,11 +54,11 @@ class NativeLayers(LayerMaker):
         return NativeLayers(int8=True)
 
     def attention(self, layer: Any, window: int | None) -> Attention:
-        part = attention_of(layer, window, self.linear)
+        part = super().attention(layer, window)
         return part if part.head_dim > _MOST_HEAD_DIM else NativeAttention(**vars(part))
 
     def mlp(self, layer: Any) -> Mlp:
-        part = mlp_of(layer, self.linear)
+        part = super().mlp(layer)
         return NativeMlp(**vars(part)) if part.activation is F.silu else part
 
 
