@@ -79,14 +79,10 @@ class PoolStats:
     """What a pool has done so far."""
 
     num_captures: int = 0
-    num_replays: int = 0
     num_evictions: int = 0
     """Dropped to stay within the bound."""
-    num_invalidations: int = 0
-    """Dropped because their buffers are gone."""
     capture_s: float = 0.0
     """Seconds spent warming up and recording."""
-    longest_capture_s: float = 0.0
 
 
 class GraphPool:
@@ -125,9 +121,7 @@ class GraphPool:
 
         preserve: what `work` changes and must find unchanged at its real run.
         """
-        replay = self._get(key, work, preserve)
-        self.stats.num_replays += 1
-        replay()
+        self._get(key, work, preserve)()
 
     def prepare(self, key: Hashable, work: Callable[[], None], preserve: Sequence[torch.Tensor] = ()) -> None:
         """Record `work` where the pool does not have `key`, without running it; it stays until `let_go`."""
@@ -140,7 +134,6 @@ class GraphPool:
 
     def invalidate(self) -> None:
         """Drop all: the buffers they were recorded on are about to go."""
-        self.stats.num_invalidations += len(self._replays)
         for key in list(self._replays):
             self._drop(key)
         self.let_go()
@@ -156,12 +149,10 @@ class GraphPool:
         self._evict(lambda: len(self._replays) >= self._max_graphs)
         start = time.perf_counter()
         replay = self._recorder.record(work, preserve)
-        seconds = time.perf_counter() - start
+        self.stats.capture_s += time.perf_counter() - start
         self._evict(lambda: self.num_bytes + replay.num_bytes > self._max_bytes)
         self._replays[key] = replay
         self.stats.num_captures += 1
-        self.stats.capture_s += seconds
-        self.stats.longest_capture_s = max(self.stats.longest_capture_s, seconds)
 
     def _evict(self, too_many: Callable[[], bool]) -> None:
         """Drop the oldest of those that may go, one by one, while there are too many."""

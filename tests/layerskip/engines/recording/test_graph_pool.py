@@ -32,8 +32,8 @@ def test_work_is_recorded_once_and_every_play_runs_it_once(recorder: Callable[[]
         pool.play("one", adder(total, 1), (total,))
     pool.play("ten", adder(total, 10), (total,))
     assert total.item() == 13  # neither warming up nor recording counts
-    assert (pool.stats.num_captures, pool.stats.num_replays, len(pool)) == (2, 4, 2)
-    assert 0 < pool.stats.longest_capture_s <= pool.stats.capture_s
+    assert (pool.stats.num_captures, len(pool)) == (2, 2)
+    assert pool.stats.capture_s > 0
 
 
 def test_a_recording_is_frozen_on_its_buffers_and_numbers() -> None:
@@ -83,7 +83,7 @@ def test_invalidation_drops_all() -> None:
     for key in range(3):
         pool.play(key, adder(total, 1), (total,))
     pool.invalidate()
-    assert (len(pool), recorder.alive, pool.stats.num_invalidations, pool.stats.num_evictions) == (0, 0, 3, 0)
+    assert (len(pool), recorder.alive, pool.stats.num_evictions) == (0, 0, 0)
     pool.play(0, adder(total, 1), (total,))
     assert pool.stats.num_captures == 4
 
