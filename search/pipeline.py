@@ -15,11 +15,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import reference_options, spread
-from search.confirm.files import SearchFacts, save_best, save_summary, with_provenance
+from search.confirm.files import make_provenance, save_best, save_summary, with_provenance
 from search.confirm.lossy import LossyRung, measure_ladder, save_ladder
 from search.confirm.passes import ConfirmOptions, HeldOutPrompts
 from search.confirm.stage import Confirmation, confirm, shortlist
-from search.confirm.summary import SummaryInput, candidates_of, summarise_run
+from search.confirm.summary import candidates_of, summarise_run
 from search.context import Tools
 from search.measure.pairs import LosslessViolation
 from search.measure.reference import Reference, make_reference, plain_speed, warm_up
@@ -55,7 +55,7 @@ from search.study.attributes import (
 )
 from search.study.fingerprint import environment
 from search.study.leaderboard import Entry
-from search.study.opening import now_utc, open_study, quiet_optuna, stored_study
+from search.study.opening import open_study, quiet_optuna, stored_study
 from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
@@ -205,7 +205,7 @@ class SearchRun:
     def _open(self, storage: optuna.storages.BaseStorage) -> optuna.Study:
         spec = self._spec
         facts = {
-            ENVIRONMENT: environment() | {"attention_backend": self._subject.origin.attention_backend},
+            ENVIRONMENT: environment() | {"attention_backend": self._subject.fingerprint.attention_backend},
             COMMAND: self._tools.command,
             SPEC: self._asked.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
         }
@@ -310,38 +310,40 @@ class SearchRun:
     def _finish(self, study: optuna.Study, reference: Reference, confirmation: Confirmation) -> int:
         """Export, tell the verdict, choose the exit code."""
         trials = study.get_trials(deepcopy=False)
-        facts = SearchFacts(
-            study=study.study_name,
+        fingerprint, here, winner = asdict(self._subject.fingerprint), environment(), confirmation.winner
+        provenance = make_provenance(
+            study,
+            fingerprint,
+            here["optuna"],
+            model=self._subject.model,
+            num_layers=self._subject.space.num_layers,
             seed=self._spec.seed,
-            num_trials=counted(trials),
-            max_new_tokens=self._spec.max_new_tokens,
+            attention_backend=fingerprint["attention_backend"],
             command=self._tools.command,
-            created_at=now_utc(),
-            commit=environment().get("commit"),
-            plain_tokens_per_s=reference.plain_tokens_per_s,
+            commit=here.get("commit"),
+            trial=winner.trials[0] if winner else None,
+            searched_tokens_per_s=winner.speedup * reference.plain_tokens_per_s if winner else None,
         )
-        config = with_provenance(confirmation, self._subject.origin, facts, self._subject.sampling)
+        config = with_provenance(confirmation.config, self._subject.sampling, provenance)
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
         checks = check_predictions(trials, reference.noise_sigma)
         self._say.tell(predictions_checked(checks))
         summary = summarise_run(
-            SummaryInput(
-                facts=facts,
-                storage=redact(self._paths.storage_url(self._spec)),
-                total=self._spec.trials,
-                trials=trials,
-                standings=standings_of(trials, self._subject.space, reference),
-                reference=reference,
-                confirmation=confirmation,
-                seconds=self._seconds,
-                violations=violations,
-                fingerprint=asdict(self._subject.fingerprint),
-                machine=self._machine,
-                prediction=checks | outlook_facts(study),
-                budget=self._budget,
-                rounding=study.user_attrs.get(ROUNDING),
-            )
+            provenance,
+            confirmation,
+            reference,
+            trials,
+            storage=redact(self._paths.storage_url(self._spec)),
+            total=self._spec.trials,
+            standings=standings_of(trials, self._subject.space, reference),
+            seconds=self._seconds,
+            violations=violations,
+            fingerprint=fingerprint,
+            machine=self._machine,
+            prediction=checks | outlook_facts(study),
+            budget=self._budget,
+            rounding=study.user_attrs.get(ROUNDING),
         )
         self.outcome = RunOutcome(config, confirmation, reference, summary, self._spec.max_new_tokens)
         self._write(study, config, summary, confirmation)

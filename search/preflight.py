@@ -23,7 +23,6 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer
-from layerskip.machine.host import package_version
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan
 from search.budget.work import Work
@@ -32,7 +31,7 @@ from search.measure.decoder import ModelDecoder, load_model
 from search.measure.reference import prompts_for, warm_up
 from search.measure.subject import Subject
 from search.measure.threads import choose_threads
-from search.study.fingerprint import Origin, take_fingerprint
+from search.study.fingerprint import take_fingerprint
 from search.study.prompts import PromptSet, encode_prompts
 from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SIBLINGS_MAX, SearchSpace, vocabs_of
 from search.study.spec import StudyPaths, StudySpec
@@ -61,28 +60,13 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
     space = space_for(model, spec)
     defaults = model.model.generation_config
     encoded = [encode_prompts(one, model, room=spec.max_new_tokens, generation_config=defaults) for one in prompt_sets]
-    fingerprint = take_fingerprint(model, spec, space, tuning, held_out)
-    origin = Origin(
-        model=portable_model_name(spec.model, paths.folder),
-        weights_fingerprint=fingerprint.weights,
-        device=fingerprint.device,
-        dtype=fingerprint.dtype,
-        num_layers=model.num_layers,
-        engine=fingerprint.engine,
-        num_threads=fingerprint.num_threads,
-        versions={name: package_version(name) for name in ("layerskip", "torch", "transformers", "optuna")},
-        prompts_fingerprint=fingerprint.tuning_prompts,
-        held_out_fingerprint=fingerprint.held_out_prompts,
-        attention_backend=model.engine.attention_backend,
-    )
-    decoder = ModelDecoder(model, spec.max_new_tokens)
     subject = Subject(
-        decoder,
+        ModelDecoder(model, spec.max_new_tokens),
         space,
         encoded[0],
         encoded[1],
-        fingerprint,
-        origin,
+        take_fingerprint(model, spec, space, tuning, held_out),
+        portable_model_name(spec.model, paths.folder),
         can_share_prefix=model.engine.shares_prefix,
         rounding=lambda: model.rounding,
     )

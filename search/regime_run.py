@@ -128,4 +128,4 @@ def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySp
 
 def _from_within(subject: Subject) -> Subject:
     """The same for a folder in the study's: a model that is named from the study's folder is one further up."""
-    return replace(subject, origin=replace(subject.origin, model=one_folder_down(subject.origin.model)))
+    return replace(subject, model=one_folder_down(subject.model))

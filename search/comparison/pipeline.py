@@ -82,7 +82,7 @@ class ComparisonRun:
         return self._finish(shared, runs, confirmation)
 
     def _environment(self) -> dict[str, str]:
-        return environment() | {"attention_backend": self._subject.origin.attention_backend}
+        return environment() | {"attention_backend": self._subject.fingerprint.attention_backend}
 
     def _share(self) -> Shared:
         """The reference, stored or new, and what else all runs share."""
@@ -152,7 +152,7 @@ class ComparisonRun:
     @property
     def _model_name(self) -> str:
         """The model without the folders that this machine keeps it in; `NAME/model` stays in two parts."""
-        return "/".join(self._subject.origin.model.split("/")[-2:])
+        return "/".join(self._subject.model.split("/")[-2:])
 
     def _finish(self, shared: Shared, runs: Mapping[tuple[str, int], StrategyRun], confirmation: _Confirmation) -> int:
         """Write the results and the record of what they are made of, print the table, choose the exit code."""

@@ -6,59 +6,49 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import optuna
+
 from layerskip.config.decode_config import DecodeConfig, Provenance, write_atomically
 from layerskip.config.sampling_regime import Sampling
-from search.confirm.stage import Confirmation
 from search.storages.address import FROM_ENVIRONMENT, holds_secret, storage_argument
-from search.study.fingerprint import Origin
+from search.study.opening import now_utc
 from search.study.spec import StudyPaths, StudySpec, to_toml
+from search.study.trials import counted
 
 
-@dataclass(frozen=True)
-class SearchFacts:
-    """What the end of a search knows."""
+def make_provenance(
+    study: optuna.Study, known: Mapping[str, Any], optuna_version: str | None, **facts: Any
+) -> Provenance:
+    """What the study's config was measured on.
 
-    study: str
-    seed: int
-    num_trials: int
-    max_new_tokens: int
-    command: str
-    created_at: str
-    commit: str | None
-    plain_tokens_per_s: float
-    """The study's reference plain speed on tuning prompts."""
-
-
-def with_provenance(confirmation: Confirmation, origin: Origin, facts: SearchFacts, sampling: Sampling) -> DecodeConfig:
-    """The confirmed config, complete: ready to be saved and loaded by `layerskip`."""
-    winner = confirmation.winner
-    provenance = Provenance(
-        model=origin.model,
-        weights_fingerprint=origin.weights_fingerprint,
-        device=origin.device,
-        dtype=origin.dtype,
-        num_layers=origin.num_layers,
-        versions=dict(origin.versions),
-        study=facts.study,
-        trial=winner.trials[0] if winner else None,
-        seed=facts.seed,
-        num_trials=facts.num_trials,
-        prompts_fingerprint=origin.prompts_fingerprint,
-        held_out_fingerprint=origin.held_out_fingerprint,
-        max_new_tokens=facts.max_new_tokens,
-        num_threads=origin.num_threads,
-        engine=origin.engine,
-        attention_backend=origin.attention_backend,
-        commit=facts.commit,
-        command=facts.command,
-        created_at=facts.created_at,
-        searched_tokens_per_s=winner.speedup * facts.plain_tokens_per_s if winner else None,
+    known: the fields of its fingerprint, of which an old study has fewer; facts: the provenance's other fields.
+    """
+    versions = {name: known[name] for name in ("layerskip", "torch", "transformers")}
+    if optuna_version is not None:
+        versions["optuna"] = optuna_version
+    return Provenance(
+        weights_fingerprint=known["weights"],
+        device=known["device"],
+        dtype=known["dtype"],
+        versions=versions,
+        study=study.study_name,
+        num_trials=counted(study.get_trials(deepcopy=False)),
+        prompts_fingerprint=known["tuning_prompts"],
+        held_out_fingerprint=known["held_out_prompts"],
+        max_new_tokens=known["max_new_tokens"],
+        num_threads=known["num_threads"],
+        engine=known["engine"],
+        created_at=now_utc(),
+        **facts,
     )
-    fields = {name: getattr(confirmation.config, name) for name in DecodeConfig.model_fields}
+
+
+def with_provenance(config: DecodeConfig, sampling: Sampling | None, provenance: Provenance) -> DecodeConfig:
+    """The config, complete: ready to be saved and loaded by `layerskip`."""
+    fields = {name: getattr(config, name) for name in DecodeConfig.model_fields}
     return DecodeConfig(**(fields | {"sampling": sampling, "provenance": provenance}))
 
 

@@ -9,14 +9,10 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage
 
-from layerskip.config.decode_config import DecodeConfig, Provenance
-from search.confirm.files import portable_model_name
+from layerskip.config.decode_config import DecodeConfig
+from search.confirm.files import make_provenance, portable_model_name, with_provenance
 from search.confirm.regime_settings import combined_config, config_of, read_regimes, sampling_of
 from search.study.attributes import COMMAND, CONFIG, ENVIRONMENT, FINGERPRINT, SPEC
-from search.study.opening import now_utc
-from search.study.trials import counted
-
-_VERSIONS = ("layerskip", "torch", "transformers")
 
 
 def stored_config(study: optuna.Study, storage: BaseStorage, folder: Path) -> DecodeConfig:
@@ -49,33 +45,15 @@ def _own_config(study: optuna.Study, folder: Path) -> DecodeConfig:
     if spec.get("per_group"):
         raise ValueError(f"study {study.study_name!r}: belongs to a per-group search; the same command makes its file")
     config = config_of(attrs, sampling_of(attrs))
-    return DecodeConfig(
-        **{name: getattr(config, name) for name in DecodeConfig.model_fields}
-        | {"provenance": _provenance(study, spec, config.skip_mask.num_layers, folder)}
-    )
-
-
-def _provenance(study: optuna.Study, spec: dict[str, Any], num_layers: int, folder: Path) -> Provenance:
-    attrs, known = study.user_attrs, study.user_attrs[FINGERPRINT]
-    versions = {name: known[name] for name in _VERSIONS}
-    if optuna_version := attrs.get(ENVIRONMENT, {}).get("optuna"):
-        versions["optuna"] = optuna_version
-    return Provenance(
+    environment = attrs.get(ENVIRONMENT, {})
+    provenance = make_provenance(
+        study,
+        attrs[FINGERPRINT],
+        environment.get("optuna"),
         model=portable_model_name(spec["model"], folder),
-        weights_fingerprint=known["weights"],
-        device=known["device"],
-        dtype=known["dtype"],
-        num_layers=num_layers,
-        versions=versions,
-        study=study.study_name,
+        num_layers=config.skip_mask.num_layers,
         seed=spec["seed"],
-        num_trials=counted(study.get_trials(deepcopy=False)),
-        prompts_fingerprint=known["tuning_prompts"],
-        held_out_fingerprint=known["held_out_prompts"],
-        max_new_tokens=known["max_new_tokens"],
-        num_threads=known["num_threads"],
-        engine=known["engine"],
-        attention_backend=attrs.get(ENVIRONMENT, {}).get("attention_backend"),
+        attention_backend=environment.get("attention_backend"),
         command=attrs.get(COMMAND),
-        created_at=now_utc(),
     )
+    return with_provenance(config, config.sampling, provenance)

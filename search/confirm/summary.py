@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from search.confirm.files import SearchFacts
+from layerskip.config.decode_config import Provenance
 from search.confirm.passes import Candidate
 from search.confirm.stage import Confirmation
 from search.measure.reference import Reference
@@ -31,44 +31,40 @@ NOT_A_SETTING = {"confirmed", "provenance", "groups", "sampling", "regimes"}
 """Of a decode config: fields left out where its setting alone is told."""
 
 
-@dataclass(frozen=True)
-class SummaryInput:
-    """All that the summary is made of."""
+def summarise_run(
+    provenance: Provenance,
+    confirmation: Confirmation,
+    reference: Reference,
+    trials: Sequence[FrozenTrial],
+    *,
+    storage: str,
+    total: int,
+    standings: Standings,
+    seconds: Mapping[str, float],
+    violations: Sequence[str],
+    fingerprint: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    prediction: Mapping[str, Any],
+    budget: Mapping[str, Any],
+    rounding: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The summary as JSON values. `best_measured` is what the search saw on tuning prompts; quote `confirmed`.
 
-    facts: SearchFacts
-    storage: str
-    total: int
-    trials: Sequence[FrozenTrial]
-    standings: Standings
-    reference: Reference
-    confirmation: Confirmation
-    seconds: Mapping[str, float]
-    violations: Sequence[str]
-    fingerprint: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    """Its state by phase, see `layerskip.machine.watch`."""
-    prediction: Mapping[str, Any]
-    """Replay and prediction against what was measured, and what was known before the first trial."""
-    budget: Mapping[str, Any]
-    """What was planned, and what was measured less than asked for; see `search.budget.plan`."""
-    rounding: Mapping[str, Any] | None
-    """What logit ties were judged by, see `search.measure.rounding_record`."""
-
-
-def summarise_run(given: SummaryInput) -> dict[str, Any]:
-    """The summary as JSON values. `best_measured` is what the search saw on tuning prompts; quote `confirmed`."""
-    confirmation, reference = given.confirmation, given.reference
+    machine: its state by phase, see `layerskip.machine.watch`. prediction: replay and prediction against what was
+    measured, and what was known before the first trial. budget: what was planned, and what was measured less than asked
+    for; see `search.budget.plan`. rounding: what logit ties were judged by, see `search.measure.rounding_record`.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": "speculate" if confirmation.winner else "do not speculate",
         "reason": confirmation.config.reason,
         "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
         "config": confirmation.config.model_dump(mode="json", exclude=NOT_A_SETTING),
-        "trials": {**trials_by_state(list(given.trials)), "counted": counted(given.trials), "total": given.total},
-        "seconds_in_trials": round(sum(trial.user_attrs.get(SECONDS, 0.0) for trial in given.trials), 3),
-        "seconds": {name: round(value, 3) for name, value in given.seconds.items()},
-        "budget": dict(given.budget),
-        "noise": {"plain_against_plain_sigma": reference.noise_sigma, "pair_sigma": given.standings.sigma},
+        "trials": {**trials_by_state(list(trials)), "counted": counted(trials), "total": total},
+        "seconds_in_trials": round(sum(trial.user_attrs.get(SECONDS, 0.0) for trial in trials), 3),
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "budget": dict(budget),
+        "noise": {"plain_against_plain_sigma": reference.noise_sigma, "pair_sigma": standings.sigma},
         "reference": {
             "plain_tokens_per_s": reference.plain_tokens_per_s,
             "num_prompts_per_trial": reference.num_per_trial,
@@ -76,21 +72,21 @@ def summarise_run(given: SummaryInput) -> dict[str, Any]:
             "too_short": list(reference.dropped),
         },
         "best_measured": {
-            "single_trial": _single_best(given.trials),
-            "pooled": [_entry(entry, reference) for entry in given.standings.entries[:5]],
+            "single_trial": _single_best(trials),
+            "pooled": [_entry(entry, reference) for entry in standings.entries[:5]],
         },
-        **given.prediction,
+        **prediction,
         "by_drafter": {name: one.speedup for name, one in confirmation.by_drafter.items()},
         "candidates": [_candidate(one) for one in confirmation.candidates],
-        "held_out_too_short": list(given.confirmation.too_short),
-        "not_lossless": list(given.violations),
-        "rounding": given.rounding,
-        "study": {"name": given.facts.study, "storage": given.storage, "seed": given.facts.seed},
-        "command": given.facts.command,
-        "commit": given.facts.commit,
-        "created_at": given.facts.created_at,
-        "fingerprint": dict(given.fingerprint),
-        "machine": dict(given.machine),
+        "held_out_too_short": list(confirmation.too_short),
+        "not_lossless": list(violations),
+        "rounding": rounding,
+        "study": {"name": provenance.study, "storage": storage, "seed": provenance.seed},
+        "command": provenance.command,
+        "commit": provenance.commit,
+        "created_at": provenance.created_at,
+        "fingerprint": dict(fingerprint),
+        "machine": dict(machine),
         "raw": confirmation.raw,
     }
 

@@ -10,7 +10,7 @@ from layerskip.huggingface.rounding import RoundingSpread
 from search.measure.decoder import Decoder
 from search.measure.reference import Reference
 from search.measure.threads import ThreadChoice
-from search.study.fingerprint import Fingerprint, Origin
+from search.study.fingerprint import Fingerprint
 from search.study.prompts import MIN_HELD_OUT, MIN_TUNING, EncodedPrompt, encoded_fingerprint, in_regime
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
@@ -25,7 +25,8 @@ class Subject:
     tuning: tuple[EncodedPrompt, ...]
     held_out: tuple[EncodedPrompt, ...]
     fingerprint: Fingerprint
-    origin: Origin
+    model: str
+    """As best.json names it."""
     sampling: Sampling = GREEDY
     """How tokens are chosen."""
     whole: Subject | None = None
@@ -94,5 +95,4 @@ class Subject:
             tuning=tuning,
             held_out=held_out,
             fingerprint=replace(self.fingerprint, tuning_prompts=prints[0], held_out_prompts=prints[1]),
-            origin=replace(self.origin, prompts_fingerprint=prints[0], held_out_fingerprint=prints[1]),
         )

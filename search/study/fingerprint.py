@@ -60,23 +60,6 @@ DEVICE_FIELDS = ("device", "cpu", "num_threads", "attention_backend")
 """What may differ between the workers of a study whose objective is the speedup, each over its own plain decoding."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What the exported numbers were measured on: provenance, but for what only the end of a search knows."""
-
-    model: str
-    weights_fingerprint: str
-    device: str
-    dtype: str
-    num_layers: int
-    engine: str
-    num_threads: int
-    versions: Mapping[str, str]
-    prompts_fingerprint: str
-    held_out_fingerprint: str
-    attention_backend: str
-
-
 class FingerprintMismatch(ValueError):  # noqa: N818 (reads as the fact it states)
     """The study was measured on something else."""
 

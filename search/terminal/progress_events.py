@@ -42,7 +42,7 @@ def preflight_passed(
     threads = "thread" if print_.num_threads == 1 else "threads"
     split = " (split off, by content hash)" if is_split else ""
     texts = [
-        f"{subject.origin.model}: {print_.model_class}, {space.num_layers} layers, {print_.dtype} on "
+        f"{subject.model}: {print_.model_class}, {space.num_layers} layers, {print_.dtype} on "
         f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
         f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
         f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
@@ -61,7 +61,7 @@ def preflight_passed(
         counts = "; ".join(f"{name!a} {tuning} and {held_out}" for name, (tuning, held_out) in groups.items())
         texts.append(f"tuning and held-out prompts by {group_field!a}: {counts}")
     facts = {
-        "model": subject.origin.model,
+        "model": subject.model,
         **{name: getattr(print_, name) for name in ("model_class", "dtype", "device", "num_threads", "engine")},
         **{name: getattr(space, name) for name in ("num_layers", "gamma_max", "share_prefix", "int8", "siblings_max")},
         "trees": list(space.trees),

@@ -35,7 +35,7 @@ from search.rivals.hidden_states import PLANS, StoredPlans
 from search.rivals.registry import OURS
 from search.stop import StopSignal
 from search.study.attributes import CANNOT_WIN
-from search.study.fingerprint import Fingerprint, Origin
+from search.study.fingerprint import Fingerprint
 from search.study.leaderboard import Standings
 from search.study.opening import quiet_optuna
 from search.study.prompts import EncodedPrompt, encoded_fingerprint
@@ -285,11 +285,14 @@ def _subject(case: Case, decoder: TabularDecoder) -> Subject:
     table, unknown = case.table, "-"
     parts = [range(table.num_tuning), range(table.num_tuning, table.reporting.start)]
     tuning, confirming = (tuple(_prompt(table, place) for place in part) for part in parts)
-    facts: dict[str, Any] = {"device": case.costs.name, "dtype": "float32", "engine": "table", "num_threads": 1}
     prints = encoded_fingerprint(tuning), encoded_fingerprint(confirming)
     fingerprint = Fingerprint(
         weights=case.model,
         model_class="Table",
+        device=case.costs.name,
+        dtype="float32",
+        engine="table",
+        num_threads=1,
         cpu=unknown,
         torch=unknown,
         transformers=unknown,
@@ -299,19 +302,8 @@ def _subject(case: Case, decoder: TabularDecoder) -> Subject:
         max_new_tokens=table.target_levels.shape[1],
         gamma_max=table.space.gamma_max,
         granularity=_spec(case).granularity,
-        **facts,
     )
-    origin = Origin(
-        model=case.model,
-        weights_fingerprint=case.model,
-        num_layers=table.space.num_layers,
-        versions={},
-        prompts_fingerprint=prints[0],
-        held_out_fingerprint=prints[1],
-        attention_backend=unknown,
-        **facts,
-    )
-    return Subject(decoder, table.space, tuning, confirming, fingerprint, origin)
+    return Subject(decoder, table.space, tuning, confirming, fingerprint, case.model)
 
 
 def _prompt(table: Table, place: int) -> EncodedPrompt:

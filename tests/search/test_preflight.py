@@ -11,7 +11,7 @@ import pytest
 from search.measure.subject import Subject
 from search.preflight import space_for
 from search.terminal.progress_events import preflight_passed
-from tests.search.helpers.fakes import FINGERPRINT, ORIGIN, SPACE, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, MODEL, SPACE, FakeDecoder, make_spec, prompts
 
 
 def model_on(engine: str) -> Any:
@@ -72,7 +72,7 @@ def test_up_to_sixteen_drafts_unless_the_spec_says(given: int | None, searched: 
 
 def told(**changes: Any) -> list[str]:
     """What preflight prints of a subject."""
-    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6), FINGERPRINT, ORIGIN)
+    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6), FINGERPRINT, MODEL)
     event = preflight_passed(replace(subject, **changes), "category", ["greedy"], is_split=False)
     return [line.text for line in event.lines()]
 

@@ -41,7 +41,7 @@ from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths
 from search.terminal.text import duration
 from tests.layerskip import zoo
-from tests.search.helpers.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, MODEL, NUM_LAYERS, SPACE, Bench, FakeDecoder, make_spec, prompts
 
 PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 
@@ -85,7 +85,7 @@ def test_prompts_are_used_where_their_records_say(bench: Bench) -> None:
     """With settings of their own in that regime alone, without in all; both studies go on with theirs."""
     warm_tuning = tuple(replace(one, sampling=Sampling.parse("t0.7")) for one in prompts(3, first=700))
     hot = replace(prompts(1, first=900)[0], sampling=Sampling.parse("t1"))
-    whole = Subject(bench.decoder, SPACE, (*prompts(5), hot, *warm_tuning), prompts(6, first=500), FINGERPRINT, ORIGIN)
+    whole = Subject(bench.decoder, SPACE, (*prompts(5), hot, *warm_tuning), prompts(6, first=500), FINGERPRINT, MODEL)
     greedy, warmer = (whole.in_regime(Sampling.parse(name)) for name in ("greedy", "t0.7"))
     assert (greedy.tuning, warmer.tuning) == (prompts(5), (*prompts(5), *warm_tuning))
     assert greedy.fingerprint.tuning_prompts != warmer.fingerprint.tuning_prompts != FINGERPRINT.tuning_prompts
@@ -215,7 +215,7 @@ def test_the_config_of_all_regimes_is_written_again(
 def test_a_regime_that_was_searched_on_alone_is_exported_as_it_is_now(bench: Bench) -> None:
     bench.decoder.gain_by_regime = {"t1": 0.0}
     assert bench.run_regimes("greedy", "t1", trials=16) == 0
-    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, MODEL)
     spec = make_spec(sampler="tpe", regimes=("greedy", "t1"), trials=24, storage=bench.url)
     spec, paths = regime_study(spec, bench.paths, "t1")
     assert SearchRun(subject.in_regime(Sampling.parse("t1")), spec, paths, bench.tools).run() == 0
@@ -251,7 +251,7 @@ def test_a_dry_run_estimates_all_regimes(
 
 def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
     """Here both are as fast as each other, and a time limit is shared."""
-    subject = Subject(FakeDecoder(noise=0.0), SPACE, prompts(12), prompts(4, first=500), FINGERPRINT, ORIGIN)
+    subject = Subject(FakeDecoder(noise=0.0), SPACE, prompts(12), prompts(4, first=500), FINGERPRINT, MODEL)
     spec = make_spec(regimes=("greedy", "t1"), trials=31, prompts_per_trial=5)
     specs = {name: regime_study(spec, StudyPaths(Path("/s")), name)[0] for name in ("greedy", "t1")}
     one = time_study(subject, specs["t1"], time_pair(subject))
@@ -381,7 +381,7 @@ def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -
         return out
 
     bench.decoder.then = note
-    subject = Subject(bench.decoder, SPACE, prompts(12), prompts(20, first=500), FINGERPRINT, ORIGIN)
+    subject = Subject(bench.decoder, SPACE, prompts(12), prompts(20, first=500), FINGERPRINT, MODEL)
     spec = make_spec(sampler="tpe", trials=8, num_confirm_prompts=10, storage=bench.url)
     assert SearchRun(subject, spec, bench.paths, bench.tools).run() == 0
     held_out = [one.ids for one in prompts(20, first=500)]

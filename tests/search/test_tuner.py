@@ -17,7 +17,7 @@ from search.study.spec import StudyPaths, StudySpec
 from search.tuner import SearchFailed, TuneOptions, _prompt_file, _search, _subject
 from tests.search.helpers.fakes import (
     FINGERPRINT,
-    ORIGIN,
+    MODEL,
     SPACE,
     Bench,
     group_prompts,
@@ -166,7 +166,7 @@ def test_missing_files_unknown_options_and_training_mode(loaded: tuple[Any, Any]
 
 
 def fake_subject(bench: Bench) -> Subject:
-    return Subject(bench.decoder, SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    return Subject(bench.decoder, SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, MODEL)
 
 
 def test_the_winner_of_the_pipeline_is_returned(bench: Bench) -> None:

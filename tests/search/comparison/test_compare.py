@@ -40,8 +40,8 @@ from search.study.space import SearchSpace
 from search.terminal.reporter import Reporter
 from tests.search.helpers.fakes import (
     FINGERPRINT,
+    MODEL,
     NUM_LAYERS,
-    ORIGIN,
     SPACE,
     FakeClock,
     FakeDecoder,
@@ -86,7 +86,7 @@ class Comparison:
     space: SearchSpace = SPACE
 
     def run(self, plan: ComparisonPlan | None = None, *, named: bool = True, fingerprint: Any = FINGERPRINT) -> int:
-        subject = Subject(self.decoder, self.space, prompts(12), prompts(6, first=500), fingerprint, ORIGIN)
+        subject = Subject(self.decoder, self.space, prompts(12), prompts(6, first=500), fingerprint, MODEL)
         tools = Tools(self.reporter or Reporter(self.output), self.stop, "python -m search.compare", self.decoder.clock)
         return ComparisonRun(plan or plan_of(), subject, make_spec(), self.out, tools).run(named=named)
 
@@ -594,7 +594,7 @@ def test_a_gamma_limit_that_does_not_fit_is_lowered_for_all_strategies(bench: Co
 
 
 def test_the_estimate_says_what_it_would_take() -> None:
-    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, ORIGIN)
+    subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, MODEL)
     line = estimate(plan_of(), subject, make_spec())
     assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:51" in line
     assert "up to 13 picks, n-grams among them, on 6 held-out prompts x 2: at most about 0:53" in line

@@ -29,7 +29,7 @@ from search.pipeline import SearchRun
 from search.regime_run import RegimeRun
 from search.stop import StopSignal
 from search.storages.opening import open_storage
-from search.study.fingerprint import Fingerprint, Origin
+from search.study.fingerprint import Fingerprint
 from search.study.prompts import EncodedPrompt
 from search.study.space import SearchSpace
 from search.study.spec import StudyPaths, StudySpec
@@ -226,19 +226,8 @@ FINGERPRINT = Fingerprint(
     gamma_max=6,
     granularity="sublayer",
 )
-ORIGIN = Origin(
-    model="./model",
-    weights_fingerprint="abc",
-    device="cpu",
-    dtype="float32",
-    num_layers=NUM_LAYERS,
-    engine="eager",
-    num_threads=1,
-    versions={"torch": "2"},
-    prompts_fingerprint="t",
-    held_out_fingerprint="h",
-    attention_backend="torch's choice",
-)
+MODEL = "./model"
+"""As best.json names it."""
 
 
 def prompts(count: int, first: int = 0) -> tuple[EncodedPrompt, ...]:
@@ -302,12 +291,12 @@ class Bench:
 
     def run(self, *, fingerprint: Fingerprint = FINGERPRINT, **spec: object) -> int:
         sets = prompts(12), prompts(12, first=500)
-        subject = Subject(self.decoder, self.space, *sets, fingerprint, ORIGIN, rounding=self.rounding)
+        subject = Subject(self.decoder, self.space, *sets, fingerprint, MODEL, rounding=self.rounding)
         return SearchRun(subject, make_spec(**({"storage": self.url} | spec)), self.paths, self.tools).run()
 
     def run_regimes(self, *regimes: str, **spec: object) -> int:
         """The sampler is one that needs no predictions: nothing here depends on who proposes."""
-        subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+        subject = Subject(self.decoder, SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, MODEL)
         fields = {"sampler": "tpe", "regimes": regimes, "storage": self.url} | spec
         return RegimeRun(subject, make_spec(**fields), self.paths, self.tools).run()
 
@@ -317,6 +306,6 @@ class Bench:
         The sampler is one that needs no predictions: nothing here depends on who proposes.
         """
         sets = group_prompts(groups), group_prompts(held_out or groups, first=500)
-        subject = Subject(self.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
+        subject = Subject(self.decoder, SPACE, *sets, FINGERPRINT, MODEL)
         fields = {"sampler": "tpe", "per_group": True, "storage": self.url} | spec
         return GroupRun(subject, make_spec(**fields), self.paths, self.tools).run()

@@ -37,7 +37,7 @@ from search.terminal.reporter import Reporter
 from search.trials.phase import HANDFUL, TrialPhase, TrialSetup
 from search.trials.proposals import ProposeOptions
 from search.trials.replay_proposer import ReplayProposer
-from tests.search.helpers.fakes import FINGERPRINT, NUM_LAYERS, ORIGIN, SPACE, Bench, make_spec, prompts
+from tests.search.helpers.fakes import FINGERPRINT, MODEL, NUM_LAYERS, SPACE, Bench, make_spec, prompts
 from tests.search.helpers.outlook import PlantedTimer, WatchedDecoder, record
 
 NUM_TOKENS = 17
@@ -447,7 +447,7 @@ def search(
     study, output = study or new_study(), io.StringIO()
     reference = make_reference(decoder, tuning, ReferenceOptions(NUM_LAYERS, 0, 1.0, 5))
     outlook = open_(study, decoder, reference=reference, tuning=tuning)
-    subject = Subject(decoder, SPACE, tuple(tuning), (), FINGERPRINT, ORIGIN)
+    subject = Subject(decoder, SPACE, tuple(tuning), (), FINGERPRINT, MODEL)
     tools = Tools(Reporter(output), StopSignal(), "python -m search.run", decoder.clock)
     broken = TrialPhase(TrialSetup(study, subject, make_spec(**spec), reference, outlook, tools)).run()
     return study, broken, output.getvalue()
@@ -563,7 +563,7 @@ def test_costs_are_looked_at_again_every_twenty_trials() -> None:
 def test_a_gamma_limit_that_nobody_asked_for_is_lowered_to_what_fits(
     given: int | None, asked: int, lengths: tuple[int, ...], searched: int
 ) -> None:
-    subject = Subject(planted(), up_to(asked), prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    subject = Subject(planted(), up_to(asked), prompts(12), prompts(12, first=500), FINGERPRINT, MODEL)
     reference = reference_of(lengths)
     fitted, note = subject.with_room(reference, make_spec(gamma_max=given))
     assert fitted.space == up_to(searched)
@@ -578,7 +578,7 @@ def test_no_tree_is_larger_than_what_a_round_verifies() -> None:
     """However short the texts turn out to be: its verification would have no cost."""
     where = replace(up_to(16), lookup_gamma_max=14, siblings_max=3, trees=(0, 4, 8, 16))
     assert where.trees == (0, 4, 8, 16)
-    subject = Subject(planted(), where, prompts(12), prompts(12, first=500), FINGERPRINT, ORIGIN)
+    subject = Subject(planted(), where, prompts(12), prompts(12, first=500), FINGERPRINT, MODEL)
     fitted, _ = subject.with_room(reference_of((16, 9)), make_spec())
     assert (fitted.space.gamma_limit, fitted.space.trees) == (14, (0, 4, 8))
 

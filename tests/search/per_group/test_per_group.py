@@ -22,7 +22,7 @@ from tests.search.conftest import quiet, write_jsonl
 from tests.search.helpers.fakes import (
     CALM,
     FINGERPRINT,
-    ORIGIN,
+    MODEL,
     SPACE,
     WILD,
     Bench,
@@ -196,7 +196,7 @@ def test_two_prompts_are_enough(bench: Bench) -> None:
 def test_each_search_has_its_prompts_and_the_default_confirms_on_all_groups() -> None:
     """Files are sorted by group, and only so many held-out prompts are used: the first few would be of one group."""
     counts = {"a": 3, "b": 2}
-    given = Subject(FakeDecoder(), SPACE, group_prompts(counts), group_prompts(counts, first=500), FINGERPRINT, ORIGIN)
+    given = Subject(FakeDecoder(), SPACE, group_prompts(counts), group_prompts(counts, first=500), FINGERPRINT, MODEL)
     subjects = group_subjects(given)
     assert list(subjects) == ["default", "a", "b"]
     assert [prompt.group for prompt in subjects["default"].held_out] == ["a", "b", "a", "b", "a"]
@@ -206,7 +206,6 @@ def test_each_search_has_its_prompts_and_the_default_confirms_on_all_groups() ->
     assert subjects["b"].held_out == given.held_out[3:]
     prints = {one.fingerprint.tuning_prompts for one in subjects.values()}
     assert len(prints) == 3
-    assert subjects["b"].origin.prompts_fingerprint == subjects["b"].fingerprint.tuning_prompts
 
 
 def test_a_violation_in_the_matrix_alone_is_exit_code_1_and_never_exported(searched: Bench, tmp_path: Path) -> None:

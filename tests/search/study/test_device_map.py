@@ -13,10 +13,11 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerskip import DecodeConfig, LayerSkipModel
+from layerskip.config.decode_config import Provenance
 from layerskip.huggingface.loading import weights_fingerprint
 from search import compare as compare_command
 from search import tune
-from search.study.fingerprint import FingerprintMismatch, Origin, compare
+from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.spec import load_spec, to_toml
 from search.workers.device import computing_on, share_a_device
 from search.workers.process import process_token
@@ -80,7 +81,7 @@ def test_studies_from_before_device_maps_go_on() -> None:
     compare(stored, now)
     with pytest.raises(FingerprintMismatch, match="device_map was None, now 'all: disk'"):
         compare(stored, dataclasses.replace(now, device_map="all: disk"))
-    assert "device_map" not in {field.name for field in dataclasses.fields(Origin)}
+    assert "device_map" not in Provenance.model_fields
 
 
 def test_a_map_is_kept_in_study_toml(tmp_path: Path) -> None:
