@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from layerskip.config.decode_config import (
@@ -25,18 +25,16 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan
-from search.budget.work import Work
+from search.budget.work import PHASES, Work
 from search.confirm.files import portable_model_name
 from search.measure.decoder import ModelDecoder, load_model
-from search.measure.reference import prompts_for, warm_up
 from search.measure.subject import Subject
 from search.measure.threads import choose_threads
 from search.study.fingerprint import take_fingerprint
 from search.study.prompts import PromptSet, encode_prompts
 from search.study.space import GAMMA_MAX, LOOKUP_GAMMA_MAX, SIBLINGS_MAX, SearchSpace, vocabs_of
 from search.study.spec import StudyPaths, StudySpec
-from search.terminal.progress_events import LONG_S, Planned
-from search.terminal.text import duration
+from search.terminal.progress_events import LONG_S, Planned, phases
 
 LOG = logging.getLogger(__name__)
 
@@ -182,30 +180,6 @@ def first_regime(spec: StudySpec, model: Any) -> Sampling:
     return Sampling.of(SamplingParams.from_generation_config(model.model.generation_config))
 
 
-@dataclass(frozen=True)
-class StudyTime:
-    """How long a study will take at most, at the cost of plain pairs."""
-
-    num_per_trial: int
-    search_s: float
-    confirm_s: float
-
-
-def time_pair(subject: Subject) -> float:
-    """Seconds of a plain/plain pair, both prefills included, on the first tuning prompt. Cost: three decodings."""
-    warm_up(subject.decoder, subject.tuning[0].ids, subject.space.num_layers)
-    out = subject.decoder.decode(subject.tuning[0].ids, DecodeConfig.plain(subject.space.num_layers))
-    return 2 * (out.stats.prefill_s + out.stats.decode_s)
-
-
-def time_study(subject: Subject, spec: StudySpec, pair_s: float) -> StudyTime:
-    """The time of `spec.trials` trials and the confirm stage; the time limit is not looked at."""
-    per_trial = min(spec.prompts_per_trial or prompts_for(spec.trial_seconds, pair_s), len(subject.tuning))
-    num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)
-    confirm_s = num_held_out * pair_s / 2 * (2 + spec.num_confirm_candidates + 2 * spec.confirm_repeats)
-    return StudyTime(per_trial, spec.trials * per_trial * pair_s, confirm_s)
-
-
 def foresee(
     subject: Subject, spec: StudySpec, left_s: float | None, clock: Callable[[], float] = time.perf_counter
 ) -> Planned:
@@ -213,13 +187,14 @@ def foresee(
 
     left_s: of a budget; None without one. Raises: ValueError if that is too little for anything.
     """
-    pace = measure_pace(subject.decoder, subject.tuning, tokens_to_time(spec), clock)
-    return planned(Work.of(spec, subject), pace, left_s)
+    return planned(Work.of(spec, subject), pace_of(subject, spec, clock), left_s)
 
 
-def tokens_to_time(spec: StudySpec) -> int:
-    """Of the verification that tells what further tokens cost."""
-    return max(2, min((spec.gamma_max or GAMMA_MAX) + 1, spec.max_new_tokens))
+def pace_of(subject: Subject, spec: StudySpec, clock: Callable[[], float] = time.perf_counter) -> Pace:
+    """How long a token and a prompt take here. Cost: see `measure_pace`."""
+    # Of the verification that tells what further tokens cost:
+    most_tokens = max(2, min((spec.gamma_max or GAMMA_MAX) + 1, spec.max_new_tokens))
+    return measure_pace(subject.decoder, subject.tuning, most_tokens, clock)
 
 
 def planned(work: Work, pace: Pace, left_s: float | None, spent_s: float = 0.0) -> Planned:
@@ -231,33 +206,36 @@ def planned(work: Work, pace: Pace, left_s: float | None, spent_s: float = 0.0) 
     return Planned(plan, pace, work.trials, shorter)
 
 
-def estimate_groups(subjects: Mapping[str, Subject], spec: StudySpec) -> str:
-    """How long the searches of all prompts and of each group will take in total. Cost: three decodings."""
-    pair_s = time_pair(next(iter(subjects.values())))
-    times = {name: time_study(subject, spec, pair_s) for name, subject in subjects.items()}
-    search_s = sum(one.search_s for one in times.values())
-    search_s = min(search_s, spec.timeout_s or search_s)
-    confirm_s = sum(one.confirm_s for one in times.values())
+def estimate_groups(
+    subjects: Mapping[str, Subject], spec: StudySpec, clock: Callable[[], float] = time.perf_counter
+) -> str:
+    """How long the searches of all prompts and of each group will take in total. Cost: see `estimate`."""
+    timeout_s = None if spec.timeout_s is None else spec.timeout_s / len(subjects)
+    one = spec.model_copy(update={"timeout_s": timeout_s})
+    seconds = estimate([(subject, one) for subject in subjects.values()], clock)
     groups = [subject for name, subject in subjects.items() if name != DEFAULT_GROUP]
     num_held_out = sum(min(len(subject.held_out), spec.num_confirm_prompts) for subject in groups)
-    matrix_s = num_held_out * pair_s * (0.5 + spec.confirm_repeats * len(subjects))
-    return (
-        f"{len(subjects)} studies (all prompts, and {len(groups)} groups) of {spec.trials} trials: at most about "
-        f"{duration(search_s)}, then confirm about {duration(confirm_s)} and the matrix at most {duration(matrix_s)}; "
-        f"{duration(search_s + confirm_s + matrix_s)} in total; nothing was written"
-    )
+    decoding_s = pace_of(subjects[DEFAULT_GROUP], spec, clock).decoding_s(spec.max_new_tokens)
+    seconds["matrix"] = num_held_out * (1 + 2 * spec.confirm_repeats * len(subjects)) * decoding_s
+    studies = f"{len(subjects)} studies (all prompts, and {len(groups)} groups) of {spec.trials} trials"
+    return f"{studies}, in all at most about {phases(seconds)}; nothing was written"
 
 
-def estimate_regimes(subject: Subject, specs: Mapping[str, StudySpec]) -> str:
-    """How long the studies of all regimes will take in total, by each one's own speed. Cost: three decodings each."""
-    search_s = confirm_s = 0.0
-    for name, spec in specs.items():
-        decoded = subject.in_regime(Sampling.parse(name))
-        one = time_study(decoded, spec, time_pair(decoded))
-        search_s += min(one.search_s, spec.timeout_s or one.search_s)
-        confirm_s += one.confirm_s
+def estimate_regimes(
+    subject: Subject, specs: Mapping[str, StudySpec], clock: Callable[[], float] = time.perf_counter
+) -> str:
+    """How long the studies of all regimes will take in total, by each one's own speed. Cost: see `estimate`."""
+    seconds = estimate([(subject.in_regime(Sampling.parse(name)), spec) for name, spec in specs.items()], clock)
     trials = max(spec.trials for spec in specs.values())
-    return (
-        f"{len(specs)} studies ({', '.join(specs)}) of {trials} trials: at most about {duration(search_s)}, then "
-        f"confirm about {duration(confirm_s)}; {duration(search_s + confirm_s)} in total; nothing was written"
-    )
+    studies = f"{len(specs)} studies ({', '.join(specs)}) of {trials} trials"
+    return f"{studies}, in all at most about {phases(seconds)}; nothing was written"
+
+
+def estimate(studies: Sequence[tuple[Subject, StudySpec]], clock: Callable[[], float]) -> dict[str, float]:
+    """Seconds that these studies will take at most in total, by phase. Cost: see `measure_pace`, for each."""
+    total = dict.fromkeys(PHASES, 0.0)
+    for subject, spec in studies:
+        work, pace = Work.of(spec, subject), pace_of(subject, spec, clock)
+        for phase, seconds in work.seconds(work.amounts(pace), pace).items():
+            total[phase] += seconds
+    return total

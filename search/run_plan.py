@@ -7,13 +7,12 @@ from typing import Any
 
 import optuna
 
-from search.budget.pace import measure_pace
 from search.budget.plan import Plan, make_plan, read_plan, recorded
 from search.budget.work import Amounts, Work
 from search.context import Tools
 from search.measure.reference import Reference
 from search.measure.subject import Subject
-from search.preflight import planned, tokens_to_time
+from search.preflight import pace_of, planned
 from search.study.attributes import FIRST_PLAN, POOL, REFERENCE
 from search.study.spec import StudySpec
 from search.study.trials import counted
@@ -36,7 +35,7 @@ class RunPlan:
         self._first = None if study is None else read_plan(study.user_attrs.get(FIRST_PLAN))
         if self._first is not None and self._first[0].max_new_tokens == spec.max_new_tokens:
             self._use_tokens(self._first[1].max_new_tokens)
-        pace = measure_pace(self.subject.decoder, self.subject.tuning, tokens_to_time(self.spec), tools.clock)
+        pace = pace_of(self.subject, self.spec, tools.clock)
         work = self._work(study)
         if study is not None and REFERENCE in study.user_attrs:
             work = work.on(Reference.from_json(study.user_attrs[REFERENCE]))

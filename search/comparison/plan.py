@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from search.budget.work import Work
 from search.measure.subject import Subject
-from search.preflight import time_pair, time_study
+from search.preflight import pace_of
 from search.rivals import STRATEGIES
 from search.study.spec import StudySpec
 from search.terminal.text import duration
@@ -64,10 +67,13 @@ class ComparisonPlan:
         return turns
 
 
-def estimate(plan: ComparisonPlan, subject: Subject, spec: StudySpec) -> str:
-    """How long the comparison will take at most, from one prompt decoded plainly. Cost: three decodings."""
-    pair_s = time_pair(subject)
-    per_trial = time_study(subject, spec, pair_s).num_per_trial
+def estimate(
+    plan: ComparisonPlan, subject: Subject, spec: StudySpec, clock: Callable[[], float] = time.perf_counter
+) -> str:
+    """How long the comparison will take at most, from a few timed steps. Cost: see `measure_pace`."""
+    pace = pace_of(subject, spec, clock)
+    pair_s = 2 * pace.decoding_s(spec.max_new_tokens)
+    per_trial = Work.of(spec, subject).amounts(pace).prompts_per_trial
     num_trials = len(plan.runs) * plan.trials
     num_picks = len(plan.runs) * len(plan.checkpoints) + 1  # the one is n-grams
     num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)

@@ -105,9 +105,9 @@ class Planned(Event):
     def lines(self) -> list[Line]:
         plan, pace = self.plan, self.pace
         steps = f"a token takes {_ms(pace.token_s)}, a prompt {_ms(pace.prompt_s)}"
-        texts = [f"{'without a budget' if plan.limits else 'in all'} at most about {_phases(plan.asked_s)}; {steps}"]
+        texts = [f"{'without a budget' if plan.limits else 'in all'} at most about {phases(plan.asked_s)}; {steps}"]
         if plan.limits:
-            texts.append(f"with {duration(plan.budget_s or 0.0)} left about {_phases(plan.seconds)}")
+            texts.append(f"with {duration(plan.budget_s or 0.0)} left about {phases(plan.seconds)}")
             texts.append(f"for that {self._less(plan)}")
         elif plan.budget_s is not None:
             texts.append(f"within the {duration(plan.budget_s)} that are left, so nothing is cut")
@@ -134,7 +134,8 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
 
 
-def _phases(seconds: Mapping[str, float]) -> str:
+def phases(seconds: Mapping[str, float]) -> str:
+    """The total and what it is made of, in words."""
     parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
     return f"{duration(sum(seconds.values()))}: {parts}"
 

@@ -19,6 +19,7 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.model import resolve_model_path
 from search import export, report
+from search.budget.work import PHASES, TRIAL_OVERHEAD
 from search.compact import read_lines
 from search.confirm.files import save_spec
 from search.confirm.held_out import HeldOut
@@ -30,7 +31,7 @@ from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.statistics import geometric_mean
 from search.measure.subject import Subject
 from search.pipeline import SearchRun
-from search.preflight import estimate_regimes, first_regime, time_pair, time_study
+from search.preflight import estimate_regimes, first_regime, foresee
 from search.regime_run import RegimeRun, regime_study
 from search.reporting.digest import regimes_table
 from search.reporting.source import Address, opened
@@ -39,9 +40,20 @@ from search.storages.opening import open_storage
 from search.study.attributes import HELD_OUT
 from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths
+from search.terminal.progress_events import phases
 from search.terminal.text import duration
 from tests.layerskip import zoo
-from tests.search.helpers.fakes import FINGERPRINT, MODEL, NUM_LAYERS, SPACE, Bench, FakeDecoder, make_spec, prompts
+from tests.search.helpers.fakes import (
+    FINGERPRINT,
+    MODEL,
+    NUM_LAYERS,
+    SPACE,
+    Bench,
+    FakeClock,
+    FakeDecoder,
+    make_spec,
+    prompts,
+)
 
 PLAIN = DecodeConfig.plain(zoo.NUM_LAYERS)
 
@@ -244,8 +256,8 @@ def test_a_dry_run_estimates_all_regimes(
     assert main([*tiny_study, "--dry-run", "--regimes", "greedy,t0.7"]) == 0
     told = capsys.readouterr().out
     assert "preflight drafters layer_skip, prompt_lookup, suffix, hybrid; greedy, t0.7\n" in told
-    assert "dry run   2 studies (greedy, t0.7) of 2 trials: at most about 0:0" in told
-    assert told.endswith("in total; nothing was written\n")
+    assert "dry run   2 studies (greedy, t0.7) of 2 trials, in all at most about 0:" in told
+    assert told.endswith("; nothing was written\n")
     assert not (tmp_path / "study").exists()
 
 
@@ -254,14 +266,16 @@ def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
     subject = Subject(FakeDecoder(noise=0.0), SPACE, prompts(12), prompts(4, first=500), FINGERPRINT, MODEL)
     spec = make_spec(regimes=("greedy", "t1"), trials=31, prompts_per_trial=5)
     specs = {name: regime_study(spec, StudyPaths(Path("/s")), name)[0] for name in ("greedy", "t1")}
-    one = time_study(subject, specs["t1"], time_pair(subject))
     assert specs["t1"].trials == 16
-    assert estimate_regimes(subject, specs) == (
-        f"2 studies (greedy, t1) of 16 trials: at most about {duration(2 * one.search_s)}, then confirm about "
-        f"{duration(2 * one.confirm_s)}; {duration(2 * (one.search_s + one.confirm_s))} in total; nothing was written"
-    )
+    clock = FakeClock()
+    each = [foresee(subject.in_regime(Sampling.parse(name)), spec, None, clock) for name, spec in specs.items()]
+    seconds = {phase: sum(one.plan.asked_s[phase] for one in each) for phase in PHASES}
+    text = estimate_regimes(subject, specs, clock)
+    assert text == f"2 studies (greedy, t1) of 16 trials, in all at most about {phases(seconds)}; nothing was written"
+    # A plain token takes 0.01 s, and of a prompt's 17 the first one comes with the prompt.
+    assert f"search {duration(2 * 16 * TRIAL_OVERHEAD * 5 * 2 * 16 * 0.01)}," in text
     limited = {name: one.model_copy(update={"timeout_s": 3.0}) for name, one in specs.items()}
-    assert "at most about 0:06," in estimate_regimes(subject, limited)
+    assert "search 0:06," in estimate_regimes(subject, limited, clock)
 
 
 def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:

@@ -595,9 +595,9 @@ def test_a_gamma_limit_that_does_not_fit_is_lowered_for_all_strategies(bench: Co
 
 def test_the_estimate_says_what_it_would_take() -> None:
     subject = Subject(FakeDecoder(), SPACE, prompts(12), prompts(6, first=500), FINGERPRINT, MODEL)
-    line = estimate(plan_of(), subject, make_spec())
-    assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:51" in line
-    assert "up to 13 picks, n-grams among them, on 6 held-out prompts x 2: at most about 0:53" in line
+    line = estimate(plan_of(), subject, make_spec(), FakeClock())
+    assert "3 strategies x 2 seeds x 5 trials of up to 5 prompts: at most about 0:48" in line
+    assert "up to 13 picks, n-grams among them, on 6 held-out prompts x 2: at most about 0:50" in line
 
 
 @pytest.mark.slow

@@ -16,8 +16,10 @@ from search import run
 from search.measure.decoder import Decoded
 from search.measure.subject import Subject
 from search.per_group.run import group_subjects
+from search.preflight import estimate_groups
 from search.study.fingerprint import FingerprintMismatch
 from search.study.trials import counted
+from search.terminal.text import duration
 from tests.search.conftest import quiet, write_jsonl
 from tests.search.helpers.fakes import (
     CALM,
@@ -26,8 +28,10 @@ from tests.search.helpers.fakes import (
     SPACE,
     WILD,
     Bench,
+    FakeClock,
     FakeDecoder,
     group_prompts,
+    make_spec,
     truth,
     wild_needs_late_layers,
 )
@@ -273,9 +277,19 @@ def test_a_dry_run_counts_the_prompts_of_each_group_and_writes_nothing(
     assert run.main([*grouped_study, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "tuning and held-out prompts by 'topic': 'even' 2 and 2; 'odd' 2 and 2" in output
-    assert "3 studies (all prompts, and 2 groups) of 2 trials" in output
-    assert "in total; nothing was written" in output
+    assert "3 studies (all prompts, and 2 groups) of 2 trials, in all at most about 0:" in output
+    assert ", matrix 0:" in output
+    assert output.endswith("; nothing was written\n")
     assert not (tmp_path / "study").exists()
+
+
+def test_the_time_of_groups_has_the_matrix_and_a_shared_time_limit() -> None:
+    counts, clock = {"a": 3, "b": 2}, FakeClock()
+    given = Subject(FakeDecoder(), SPACE, group_prompts(counts), group_prompts(counts, first=500), FINGERPRINT, MODEL)
+    text = estimate_groups(group_subjects(given), make_spec(timeout_s=6.0, confirm_repeats=2), clock)
+    # Five held-out prompts, plainly and in two passes of pairs under three settings; a plain token takes 0.01 s.
+    assert ", search 0:06, " in text
+    assert f", matrix {duration(5 * (1 + 2 * 2 * 3) * 16 * 0.01)};" in text
 
 
 @pytest.mark.parametrize(
