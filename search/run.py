@@ -64,6 +64,37 @@ _ABOUT_NUMBERS = {
         "seconds after which a trial that has not ended is failed; one that hangs ends the process",
     ),
 }
+_ABOUT_CHOICES = {
+    "dtype": (DTypeName, "number format"),
+    "engine": (EngineName, "how one forward is executed"),
+    "granularity": (Granularity, "what a bit of the mask skips"),
+    "objective": (ObjectiveName, "what is maximised; unlike devices can share a study of the speedup"),
+    "sampler": (SamplerName, "who proposes configs"),
+}
+_ABOUT_LISTS = {
+    "drafters": f"ways to draft that are searched, of {','.join(WAYS)} (default: all, which is those that need no "
+    "weights, those that are given some by --draft-weights, and mtp where the model's checkpoint has such a layer)",
+    "draft_weights": "folders made by layerskip.train, and folders or hub ids of smaller models with the same "
+    "tokenizer: they draft too, and the search says which of them should",
+    "regimes": "ways to choose tokens, such as greedy,t0.7,t1_p0.9, each searched apart with an equal share of the "
+    "trials and given a setting of its own (default: the one of the model's generation_config)",
+}
+_ABOUT_SEARCHED = {
+    "share_prefix": "search over verification behind the kept layers too (default: where the engine can)",
+    "draft_vocab": "search too over how many of the first token ids a draft chooses from (default: where the model "
+    "can)",
+    "int8": "search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
+    "siblings": "search too over what else is verified in each draft token's place (default: where the engine can)",
+    "trees": "search too over trees in place of chains of what eagle and mtp draft (default: where the engine can)",
+}
+"""Each has a --no- beside it."""
+_ABOUT_SWITCHES = {
+    "trust_remote_code": "let the model's repository run its own code",
+    "per_group": "search each group of prompts apart as well, --trials trials each; export a setting per group",
+    "allow_lossy": "measure lossy rules on the confirmed winner too, each told with its distance from the target and "
+    "written as a file of its own; best.json stays lossless",
+    "force": "search on where predictions say that nothing can win",
+}
 _SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 _FIELDS = {
     "budget": "budget_minutes",
@@ -97,35 +128,10 @@ def build_parser() -> OneLineParser:
         "cent, and the choice among the best when it is expected to miss no more (default where no number is given: "
         "%(const)s)",
     )
-    parser.add_argument("--dtype", choices=get_args(DTypeName), help="number format")
-    parser.add_argument("--engine", choices=get_args(EngineName), help="how one forward is executed")
-    parser.add_argument("--granularity", choices=get_args(Granularity), help="what a bit of the mask skips")
-    parser.add_argument(
-        "--objective",
-        choices=get_args(ObjectiveName),
-        help="what is maximised; unlike devices can share a study of the speedup",
-    )
-    parser.add_argument(
-        "--drafters",
-        type=split_list,
-        metavar="LIST",
-        help=f"ways to draft that are searched, of {','.join(WAYS)} (default: all, which is those that need no "
-        "weights, those that are given some by --draft-weights, and mtp where the model's checkpoint has such a layer)",
-    )
-    parser.add_argument(
-        "--draft-weights",
-        type=split_list,
-        metavar="LIST",
-        help="folders made by layerskip.train, and folders or hub ids of smaller models with the same tokenizer: they "
-        "draft too, and the search says which of them should",
-    )
-    parser.add_argument(
-        "--regimes",
-        type=split_list,
-        metavar="LIST",
-        help="ways to choose tokens, such as greedy,t0.7,t1_p0.9, each searched apart with an equal share of the "
-        "trials and given a setting of its own (default: the one of the model's generation_config)",
-    )
+    for name, (choices, about) in _ABOUT_CHOICES.items():
+        parser.add_argument(_flag(name), choices=get_args(choices), help=about)
+    for name, about in _ABOUT_LISTS.items():
+        parser.add_argument(_flag(name), type=split_list, metavar="LIST", help=about)
     for name, kind in _SAMPLING.items():
         parser.add_argument(_flag(name), type=kind, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -134,51 +140,10 @@ def build_parser() -> OneLineParser:
         help="tune for sampled text, chosen by --temperature, --top-p, --top-k, --min-p and --repetition-penalty with "
         "the defaults of generate: another way to name one regime",
     )
-    parser.add_argument("--sampler", choices=get_args(SamplerName), help="who proposes configs")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", default=None, help="let the model's repository run its own code"
-    )
-    parser.add_argument(
-        "--per-group",
-        action="store_true",
-        default=None,
-        help="search each group of prompts apart as well, --trials trials each; export a setting per group",
-    )
-    parser.add_argument(
-        "--share-prefix",
-        action=argparse.BooleanOptionalAction,
-        help="search over verification behind the kept layers too (default: where the engine can)",
-    )
-    parser.add_argument(
-        "--draft-vocab",
-        action=argparse.BooleanOptionalAction,
-        help="search too over how many of the first token ids a draft chooses from (default: where the model can)",
-    )
-    parser.add_argument(
-        "--int8",
-        action=argparse.BooleanOptionalAction,
-        help="search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
-    )
-    parser.add_argument(
-        "--siblings",
-        action=argparse.BooleanOptionalAction,
-        help="search too over what else is verified in each draft token's place (default: where the engine can)",
-    )
-    parser.add_argument(
-        "--trees",
-        action=argparse.BooleanOptionalAction,
-        help="search too over trees in place of chains of what eagle and mtp draft (default: where the engine can)",
-    )
-    parser.add_argument(
-        "--allow-lossy",
-        action="store_true",
-        default=None,
-        help="measure lossy rules on the confirmed winner too, each told with its distance from the target and written "
-        "as a file of its own; best.json stays lossless",
-    )
-    parser.add_argument(
-        "--force", action="store_true", default=None, help="search on where predictions say that nothing can win"
-    )
+    for name, about in _ABOUT_SEARCHED.items():
+        parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=about)
+    for name, about in _ABOUT_SWITCHES.items():
+        parser.add_argument(_flag(name), action="store_true", default=None, help=about)
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes on this host, each on a GPU or cores of its own"
     )
