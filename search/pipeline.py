@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from search.predict.surfaces import store_surfaces
 from search.reporting.publish import Publisher
 from search.run_plan import RunPlan
 from search.storages.address import near, redact
-from search.storages.opening import close_storage, open_storage
+from search.storages.opening import close_storage, open_storage, storage_at
 from search.study.attributes import (
     BUDGET,
     CANDIDATES,
@@ -59,10 +59,19 @@ from search.study.opening import open_study, quiet_optuna, stored_study
 from search.study.prompts import split_held_out
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
-from search.terminal.event import Stopped
+from search.terminal.event import Event, Stopped
 from search.terminal.progress import Progress
 from search.terminal.progress_events import ReferenceKnown, StudyOpened, foreseen
-from search.terminal.result_events import Result, candidate_seen, lossy_seen, predictions_checked, ties_among, written
+from search.terminal.reporter import Reporter
+from search.terminal.result_events import (
+    Result,
+    candidate_seen,
+    does_not_repeat,
+    lossy_seen,
+    predictions_checked,
+    ties_among,
+    written,
+)
 from search.terminal.text import duration
 from search.trials.objective import standings_of, violations_in
 from search.trials.phase import TrialPhase, TrialSetup
@@ -161,9 +170,7 @@ class SearchRun:
                 self._publish(study)  # what there is so far; a second signal ends that too
             raise
         except LosslessViolation as violation:
-            self._say.tell(
-                Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
-            )
+            self._say.tell(does_not_repeat(violation))
             return 1
         finally:
             self._crew.leave()
@@ -351,9 +358,7 @@ class SearchRun:
         if (ties := ties_among(trials, confirmation.measured, summary["rounding"], self._spec)) is not None:
             self._say.tell(ties)
         if self._exports:
-            text = f"{near(self._paths.best)} and {self._paths.summary.name}"
-            files = (str(self._paths.best), str(self._paths.summary))
-            self._say.tell(written(text, files, self._seconds))
+            self._say.tell(results_written(self._paths, self._seconds))
         for line in violations:
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
         return 1 if violations else 0
@@ -385,10 +390,7 @@ class SearchRun:
     ) -> None:
         """best.json, summary.json, and the verdict in the study (finished trials take no attributes)."""
         if self._exports:
-            kept = save_best(config, self._paths)
-            save_summary(summary, self._paths)
-            if kept is not None:
-                self._say.warn(f"best.json could not be read and was kept as {kept.name}")
+            save_results(config, summary, self._paths, self._say)
         for key in (VERDICT, REASON, CONFIRMED, CONFIG):
             study.set_user_attr(key, summary[key])
         study.set_user_attr(BUDGET, summary["budget"])
@@ -422,6 +424,30 @@ class SearchRun:
             raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._tools.clock() - start
+
+
+def save_results(config: DecodeConfig, summary: dict[str, Any], paths: StudyPaths, say: Reporter) -> None:
+    """Write best.json and summary.json."""
+    kept = save_best(config, paths)
+    save_summary(summary, paths)
+    if kept is not None:
+        say.warn(f"best.json could not be read and was kept as {kept.name}")
+
+
+def results_written(paths: StudyPaths, seconds: Mapping[str, float]) -> Event:
+    """Tells of both files."""
+    text = f"{near(paths.best)} and {paths.summary.name}"
+    return written(text, (str(paths.best), str(paths.summary)), seconds)
+
+
+def publish_together(spec: StudySpec, paths: StudyPaths, tools: Tools, attribute: str, facts: str) -> None:
+    """What several studies found into the folder's own study, and its report into the folder once more."""
+    with storage_at(paths.storage_url(spec)) as storage:
+        study = optuna.load_study(study_name=paths.study_name(spec), storage=storage)
+        publisher = Publisher(paths, tools, page=True)
+        what = f"nothing {attribute.replace('_', ' ')} to show"
+        publisher.attempt(what, lambda: study.set_user_attr(attribute, facts))
+        publisher.publish(study)
 
 
 def _is_set_up(study: optuna.Study) -> bool:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import optuna
-
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.files import one_folder_down, save_best, save_spec, save_summary
 from search.confirm.regime_settings import combined_config, found_in, regime_facts
 from search.context import Tools
 from search.measure.subject import Subject
-from search.pipeline import RunOutcome, SearchRun
-from search.reporting.publish import Publisher
-from search.storages.opening import close_storage, open_storage
+from search.pipeline import RunOutcome, SearchRun, publish_together
 from search.study.attributes import BY_REGIME
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.result_events import regime_verdict
@@ -95,19 +91,8 @@ class RegimeRun:
         save_summary(summary, self._paths)
         for name, outcome in outcomes.items():
             self._tools.reporter.tell(regime_verdict(outcome.summary["study"]["name"], name, outcome.confirmation))
-        self._publish(regime_facts(summary[BY_REGIME]))  # last: what is above is written, and this is extra
-
-    def _publish(self, facts: str) -> None:
-        """What all regimes got into the first one's study, and its report into the folder once more."""
-        first, _ = regime_study(self._spec, self._paths, (self._spec.regimes or ())[0])
-        storage = open_storage(self._paths.storage_url(first))
-        try:
-            study = optuna.load_study(study_name=self._paths.study_name(first), storage=storage)
-            publisher = Publisher(self._paths, self._tools, page=True)
-            publisher.attempt("no regimes to show", lambda: study.set_user_attr(BY_REGIME, facts))
-            publisher.publish(study)
-        finally:
-            close_storage(storage)
+        # Last: what is above is written, and this is extra.
+        publish_together(self._spec, self._paths, self._tools, BY_REGIME, regime_facts(summary[BY_REGIME]))
 
 
 def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySpec, StudyPaths]:

@@ -29,9 +29,8 @@ from search.study.fingerprint import FingerprintMismatch, compare, environment
 from search.study.opening import now_utc, quiet_optuna, with_choices
 from search.study.spec import StudySpec
 from search.terminal.comparison_events import PicksAdvanced
-from search.terminal.event import Stopped
 from search.terminal.progress_events import ReferenceKnown
-from search.terminal.result_events import written
+from search.terminal.result_events import does_not_repeat, written
 
 SCHEMA_VERSION = 1
 _SETUP, _TRIALS, _CONFIRM = "setup.json", "trials.jsonl", "confirm.jsonl"
@@ -75,9 +74,7 @@ class ComparisonRun:
             run_all(self._plan, runs, shared, journal)
             confirmation = self._confirm(runs)
         except LosslessViolation as violation:
-            self._say.tell(
-                Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
-            )
+            self._say.tell(does_not_repeat(violation))
             return 1
         return self._finish(shared, runs, confirmation)
 

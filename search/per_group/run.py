@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import optuna
 
 from layerskip.command_line.cli import CommandError
 from layerskip.config.decode_config import DEFAULT_GROUP, DecodeConfig
-from search.confirm.files import save_best, save_summary
 from search.context import Tools
 from search.measure.pairs import LosslessViolation, PromptCase
 from search.measure.reference import Continuing, make_cases
@@ -18,18 +16,15 @@ from search.measure.subject import Subject
 from search.per_group.choice import Decision, decide
 from search.per_group.export import GroupResult, combined_config, group_summary, matrix_facts
 from search.per_group.matrix import Matrix, measure_matrix, table, violations_of
-from search.pipeline import RunOutcome, SearchRun
-from search.reporting.publish import Publisher
-from search.storages.address import near
-from search.storages.opening import close_storage, open_storage
+from search.pipeline import RunOutcome, SearchRun, publish_together, results_written, save_results
+from search.storages.opening import storage_at
 from search.study.attributes import FINGERPRINT, PER_GROUP
 from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.grouping import count_groups, interleaved, of_group
 from search.study.opening import quiet_optuna
 from search.study.spec import StudyPaths, StudySpec
 from search.study.trials import counted
-from search.terminal.event import Stopped
-from search.terminal.result_events import group_verdict, written
+from search.terminal.result_events import does_not_repeat, group_verdict
 
 
 def group_subjects(subject: Subject) -> dict[str, Subject]:
@@ -83,9 +78,7 @@ class GroupRun:
         try:
             codes.append(self._finish(outcomes))
         except LosslessViolation as violation:
-            self._say.tell(
-                Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
-            )
+            self._say.tell(does_not_repeat(violation))
             return 1
         return max(codes)
 
@@ -110,9 +103,8 @@ class GroupRun:
         Raises: FingerprintMismatch before anything is measured, if a study that exists was about something else.
         """
         quiet_optuna()
-        storage = open_storage(self._paths.storage_url(self._spec))
         unfinished = 0
-        try:
+        with storage_at(self._paths.storage_url(self._spec)) as storage:
             there = set(optuna.get_all_study_names(storage))
             for name, subject in self._subjects.items():
                 study_name, done = self._study_name(name), 0
@@ -121,8 +113,6 @@ class GroupRun:
                     _compare(study, subject)
                     done = counted(study.get_trials(deepcopy=False))
                 unfinished += done < self._spec.trials
-        finally:
-            close_storage(storage)
         return unfinished
 
     def _finish(self, outcomes: Mapping[str, RunOutcome]) -> int:
@@ -146,28 +136,12 @@ class GroupRun:
         summary = group_summary(result, config, group_field=self._spec.group_field)
         total_s = self._tools.clock() - self._start
         summary["seconds"] |= {"load": self._load_s, "matrix": matrix_s, "total": total_s}
-        kept = save_best(config, self._paths)
-        save_summary(summary, self._paths)
-        if kept is not None:
-            self._say.warn(f"best.json could not be read and was kept as {kept.name}")
+        save_results(config, summary, self._paths, self._say)
         for line in violations_of(matrix):
             self._say.warn(f"NOT LOSSLESS, a bug to report: {line}")
-        self._publish(summary)
-        text = f"{near(self._paths.best)} and {self._paths.summary.name}"
-        files = (str(self._paths.best), str(self._paths.summary))
-        self._say.tell(written(text, files, {"matrix": matrix_s, "total": total_s}))
+        publish_together(self._spec, self._paths, self._tools, PER_GROUP, matrix_facts(summary))
+        self._say.tell(results_written(self._paths, {"matrix": matrix_s, "total": total_s}))
         return 1 if violations_of(matrix) else 0
-
-    def _publish(self, summary: Mapping[str, Any]) -> None:
-        """The matrix into the study over all prompts, and its report into the folder."""
-        storage = open_storage(self._paths.storage_url(self._spec))
-        try:
-            study = optuna.load_study(study_name=self._study_name(DEFAULT_GROUP), storage=storage)
-            publisher = Publisher(self._paths, self._tools, page=True)
-            publisher.attempt("no matrix to show", lambda: study.set_user_attr(PER_GROUP, matrix_facts(summary)))
-            publisher.publish(study)
-        finally:
-            close_storage(storage)
 
     def _measure(self, settings: Mapping[str, DecodeConfig]) -> Matrix:
         """Raises: CommandError if plain decoding itself fails, out of memory say; LosslessViolation if it varies."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from optuna.storages import BaseStorage
@@ -46,6 +48,16 @@ def close_storage(storage: BaseStorage) -> None:
         engine.dispose()
     elif hasattr(backend, "close"):
         backend.close()
+
+
+@contextmanager
+def storage_at(url: str) -> Iterator[BaseStorage]:
+    """The storage behind a URL, closed again at the end. Raises: as `open_storage`."""
+    storage = open_storage(url)
+    try:
+        yield storage
+    finally:
+        close_storage(storage)
 
 
 def check_storage(url: str) -> None:

@@ -14,7 +14,7 @@ from optuna.storages import BaseStorage
 
 from layerskip.machine.host import num_cores, threads_are_fixed
 from search.storages.address import storage_file
-from search.storages.opening import close_storage, open_storage
+from search.storages.opening import storage_at
 from search.study.attributes import CREATED_AT, FINGERPRINT
 from search.study.fingerprint import Fingerprint, compare
 from search.study.spec import StudyPaths, StudySpec
@@ -104,13 +104,10 @@ def _stored_fingerprint(url: str, name: str) -> dict[str, Any] | None:
     file = storage_file(url)
     if file is not None and not file.is_file():
         return None
-    storage = open_storage(url)
-    try:
+    with storage_at(url) as storage:
         if name not in optuna.get_all_study_names(storage):
             return None
         stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(FINGERPRINT)
-    finally:
-        close_storage(storage)
     return stored if isinstance(stored, dict) else None
 
 

@@ -14,12 +14,13 @@ from layerskip.config.decode_config import Confirmed, DecodeConfig
 from search.confirm.lossy import LossyRung
 from search.confirm.passes import Candidate
 from search.confirm.stage import Confirmation
+from search.measure.pairs import LosslessViolation
 from search.measure.rounding_record import describe_rounding
 from search.predict.accuracy import describe_checks
 from search.study.attributes import NUM_TIES
 from search.study.config_words import describe
 from search.study.spec import StudySpec
-from search.terminal.event import Event, Line, Told, config_fields
+from search.terminal.event import Event, Line, Stopped, Told, config_fields
 from search.terminal.text import duration
 
 
@@ -143,6 +144,11 @@ def ties_among(
     texts = (text, f"the proof of the code is identity in float32: {command}")
     facts = {"num_in_trials": num_in_trials, "num_held_out": num_held_out, "rounding": rounding, "command": command}
     return Told("ties", [Line(one, "result") for one in texts], facts)
+
+
+def does_not_repeat(violation: LosslessViolation) -> Event:
+    """The run ends, for plain decoding varies."""
+    return Stopped(f"plain decoding does not repeat itself, nothing can be compared with it: {violation}")
 
 
 def written(text: str, files: Sequence[str], seconds: Mapping[str, float]) -> Event:
