@@ -6,15 +6,30 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Ctrl-C, a pre-emption, a terminal that was closed."""
 
-
 _TOGETHER_S = 0.5
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
+    """Handle the signals in here; the handlers before come back afterwards. Main thread only."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def heeded() -> list[int]:
+    """The signals of `SIGNALS` that are not ignored: `nohup` is there to survive SIGHUP."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class TrialTimedOut(RuntimeError):  # noqa: N818 (reads as the fact it states)
@@ -46,19 +61,9 @@ class StopSignal:
         """The shell's convention: 128 + signal."""
         return 128 + (self.received or signal.SIGINT)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the signals in here; the handlers before come back afterwards. Main thread only.
-
-        A signal that is ignored stays so: `nohup` is there to survive SIGHUP.
-        """
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def installed(self) -> AbstractContextManager[None]:
+        """Handle the signals in here, but for one that is ignored. Main thread only."""
+        return handled_by(self.handle, heeded())
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

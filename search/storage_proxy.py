@@ -9,7 +9,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import optuna
@@ -17,8 +16,9 @@ from optuna.storages import BaseStorage
 
 from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
+from search.stop import handled_by
 from search.storages.address import GRPC, STORAGE_VARIABLE, redact, storage_argument, storage_file
-from search.storages.opening import check_storage, close_storage, open_storage
+from search.storages.opening import check_storage, storage_at
 from search.storages.proxy_client import DEFAULT_PORT, KEEPALIVE_MS, KEY_HEADER, MAX_MESSAGE_BYTES
 
 PROG = "search.storage_proxy"
@@ -69,19 +69,13 @@ def _run(arguments: argparse.Namespace) -> int:
     key = read_api_key(arguments.api_key_file, arguments.host)
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # no line per study
     check_storage(url)
-    storage = open_storage(url)
     ended = threading.Event()
-    before = {number: signal.signal(number, _setter(ended)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with storage_at(url) as storage, handled_by(lambda *_: ended.set(), (signal.SIGINT, signal.SIGTERM)):
         server, port = start_server(storage, arguments.host, arguments.port, key, num_threads=arguments.threads)
         _tell(arguments.host, port, url)
         while not ended.wait(_LOOK_S):
             pass  # a signal that a thread of gRPC gets is handled here once this thread wakes
         server.stop(_GRACE_S).wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        close_storage(storage)
     return 0
 
 
@@ -135,13 +129,6 @@ def _guard(key: str) -> Any:
             return continuation(details) if known else grpc.unary_unary_rpc_method_handler(refuse)
 
     return Guard()
-
-
-def _setter(ended: threading.Event) -> Any:
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        ended.set()
-
-    return handle
 
 
 def _tell(host: str, port: int, url: str) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO
 
 from layerskip.machine.host import num_cores
-from search.stop import SIGNALS
+from search.stop import handled_by, heeded
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU = "cpu"
@@ -122,7 +122,7 @@ class Launch:
 
         A worker that dies is told, and the others go on: what it left is queued again by them.
         """
-        with self._passing_signals():
+        with handled_by(self._pass_on, heeded()):
             for post in self._posts:
                 self._children.append(self._start(post))
             threads = [
@@ -197,23 +197,10 @@ class Launch:
                     self._is_pipe_broken = True
                     self._pass_on(signal.SIGTERM)
 
-    def _pass_on(self, number: int) -> None:
+    def _pass_on(self, number: int, _frame: FrameType | None = None) -> None:
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.send_signal(number)
-
-    @contextmanager
-    def _passing_signals(self) -> Iterator[None]:
-        def pass_on(number: int, _frame: FrameType | None) -> None:
-            self._pass_on(number)
-
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, pass_on) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextmanager

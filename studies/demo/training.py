@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from search.stop import handled_by
 from studies.demo.recipe import Recipe, training_loss
 
 log = logging.getLogger("demo")
@@ -242,9 +243,8 @@ def train(
     Without a checkpoint's path none is written, and what was trained is lost with the process.
     """
     stopping: list[int] = []
-    old = {s: signal.signal(s, lambda number, _: stopping.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     saved = time.monotonic()
-    try:
+    with handled_by(lambda number, _: stopping.append(number), (signal.SIGTERM, signal.SIGINT)):
         while run.progress < 1:
             run.train_step()
             if run.step % 20 == 0:
@@ -258,9 +258,6 @@ def train(
         if checkpoint is not None:
             run.save(checkpoint)
         return True
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def progress_line(run: Run) -> str:
