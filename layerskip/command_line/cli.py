@@ -87,9 +87,19 @@ def print_error(name: str, error: object) -> None:
         sys.stderr.write(f"{name}: error: {' '.join(str(error).split())}\n")
 
 
+class _OnStderr(logging.Handler):
+    """Writes to what `sys.stderr` is at each line: a live view takes its place for a while."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 (what cannot be told must not end a run; the base class shows why)
+            self.handleError(record)
+
+
 def quiet_libraries() -> None:
     """No progress bars or advice from the libraries underneath; our own warnings as plain lines."""
-    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", handlers=[_OnStderr()])
     from transformers.utils import logging as transformers_logging
 
     # The hub client repeats every failed attempt; the error that ends them says it once.

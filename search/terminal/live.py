@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import IO
@@ -30,7 +29,6 @@ class LiveReporter(Reporter):
         self._console = console or self._console
         self._view: LiveView | ComparisonView = LiveView()
         self._live: Live | None = None
-        self._logs: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._stop()
@@ -49,20 +47,14 @@ class LiveReporter(Reporter):
             self._start()
 
     def _start(self) -> None:
-        errors_show = sys.stderr.isatty()
         # No refreshing thread: it would run beside the timed decodings. The view changes when an event is told, and
         # none is told while the clock runs.
         self._live = Live(
-            self._view, console=self._console, auto_refresh=False, transient=True, redirect_stderr=errors_show
+            self._view, console=self._console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
         )
-        if errors_show:
-            handlers = [one for one in logging.root.handlers if isinstance(one, logging.StreamHandler)]
-            self._logs = [(one, one.stream) for one in handlers if one.stream is sys.stderr]
         self._live.start(refresh=True)
         # A cursor that is never hidden needs nobody to bring it back, not even after a kill -9 or a Ctrl-Z.
         self._console.show_cursor()
-        for handler, _ in self._logs:
-            handler.setStream(sys.stderr)  # which is the live view's by now: over the view, not through it
 
     def _stop(self) -> None:
         live, self._live = self._live, None
@@ -71,9 +63,6 @@ class LiveReporter(Reporter):
         # Nothing higher than the screen may be left to erase: what has scrolled out of it cannot be.
         live.update("")
         live.stop()
-        for handler, stream in self._logs:
-            handler.setStream(stream)
-        self._logs = []
 
 
 def make_reporter(*, quiet: bool, json_lines: bool) -> Reporter:

@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.command_line.cli import quiet_libraries
 from layerskip.config.decode_config import UNTRAINED
 from search import run
 from search.measure.decoder import Decoded
@@ -387,8 +388,8 @@ def test_an_error_in_the_middle_leaves_the_terminal_whole(
 ) -> None:
     errors = Terminal()
     monkeypatch.setattr(sys, "stderr", errors)
-    handler = logging.StreamHandler(errors)
-    monkeypatch.setattr(logging.root, "handlers", [handler])
+    monkeypatch.setattr(logging.root, "handlers", [])
+    quiet_libraries()
     reporter, stream = live_on(80)
 
     def tell_until_it_fails() -> None:
@@ -402,14 +403,14 @@ def test_an_error_in_the_middle_leaves_the_terminal_whole(
     with pytest.raises(type(failing)), reporter:
         tell_until_it_fails()
     assert sys.stderr is errors
-    assert handler.stream is errors
+    logging.getLogger("x").warning("at the end")
     assert re.findall(r"\x1b\[\?25([hl])", stream.getvalue())[-1] == "h"
     # Hidden only for the moment in which the view starts: a killed process leaves a cursor too.
     assert re.search(r"\x1b\[\?25l.*?\x1b\[\?25h", stream.getvalue().split("#0")[0], re.DOTALL)
     screen = screen_of(stream.getvalue())
     assert not any(line.startswith(("phase ", "trials ", "best ")) for line in screen)
-    assert [line for line in screen if line.startswith("after")] == [f"after trial {i}" for i in (1, 2, 3)]
-    assert errors.getvalue() == ""
+    assert [line for line in screen if line.startswith("warning")] == [f"warning: after trial {i}" for i in (1, 2, 3)]
+    assert errors.getvalue() == "warning: at the end\n"
 
 
 def view_with(*trials: FrozenTrial) -> LiveView:
