@@ -144,13 +144,11 @@ def _load(arguments: argparse.Namespace, config: DecodeConfig) -> LayerSkipModel
 
 def _tell(draft: DraftModel) -> None:
     kept = draft.kept_layers
-    lines = []
     if draft.approximates is not None:
-        lines.append(
+        sys.stderr.write(
             f"warning: {draft.approximates} has no draft model; exported the nearest mask of whole layers, "
-            f"{draft.mask} (a layer is left out only if both of its sublayers are). It was not measured"
+            f"{draft.mask} (a layer is left out only if both of its sublayers are). It was not measured\n"
         )
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stdout.write(
         f"written {draft.folder}: layers {_ranges(draft.mask)} ({len(kept)} of {draft.mask.num_layers}), logits as the "
         f"masked model's (relative difference {draft.logit_difference:.1g})\n"

@@ -61,14 +61,9 @@ class Plan:
         return sum(self.seconds.values())
 
     @property
-    def asked_total_s(self) -> float:
-        """All phases, without a budget."""
-        return sum(self.asked_s.values())
-
-    @property
     def limits(self) -> bool:
         """Whether the budget is shorter than what was asked for."""
-        return self.budget_s is not None and self.total_s < self.asked_total_s
+        return self.budget_s is not None and self.total_s < sum(self.asked_s.values())
 
     @property
     def until_confirm_s(self) -> float:

@@ -28,8 +28,6 @@ GROUP = 6
 class Confirmed:
     """A pick on the held-out prompts; a prompt's speed is the median of its repeats."""
 
-    ratios: tuple[float, ...]
-    """Speculative over plain, per prompt; empty if it was excluded."""
     tokens_per_s: float | None = None
     """Geometric mean over prompts, as measured; compare by the speedup, which is paired."""
     plain_tokens_per_s: float | None = None
@@ -37,6 +35,8 @@ class Confirmed:
     excluded: str | None = None
     """Why it has no numbers."""
     lossless: bool = True
+    ratios: tuple[float, ...] = ()
+    """Speculative over plain, per prompt; empty if it was excluded."""
 
     @property
     def speedup(self) -> float | None:
@@ -123,7 +123,7 @@ class _Known:
 
     def sum_up(self, key: str, prompt_ids: Sequence[str], repeats: int) -> Confirmed:
         if (why := self.excluded.get(key)) is not None:
-            return Confirmed((), excluded=why["excluded"], lossless=why["lossless"])
+            return Confirmed(excluded=why["excluded"], lossless=why["lossless"])
         fast, plain, ties = [], [], 0
         for prompt_id in prompt_ids:
             records = [self.measured[key, repeat, prompt_id] for repeat in range(repeats)]
@@ -131,7 +131,7 @@ class _Known:
             plain.append(median(record["plain_tokens_per_s"] for record in records))
             ties += any(record["is_tie"] for record in records)
         ratios = tuple(one / other for one, other in zip(fast, plain, strict=True))
-        return Confirmed(ratios, geometric_mean(fast), geometric_mean(plain), ties)
+        return Confirmed(geometric_mean(fast), geometric_mean(plain), ties, ratios=ratios)
 
 
 def _measure(decoder: Decoder, case: PromptCase, group: Mapping[str, DecodeConfig]) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def summarise(
         **({"ngrams": _ngrams_row(ngrams, strategies, confirmed, plain_tokens_per_s)} if ngrams else {}),
         "strategies": strategies,
         "ours_of_best": _ours_of_best(strategies, confirmed, num_prompts),
-        "picks": {key: _pick_row(one) for key, one in confirmed.items()},
+        "picks": {key: {"speedup": one.speedup} | asdict(one) for key, one in confirmed.items()},
     }
 
 
@@ -253,18 +253,6 @@ def _of_best_lines(of_best: Mapping[str, Any] | None) -> list[str]:
 
 def _span(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"{low:.3f}..{high:.3f}"
-
-
-def _pick_row(one: Confirmed) -> dict[str, Any]:
-    return {
-        "speedup": one.speedup,
-        "tokens_per_s": one.tokens_per_s,
-        "plain_tokens_per_s": one.plain_tokens_per_s,
-        "num_ties": one.num_ties,
-        "excluded": one.excluded,
-        "lossless": one.lossless,
-        "ratios": list(one.ratios),
-    }
 
 
 def _with_interval(row: Mapping[str, Any]) -> str:

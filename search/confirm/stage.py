@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from layerskip.analysis.repetition import repeated_ngram_share
@@ -42,12 +42,16 @@ class Confirmation:
     measured: Confirmed | None
     """The chosen candidate's numbers, also where they did not suffice."""
     candidates: tuple[Candidate, ...]
-    raw: dict[str, list[list[float]]] = field(default_factory=dict)
-    """See `HeldOut.rates`: per prompt, every fresh repeat."""
     held_out: HeldOut | None = None
-    """The same with prompt ids and counters, for the study."""
+    """Of the fresh passes: every prompt's numbers, for the study."""
     too_short: tuple[str, ...] = ()
     """Ids of the prompts that were left out, because plain decoding ends before a second token."""
+
+    @property
+    def raw(self) -> dict[str, list[list[float]]]:
+        """See `HeldOut.rates`: per prompt, every fresh repeat."""
+        rates = self.held_out.rates if self.held_out else {}
+        return {name: [list(one) for one in prompts] for name, prompts in rates.items()}
 
     @property
     def by_drafter(self) -> dict[str, Candidate]:
@@ -214,14 +218,13 @@ def _compare(
 
 
 def _verdict(measured: Confirmed, held_out: HeldOut, entry: Entry, candidates: tuple[Candidate, ...]) -> Confirmation:
-    raw = {name: [list(one) for one in rates] for name, rates in held_out.rates.items()}
     if measured.speedup_ci_low > 1.0:
         config = entry.config.model_copy(update={"confirmed": measured})
-        return Confirmation(config, entry, measured, candidates, raw, held_out)
+        return Confirmation(config, entry, measured, candidates, held_out)
     reason = (
         f"do not speculate: the best candidate ({describe(entry.config)}) reached {measured.speedup:.3f}x on "
         f"{measured.num_prompts} held-out prompts, 95 % interval {measured.speedup_ci_low:.3f} to "
         f"{measured.speedup_ci_high:.3f}, which does not lie above 1.0"
     )
     plain = DecodeConfig.plain(entry.config.skip_mask.num_layers, reason=reason)
-    return Confirmation(plain, None, measured, candidates, raw, held_out)
+    return Confirmation(plain, None, measured, candidates, held_out)

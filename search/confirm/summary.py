@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -131,12 +130,11 @@ def _entry(entry: Entry, reference: Reference) -> dict[str, Any]:
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     """A finalist in the choosing pass on held-out prompts."""
-    record = asdict(candidate)
     return {
         "config": candidate.entry.config.model_dump(mode="json", exclude_none=True),
         "trials": list(candidate.entry.trials),
         "tuning_speedup": candidate.entry.speedup,
         "speedup": candidate.speedup,
         "ratios": list(candidate.ratios),
-        "excluded": record["excluded"],
+        "excluded": candidate.excluded,
     }

@@ -116,7 +116,7 @@ class Decoder(Protocol):
 
 
 class ModelDecoder:
-    """A LayerSkipModel as a Decoder."""
+    """A LayerSkipModel as a Decoder, which says what its methods do."""
 
     def __init__(
         self,
@@ -137,19 +137,15 @@ class ModelDecoder:
         return self._params.do_sample
 
     def with_sampling(self, sampling: Sampling) -> ModelDecoder:
-        """The same model's decoder for another way to choose tokens."""
         return ModelDecoder(self.model, self.max_new_tokens, sampling.params())
 
     def with_new_tokens(self, most: int) -> ModelDecoder:
-        """The same, with at most so many new tokens a prompt."""
         return ModelDecoder(self.model, most, self._params)
 
     def remembering(self) -> ModelDecoder:
-        """See `Decoder`."""
         return ModelDecoder(self.model, self.max_new_tokens, self._params, PrefixCache(_REMEMBERED_BYTES))
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
-        """Continue one prompt under `config`."""
         out = self.model.generate(prompt_ids, config=config, **self._arguments(seed))
         return Decoded(tuple(out.ids), out.stats)
 
@@ -168,28 +164,23 @@ class ModelDecoder:
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
     ) -> IdentityReport:
-        """Compare an output with the reference. Cost: none if equal, else about one target forward."""
         sampler = seeded_sampler(self._params, seed, self.model.device)
         return check_identity(self.model, prompt_ids, ids, reference_ids, sampler)
 
     def distance(self, outputs: Sequence[Emitted]) -> Distance:
-        """How far lossy outputs lie from the target's own. Cost: two forwards over each."""
         return measure_distance(self.model, outputs, self._params)
 
     def teacher_forcing(self, texts: Sequence[ForcedText]) -> TextForcing:
-        """What drafts would say at every position of these texts. Cost: about a target forward over each."""
         from layerskip.analysis.teacher_forcing import make_teacher_forcing
 
         return make_teacher_forcing(self.model, texts, self._params)
 
     def timer(self, gamma_max: int) -> Timer:
-        """Times single steps."""
         from layerskip.analysis.step_times import StepTimer
 
         return StepTimer(self.model, gamma_max, self._params)
 
     def watch_machine(self) -> Watch:
-        """Look at the machine's state now, to record it with what is measured from here on."""
         from layerskip.machine.watch import MachineWatch
 
         return MachineWatch(self.model)

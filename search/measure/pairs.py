@@ -150,7 +150,7 @@ def time_able(decoder: Decoder, case: PromptCase, configs: Sequence[DecodeConfig
 
     Raises: what plain decoding among them raises, for then there is nothing to compare with.
     """
-    return [_time_or_fault(decoder, case, config) for config in configs]
+    return [_checked_or_fault(decoder, case, one, _decoded_or_fault(decoder, case, one)) for one in configs]
 
 
 def fault_of(error: Exception) -> Fault:
@@ -195,10 +195,6 @@ def _checked(decoder: Decoder, case: PromptCase, config: DecodeConfig, out: Deco
         num_tokens, seconds = out.stats.num_emitted, out.stats.decode_s
         raise ValueError(f"prompt {case.prompt_id!r}: {num_tokens} tokens, {seconds} s decoding: no rate")
     return Timed(rate, end_to_end, identity.is_tie, out.stats)
-
-
-def _time_or_fault(decoder: Decoder, case: PromptCase, config: DecodeConfig) -> Timed | Fault:
-    return _checked_or_fault(decoder, case, config, _decoded_or_fault(decoder, case, config))
 
 
 def _decoded_or_fault(decoder: Decoder, prompt: SeededPrompt | PromptCase, config: DecodeConfig) -> Decoded | Fault:

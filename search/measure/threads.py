@@ -70,7 +70,4 @@ def choose_threads(model: Any, *, clock: Callable[[], float] = time.perf_counter
 
 def halves(most: int) -> list[int]:
     """`most`, half of it, ... 1."""
-    numbers = [most]
-    while numbers[-1] > 1:
-        numbers.append(numbers[-1] // 2)
-    return numbers
+    return [most >> i for i in range(most.bit_length())]

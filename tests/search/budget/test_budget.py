@@ -214,7 +214,7 @@ def test_a_plan_fits_and_is_never_empty(
         plan = make_plan(work, pace, least)  # as it said
         left_s = least
     assert plan.total_s <= left_s
-    assert plan.num_trials >= 1 or plan.total_s == plan.asked_total_s
+    assert plan.num_trials >= 1 or plan.total_s == sum(plan.asked_s.values())
     for name, value in asdict(plan.amounts).items():
         assert value <= getattr(plan.asked, name)
         assert value >= 1 or name == "num_choosing"
