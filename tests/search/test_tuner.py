@@ -196,7 +196,7 @@ def test_a_broken_machine_and_a_wrong_output_are_raised_with_their_reason(bench:
 def test_failures_in_a_row_are_raised(bench: Bench, per_group: bool) -> None:
     bench.decoder.break_on = lambda config: RuntimeError("driver gone") if config.skip_mask.num_skipped else None
     sets = group_prompts({"a": 4, "b": 4}), group_prompts({"a": 4, "b": 4}, first=500)
-    subject = Subject(bench.decoder, SPACE, *sets, FINGERPRINT, ORIGIN)
+    subject = Subject(bench.decoder, SPACE, *sets, FINGERPRINT, MODEL)
     spec = make_spec(trials=30, max_failures=3, repeat_every=0, sampler="tpe", per_group=per_group, storage=bench.url)
     with pytest.raises(SearchFailed, match="3 trials in a row failed, the last one with RuntimeError: driver gone"):
         _search(subject, spec, bench.paths, quiet=True, keeps=False, load_s=0.0)
