@@ -30,10 +30,9 @@ class StepTimer:
     repeat.
 
     Where the engine runs rounds on the device, those are timed, and a draft is what a round takes beyond its
-    verification by itself; one that looks at its confidence is timed in rounds that look, also where `generate` would
-    draft on and cut. Elsewhere drafts and verifications are the host's, each after another kind of step, as decoding
-    has them: a processor takes longer for what it did not do just before. Verifying four drafts of the demo model took
-    1.4 plain steps after its like, 1.5 after a draft, and 1.7 in decoding.
+    verification by itself. Elsewhere drafts and verifications are the host's, each after another kind of step, as
+    decoding has them: a processor takes longer for what it did not do just before. Verifying four drafts of the demo
+    model took 1.4 plain steps after its like, 1.5 after a draft, and 1.7 in decoding.
 
     Cost of a call: the steps timed and, untimed, a forward over the text, a step of another kind before each, and what
     has not been recorded before.

@@ -235,19 +235,17 @@ class DeviceSteps:
         if not isinstance(drafted_by, SkipMask):
             verification = self.verification(gamma + 1)
             return _WeightsStep(self._engine, self._sampler, drafted_by, gamma, verification, threshold=threshold)
-        plan = RoundPlan(drafted_by, gamma, _NEVER if threshold else 0.0)
-        # In pieces, or `prepare` might have it cut instead of look.
-        return self._step(plan, gamma, in_pieces=threshold)
+        return self._step(RoundPlan(drafted_by, gamma, _NEVER if threshold else 0.0), gamma)
 
     def whole_round(self, config: DecodeConfig, num_drafts: int) -> Step:
         """One that makes so many drafts under this config, as `generate` runs it."""
         with_prob = config.target_threshold > 0.0
         return self._step(RoundPlan(config.skip_mask, config.gamma, config.draft_threshold, with_prob), num_drafts)
 
-    def _step(self, plan: RoundPlan, num_drafts: int, *, verifies_only: bool = False, in_pieces: bool = False) -> Step:
+    def _step(self, plan: RoundPlan, num_drafts: int, *, verifies_only: bool = False) -> Step:
         device_round = self._engine.make_round(plan, self._sampler)
         assert device_round is not None  # only a repetition penalty prevents one
-        return _DeviceStep(self._engine, device_round, num_drafts, verifies_only, in_pieces)
+        return _DeviceStep(self._engine, device_round, num_drafts, verifies_only)
 
 
 @dataclass(frozen=True)
@@ -257,8 +255,6 @@ class _DeviceStep:
     num_drafts: int
     verifies_only: bool
     """The drafts are copies of the last token, and not timed."""
-    in_pieces: bool
-    """Each draft is played by itself, with the look at its confidence after it."""
 
     @property
     def gamma(self) -> int:
@@ -273,7 +269,7 @@ class _DeviceStep:
             self.round.prepare_verify(range(length, length + 1))
         else:
             # As if the text went on for just long enough for a round of gamma drafts to begin here.
-            self.round.prepare(range(length, length + max(self.gamma, 1)), apart=self.in_pieces)
+            self.round.prepare(range(length, length + max(self.gamma, 1)))
 
     @property
     def room(self) -> int:
@@ -292,9 +288,4 @@ class _DeviceStep:
         if self.verifies_only and self.gamma:
             self.round.verify(end.next_id, self.engine.token.tensor.expand(self.num_drafts))
         else:
-            after_draft = _nothing if self.in_pieces else None
-            self.round.run(end.next_id, self.num_drafts, after_draft=after_draft, takes_all=True)
-
-
-def _nothing() -> None:
-    pass
+            self.round.run(end.next_id, self.num_drafts, takes_all=True)

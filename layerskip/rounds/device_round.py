@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.preparation import verifications
 from layerskip.rounds.round_work import Piece, RoundHost, RoundPlan, RoundWork
 from layerskip.rounds.sampling import Sampler
 from layerskip.rounds.verifier import Verdict
-
-_NUM_TIMED = 3
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,9 @@ class DeviceRound:
     The tokens are those of the host loop. The noise of drawn ones is copied into place before a round, so that no
     generator is part of a recording.
 
-    Cost: one device sync and one recorded piece. With a `draft_threshold` a round either drafts on and drops what
-    follows the first unsure token, at the same cost, or runs in pieces (one for each draft, one for the verification)
-    with a sync after each draft but the last; `prepare` measures which is faster. With `after_draft` any round runs in
-    pieces.
+    Cost: one device sync and one recorded piece. With a `draft_threshold` a round runs in pieces, one for each draft
+    and one for the verification, with a sync after each draft but the last to look at its confidence. With
+    `after_draft` any round runs in pieces.
     Near the end of a text fewer than gamma drafts are wanted; a whole round drafts them all the same and does not
     accept them, which costs less than recording a round for every smaller gamma.
     """
@@ -49,8 +43,6 @@ class DeviceRound:
         self._plan = plan
         self._sampler = sampler
         self._works: dict[int, RoundWork] = {}
-        self._in_pieces = plan.draft_threshold > 0.0
-        self._stopping: Stopping | None = None
 
     @property
     def gamma(self) -> int:
@@ -74,10 +66,13 @@ class DeviceRound:
         """
         work = self._begin(last_token)
         self._place_noise(work)
-        result = self._round(work, max_drafts, after_draft, takes_all=takes_all)
-        if self._stopping is not None and not takes_all:
-            self._stopping.add(len(result.draft_ids))
-        return result
+        if not self._in_pieces(apart=after_draft is not None):
+            self._host.limit.set(max_drafts)
+            return self._conclude(work.whole(), work.result(self._plan.gamma))
+        num_drafts = self._draft(work, max_drafts, takes_all=takes_all)
+        if after_draft is not None:
+            after_draft()
+        return self._conclude(work.verification(num_drafts), work.result(num_drafts))
 
     @torch.inference_mode()
     def verify(self, last_token: int, draft_ids: torch.Tensor) -> Verdict:
@@ -100,21 +95,21 @@ class DeviceRound:
         """Record what rounds may need that begin with so many tokens in the cache, so that `run` only replays.
 
         apart: with `after_draft`. Before the prompt's forward: what it leaves in the cache is overwritten by that.
-        Cost: the recordings that there are not yet; a dozen rounds, once for a whole plan with a `draft_threshold`.
+        Cost: the recordings that there are not yet.
         """
         if not starts:
             return
-        host, gamma, may_stop = self._host, self._plan.gamma, self._plan.draft_threshold > 0.0
+        host, gamma = self._host, self._plan.gamma
         host.cache.position_on_device()
-        if may_stop and not apart:
-            self._stopping = self._known_stopping(starts[0])
-            self._in_pieces = not self._stopping.cuts
-        if not self._runs_in_pieces(apart=apart):
+        if not self._in_pieces(apart=apart):
             for num_visible in host.visible_sizes(starts, gamma + 1):
                 host.prepare_piece(self._work(num_visible).whole())
             return
         for num_visible in host.visible_sizes(starts, gamma + 1):
-            self._prepare_draft(self._work(num_visible))
+            work = self._work(num_visible)
+            work.buffers.index.zero_()  # an earlier round may have left it past the last draft
+            host.prepare_piece(work.draft())
+        may_stop = self._plan.draft_threshold > 0.0
         for num_drafts, where in verifications(starts, gamma, may_stop=may_stop).items():
             for num_visible in host.visible_sizes(where, gamma + 1):
                 host.prepare_piece(self._work(num_visible).verification(num_drafts))
@@ -136,51 +131,8 @@ class DeviceRound:
             count, place = self._plan.gamma + 1, self._host.cache.length + 1
             noise[:count].copy_(self._sampler.noise(place, count, noise.shape[1], noise.device))
 
-    def _round(
-        self, work: RoundWork, max_drafts: int, after_draft: Callable[[], None] | None = None, *, takes_all: bool
-    ) -> RoundResult:
-        if not self._runs_in_pieces(apart=after_draft is not None):
-            self._host.limit.set(max_drafts)
-            return self._conclude(work.whole(), work.result(self._plan.gamma))
-        num_drafts = self._draft(work, max_drafts, takes_all=takes_all)
-        if after_draft is not None:
-            after_draft()
-        return self._conclude(work.verification(num_drafts), work.result(num_drafts))
-
-    def _runs_in_pieces(self, *, apart: bool) -> bool:
-        return self._in_pieces or (apart and self._plan.gamma > 0)
-
-    def _prepare_draft(self, work: RoundWork) -> None:
-        work.buffers.index.zero_()  # an earlier round may have left it past the last draft
-        self._host.prepare_piece(work.draft())
-
-    def _known_stopping(self, start: int) -> Stopping:
-        """What is known of this plan's rounds, measured where it is the first time."""
-        host, plan = self._host, self._plan
-        key = (plan, self._sampler.params)
-        if key not in host.stoppings:
-            work = self._work(host.num_visible_for(start + plan.gamma + 1))
-            self._prepare_draft(work)
-            for piece in (work.whole(), work.verification(1), work.verification(plan.gamma)):
-                host.prepare_piece(piece)
-            shortest_s, longest_s = (self._seconds(work, num_drafts) for num_drafts in (1, plan.gamma))
-            seconds = (shortest_s, longest_s, self._seconds(work, plan.gamma, cuts=True))
-            host.stoppings[key] = Stopping.measured(plan.gamma, *seconds)
-        return host.stoppings[key]
-
-    def _seconds(self, work: RoundWork, num_drafts: int, *, cuts: bool = False) -> float:
-        """Of a round that looks at so many drafts' confidence, or of one that cuts: the median of a few."""
-        host, seconds = self._host, []
-        start, self._in_pieces = host.cache.length, not cuts
-        for _ in range(_NUM_TIMED + 1):
-            host.token.set(0)
-            host.cache.position_on_device()
-            began = time.perf_counter()
-            # Without fresh noise: that would take numbers from the run's generator.
-            self._round(work, num_drafts, takes_all=True)
-            seconds.append(time.perf_counter() - began)
-            host.cache.rollback_to(start)
-        return median(seconds[1:])
+    def _in_pieces(self, *, apart: bool) -> bool:
+        return self._plan.draft_threshold > 0.0 or (apart and self._plan.gamma > 0)
 
     def _work(self, num_visible: int) -> RoundWork:
         """Made once for each size, as long as the host's buffers stay."""

@@ -10,7 +10,6 @@ import torch
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
-from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.sampling import Sampler, SamplingParams, choose, chosen_probability, top_probability
 
 _SMALLEST_ROOM = 8
@@ -46,8 +45,6 @@ class RoundHost(Protocol):
     """The last emitted token."""
     limit: DeviceNumber
     """How many of the drafts may be accepted."""
-    stoppings: dict[Hashable, Stopping]
-    """What is known of rounds under a `draft_threshold`, by plan and sampling."""
 
     @property
     def cache(self) -> StaticCache: ...
@@ -119,9 +116,9 @@ class RoundWork:
         self._watches = plan.draft_threshold > 0.0
 
     def whole(self) -> Piece:
-        """gamma drafts, cut after the first unsure one, and their verification."""
+        """gamma drafts, however unsure, and their verification."""
         plan = self._plan
-        key = ("round", plan.skip_mask, plan.gamma, plan.draft_threshold, plan.with_prob, *self._common)
+        key = ("round", plan.skip_mask, plan.gamma, plan.with_prob, *self._common)
         return Piece(key, self._run_whole, self._state)
 
     def draft(self) -> Piece:
@@ -144,19 +141,13 @@ class RoundWork:
         return self.buffers.result[: 4 + num_drafts]
 
     def _run_whole(self) -> None:
-        buffers, token, threshold = self.buffers, self._host.token.tensor, self._plan.draft_threshold
+        buffers, token = self.buffers, self._host.token.tensor
         tokens: list[torch.Tensor] = []
-        unsure: list[torch.Tensor] = []
         for i in range(self._plan.gamma):
             noise = None if buffers.noise is None else buffers.noise[i : i + 1]
-            token, logits = self._draft(token, self._position + buffers.offsets[i : i + 1], noise)
+            token, _ = self._draft(token, self._position + buffers.offsets[i : i + 1], noise)
             tokens.append(token)
-            if self._watches:
-                unsure.append(top_probability(logits).double() < threshold)
-        limit = self._host.limit.tensor
-        if unsure:
-            limit = torch.minimum(limit, _prefix_length(~torch.cat(unsure)) + 1)
-        self._verify(torch.cat(tokens) if tokens else buffers.drafts[:0], limit)
+        self._verify(torch.cat(tokens) if tokens else buffers.drafts[:0], self._host.limit.tensor)
 
     def _run_draft(self) -> None:
         buffers, index = self.buffers, self.buffers.index

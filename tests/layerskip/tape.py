@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,7 +15,6 @@ from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.recording.graph_pool import Recorder, Replay, warm_up
-from layerskip.rounds.draft_stopping import Stopping
 from tests.layerskip import zoo
 
 
@@ -96,9 +94,3 @@ def on_graphs(model: LayerSkipModel, recorder: Recorder, *, lean: bool, **option
 def engine_of(model: LayerSkipModel) -> CudaGraphEngine:
     assert isinstance(model.engine, CudaGraphEngine)
     return model.engine
-
-
-def stop_by(monkeypatch: pytest.MonkeyPatch, *, cuts: bool) -> None:
-    """Decide without a clock how whole rounds go about a threshold: by cuts, or by looks at each draft token."""
-    known = Stopping(gamma=1, break_even=0.0 if cuts else float("inf"))
-    monkeypatch.setattr(Stopping, "measured", lambda *_seconds: known)

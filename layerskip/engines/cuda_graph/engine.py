@@ -20,7 +20,6 @@ from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
 from layerskip.rounds.device_free_steps import DeviceFreeSteps
 from layerskip.rounds.device_round import DeviceRound
-from layerskip.rounds.draft_stopping import Stopping
 from layerskip.rounds.preparation import ForwardPlan
 from layerskip.rounds.round_work import Piece, RoundBuffers, RoundPlan
 from layerskip.rounds.sampling import Sampler
@@ -76,7 +75,6 @@ class CudaGraphEngine(Engine):
         """By rows."""
         self.beside_cache: dict[str, Any] = {}
         """What drafters keep, as long as the cache's buffers stay."""
-        self.stoppings: dict[Hashable, Stopping] = {}
         with torch.inference_mode():
             self.token, self.limit = DeviceNumber(self.device), DeviceNumber(self.device)
             self._ids = torch.zeros(self.options.max_tokens, dtype=torch.long, device=self.device)
