@@ -98,7 +98,6 @@ class GenerateArguments:
     """Earlier texts that the drafter `suffix` looks into besides this one. Nothing is added to it here."""
     prefix_cache: PrefixCache | None = None
     """Earlier texts of this model; what the prompt begins with and one of them too is not computed again."""
-    profile: bool = False
 
     def __post_init__(self) -> None:
         if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
@@ -452,7 +451,6 @@ class LayerSkipModel:
             eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
             should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
             prefix_cache=given.prefix_cache,
-            profile=given.profile,
         )
 
     def target_logits(self, ids: Sequence[int], *, num_logits: int) -> torch.Tensor:

@@ -192,7 +192,7 @@ class _WeightsStep:
         return self._most + 1
 
     def prepare(self, length: int) -> None:
-        self._drafter.prepare(Starts(range(length, length + self._most), range(0)), profile=False)
+        self._drafter.prepare(Starts(range(length, length + self._most), range(0)))
         if self._verification is not None:
             self._verification.prepare(length)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -53,8 +54,6 @@ class DecodeRequest:
     """Called with all ids (prompt and emitted) after each emitted token, in order; True ends the text there."""
     prefix_cache: PrefixCache | None = None
     """Earlier texts whose beginnings are not computed again; this one is added in the end."""
-    profile: bool = False
-    """Synchronise around drafting and verification, so that their shares of the time are exact on a GPU too."""
 
 
 class DecodeLoop:
@@ -147,7 +146,7 @@ class DecodeLoop:
         config = self._config
         starts = Starts.of(config, len(run.request.prompt_ids), run.request.max_new_tokens)
         if self._drafter is not None:  # first: what it says of hidden states is part of what is recorded
-            self._drafter.prepare(starts, profile=run.request.profile)
+            self._drafter.prepare(starts)
         if self._device_target is None:
             self._engine.prepare(plan_forwards(config, starts))
         if self._device_target is not None:
@@ -214,15 +213,17 @@ class DecodeLoop:
         # With one token left there is nothing to gain from a draft: the target's own token ends the text.
         if run.drafting is None or run.remaining <= 1:
             return None
-        clock = StepClock(self._engine, waits=run.request.profile)
+        start = time.perf_counter()  # not a `StepClock`, which would wait for the device
         draft = run.drafting.propose(run.context, run.remaining - 1, latest.next_token_prob)
         if draft is None:
             return None
         if isinstance(draft, DraftOnDevice):
-            return self._round_on_device(draft, run, clock)
-        run.stats.draft_s += clock.lap()
+            result = draft.round.run(run.context[-1], draft.max_drafts)
+            return _Round(result.draft_ids, result.verdict, looked_up=False)
+        drafted = time.perf_counter()
         verdict = self._verify_draft(draft, run.context)
-        run.stats.verify_s += clock.lap()
+        run.stats.draft_s += drafted - start
+        run.stats.verify_s += time.perf_counter() - drafted
         num_siblings = 0 if draft.tree is None else draft.tree.num_siblings
         return _Round(draft.ids.tolist(), verdict, looked_up=draft.looked_up, num_siblings=num_siblings)
 
@@ -258,17 +259,6 @@ class DecodeLoop:
             engine.keep_rows(rows, start + 1 + verdict.num_drafts_accepted)
         cache.rollback_to(start + 1 + verdict.num_accepted)
         return verdict
-
-    def _round_on_device(self, draft: DraftOnDevice, run: Run, clock: StepClock) -> _Round:
-        """Drafting and verification as one piece of device work; under `profile` as two, to time them apart."""
-
-        def after_draft() -> None:
-            run.stats.draft_s += clock.lap()
-
-        apart = after_draft if run.request.profile else None
-        result = draft.round.run(run.context[-1], draft.max_drafts, after_draft=apart)
-        run.stats.verify_s += clock.lap() if run.request.profile else 0.0
-        return _Round(result.draft_ids, result.verdict, looked_up=False)
 
 
 @dataclass(frozen=True)

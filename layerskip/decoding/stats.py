@@ -63,8 +63,8 @@ class DecodeStats:
     decode_s: float = 0.0
     """From the first token to the last."""
     draft_s: float = 0.0
-    """Share of decode_s spent drafting. Exact on a CPU; on a GPU only where `profile=True` synchronised, and 0 without
-    it where an engine runs a round in one piece."""
+    """Share of decode_s spent drafting. Exact on a CPU; on a GPU the time until the work is launched, and 0 where an
+    engine runs whole rounds."""
     verify_s: float = 0.0
     target_only_s: float = 0.0
     round_s_by_drafted: list[float] = field(default_factory=list)

@@ -16,10 +16,8 @@ class StepClock:
     not prepared that had to be.
     """
 
-    def __init__(self, engine: Engine, *, waits: bool = True, clock: Callable[[], float] | None = None) -> None:
-        """waits: False reads the clock without waiting, which on a GPU times the launching alone."""
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] | None = None) -> None:
         self._engine = engine
-        self._waits = waits
         self._clock = clock or time.perf_counter
         self.skip()
 
@@ -35,7 +33,6 @@ class StepClock:
 
     def skip(self) -> None:
         """Start anew: what happened since the last lap is not timed."""
-        if self._waits:
-            self._engine.synchronize()
+        self._engine.synchronize()
         self._prepared = self._engine.num_preparations
         self._start = self._clock()

@@ -69,11 +69,8 @@ class Drafter(Protocol):
         """Whether a session looks at the target's probability of the token it just emitted."""
         ...
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:
-        """Have the engine record what rounds on the device may need; see `DecodeLoop.prepare`.
-
-        profile: drafting and verification are timed apart.
-        """
+    def prepare(self, starts: Starts) -> None:
+        """Have the engine record what rounds on the device may need; see `DecodeLoop.prepare`."""
         ...
 
     def session(self, capacity: int) -> AbstractContextManager[None]:

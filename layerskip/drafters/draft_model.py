@@ -79,7 +79,7 @@ class DraftModelDrafter(ChainDrafter[WeightsSettings]):
     def session(self, capacity: int) -> AbstractContextManager[None]:
         return self._model.engine.session(capacity)
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (drafting is timed apart as it is)
+    def prepare(self, starts: Starts) -> None:
         if starts.rounds:
             mask = self._model.mask(self.settings.draft_vocab)
             self._model.engine.prepare([ForwardPlan(mask, count, starts.rounds) for count in _USUAL_CATCH_UP])

@@ -28,8 +28,8 @@ class HybridDrafter:
     def needs_target_prob(self) -> bool:
         return self._lookup.needs_target_prob or self._computed.needs_target_prob
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:
-        self._computed.prepare(starts, profile=profile)
+    def prepare(self, starts: Starts) -> None:
+        self._computed.prepare(starts)
 
     def session(self, capacity: int) -> AbstractContextManager[None]:
         return self._computed.session(capacity)

@@ -50,9 +50,9 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
         plan = RoundPlan(one.skip_mask, one.gamma, one.draft_threshold, with_prob=with_prob)
         return self._engine.make_round(plan, self._sampler)
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:
+    def prepare(self, starts: Starts) -> None:
         if self._device_round is not None:
-            self._device_round.prepare(starts.rounds, apart=profile)
+            self._device_round.prepare(starts.rounds)
         elif self._engine.name == "cuda_graph":  # of which the loop prepares rounds alone
             self._engine.prepare([ForwardPlan(self._settings.skip_mask, 1, starts.rounds)])
 

@@ -41,7 +41,7 @@ class OtherTokenizerDrafter(ChainDrafter[WeightsSettings]):
         own = _OWN_FOR_ONE * capacity
         return self._model.engine.session(own if most is None else max(1, min(own, most)))
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (drafting is timed apart as it is)
+    def prepare(self, starts: Starts) -> None:
         if rounds := starts.rounds:
             engine, mask = self._model.engine, SkipMask.none(self._model.num_layers)
             # A text may be shorter in its tokens, too.

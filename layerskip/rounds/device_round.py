@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,8 +29,7 @@ class DeviceRound:
     generator is part of a recording.
 
     Cost: one device sync and one recorded piece. With a `draft_threshold` a round runs in pieces, one for each draft
-    and one for the verification, with a sync after each draft but the last to look at its confidence. With
-    `after_draft` any round runs in pieces.
+    and one for the verification, with a sync after each draft but the last to look at its confidence.
     Near the end of a text fewer than gamma drafts are wanted; a whole round drafts them all the same and does not
     accept them, which costs less than recording a round for every smaller gamma.
     """
@@ -42,6 +40,7 @@ class DeviceRound:
             plan = replace(plan, skip_mask=SkipMask.none(plan.skip_mask.num_layers), draft_threshold=0.0)
         self._plan = plan
         self._sampler = sampler
+        self._in_pieces = plan.draft_threshold > 0.0
         self._works: dict[int, RoundWork] = {}
 
     @property
@@ -50,28 +49,19 @@ class DeviceRound:
         return self._plan.gamma
 
     @torch.inference_mode()
-    def run(
-        self,
-        last_token: int,
-        max_drafts: int,
-        *,
-        after_draft: Callable[[], None] | None = None,
-        takes_all: bool = False,
-    ) -> RoundResult:
+    def run(self, last_token: int, max_drafts: int, *, takes_all: bool = False) -> RoundResult:
         """One round after `last_token`, which is not in the cache yet; afterwards the cache holds all but the next one.
 
-        max_drafts: 0..gamma. after_draft: called between drafting and verifying, which are apart then. takes_all: look
-        at each draft's confidence as a `draft_threshold` demands and go on whatever it is, to time so many drafts.
+        max_drafts: 0..gamma. takes_all: look at each draft's confidence as a `draft_threshold` demands and go on
+        whatever it is, to time so many drafts.
         Raises: ValueError if the cache is too small.
         """
         work = self._begin(last_token)
         self._place_noise(work)
-        if not self._in_pieces(apart=after_draft is not None):
+        if not self._in_pieces:
             self._host.limit.set(max_drafts)
             return self._conclude(work.whole(), work.result(self._plan.gamma))
         num_drafts = self._draft(work, max_drafts, takes_all=takes_all)
-        if after_draft is not None:
-            after_draft()
         return self._conclude(work.verification(num_drafts), work.result(num_drafts))
 
     @torch.inference_mode()
@@ -91,17 +81,17 @@ class DeviceRound:
             self._host.prepare_piece(self._work(num_visible).host_verification())
 
     @torch.inference_mode()
-    def prepare(self, starts: range, *, apart: bool = False) -> None:
+    def prepare(self, starts: range) -> None:
         """Record what rounds may need that begin with so many tokens in the cache, so that `run` only replays.
 
-        apart: with `after_draft`. Before the prompt's forward: what it leaves in the cache is overwritten by that.
+        Before the prompt's forward: what it leaves in the cache is overwritten by that.
         Cost: the recordings that there are not yet.
         """
         if not starts:
             return
         host, gamma = self._host, self._plan.gamma
         host.cache.position_on_device()
-        if not self._in_pieces(apart=apart):
+        if not self._in_pieces:
             for num_visible in host.visible_sizes(starts, gamma + 1):
                 host.prepare_piece(self._work(num_visible).whole())
             return
@@ -109,8 +99,7 @@ class DeviceRound:
             work = self._work(num_visible)
             work.buffers.index.zero_()  # an earlier round may have left it past the last draft
             host.prepare_piece(work.draft())
-        may_stop = self._plan.draft_threshold > 0.0
-        for num_drafts, where in verifications(starts, gamma, may_stop=may_stop).items():
+        for num_drafts, where in verifications(starts, gamma, may_stop=True).items():
             for num_visible in host.visible_sizes(where, gamma + 1):
                 host.prepare_piece(self._work(num_visible).verification(num_drafts))
 
@@ -131,9 +120,6 @@ class DeviceRound:
             count, place = self._plan.gamma + 1, self._host.cache.length + 1
             noise[:count].copy_(self._sampler.noise(place, count, noise.shape[1], noise.device))
 
-    def _in_pieces(self, *, apart: bool) -> bool:
-        return self._plan.draft_threshold > 0.0 or (apart and self._plan.gamma > 0)
-
     def _work(self, num_visible: int) -> RoundWork:
         """Made once for each size, as long as the host's buffers stay."""
         work = self._works.get(num_visible)
@@ -144,14 +130,14 @@ class DeviceRound:
 
     def _draft(self, work: RoundWork, max_drafts: int, *, takes_all: bool) -> int:
         """How many tokens were drafted, one piece each, stopping after the first unsure one."""
-        buffers, piece, threshold = work.buffers, work.draft(), self._plan.draft_threshold
+        buffers, piece = work.buffers, work.draft()
         buffers.current.copy_(self._host.token.tensor)
         buffers.index.zero_()
         for num_drafts in range(1, max_drafts + 1):
             self._host.play(piece)
             # The last one's confidence decides nothing, so it is not read.
-            looks = threshold > 0.0 and num_drafts < max_drafts
-            if looks and float(buffers.confidence) < threshold and not takes_all:
+            looks = num_drafts < max_drafts
+            if looks and float(buffers.confidence) < self._plan.draft_threshold and not takes_all:
                 return num_drafts
         return max_drafts
 

@@ -113,7 +113,6 @@ class RoundWork:
         self.buffers = host.round_buffers(_room_for(plan.gamma), sampled=params.do_sample)
         self._state = (host.token.tensor, self._position)
         self._common = (self.buffers.room, num_visible, params if params.do_sample else None)
-        self._watches = plan.draft_threshold > 0.0
 
     def whole(self) -> Piece:
         """gamma drafts, however unsure, and their verification."""
@@ -122,8 +121,8 @@ class RoundWork:
         return Piece(key, self._run_whole, self._state)
 
     def draft(self) -> Piece:
-        """The draft at `index`, from `current`; both move on."""
-        key = ("draft", self._plan.skip_mask, self._watches, *self._common)
+        """The draft at `index`, from `current`, and its confidence; index and current move on."""
+        key = ("draft", self._plan.skip_mask, *self._common)
         return Piece(key, self._run_draft, (self.buffers.current, self.buffers.index))
 
     def verification(self, num_drafts: int) -> Piece:
@@ -153,8 +152,7 @@ class RoundWork:
         buffers, index = self.buffers, self.buffers.index
         noise = None if buffers.noise is None else buffers.noise.index_select(0, index)
         token, logits = self._draft(buffers.current, self._position + index, noise)
-        if self._watches:
-            buffers.confidence.copy_(top_probability(logits))
+        buffers.confidence.copy_(top_probability(logits))
         buffers.drafts.index_copy_(0, index, token)
         buffers.current.copy_(token)
         index.add_(1)

@@ -30,7 +30,7 @@ class EagleDrafter(ChainDrafter[WeightsSettings]):
         self._head, self._engine = head, engine
         self._static: StaticText | None = None
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:  # noqa: ARG002 (its pieces are the same)
+    def prepare(self, starts: Starts) -> None:
         self._engine.keep_states(self._head.aux_layers)
         self._head.prepare_unembed(self._engine, self.settings.draft_vocab)
         if isinstance(self._engine, CudaGraphEngine):

@@ -40,7 +40,7 @@ class LookupDrafter:
     def needs_target_prob(self) -> bool:
         return self._target_threshold > 0.0
 
-    def prepare(self, starts: Starts, *, profile: bool) -> None:
+    def prepare(self, starts: Starts) -> None:
         """Nothing: lookups use no device."""
 
     def session(self, capacity: int) -> AbstractContextManager[None]:  # noqa: ARG002 (lookups keep tokens alone)
