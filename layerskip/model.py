@@ -243,17 +243,11 @@ class LayerSkipModel:
         config.check_consent(allow_lossy=self._allow_lossy)
         if config.lossy_rules and self.lossy_refusal is not None:
             raise ValueError(f"lossy: needs {self.lossy_refusal}")
-        self._adapter.check_mask(config.skip_mask)
-        for name, setting in (config.groups or {}).items():
+        for path, setting in config.named_settings():
             try:
                 self._adapter.check_mask(setting.skip_mask)
             except ValueError as error:
-                raise ValueError(f"groups.{name}.{error}") from None
-        for place, regime in enumerate(config.regimes or ()):
-            try:
-                self._adapter.check_mask(regime.skip_mask)
-            except ValueError as error:
-                raise ValueError(f"regimes.{place}.{error}") from None
+                raise ValueError(f"{path}{error}") from None
         if config.has_branches and self.siblings_refusal is not None:
             raise ValueError(f"siblings and trees: need {self.siblings_refusal}")
         made_for = config.provenance
@@ -262,7 +256,7 @@ class LayerSkipModel:
                 f"provenance.weights_fingerprint: the config was made for {made_for.model} "
                 f"({made_for.weights_fingerprint}), this model is {self.weights_fingerprint()}"
             )
-        for one in (config, *(config.groups or {}).values(), *(config.regimes or ())):
+        for _, one in config.named_settings():
             if one.draft_weights is not None:
                 self._adapter.check_vocab("draft_weights", one.draft_weights.draft_vocab)
                 self._weights_loader.load(one.draft_weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeGuard, Unpack, get_args
 
@@ -457,17 +457,11 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
                 f"skip_mask: must have provenance.num_layers = {self.provenance.num_layers} layers, "
                 f"got {self.skip_mask.num_layers}"
             )
-        for name, setting in (self.groups or {}).items():
+        for path, setting in self.named_settings():
             if setting.skip_mask.num_layers != self.skip_mask.num_layers:
                 raise ValueError(
-                    f"groups.{name}.skip_mask: must have the default's {self.skip_mask.num_layers} layers, "
+                    f"{path}skip_mask: must have the default's {self.skip_mask.num_layers} layers, "
                     f"got {setting.skip_mask.num_layers}"
-                )
-        for place, regime in enumerate(self.regimes or ()):
-            if regime.skip_mask.num_layers != self.skip_mask.num_layers:
-                raise ValueError(
-                    f"regimes.{place}.skip_mask: must have the default's {self.skip_mask.num_layers} layers, "
-                    f"got {regime.skip_mask.num_layers}"
                 )
         return self
 
@@ -529,9 +523,17 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
         """Of any of its settings."""
         return tuple(one.draft_weights for one in self._settings if one.draft_weights is not None)
 
+    def named_settings(self) -> Iterator[tuple[str, _Setting]]:
+        """Its own setting and those of groups and regimes, each after what stands before the names of its fields."""
+        yield "", self
+        for name, setting in (self.groups or {}).items():
+            yield f"groups.{name}.", setting
+        for place, regime in enumerate(self.regimes or ()):
+            yield f"regimes.{place}.", regime
+
     @property
-    def _settings(self) -> tuple[_Setting, ...]:
-        return (self, *(self.groups or {}).values(), *(self.regimes or ()))
+    def _settings(self) -> list[_Setting]:
+        return [setting for _, setting in self.named_settings()]
 
     def for_group(self, name: str | None) -> DecodeConfig:
         """The config for prompts of one group, None being the default, without `groups`.
