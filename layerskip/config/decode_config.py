@@ -322,13 +322,7 @@ class _Setting(_LosslessAsBefore):
             raise ValueError(
                 f"draft_weights.drafter: must be the drafter, {self.drafter}, got {self.draft_weights.drafter}"
             )
-        given = {
-            "skip_mask": self.skip_mask != SkipMask.none(self.skip_mask.num_layers),
-            "share_prefix": self.share_prefix,
-        }
-        for name, is_given in given.items():
-            if is_given:
-                raise ValueError(f"{name}: must be left out where draft_weights are given, they draft in its place")
+        self._check_left_out("skip_mask", "share_prefix", where="draft_weights are given, they draft in its place")
 
     def _check_siblings(self) -> None:
         """They branch off drafts that are computed, and are verified from layer 0 on."""
@@ -343,18 +337,18 @@ class _Setting(_LosslessAsBefore):
 
     def _check_lookup_alone(self) -> None:
         """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
-        own = self.lookup
-        given = {
-            "skip_mask": self.skip_mask != SkipMask.none(self.skip_mask.num_layers),
-            "draft_threshold": self.draft_threshold > 0,
-            "share_prefix": self.share_prefix,
-            "siblings": self.siblings > 0,
-            "lookup.gamma": own is not None and own.gamma is not None,
-            "lookup.target_threshold": own is not None and own.target_threshold is not None,
-        }
-        for name, is_given in given.items():
-            if is_given:
-                raise ValueError(f"{name}: must be left out where the drafter is {self.drafter}, which drafts alone")
+        alone = f"the drafter is {self.drafter}, which drafts alone"
+        self._check_left_out("skip_mask", "draft_threshold", "share_prefix", "siblings", where=alone)
+        for name in ("gamma", "target_threshold"):
+            if getattr(self.lookup, name) is not None:
+                raise ValueError(f"lookup.{name}: must be left out where {alone}")
+
+    def _check_left_out(self, *names: str, where: str) -> None:
+        for name in names:
+            default = _Setting.model_fields[name].default
+            nothing = SkipMask.none(self.skip_mask.num_layers) if name == "skip_mask" else default
+            if getattr(self, name) != nothing:
+                raise ValueError(f"{name}: must be left out where {where}")
 
     @property
     def lookup_gamma(self) -> int:
