@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from layerskip.analysis.teacher_forcing.by_draft_model import draft_model_chains, draft_model_logits
 from layerskip.analysis.teacher_forcing.by_other_tokenizer import proposals, proposed_after
 from layerskip.analysis.teacher_forcing.rows import ChooseNext, ForcedText
 from layerskip.analysis.teacher_forcing.trees import TreeReadings, read_trees
@@ -22,17 +21,6 @@ from layerskip.rounds.sampling import Sampler
 _DEPTH = 7
 """Drafts into a round that are read at least. Each costs a layer over the text, and their acceptance falls from one to
 the next, because all but the first go on from states of the draft's own."""
-
-
-class Chains(Protocol):
-    """Rounds of one text that have gone wrong."""
-
-    def go_on(self, begun: Sequence[int], row: int, most: int, choose: ChooseNext, threshold: float) -> int:
-        """How many tokens a draft adds to a round, up to `most` or the first unsure one.
-
-        begun: what the round that starts after continuation token `row` has drafted; no later one than the call before.
-        """
-        ...
 
 
 @dataclass
@@ -65,7 +53,9 @@ class WeightsForcing:
         round; of what does not depend on that, for d = 0 alone."""
         head, one = loaded_weights(self._engine, weights), self._texts[i]
         if isinstance(head, DraftModel):
-            return draft_model_logits(head, one, weights.draft_vocab)
+            # However many tokens into a round, it has seen the text alone, as every right draft is the text's.
+            with head.engine.session(len(one.ids)):
+                return head.forward(one.ids, len(one.continuation_ids), weights.draft_vocab).clone().unsqueeze(0)
         text = self._text(weights, head, i)
         start, count = len(one.prompt_ids), len(one.continuation_ids)
         depth = max(depth, _DEPTH)
@@ -104,13 +94,14 @@ class WeightsForcing:
 
     @contextmanager
     def chains(self, weights: DraftWeights, i: int, room: int) -> Iterator[Chains]:
-        """Rounds of one text, of up to `room` tokens."""
-        head = loaded_weights(self._engine, weights)
+        """Rounds of one text, of up to `room` tokens. Cost, of a draft model: a forward over the text."""
+        head, one = loaded_weights(self._engine, weights), self._texts[i]
         if isinstance(head, DraftModel):
-            with draft_model_chains(head, self._texts[i], room, weights.draft_vocab) as chains:
-                yield chains
+            with head.engine.session(len(one.ids) + room + 1):
+                head.forward(one.ids)
+                yield _DraftModelChains(head, one, weights.draft_vocab)
         else:
-            yield _EagleChains(self._engine, head, self._text(weights, head, i), self._texts[i], weights.draft_vocab)
+            yield _EagleChains(self._engine, head, self._text(weights, head, i), one, weights.draft_vocab)
 
     def _text(self, weights: DraftWeights, head: StateHead, i: int) -> _Text:
         key = (weights.path, i)
@@ -126,6 +117,28 @@ class WeightsForcing:
             hidden = drafting.run(head.enter(embedded, head.join(states[:-1])), 0)
             self._known[key] = _Text(states, embedded, drafting, hidden)
         return self._known[key]
+
+
+@dataclass(frozen=True)
+class _DraftModelChains:
+    """See `Chains`. Cost: a forward a token, the first over what the round has begun with."""
+
+    model: DraftModel
+    text: ForcedText
+    draft_vocab: int | None
+
+    def go_on(self, begun: Sequence[int], row: int, most: int, choose: ChooseNext, threshold: float) -> int:
+        first = len(self.text.prompt_ids) + row
+        self.model.engine.cache.rollback_to(first)
+        tokens = [self.text.ids[first], *begun]
+        new = list(tokens)
+        for added in range(1, most + 1):
+            token, sure = choose(self.model.forward(new, draft_vocab=self.draft_vocab), tokens[1:])
+            tokens.append(token)
+            new = [token]
+            if sure < threshold:
+                return added
+        return most
 
 
 @dataclass(frozen=True)
@@ -163,3 +176,11 @@ class _EagleChains:
             for buffer, before in zip((drafting.keys, drafting.values), kept, strict=True):
                 buffer[:, :, first:stop] = before
         return added
+
+
+Chains = _DraftModelChains | _EagleChains
+"""Rounds of one text that have gone wrong, the latest first.
+
+`go_on` says how many tokens a draft adds to a round, up to `most` or the first unsure one. begun: what the round that
+starts after continuation token `row` has drafted; no later one than the call before.
+"""
