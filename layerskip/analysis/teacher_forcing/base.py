@@ -132,10 +132,6 @@ class TeacherForcing(ABC):
         without it.
         """
 
-    @abstractmethod
-    def target_logits(self) -> Iterator[torch.Tensor]:
-        """Per text the target's logits (T_p + 1, V), row 0 after the prompt, row k + 1 after continuation token k."""
-
     @torch.inference_mode()
     def read(self, drafted_by: DraftedBy, depth: int = 0, texts: Sequence[int] | None = None) -> DraftReadings:
         """Does the draft propose the target's token, and how sure is it?

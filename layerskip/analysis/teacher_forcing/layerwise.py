@@ -126,12 +126,6 @@ class LayerwiseForcing(TeacherForcing):
                 yield logits.view(depth + 1, logits.shape[0] // (depth + 1), -1)
 
     @torch.inference_mode()
-    def target_logits(self) -> Iterator[torch.Tensor]:
-        hidden = self._engine.norm(self.target(self.num_layers))
-        for rows, first in zip(torch.split(hidden, self.lengths.tolist()), self._prompt_logits, strict=True):
-            yield torch.cat([first, self._engine.head(rows)])
-
-    @torch.inference_mode()
     def _state(self, kept: _Sublayers, depth: int) -> torch.Tensor:
         """Hidden states after these sublayers, from the longest known beginning; good until the next call.
 
@@ -161,14 +155,12 @@ class LayerwiseForcing(TeacherForcing):
         """One target forward a text: its keys and values, padded to (P, 2 * heads, capacity, head_dim) per layer."""
         engine, count = self._engine, len(self.texts)
         self._target_states: list[torch.Tensor] = []
-        self._prompt_logits: list[torch.Tensor] = []
         for i, text in enumerate(self.texts):
             length, num_rows = len(text.ids), len(text.continuation_ids)
             with engine.session(length):
                 ids = torch.tensor(text.ids, device=engine.device)
                 logits = engine.forward(ids, num_logits=num_rows + 1)
                 self._note_target(i, logits)
-                self._prompt_logits.append(logits[:1].clone())
                 for layer, buffers in enumerate(engine.cache.layers):
                     states = buffers.states[0]
                     if i == 0:

@@ -65,14 +65,6 @@ class WholeModelForcing(TeacherForcing):
                     logits = self._ordinary(i, mask).unsqueeze(0)
             yield logits
 
-    def target_logits(self) -> Iterator[torch.Tensor]:
-        for text in self.texts:
-            with torch.inference_mode(), self._adapter.attached():
-                ids = torch.tensor(text.ids, device=self._adapter.device)
-                cache = self._adapter.new_cache(len(text.ids))
-                logits = self._adapter.forward(ids, cache, num_logits=len(text.continuation_ids) + 1)
-            yield logits
-
     def _ordinary(self, i: int, mask: SkipMask) -> torch.Tensor:
         """The target's keys and values for the prompt, the draft's own after it, which are put back at the end."""
         cache, ids = self._caches[i], self._continuations[i]
