@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +41,6 @@ class HuggingFaceWay:
         model: LayerSkipModel,
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """settings: what `generate` takes from `model.generation_config` alone, set for the time of a run."""
         self.name = name
@@ -53,11 +51,10 @@ class HuggingFaceWay:
         self._model = model
         self._arguments = dict(arguments or {})
         self._generation_settings = _NO_STOP_STRINGS | dict(settings or {})
-        self._clock = clock
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
         model: Any = self._model.model
-        watch = Stopwatch(self._model.engine, self._clock)
+        watch = Stopwatch(self._model.engine)
         try:
             ids = torch.tensor([list(prompt_ids)], device=self._model.device)
             with _settings(model, self._generation_settings):

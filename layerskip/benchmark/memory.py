@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
+from layerskip.decoding.step_clock import StepClock
+from layerskip.engines import Engine
 from layerskip.model import LayerSkipModel
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
@@ -72,11 +73,13 @@ def step_bytes(model: LayerSkipModel) -> StepBytes:
     return StepBytes(tuple(layers), _parameter_bytes([head]))
 
 
-def read_bandwidth(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes/s: the best of summing and of copying (read and written) a tensor larger than the caches, torch's threads.
+def read_bandwidth(engine: Engine) -> float:
+    """Bytes/s of an engine's device, by torch's threads: the best of summing and of copying (read and written) a tensor
+    larger than the caches.
 
     A model that fits into the caches can be read faster than this.
     """
+    device, clock = engine.device, StepClock(engine)
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else 4 * _CPU_BYTES
     size = min(_GPU_BYTES, free // 4) if cuda else _CPU_BYTES
@@ -87,21 +90,12 @@ def read_bandwidth(device: torch.device, clock: Callable[[], float] = time.perf_
         operation()
         best = float("inf")
         for _ in range(_TIMES):
-            _synchronize(device)
-            start = clock()
+            clock.skip()
             operation()
-            _synchronize(device)
-            best = min(best, clock() - start)
+            best = min(best, clock.lap())
         return best
 
     return max(source.nbytes / seconds(source.sum), 2 * source.nbytes / seconds(lambda: target.copy_(source)))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def _token_bytes(buffer: torch.Tensor) -> int:

@@ -90,7 +90,7 @@ def run_benchmark(
     records: dict[str, Any] | None = None
     shares: dict[str, Any] | None = None
     if steps is not None and config_of_steps is not None:
-        machine = Machine(step_bytes(model), read_bandwidth(model.device), _weights_bytes(model, config))
+        machine = Machine(step_bytes(model), read_bandwidth(model.engine), _weights_bytes(model, config))
         own = {name: found[name] for name in stepped if name in found}
         records = step_records(steps, config_of_steps, cases, machine, own)
         shares = {

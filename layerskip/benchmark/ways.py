@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,10 +68,10 @@ class Stopwatch:
     made of them in no row. Raises: RuntimeError where our engine recorded or compiled something in between.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._num_first = 0
         self._first_s = 0.0
-        self._clock = StepClock(engine, clock=clock)
+        self._clock = StepClock(engine)
 
     def tokens_came(self, count: int) -> None:
         """So many tokens are on the host. Looks at the clock the first time alone."""
@@ -104,16 +103,13 @@ class Way(Protocol):
 class OwnWay:
     """Our own loop under a config; gamma = 0 is plain decoding."""
 
-    def __init__(
-        self, name: str, model: LayerSkipModel, config: DecodeConfig, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, name: str, model: LayerSkipModel, config: DecodeConfig) -> None:
         self.name = name
         self.settings: dict[str, object] = config.bare().model_dump(
             mode="json", exclude_none=True, exclude={"schema_version"}
         )
         self._model = model
         self._config = config
-        self._clock = clock
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
         engine, stats, ids = self._model.engine, DecodeStats(), list[int]()
@@ -121,7 +117,7 @@ class OwnWay:
         run = loop.begin(DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids), stats)
         with loop.session(run):
             loop.prepare(run)  # recordings outlive the session
-        watch = Stopwatch(engine, self._clock)
+        watch = Stopwatch(engine)
         for emitted in loop.complete(run):
             watch.tokens_came(len(emitted.ids))
             ids += emitted.ids
@@ -131,17 +127,16 @@ class OwnWay:
 class FreeRunningWay:
     """Our plain decoding without a wait for every token: the harder baseline; see `layerskip.analysis.free_running`."""
 
-    def __init__(self, model: LayerSkipModel, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, model: LayerSkipModel) -> None:
         self.name = FREE_RUNNING
         self.settings: dict[str, object] = {"read_every": READ_EVERY}
         self._model = model
-        self._clock = clock
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Sample:
         engine, ids = self._model.engine, list[int]()
         decoding = FreeRunning(engine, DecodeRequest(prompt_ids, max_new_tokens, self._model.eos_token_ids))
         decoding.prepare()
-        watch = Stopwatch(engine, self._clock)
+        watch = Stopwatch(engine)
         for tokens in decoding.run():
             watch.tokens_came(len(tokens))
             ids += tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
@@ -39,6 +37,7 @@ from layerskip.benchmark.ways import (
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
 from layerskip.config.usual_lookups import NGRAMS, lookup_alone, lookup_else
 from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.step_clock import StepClock
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
 from tests.layerskip.tokenizers import KINDS, target_of, weights_of
@@ -475,27 +474,35 @@ def test_an_output_that_ends_with_its_first_tokens_has_no_rate() -> None:
 # --- one clock for all rows
 
 
-def ticking(step: float = 1.0) -> Callable[[], float]:
-    ticks = itertools.count()
-    return lambda: step * next(ticks)
-
-
-def test_what_our_rows_record_is_recorded_before_the_clock_starts() -> None:
+def test_what_our_rows_record_is_recorded_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's first run of a length had its recordings in its end-to-end seconds."""
     model, prompt = graph_model("llama"), zoo.prompt_of(5)
     for name in ("plain", "speculative", "plain_free_running"):
         before = model.engine.num_preparations
         recorded_at: list[int] = []
 
-        def clock(seen: list[int] = recorded_at) -> float:
-            seen.append(model.engine.num_preparations)
-            return float(len(seen))
+        class NotingClock(StepClock):
+            def skip(self, seen: list[int] = recorded_at) -> None:
+                super().skip()
+                seen.append(model.engine.num_preparations)
 
+        monkeypatch.setattr("layerskip.benchmark.ways.StepClock", NotingClock)
         config = own_settings(zoo.NUM_LAYERS, EARLY_EXIT).get(name)
-        way = FreeRunningWay(model, clock) if config is None else OwnWay(name, model, config, clock)
+        way = FreeRunningWay(model) if config is None else OwnWay(name, model, config)
         sample = way.run(prompt, 20)
         assert sample.ids == zoo.greedy_reference("llama", prompt, 20)
         assert before < recorded_at[0] == recorded_at[-1], name
+
+
+class CountingClock(StepClock):
+    """Every look at it takes a second, and nothing else does."""
+
+    num_looks = 0
+
+    def skip(self) -> None:
+        super().skip()
+        self._start = float(self.num_looks)
+        self.num_looks += 1
 
 
 class Speechless:
@@ -509,14 +516,13 @@ def test_our_rows_and_hugging_faces_read_the_same_clock_as_often_and_make_no_tex
     """Ours added up the seconds of its steps and made text between them; theirs read the clock twice and made none."""
     model, prompt = zoo.layerskip_of("llama"), zoo.prompt_of(6)
     monkeypatch.setattr(model, "tokenizer", Speechless())
-    plain = DecodeConfig.plain(zoo.NUM_LAYERS)
-    ways = [
-        HuggingFaceWay("hf", model, clock=ticking()),
-        OwnWay("plain", model, plain, ticking()),
-        OwnWay("speculative", model, EARLY_EXIT, ticking()),
-        FreeRunningWay(model, ticking()),
-    ]
-    for way in ways:
+    monkeypatch.setattr("layerskip.benchmark.ways.StepClock", CountingClock)
+    for way in (
+        HuggingFaceWay("hf", model),
+        OwnWay("plain", model, DecodeConfig.plain(zoo.NUM_LAYERS)),
+        OwnWay("speculative", model, EARLY_EXIT),
+        FreeRunningWay(model),
+    ):
         sample = way.run(prompt, 9)
         assert sample.ids == zoo.greedy_reference("llama", prompt, 9)
         assert (sample.num_timed, sample.decode_s, sample.total_s) == (8, 1.0, 2.0), way.name
@@ -697,9 +703,10 @@ def test_bytes_of_a_llama(name: str) -> None:
     assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB)
 
 
-def test_bandwidth_is_the_better_of_reading_and_copying() -> None:
-    reads = iter([value for _ in range(5) for value in (0.0, 2.0)] + [value for _ in range(5) for value in (0.0, 3.0)])
-    found = memory.read_bandwidth(torch.device("cpu"), lambda: next(reads))
+def test_bandwidth_is_the_better_of_reading_and_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    laps = iter([2.0] * 5 + [3.0] * 5)
+    monkeypatch.setattr(StepClock, "lap", lambda _clock: next(laps))
+    found = memory.read_bandwidth(zoo.layerskip_of("llama").engine)
     assert found == pytest.approx(2 * (1 << 16) / 3.0), "a copy reads and writes"
 
 
