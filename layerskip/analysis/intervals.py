@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 CI_LEVEL = 0.95
 MIN_BOOTSTRAP = 8
@@ -45,7 +46,7 @@ def ratio_interval(ratios: Sequence[float], *, seed: int) -> Interval | None:
     if float(np.ptp(logs)) < 1e-12:
         return Interval(math.exp(mean), math.exp(mean))
     if len(logs) < MIN_BOOTSTRAP:
-        half = float(_student(len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        half = student_half(logs)
         return Interval(math.exp(mean - half), math.exp(mean + half))
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
@@ -62,6 +63,15 @@ def ratio_interval(ratios: Sequence[float], *, seed: int) -> Interval | None:
         if math.isfinite(low) and math.isfinite(high):
             return Interval(math.exp(low), math.exp(high))
     return None
+
+
+def student_half(values: ArrayLike, *, one_more: bool = False) -> float:
+    """How far a two-sided interval of Student's t reaches from the mean of at least two values: where the mean of all
+    such values is expected, or with `one_more` a single new one."""
+    numbers = np.asarray(values, dtype=float)
+    count = len(numbers)
+    reach = _student(count - 1) * float(numbers.std(ddof=1))
+    return reach * math.sqrt(1 + 1 / count) if one_more else reach / math.sqrt(count)
 
 
 @lru_cache(maxsize=MIN_BOOTSTRAP)

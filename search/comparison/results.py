@@ -13,7 +13,7 @@ from layerskip.config.decode_config import DecodeConfig
 from search.comparison.confirm import Confirmed, pick_key
 from search.comparison.plan import ComparisonPlan
 from search.comparison.runs import Run
-from search.measure.statistics import CI_LEVEL, geometric_mean
+from search.measure.statistics import CI_LEVEL, geometric_mean, student_half
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from search.study.config_words import describe
@@ -36,12 +36,10 @@ class Mean:
 
 def t_mean(logs: Sequence[float]) -> Mean:
     """exp of the mean of the logs, with Student's t interval at 95 %. All equal: that value at both ends."""
-    from scipy import stats
-
-    count, mean = len(logs), math.fsum(logs) / len(logs)
-    if count < 2:
+    mean = math.fsum(logs) / len(logs)
+    if len(logs) < 2:
         return Mean(math.exp(mean), None, None)
-    half = float(stats.t.ppf(0.5 + CI_LEVEL / 2, count - 1)) * float(np.std(logs, ddof=1)) / math.sqrt(count)
+    half = student_half(logs)
     return Mean(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 

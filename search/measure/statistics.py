@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from layerskip.analysis.intervals import CI_LEVEL, Interval, geometric_mean, ratio_interval
+from layerskip.analysis.intervals import CI_LEVEL, Interval, geometric_mean, ratio_interval, student_half
 
-__all__ = ["CI_LEVEL", "Interval", "geometric_mean", "log_spread", "prompt_interval", "ratio_interval"]
+__all__ = ["CI_LEVEL", "Interval", "geometric_mean", "log_spread", "prompt_interval", "ratio_interval", "student_half"]
 
 
 def prompt_interval(ratios: Sequence[float]) -> Interval | None:
@@ -17,14 +17,10 @@ def prompt_interval(ratios: Sequence[float]) -> Interval | None:
 
     `ratio_interval` is about the mean over prompts and shrinks as prompts are added; this one does not.
     """
-    from scipy import stats
-
     if len(ratios) < 2:
         return None
     logs = np.log(np.asarray(ratios, dtype=float))
-    count = len(logs)
-    mean, spread = float(logs.mean()), float(logs.std(ddof=1))
-    half = float(stats.t.ppf(0.5 + CI_LEVEL / 2, count - 1)) * spread * math.sqrt(1 + 1 / count)
+    mean, half = float(logs.mean()), student_half(logs, one_more=True)
     return Interval(math.exp(mean - half), math.exp(mean + half))
 
 

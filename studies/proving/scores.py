@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from layerskip.analysis.intervals import student_half
 from layerskip.config.decode_config import DecodeConfig
 from search.rivals.registry import OURS
 from studies.proving.runner import Case, RunResult
@@ -80,8 +81,6 @@ class Mean:
     @classmethod
     def over_models(cls, scores: Sequence[Score], of: Callable[[Score], float], against: Sequence[Score] = ()) -> Mean:
         """Of the models' own means over prices and seeds; less those of the scores that they are held against."""
-        from scipy import stats
-
         models = sorted({one.model for one in scores})
 
         def mean_of(model: str, some: Sequence[Score]) -> float:
@@ -91,7 +90,7 @@ class Mean:
         mean = float(np.mean(means))
         if len(means) < 2:
             return cls(mean, None, None)
-        half = float(stats.t.ppf(0.975, len(means) - 1)) * float(np.std(means, ddof=1)) / len(means) ** 0.5
+        half = student_half(means)
         return cls(mean, mean - half, mean + half)
 
     def __str__(self) -> str:
