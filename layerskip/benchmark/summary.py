@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.benchmark.alternation import Row
@@ -41,31 +42,24 @@ def estimate(by_prompt: Sequence[Sequence[float]]) -> Estimate | None:
     return Estimate(value, None, None) if interval is None else Estimate(value, interval.low, interval.high)
 
 
-Rate = Callable[[Sample], float | None]
-
-
-def decode_rate(sample: Sample) -> float | None:
-    """Tokens/s, prompt apart."""
-    return sample.tokens_per_s
-
-
-def end_to_end_rate(sample: Sample) -> float | None:
-    """Tokens/s, prompt and all."""
-    return sample.end_to_end_tokens_per_s
+Rate = Literal["tokens_per_s", "end_to_end_tokens_per_s"]
+"""As a `Sample` names them: prompt apart, prompt and all."""
+_RATES: dict[str, Rate] = {"": "tokens_per_s", "end_to_end_": "end_to_end_tokens_per_s"}
+"""By what stands before the names of their ratios."""
 
 
 def mean_rate(row: Row, rate: Rate) -> Estimate | None:
     """Of a row, over its prompts."""
-    return estimate([[r for one in samples if (r := rate(one))] for samples in row.samples])
+    return estimate([[r for one in samples if (r := getattr(one, rate))] for samples in row.samples])
 
 
-def ratio(row: Row, baseline: Row, rate: Rate = decode_rate) -> Estimate | None:
+def ratio(row: Row, baseline: Row, rate: Rate = "tokens_per_s") -> Estimate | None:
     """Tokens/s of a row over those of another, paired: same prompt, same repeat."""
     return estimate([_ratios(a, b, rate) for a, b in zip(row.samples, baseline.samples, strict=True)])
 
 
 def _ratios(samples: Sequence[Sample], baseline: Sequence[Sample], rate: Rate) -> list[float]:
-    pairs = ((rate(a), rate(b)) for a, b in zip(samples, baseline, strict=True))
+    pairs = ((getattr(a, rate), getattr(b, rate)) for a, b in zip(samples, baseline, strict=True))
     return [a / b for a, b in pairs if a and b]
 
 
@@ -82,7 +76,7 @@ def row_records(rows: Mapping[str, Row], refused: Sequence[Refused], order: Sequ
 
 
 def _record(row: Row, baselines: Mapping[str, Row]) -> dict[str, object]:
-    speed, end_to_end = mean_rate(row, decode_rate), mean_rate(row, end_to_end_rate)
+    speed, end_to_end = mean_rate(row, "tokens_per_s"), mean_rate(row, "end_to_end_tokens_per_s")
     if speed is None or end_to_end is None:
         return _without_numbers(row.name, "no output was longer than its first tokens: too short to time")
     record: dict[str, object] = {"name": row.name, **speed.to_dict("tokens_per_s")}
@@ -96,8 +90,8 @@ def _record(row: Row, baselines: Mapping[str, Row]) -> dict[str, object]:
         "settings": row.settings,
     }
     for name, baseline in baselines.items():
-        for prefix, per_s in (("", decode_rate), ("end_to_end_", end_to_end_rate)):
-            found = None if baseline is row else ratio(row, baseline, per_s)
+        for prefix, rate in _RATES.items():
+            found = None if baseline is row else ratio(row, baseline, rate)
             record[f"{prefix}vs_{name}"] = None if found is None else found.to_dict("ratio")
     record |= _acceptance(row)
     record["samples"] = [
