@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from layerskip.config.sampling_params import asks_to_sample
 from layerskip.config.strict_json import parse_json, printable
-from layerskip.config.validated import describe_validation_error
+from layerskip.config.validated import Frozen, describe_validation_error
 
 MAX_LINE_CHARS = 4_000_000
 
@@ -27,11 +27,7 @@ def _not_blank(text: str) -> str:
 Text = Annotated[str, Field(min_length=1), AfterValidator(_not_blank)]
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _Request(_Line):
+class _Request(Frozen):
     """A line with how tokens were chosen for it, in the words of the server's API."""
 
     temperature: Annotated[float, Field(ge=0.0)] | None = None
@@ -50,7 +46,7 @@ class _Request(_Line):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class _Message(_Line):
+class _Message(Frozen):
     role: Text
     content: Text
 
@@ -67,7 +63,7 @@ class _Chat(_Request):
     category: str | None = None
 
 
-class _SpecBench(_Line):
+class _SpecBench(Frozen):
     question_id: str | int
     category: str
     turns: Annotated[list[Text], Field(min_length=1)]
@@ -99,7 +95,8 @@ class Prompt:
     @property
     def fingerprint(self) -> str:
         """Hash of the content: the same text in another file, under another id, is the same prompt."""
-        return _sha256(json.dumps([list(message) for message in self.messages]))
+        content = json.dumps([list(message) for message in self.messages])  # ASCII alone
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 class Encoder(Protocol):
@@ -214,7 +211,3 @@ def _to_prompt(shape: _Plain | _Chat | _SpecBench, group: str | None, source: st
         messages = tuple((message.role, message.content) for message in shape.messages)
         return Prompt(prompt_id, group, "chat", messages, source, shape.settings)
     return Prompt(prompt_id, group, "text", (("user", shape.prompt),), source, shape.settings)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
