@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -209,14 +209,18 @@ def planned(work: Work, pace: Pace, left_s: float | None, spent_s: float = 0.0) 
 def estimate_groups(
     subjects: Mapping[str, Subject], spec: StudySpec, clock: Callable[[], float] = time.perf_counter
 ) -> str:
-    """How long the searches of all prompts and of each group will take in total. Cost: see `estimate`."""
+    """How long the searches of all prompts and of each group will take in total, at the pace of all prompts.
+
+    Cost: see `measure_pace`.
+    """
     timeout_s = None if spec.timeout_s is None else spec.timeout_s / len(subjects)
     one = spec.model_copy(update={"timeout_s": timeout_s})
-    seconds = estimate([(subject, one) for subject in subjects.values()], clock)
+    pace = pace_of(subjects[DEFAULT_GROUP], spec, clock)
+    seconds = estimate((Work.of(one, subject), pace) for subject in subjects.values())
     groups = [subject for name, subject in subjects.items() if name != DEFAULT_GROUP]
     num_held_out = sum(min(len(subject.held_out), spec.num_confirm_prompts) for subject in groups)
-    decoding_s = pace_of(subjects[DEFAULT_GROUP], spec, clock).decoding_s(spec.max_new_tokens)
-    seconds["matrix"] = num_held_out * (1 + 2 * spec.confirm_repeats * len(subjects)) * decoding_s
+    num_decodings = num_held_out * (1 + 2 * spec.confirm_repeats * len(subjects))
+    seconds["matrix"] = num_decodings * pace.decoding_s(spec.max_new_tokens)
     studies = f"{len(subjects)} studies (all prompts, and {len(groups)} groups) of {spec.trials} trials"
     return f"{studies}, in all at most about {phases(seconds)}; nothing was written"
 
@@ -224,18 +228,21 @@ def estimate_groups(
 def estimate_regimes(
     subject: Subject, specs: Mapping[str, StudySpec], clock: Callable[[], float] = time.perf_counter
 ) -> str:
-    """How long the studies of all regimes will take in total, by each one's own speed. Cost: see `estimate`."""
-    seconds = estimate([(subject.in_regime(Sampling.parse(name)), spec) for name, spec in specs.items()], clock)
+    """How long the studies of all regimes will take in total, by each one's own speed.
+
+    Cost: see `measure_pace`, for each.
+    """
+    studies = [(subject.in_regime(Sampling.parse(name)), spec) for name, spec in specs.items()]
+    seconds = estimate((Work.of(spec, one), pace_of(one, spec, clock)) for one, spec in studies)
     trials = max(spec.trials for spec in specs.values())
-    studies = f"{len(specs)} studies ({', '.join(specs)}) of {trials} trials"
-    return f"{studies}, in all at most about {phases(seconds)}; nothing was written"
+    named = f"{len(specs)} studies ({', '.join(specs)}) of {trials} trials"
+    return f"{named}, in all at most about {phases(seconds)}; nothing was written"
 
 
-def estimate(studies: Sequence[tuple[Subject, StudySpec]], clock: Callable[[], float]) -> dict[str, float]:
-    """Seconds that these studies will take at most in total, by phase. Cost: see `measure_pace`, for each."""
+def estimate(studies: Iterable[tuple[Work, Pace]]) -> dict[str, float]:
+    """Seconds that studies of so much work at such a pace will take at most in total, by phase."""
     total = dict.fromkeys(PHASES, 0.0)
-    for subject, spec in studies:
-        work, pace = Work.of(spec, subject), pace_of(subject, spec, clock)
+    for work, pace in studies:
         for phase, seconds in work.seconds(work.amounts(pace), pace).items():
             total[phase] += seconds
     return total
