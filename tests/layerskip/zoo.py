@@ -321,7 +321,8 @@ def mtp_folder(run: str) -> Path:
 def with_mtp_layer(model: Any) -> Path:
     """The same of any model whose config tells of such a layer."""
     folder = Path(tempfile.mkdtemp(prefix="mtp-"))
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(mode=False), torch.random.fork_rng():
+        torch.manual_seed(5)
         ids = _own_texts(model)
         mtp = new_layer(model)
         optimizer = torch.optim.Adam(mtp.layers.parameters(), lr=0.02)

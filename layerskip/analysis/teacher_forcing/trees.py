@@ -24,8 +24,8 @@ _BATCH = 8
 class TreeReadings:
     """Trees of rounds that start after each of up to T continuation tokens of P texts, as deep as D.
 
-    Of each the tokens that may be among its likeliest `most`, however deep it may be, best first, M at most. What
-    starts after a text's last token is not read: a round that is drafted there is of no use.
+    Of each the tokens that may be among its likeliest `most`, however deep it may be and whatever the draft threshold,
+    best first, M at most. What starts after a text's last token is not read: a round drafted there is of no use.
     """
 
     most: int
@@ -118,5 +118,4 @@ def _of_root(nodes: TreeNodes, root: int, ids: Sequence[int]) -> tuple[TreeNodes
         if (at := children.get((at, token), -1)) < 0:
             break
         path.append(place_of[at])
-    parents = nodes.parents[order]
-    return nodes.select(order), path, np.where(parents < 0, 0.0, nodes.scores[parents])
+    return nodes.select(order), path, nodes.behind()[order]

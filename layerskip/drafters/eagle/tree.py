@@ -78,6 +78,22 @@ class TreeNodes:
         ranks[order] = np.arange(len(self)) - first
         return ranks
 
+    def behind(self) -> Floats:
+        """(N,): the score of the token that each goes on from, 0 where that is a root."""
+        if not len(self):
+            return np.zeros(0)
+        return np.where(self.parents < 0, 0.0, self.scores[self.parents])
+
+    def ranks_at_any_least(self, first: int) -> Ints:
+        """Of those from `first` on: how many of its root's would be likelier if nothing less likely than its own parent
+        were gone on from. So it may be among the likeliest of a tree that stops there, and of no other if not of that.
+        """
+        behind = self.behind()
+        likelier = self.scores > self.scores[first:, None]
+        likelier &= (behind >= behind[first:, None]) & (self.roots == self.roots[first:, None])
+        ranks: Ints = likelier.sum(axis=1)
+        return ranks
+
     def draft(self, most: int) -> Draft:
         """Of one root: the likeliest of the deepest with what leads there as the draft, and to be verified of all the
         likeliest `most`."""
@@ -104,12 +120,12 @@ def grow(
     *,
     depth: int,
     most: int,
-    least: float = 0.0,
+    least: float | None = None,
     draft_vocab: int | None = None,
     slot: int | None = None,
 ) -> TreeNodes:
     """All tokens up to `depth` levels deep that may be among a root's likeliest `most`, and the likeliest of each level
-    that was computed. Tokens less likely than `least` are not gone on from.
+    that was computed. Tokens less likely than `least` are not gone on from; None for what any `least` may give.
 
     So the likeliest of a root are exact, and nothing is gone on from that cannot have one of them behind it: a level
     costs what is left to be decided. Keys and values are written from `slot` on, or from the last root's position.
@@ -118,7 +134,7 @@ def grow(
     Ref: EAGLE-2 (2406.16858), which goes on from a fixed number of tokens at each level.
     """
     head, start = text.head, int(roots.positions.max()) if slot is None else slot
-    vocabulary, log_least = head.vocab_size, math.log(least) if least > 0 else -math.inf
+    vocabulary, log_least = head.vocab_size, math.log(least) if least else -math.inf
     nodes, states, slot = TreeNodes.none(), roots.states, start
     # What the rows of a level go on from: roots, and then nodes.
     row_roots, row_scores = np.arange(len(states)), np.zeros(len(states))
@@ -141,9 +157,11 @@ def grow(
         )
         possible = np.isfinite(new.scores)
         new, from_row = new.select(possible), np.repeat(np.arange(len(states)), width)[possible]
-        ranks = nodes.join(new).ranks()[len(nodes) :]
+        both = nodes.join(new)
+        ranks = both.ranks()[len(nodes) :]
         going = (ranks < most) & (new.scores >= log_least)
-        kept = (ranks < most) | (new.ranks() == 0)
+        wanted = ranks if least is not None else both.ranks_at_any_least(len(nodes))
+        kept = (wanted < most) | (new.ranks() == 0)
         row_nodes = len(nodes) + np.flatnonzero(going[kept])
         nodes = nodes.join(new.select(kept))
         if level == depth or not len(row_nodes):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -205,23 +209,51 @@ def test_a_tree_has_no_siblings() -> None:
     assert DecodeConfig.from_json(tree(weights, 1).to_json()).draft_weights == weights.branching(1)
 
 
-def test_grow_takes_each_level_from_the_one_before() -> None:
-    """Depths, parents and scores of all that is kept, of several roots side by side."""
-    at = _Round("llama", GREEDY)
+@contextmanager
+def _rooted(run: str) -> Iterator[tuple[Roots, Any]]:
+    """Inside, several places of a text, and `grow` from such."""
+    at = _Round(run, GREEDY)
     engine: Any = at.model.engine
     head: Any = loaded_weights(engine, at.weights)
     ids = [*at.context, 0]
     with engine.session(64), torch.inference_mode():
         engine.keep_states(head.aux_layers)
         engine.forward(torch.tensor(ids[:-1]))
-        text, count = head.new_text(512), len(ids) - 1
+        text, count = head.new_text(1024), len(ids) - 1
         hidden = text.run(head.enter(engine.embed(torch.tensor(ids[1:])), head.join(engine.states[:count])), 0)
-        positions = np.array([count - 3, count - 2, count - 1])
-        sampler = Sampler(GREEDY)
-        both = grow(text, engine, sampler, Roots(hidden[-4:-1], positions, ids), depth=3, most=6, slot=count)
-        for i, position in enumerate(positions):
-            one = Roots(hidden[position - 1 : position], positions[i : i + 1], ids)
-            alone = grow(text, engine, sampler, one, depth=3, most=6, slot=count)
+        roots = Roots(hidden[-4:-1], np.array([count - 3, count - 2, count - 1]), ids)
+        yield roots, partial(grow, text, engine, Sampler(GREEDY), slot=count)
+
+
+def _one(roots: Roots, i: int) -> Roots:
+    return Roots(roots.states[i : i + 1], roots.positions[i : i + 1], roots.ids)
+
+
+@pytest.mark.parametrize("run", ["llama", "gemma3"])
+def test_grown_once_it_tells_the_likeliest_of_every_threshold(run: str) -> None:
+    """Where unlikely tokens are not gone on from, others are among the likeliest that were not without it."""
+    num_other = 0
+    with _rooted(run) as (roots, grown):
+        both = grown(roots, depth=5, most=12, least=None)
+        for i, least in itertools.product(range(3), (0.0, 0.02, 0.1, 0.3)):
+            alone = grown(_one(roots, i), depth=5, most=12, least=least)
+            alone = alone.select(alone.order()[:12])
+            told = both.select((both.roots == i) & (both.behind() >= (math.log(least) if least else -math.inf)))
+            told = told.select(told.order()[:12])
+            assert told.tokens.tolist() == alone.tokens.tolist()
+            assert told.depths.tolist() == alone.depths.tolist()
+            np.testing.assert_allclose(told.scores, alone.scores, atol=1e-4)
+            plain = grown(_one(roots, i), depth=5, most=12, least=0.0)
+            num_other += len(set(told.scores.round(3)) - set(plain.scores.round(3)))
+    assert num_other
+
+
+def test_grow_takes_each_level_from_the_one_before() -> None:
+    """Depths, parents and scores of all that is kept, of several roots side by side."""
+    with _rooted("llama") as (roots, grown):
+        both = grown(roots, depth=3, most=6)
+        for i in range(3):
+            alone = grown(_one(roots, i), depth=3, most=6)
             mine = both.select(both.roots == i)
             assert mine.tokens.tolist() == alone.tokens.tolist()
             assert mine.depths.tolist() == alone.depths.tolist()
