@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -92,10 +93,19 @@ def run_layers(
             at_exit = hidden
         if not skip_attention:
             normed = layer.input_layernorm(hidden)
-            hidden = hidden + layer.self_attn(normed, position_embeddings=rotary, attention_mask=None)[0]
+            hidden = hidden + _mix(layer, normed, rotary)
         if not skip_mlp:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return hidden, at_exit
+
+
+def _mix(layer: Any, normed: torch.Tensor, rotary: Any) -> torch.Tensor:
+    """What the layer's attention, of either kind, adds."""
+    if hasattr(layer, "linear_attn"):
+        added: torch.Tensor = layer.linear_attn(normed)
+    else:
+        added = layer.self_attn(normed, position_embeddings=rotary, attention_mask=None)[0]
+    return added
 
 
 def head_logits(model: LlamaForCausalLM, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from search.stop import handled_by
 from studies.demo.recipe import Recipe, training_loss
@@ -40,6 +41,7 @@ class Size:
     minutes: float  # training time where no other budget is given
     num_parts: int = 1  # parts that a step's windows are run in, gradients averaged: what memory allows
     own_tokenizer: bool = True  # trained on the corpus; False: the shipped demo model's
+    linear_attention: bool = False  # in three of four layers, as Qwen3.5 has it
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.batch % self.num_parts:
@@ -54,6 +56,24 @@ SIZES = {
         Size("demo", 12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (3, 6), 70.0),
         # Drafts for "demo", whose tokenizer it has: a sixth of its layers.
         Size("draft", 2, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (1, 1), 10.0, own_tokenizer=False),
+        # "demo" with layers that keep a state in place of keys and values.
+        Size(
+            "hybrid",
+            12,
+            256,
+            4,
+            688,
+            4096,
+            512,
+            8,
+            1024,
+            0.02,
+            0.003,
+            (3, 6),
+            70.0,
+            own_tokenizer=False,
+            linear_attention=True,
+        ),
         # Two fifths of its weights are the output embedding: today's small models have a quarter to three fifths there.
         Size("vocab16k", 8, 256, 4, 688, 16_384, 512, 8, 1024, 0.02, 0.003, (2, 4), 40.0),
         # ../gpu/README.md says why these numbers.
@@ -174,32 +194,42 @@ class Run:
         self.step, self.seconds, self.recent_loss = state["step"], state["seconds"], state["recent_loss"]
 
 
-def build_model(settings: Settings, end_of_text: int) -> LlamaForCausalLM:
-    """A fresh Llama with tied embeddings; the matrices that write to the residual stream start smaller."""
+def build_model(settings: Settings, end_of_text: int) -> Any:
+    """A fresh Llama, or Qwen3.5 where the size has linear attention, with tied embeddings; the matrices that write to
+    the residual stream start smaller."""
     size = settings.size
-    config = LlamaConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads,
-        max_position_embeddings=size.context,
-        tie_word_embeddings=True,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        pad_token_id=end_of_text + 1,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "max_position_embeddings": size.context,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text + 1,
+    }
     device = torch.device(settings.device)
     # Made where it trains: a thousand million random numbers take a CPU half a minute.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(settings.seed)
-        model = LlamaForCausalLM(config)
+        model: Any = _qwen3_5(size, fields) if size.linear_attention else LlamaForCausalLM(LlamaConfig(**fields))
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_((2 * size.layers) ** -0.5)
+            is_linear = hasattr(layer, "linear_attn")
+            written = layer.linear_attn.out_proj if is_linear else layer.self_attn.o_proj
+            written.weight.mul_((2 * size.layers) ** -0.5)
             layer.mlp.down_proj.weight.mul_((2 * size.layers) ** -0.5)
     return model.train()
+
+
+def _qwen3_5(size: Size, fields: dict[str, Any]) -> Any:
+    width = size.hidden // size.heads
+    heads = {f"linear_num_{kind}_heads": size.heads for kind in ("key", "value")}
+    widths = {"head_dim": width} | {f"linear_{kind}_head_dim": width for kind in ("key", "value")}
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields, **heads, **widths))
 
 
 def batch_of(stream: torch.Tensor, settings: Settings, step: int) -> tuple[torch.Tensor, torch.Tensor]:
