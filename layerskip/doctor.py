@@ -101,6 +101,7 @@ def describe(model: LayerSkipModel) -> dict[str, Any]:
         "engine": f"{model.engine_name} ({model.engine_reason})",
         "max_positions": model.max_positions,
         "sliding_window_layers": sum(window is not None for window in adapter.windows),
+        "layers_with_a_state": len(adapter.recurrent_layers),
         "skippable": "attention, MLP and whole layers" if all(apart) else "whole layers only",
         "whole_layers_only": [i for i, each in enumerate(apart) if not each],
         "eos_token_ids": sorted(model.eos_token_ids),

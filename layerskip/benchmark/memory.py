@@ -12,6 +12,7 @@ from torch import nn
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
+from layerskip.huggingface.recurrent import RecurrentLayer
 from layerskip.model import LayerSkipModel
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
@@ -62,13 +63,19 @@ def step_bytes(model: LayerSkipModel) -> StepBytes:
     engine, adapter = model.engine, model.adapter
     with engine.session(1):
         engine.forward(torch.zeros(1, dtype=torch.long, device=engine.device))
-        cached = [_token_bytes(layer.keys) + _token_bytes(layer.values) for layer in engine.cache.layers]
+        states = [one.nbytes if isinstance(one, RecurrentLayer) else 0 for one in engine.cache.layers]
+        cached = [
+            0 if isinstance(one, RecurrentLayer) else _token_bytes(one.keys) + _token_bytes(one.values)
+            for one in engine.cache.layers
+        ]
+        none = [0] * (adapter.num_layers - adapter.num_keyed)  # layers that read others' keys
+        cached, states = cached + none, states + none
     layers = []
-    for layer, (attention, mlp), window, token in zip(
-        adapter.layers, adapter.sublayers, adapter.windows, cached, strict=True
+    for layer, (attention, mlp), window, token, state in zip(
+        adapter.layers, adapter.sublayers, adapter.windows, cached, states, strict=True
     ):
         a, m = _parameter_bytes(attention), _parameter_bytes(mlp)
-        layers.append(LayerBytes(a, m, _parameter_bytes([layer]) - a - m, token, window))
+        layers.append(LayerBytes(a + state, m, _parameter_bytes([layer]) - a - m, token, window))
     head: Any = model.model.get_output_embeddings()
     return StepBytes(tuple(layers), _parameter_bytes([head]))
 

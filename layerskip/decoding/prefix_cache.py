@@ -20,8 +20,10 @@ class _Text:
     """The beginning of a text, of which the target has computed all layers."""
 
     ids: Ids
-    rows: list[tuple[torch.Tensor, torch.Tensor]]
-    """Keys and values (B, heads, T, head_dim) by layer."""
+    rows: list[tuple[torch.Tensor, ...]]
+    """Keys and values (B, heads, T, head_dim) by layer, or its state."""
+    has_parts: bool
+    """Whether its beginnings can be gone on from, too."""
     states: torch.Tensor | None
     """(T, layers kept * hidden), of these layers, where a drafter read them."""
     kept_layers: tuple[int, ...]
@@ -41,13 +43,19 @@ class _Text:
         other = np.flatnonzero(self.ids[:most] != ids[:most])
         return int(other[0]) if len(other) else most
 
+    def num_usable(self, ids: Ids) -> int:
+        """Tokens of a text that begins with these which it saves."""
+        count = self.num_common(ids)
+        return count if self.has_parts or count == len(self.ids) else 0
+
 
 class PrefixCache:
     """Keys and values of one model's latest texts, prompts and what followed, up to `max_bytes`.
 
     Give it to every `generate` or `stream` of a conversation: each adds its text, and only what a prompt has beyond the
     longest beginning it shares with one of them is computed. All of the prompt where a drafter reads hidden states that
-    were not kept; a `draft_model` goes over the whole prompt itself. Not for several threads at a time.
+    were not kept; a `draft_model` goes over the whole prompt itself. Where layers keep a state in place of keys, only a
+    whole text is gone on from. Not for several threads at a time.
 
     Cost: a copy of the rows on the model's device when a text ends, and one when a prompt begins like it. Texts that a
     newer one continues make room for it, then the oldest.
@@ -81,35 +89,38 @@ class PrefixCache:
         """
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         able = [text for text in self._texts if text.has_states_of(engine.kept_layers)]
-        found = max(able, key=lambda text: text.num_common(ids), default=None)
-        num_common = 0 if found is None else found.num_common(ids)
-        if found is None or not num_common:
+        found = max(able, key=lambda text: text.num_usable(ids), default=None)
+        count = 0 if found is None else found.num_usable(ids)
+        if found is None or not count:
             return 0
-        engine.cache.fill(found.rows, num_common)
+        engine.cache.fill(found.rows, count)
         if engine.kept_layers:
             assert found.states is not None
-            engine.states[:num_common] = found.states[:num_common]
+            engine.states[:count] = found.states[:count]
         self._texts.remove(found)
         self._texts.append(found)
-        return num_common
+        return count
 
     def keep(self, engine: Engine, ids: Sequence[int]) -> None:
         """Add the session's text, all of it that is in the cache or as much of it as there may be."""
         if not engine.cache.length:
             return
-        layers, num_bytes = engine.kept_layers, engine.cache.bytes_per_position
+        cache, layers = engine.cache, engine.kept_layers
+        num_bytes, room = cache.bytes_per_position, self._max_bytes - cache.state_bytes
         if layers:
             num_bytes += engine.states[:1].nbytes
-        count = min(engine.cache.length, len(ids), self._max_bytes // num_bytes)
+        count = min(cache.length, len(ids), max(0, room) // num_bytes)
         known = np.asarray(ids[:count], dtype=np.int64)
+        if count < cache.length and not cache.keeps_rows:
+            return
         if not count or any(text.has_states_of(layers) and text.num_common(known) == count for text in self._texts):
             return
         self._texts = [
             text
             for text in self._texts
-            if text.num_common(known) < len(text.ids) or text.kept_layers not in ((), layers)
+            if text.num_common(known) < len(text.ids) or text.kept_layers not in ((), layers) or not text.has_parts
         ]
-        while self._texts and self.num_bytes + count * num_bytes > self._max_bytes:
+        while self._texts and self.num_bytes + count * num_bytes > room:
             del self._texts[0]
         states = engine.states[:count].clone() if layers else None
-        self._texts.append(_Text(known, engine.cache.rows(count), states, layers))
+        self._texts.append(_Text(known, cache.rows(count), cache.keeps_rows, states, layers))

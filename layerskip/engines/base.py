@@ -31,8 +31,6 @@ class Engine(ABC):
     """
 
     name: str
-    shares_prefix = False
-    """Whether verification can start where the draft left the target's path, see `StatesEngine.verify_shared`."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
@@ -44,6 +42,11 @@ class Engine(ABC):
     @property
     def device(self) -> torch.device:
         return self._adapter.device
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether verification can start where the draft left the target's path, see `StatesEngine.verify_shared`."""
+        return False
 
     @property
     def attention_backend(self) -> str:

@@ -272,12 +272,14 @@ def tree_refusal(engine: Engine, adapter: ModelAdapter) -> str | None:
     Cost: a dozen forwards over a few tokens, whose logits are compared. Positions that a model takes from the order of
     its keys (ALiBi) make them differ.
     """
+    rule = "a model that can be told its tokens' positions and what each sees"
+    if adapter.recurrent_layers:
+        return f"{rule}, in this one layers keep a state in place of keys"
     try:
         same = _matches_chains(engine, adapter)
     except Exception as error:  # noqa: BLE001 (an architecture may refuse a mask of ours in any way it likes)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"a model that can be told its tokens' positions and what each sees, got {reason}"
-    rule = "a model that can be told its tokens' positions and what each sees"
+        return f"{rule}, got {reason}"
     return None if same else f"{rule}, this one then gives other logits"
 
 

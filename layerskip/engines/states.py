@@ -22,12 +22,17 @@ class StatesEngine(Engine):
     A verification can start where the draft left the target's path.
     """
 
-    shares_prefix = True
-
     def __init__(self, adapter: ModelAdapter) -> None:
         super().__init__(adapter)
         self._states: torch.Tensor | None = None
         self._kept_layers: tuple[int, ...] = ()
+
+    @property
+    def shares_prefix(self) -> bool:
+        """See `Engine`. Not where layers keep a state, as that of the first would be taken back with the others', nor
+        where layers read others' keys, which a step of those alone does not hand on."""
+        adapter = self._adapter
+        return not adapter.recurrent_layers and adapter.num_keyed == adapter.num_layers
 
     @property
     def states(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
@@ -19,10 +19,17 @@ from layerskip.huggingface.int8 import Int8Modules
 from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
+from layerskip.huggingface.recurrent import (
+    RECURRENT_LAYER_TYPES,
+    RecurrentCall,
+    RecurrentLayer,
+    few_rows_one_by_one,
+)
 
 _ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
-_MLP_NAMES = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
-_SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+_RECURRENT_NAMES = ("linear_attn", "conv", "mamba", "self_attn")
+_MLP_NAMES = ("mlp", "ffn", "feed_forward", "block_sparse_moe", "shared_mlp")
+_SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", *RECURRENT_LAYER_TYPES)
 
 
 def widened(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -46,15 +53,32 @@ class _Gate:
     residual_index: int | None = None
     entrance: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Given the hidden states that come to the module, says which go in."""
+    recurrent: int | None = None
+    """Which layer's state it goes on from, of a module that keeps one."""
+    is_read: bool = False
+    """Whether later layers read the keys and values that it makes. So it runs when it is skipped, too."""
 
     def install(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        names = list(inspect.signature(forward).parameters) if self.recurrent is not None else []
+
         def gated(*args: Any, **kwargs: Any) -> Any:
             if self.entrance is not None:
                 if args:
                     args = (self.entrance(args[0]), *args[1:])
                 else:
                     kwargs["hidden_states"] = self.entrance(kwargs["hidden_states"])
-            return self._skipped(args, kwargs) if self.skip else forward(*args, **kwargs)
+            if self.skip:
+                if self.is_read:
+                    forward(*args, **kwargs)
+                return self._skipped(args, kwargs)
+            if self.recurrent is not None:
+                given = dict(zip(names, args, strict=False)) | kwargs
+                hidden = given.pop(names[0])
+                cache = next((name for name, one in given.items() if isinstance(one, SharedLengthCache)), None)
+                if cache is not None:
+                    layer = cast(RecurrentLayer, given.pop(cache).layers[self.recurrent])
+                    return layer.run(RecurrentCall(forward, cache, given), hidden)
+            return forward(*args, **kwargs)
 
         return gated
 
@@ -107,9 +131,10 @@ class ModelAdapter:
     The model is changed only inside `attached()`: each layer's and sublayer's `forward` gets an instance-level gate,
     and the exit of the context takes them off again, whatever happened inside.
 
-    Cost: two short forwards at construction, to learn what each module returns and what may be skipped.
-    Raises: UnsupportedModelError for encoder-decoders, layers whose state cannot be rolled back (state-space, linear
-    attention), shared keys and values, stacks that cannot be found, and tensor parallel models.
+    Cost: two short forwards at construction, to learn what each module returns and what may be skipped, and four of a
+    model whose layers keep a state, to see that it can be rolled back.
+    Raises: UnsupportedModelError for encoder-decoders, layers whose state cannot be rolled back, stacks that cannot be
+    found, and tensor parallel models.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,9 +142,14 @@ class ModelAdapter:
         self.placement = Placement.of(model)
         self.config = cast(Any, model.config)
         self.text_config = self.config.get_text_config(decoder=True)
-        self.windows = _layer_windows(self.config, self.text_config)
+        kinds = _LayerKinds.of(self.config, self.text_config)
+        self.windows, self.recurrent_layers, self.num_keyed = kinds.windows, kinds.recurrent, kinds.num_keyed
         self.stack_path, self.layers = _find_stack(model, len(self.windows))
-        self._gates = [_layer_gates(layer) for layer in self.layers]
+        self._gates = [
+            _layer_gates(layer, i if i in self.recurrent_layers else None, is_read=i in kinds.read)
+            for i, layer in enumerate(self.layers)
+        ]
+        self._needs_all_rows = False
         self._all_gates = [gate for gates in self._gates for gate in gates]
         self._int8 = Int8Modules(self.layers, self.head)
         self._no_skip = SkipMask.none(self.num_layers)
@@ -130,6 +160,8 @@ class ModelAdapter:
         self._keep_argument = "logits_to_keep" if "logits_to_keep" in parameters else None
         self.sublayers_skippable = self._probe()
         """Per layer: may attention and MLP be skipped apart? Where not, only the whole layer may."""
+        if self.recurrent_layers:
+            self._check_rollback()
 
     @property
     def num_layers(self) -> int:
@@ -223,7 +255,7 @@ class ModelAdapter:
             parameters.update(whole)
 
     def new_cache(self, capacity: int) -> SharedLengthCache:
-        return SharedLengthCache(self.windows, capacity)
+        return SharedLengthCache(self.windows[: self.num_keyed], capacity, self.recurrent_layers)
 
     def check_mask(self, mask: SkipMask) -> None:
         """Raises ValueError if the mask does not fit this model."""
@@ -255,7 +287,8 @@ class ModelAdapter:
         try:
             for gate in self._all_gates:
                 gate.module.forward = gate.install(gate.module.forward)
-            yield
+            with few_rows_one_by_one([gate.module for gate in self._all_gates if gate.recurrent is not None]):
+                yield
         finally:
             for gate in self._all_gates:
                 gate.module.__dict__.pop("forward", None)
@@ -291,6 +324,9 @@ class ModelAdapter:
             arguments["position_ids"] = positions.unsqueeze(0)
         if self._keep_argument is not None:
             arguments[self._keep_argument] = num_logits
+            if self._needs_all_rows and num_logits < num_tokens:
+                # Given a number, layers that share keys compute those rows alone.
+                arguments[self._keep_argument] = torch.arange(num_tokens - num_logits, num_tokens)
         if forced is not None:
             arguments["attention_mask"] = forced.attention_mask
         with over_growing_keys(self.placement.devices), self._weights_of(self._mask):
@@ -317,9 +353,11 @@ class ModelAdapter:
             found.append(output[0] if isinstance(output, tuple) else output)
 
         hooks = [self.layers[i].register_forward_hook(note) for i in layers]
+        self._needs_all_rows = self.num_keyed < self.num_layers
         try:
             yield found
         finally:
+            self._needs_all_rows = False
             for hook in hooks:
                 hook.remove()
 
@@ -345,6 +383,9 @@ class ModelAdapter:
         try:
             with self.attached():
                 self.forward(ids, cache := self.new_cache(2), num_logits=1)
+        except (AttributeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UnsupportedModelError(f"{self.config.model_type}: refuses a cache of ours: {reason}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -370,6 +411,26 @@ class ModelAdapter:
         apart = (bool(g.attention) and bool(g.mlp) for g in self._gates)
         return tuple(ok and unchanged.get(id(g.layer.module), False) for ok, g in zip(apart, self._gates, strict=True))
 
+    @torch.inference_mode()
+    def _check_rollback(self) -> None:
+        """Raises UnsupportedModelError unless a text says the same at once, and in pieces with rollbacks between."""
+        ids = torch.arange(9, device=self.device) % int(self.text_config.vocab_size)
+        with self.attached():
+            expected = self.forward(ids, self.new_cache(9), num_logits=3)
+            cache = self.new_cache(9)
+            for first, last, length in ((0, 1, 1), (5, 7, 1), (1, 3, 3), (0, 2, 3), (3, 6, 5), (5, 6, 6)):
+                self.forward(ids[first:last], cache, num_logits=1)
+                cache.rollback_to(length)
+            found = self.forward(ids[6:], cache, num_logits=3)
+        tolerance = float(torch.finfo(found.dtype).eps ** 0.5)
+        difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+        if not difference <= tolerance:
+            name = type(self.model).__name__
+            raise UnsupportedModelError(
+                f"{self.config.model_type}: after a rollback {name} goes on otherwise, by {difference:.2g} of the "
+                f"logits (rounding explains {tolerance:.2g})"
+            )
+
     def _run_stubbed(self, ids: torch.Tensor) -> None:
         """A forward that keeps the gates as they are set by hand."""
         self.model(input_ids=ids.unsqueeze(0), past_key_values=self.new_cache(2), use_cache=True)
@@ -392,26 +453,51 @@ def _record_unchanged(unchanged: dict[int, bool]) -> Callable[..., None]:
     return hook
 
 
-def _layer_windows(config: Any, text_config: Any) -> tuple[int | None, ...]:
-    """Per layer its sliding window, or None for full attention. Raises UnsupportedModelError for other layer types."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{config.model_type}: encoder-decoder models are not supported")
-    layer_types, layer_arguments = get_layer_types_and_kwargs(text_config)
-    # Transformers 5.17 leaves out the layers that use others' keys and values; 5.23 calls them 'dummy'.
-    if len(layer_types) < text_config.num_hidden_layers:
-        raise UnsupportedModelError(f"{config.model_type}: layers that share keys and values are not supported")
-    for i, layer_type in enumerate(layer_types):
-        if layer_type not in _SUPPORTED_LAYER_TYPES:
-            raise UnsupportedModelError(
-                f"{config.model_type}: layer {i} is of type {layer_type!r}, whose state cannot be rolled back after a "
-                f"rejected draft (supported: {', '.join(_SUPPORTED_LAYER_TYPES)})"
-            )
-    # Transformers 5.17 has one dictionary for all layers; whether the window is its own, the layer's type tells.
-    of_layer = [layer_arguments] * len(layer_types) if isinstance(layer_arguments, dict) else layer_arguments
-    return tuple(
-        arguments["sliding_window"] if layer_type == "sliding_attention" else None
-        for layer_type, arguments in zip(layer_types, of_layer, strict=True)
-    )
+@dataclass(frozen=True)
+class _LayerKinds:
+    """What a model's layers keep of a text."""
+
+    windows: tuple[int | None, ...]
+    """Per layer its sliding window, or None."""
+    recurrent: dict[int, int]
+    """Of the layers that keep a state in place of keys, how many parts it has."""
+    num_keyed: int
+    """The layers after the first so many read the keys and values of those in `read`."""
+    read: frozenset[int]
+
+    @classmethod
+    def of(cls, config: Any, text_config: Any) -> Self:
+        """Raises: UnsupportedModelError for other kinds."""
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(f"{config.model_type}: encoder-decoder models are not supported")
+        num_layers = text_config.num_hidden_layers
+        types, arguments = get_layer_types_and_kwargs(text_config)
+        num_keyed = num_layers - (getattr(text_config, "num_kv_shared_layers", None) or 0)
+        # Transformers 5.17 leaves out the layers that read others' keys; 5.23 calls them 'dummy', and others too.
+        types = list(types[:num_keyed])
+        for i, layer_type in enumerate(types):
+            if layer_type not in _SUPPORTED_LAYER_TYPES:
+                supported = ", ".join(_SUPPORTED_LAYER_TYPES)
+                raise UnsupportedModelError(
+                    f"{config.model_type}: layer {i} is of type {layer_type!r}, which is not known to be taken back "
+                    f"after a rejected draft (supported: {supported})"
+                )
+        # Transformers 5.17 has one dictionary for all layers; whether the window is its own, the layer's type tells.
+        of_layer = [arguments] * num_keyed if isinstance(arguments, dict) else arguments[:num_keyed]
+        kinds = list(zip(types, of_layer, strict=True))
+        windows = [kind["sliding_window"] if one == "sliding_attention" else None for one, kind in kinds]
+        recurrent = {
+            i: int(kind.get("number_of_states", 1))
+            for i, (one, kind) in enumerate(kinds)
+            if one in RECURRENT_LAYER_TYPES
+        }
+        if len(recurrent) == len(kinds):
+            raise UnsupportedModelError(f"{config.model_type}: no layer has attention, whose keys tell a text's length")
+        last = {one: i for i, one in enumerate(types)}
+        """Of each type the last that keeps keys, which those after it read."""
+        sharing = text_config.layer_types[num_keyed:num_layers] if num_keyed < num_layers else []
+        windows += [windows[last[one]] for one in sharing]
+        return cls(tuple(windows), recurrent, num_keyed, frozenset(last[one] for one in sharing))
 
 
 def _find_stack(model: nn.Module, num_layers: int) -> tuple[str, list[nn.Module]]:
@@ -433,21 +519,24 @@ def _submodule(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
     return next((layer._modules[name] for name in names if layer._modules.get(name) is not None), None)
 
 
-def _layer_gates(layer: nn.Module) -> _LayerGates:
-    attention = _submodule(layer, _ATTENTION_NAMES)
+def _layer_gates(layer: nn.Module, recurrent: int | None, *, is_read: bool) -> _LayerGates:
+    """recurrent: the layer's place, if it keeps a state; is_read: whether later layers read its keys and values."""
+    names = _ATTENTION_NAMES if recurrent is None else _RECURRENT_NAMES
+    attention = _submodule(layer, names)
     if attention is None:
         raise UnsupportedModelError(
-            f"{type(layer).__name__}: no attention module found (looked for {', '.join(_ATTENTION_NAMES)})"
+            f"{type(layer).__name__}: no attention module found (looked for {', '.join(names)})"
         )
-    mlp = _submodule(layer, _MLP_NAMES)
-    if mlp is not None:
-        mlp_gates: tuple[_Gate, ...] = (_sublayer_gate(mlp),)
+    mlps = [layer._modules[name] for name in _MLP_NAMES if layer._modules.get(name) is not None]
+    if mlps:
+        mlp_gates = tuple(_sublayer_gate(cast(nn.Module, one)) for one in mlps)
     elif (fc1 := layer._modules.get("fc1")) is not None and (fc2 := layer._modules.get("fc2")) is not None:
         # OPT has no MLP module: a skipped fc1 passes its input on, a skipped fc2 turns that into zeros.
         mlp_gates = (_Gate(fc1, "fc1"), _Gate(fc2, "fc2"))
     else:
         mlp_gates = ()
-    return _LayerGates(_Gate(layer, "layer"), (_sublayer_gate(attention),), mlp_gates)
+    attention_gate = replace(_sublayer_gate(attention), recurrent=recurrent, is_read=is_read)
+    return _LayerGates(_Gate(layer, "layer", is_read=is_read), (attention_gate,), mlp_gates)
 
 
 def _sublayer_gate(module: nn.Module) -> _Gate:

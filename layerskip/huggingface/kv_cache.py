@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from layerskip.huggingface.recurrent import RecurrentLayer
 
 
 class SharedLengthCache(Cache):  # type: ignore[misc]
@@ -21,20 +23,47 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
     hold rubbish at drafted positions until verification overwrites it.
 
     `windows` has one entry per layer: the sliding window's size, or None for full attention. Sliding layers keep the
-    full buffer too, because a rolled-back window would have lost what it slid over.
+    full buffer too, because a rolled-back window would have lost what it slid over. Layers in `recurrent` have a state
+    instead, made of as many parts as it says, see `RecurrentLayer`.
     """
 
-    def __init__(self, windows: Sequence[int | None], capacity: int) -> None:
+    def __init__(
+        self, windows: Sequence[int | None], capacity: int, recurrent: Mapping[int, int] | None = None
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: must be at least 1, got {capacity}")
         self._length = 0
+        self._recurrent = dict(recurrent or {})
         self.num_filled = 0
         """Tokens that `fill` began with; what comes right after them is the rest of a prompt."""
         self.capacity = capacity
-        super().__init__(layers=[self._new_layer(window) for window in windows])
+        super().__init__(
+            layers=[
+                RecurrentLayer(self, self._recurrent[i]) if i in self._recurrent else self._new_layer(window)
+                for i, window in enumerate(windows)
+            ]
+        )
 
     def _new_layer(self, window: int | None) -> _SharedLengthLayer:
         return _SharedLengthLayer(self, window)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Of a layer that keeps a state, whether it has one; without a place of the one that runs, where Transformers
+        5.17 goes by the last."""
+        if layer_idx is None:
+            layer_idx = next((i for i in self._recurrent if self.layers[i].is_running), max(self._recurrent))
+        known: bool = super().has_previous_state(layer_idx, state_idx)
+        return known
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether every layer keeps something of each position, and none a state of them all."""
+        return not self._recurrent
+
+    @property
+    def keyed_layers(self) -> list[_SharedLengthLayer]:
+        """Those that keep keys and values."""
+        return [layer for i, layer in enumerate(self.layers) if i not in self._recurrent]
 
     @property
     def length(self) -> int:
@@ -51,10 +80,12 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
         self._set_length(self._length + num_tokens)
 
     def rollback_to(self, length: int) -> None:
-        """Forget everything from position `length` on. No copy, no device work."""
+        """Forget everything from position `length` on. No copy, no device work, but of layers that keep a state."""
         if length > self._length:
             raise ValueError(f"length: can only roll back, from {self._length}, got {length}")
         self._set_length(length)
+        for i in self._recurrent:
+            self.layers[i].roll_back(length)
 
     def move(self, sources: Sequence[int], place: int) -> None:
         """What was written at these positions stands at `place` and after it too. Cost: a copy of them a layer."""
@@ -65,21 +96,27 @@ class SharedLengthCache(Cache):  # type: ignore[misc]
     @property
     def bytes_per_position(self) -> int:
         """Keys and values of all layers; once each has been written to."""
-        return sum(int(one[:, :, :1].nbytes) for layer in self.layers for one in (layer.keys, layer.values))
+        return sum(int(one[:, :, :1].nbytes) for layer in self.keyed_layers for one in (layer.keys, layer.values))
 
-    def rows(self, stop: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of each layer's keys and values (B, heads, stop, head_dim) at the first positions."""
-        return [(layer.keys[:, :, :stop].clone(), layer.values[:, :, :stop].clone()) for layer in self.layers]
+    @property
+    def state_bytes(self) -> int:
+        """Of the layers that keep a state; once each has been written to."""
+        return sum(self.layers[i].nbytes for i in self._recurrent)
 
-    def fill(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], stop: int) -> None:
-        """Begin with the first `stop` of these instead of computing them; `rows` gave them, of the same model."""
+    def rows(self, stop: int) -> list[tuple[torch.Tensor, ...]]:
+        """Copies of each layer's keys and values (B, heads, stop, head_dim) at the first positions, or of its state,
+        which is that of all of them."""
+        if self._recurrent and stop != self._length:
+            raise ValueError(f"stop: must be the length, {self._length}, where layers keep a state, got {stop}")
+        return [layer.rows(stop) for layer in self.layers]
+
+    def fill(self, rows: Sequence[tuple[torch.Tensor, ...]], stop: int) -> None:
+        """Begin with the first `stop` of these instead of computing them, or all; `rows` gave them, of the same model.
+        Layers that keep a state begin with all alone."""
         if self._length:
             raise ValueError(f"cache: must be empty to be filled, holds {self._length} tokens")
-        for layer, (keys, values) in zip(self.layers, rows, strict=True):
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys, values)
-            layer.keys[:, :, :stop] = keys[:, :, :stop]
-            layer.values[:, :, :stop] = values[:, :, :stop]
+        for layer, one in zip(self.layers, rows, strict=True):
+            layer.fill(one, stop)
         self._set_length(stop)
         self.num_filled = stop
 
@@ -112,6 +149,18 @@ class _SharedLengthLayer(CacheLayerMixin):  # type: ignore[misc]
             self.keys = self._buffer(key_states, key_states.shape[1])
             self.values = self._buffer(value_states, value_states.shape[1])
         self.is_initialized = True
+
+    def rows(self, stop: int) -> tuple[torch.Tensor, ...]:
+        """See `SharedLengthCache`."""
+        return self.keys[:, :, :stop].clone(), self.values[:, :, :stop].clone()
+
+    def fill(self, rows: tuple[torch.Tensor, ...], stop: int) -> None:
+        """See `SharedLengthCache`."""
+        keys, values = rows
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self.keys[:, :, :stop] = keys[:, :, :stop]
+        self.values[:, :, :stop] = values[:, :, :stop]
 
     def _buffer(self, like: torch.Tensor, num_heads: int) -> torch.Tensor:
         # Zeros, not empty: attention never reads past the length, but NaN rubbish times a zero weight would be NaN.

@@ -91,9 +91,14 @@ class StockForward:
 
     def _run(self, ids: Sequence[int], num_logits: int, cache: dict[str, Any]) -> torch.Tensor:
         adapter = self._adapter
-        keep = {"logits_to_keep": num_logits} if self._keep_argument else {}
+        arguments = {**cache, "logits_to_keep": num_logits} if self._keep_argument else cache
+        if adapter.takes_positions:
+            # Left out, Bamba takes those of a text that begins here.
+            start = cache["past_key_values"].get_seq_length() if "past_key_values" in cache else 0
+            positions = torch.arange(start, start + len(ids), device=adapter.device)
+            arguments = {**arguments, "position_ids": positions.unsqueeze(0)}
         with over_growing_keys(adapter.placement.devices):
-            out: Any = adapter.model(input_ids=torch.tensor([list(ids)], device=adapter.device), **cache, **keep)
+            out: Any = adapter.model(input_ids=torch.tensor([list(ids)], device=adapter.device), **arguments)
         logits: torch.Tensor = out.logits[0, -num_logits:].float()
         return logits
 

@@ -61,6 +61,12 @@ _OPT = {
 }
 _ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 _ROUTED |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+_DELTA = {**_GROUPED, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2}
+_DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+_DELTA |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_FEW_EXPERTS |= {"shared_expert_intermediate_size": 16}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -71,6 +77,7 @@ class Spec:
     config_class: str
     arguments: dict[str, Any]
     attention_out: str = "self_attn.o_proj"
+    """Where layers differ, several with a bar between."""
     mlp_out: str = "mlp.down_proj"
     post_norms: tuple[str, ...] = ()
     """Norms between a sublayer and the residual stream; they set how much the sublayer counts."""
@@ -169,16 +176,58 @@ SPECS: dict[str, Spec] = {
         | {"qk_nope_head_dim": 8, "v_head_dim": 12},
         mlp_out="mlp",
     ),
+    "gemma3n": Spec(
+        "Gemma3nTextConfig",
+        {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED, "num_kv_shared_layers": 2}
+        | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": VOCAB},
+        sublayers=False,
+        post_norms=_POST,
+    ),
+    "gemma4": Spec(
+        "Gemma4TextConfig",
+        {**_GROUPED, "head_dim": 8, "global_head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED}
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
+        sublayers=False,
+        post_norms=_POST,
+    ),
+    "qwen3_5": Spec("Qwen3_5TextConfig", _DELTA, "linear_attn.out_proj|self_attn.o_proj"),
+    "qwen3-next": Spec("Qwen3NextConfig", {**_DELTA, **_FEW_EXPERTS}, "linear_attn.out_proj|self_attn.o_proj", "mlp"),
+    "olmo-hybrid": Spec("OlmoHybridConfig", _DELTA, "linear_attn.o_proj|self_attn.o_proj"),
+    "lfm2": Spec(
+        "Lfm2Config",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
+        "conv.out_proj|self_attn.out_proj",
+        "feed_forward.w2",
+    ),
+    "bamba": Spec(
+        "BambaConfig",
+        {**_GROUPED, "attn_layer_indices": [1, 3], **_MAMBA},
+        "mamba.out_proj|self_attn.o_proj",
+        "feed_forward.down_proj",
+    ),
+    "granite-hybrid": Spec(
+        "GraniteMoeHybridConfig",
+        {**_GROUPED, "layer_types": ["mamba", "attention"] * 2, **_MAMBA, "shared_intermediate_size": 16}
+        | {"num_local_experts": 0},
+        "mamba.out_proj|self_attn.o_proj",
+        "shared_mlp.output_linear",
+    ),
 }
 NAMES = tuple(SPECS)
 WITH_MTP = ("glm4-moe", "deepseek-v3")
 """Have multi-token-prediction layers in their checkpoints."""
 FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
+SHARING = ("gemma3n", "gemma4")
+"""The last two layers read the keys and values of the first two."""
+RECURRENT = ("qwen3_5", "qwen3-next", "olmo-hybrid", "lfm2", "bamba", "granite-hybrid")
+"""Every other layer keeps a state in place of keys and values."""
 NOT_RECORDED = ("opt", "opt-post-norm", "falcon-old", "falcon-new", "falcon-alibi", "bloom", "mpt")
 """Ask for the text's length in the middle of a forward, or cannot be told positions."""
-RECORDED = tuple(name for name in NAMES if name not in NOT_RECORDED)
-FEW = ("llama", "gemma3", "gpt2", "falcon-new")
-"""Rotary, two kinds of windows, learned positions, sublayers side by side: enough where identity is shown of all."""
+RECORDED = tuple(name for name in NAMES if name not in NOT_RECORDED + RECURRENT + SHARING)
+FEW = ("llama", "gemma3", "gpt2", "falcon-new", "qwen3_5")
+"""Rotary, two kinds of windows, learned positions, sublayers side by side, layers that keep a state: enough where
+identity is shown of all."""
 _SUFFIX = " fused"
 _GRAPH_SUFFIX = " graph"
 RUNS = NAMES + tuple(name + _SUFFIX for name in FUSED)
@@ -187,8 +236,8 @@ GRAPH_RUNS = tuple(name + _GRAPH_SUFFIX for name in ("llama", "mistral-sliding",
 """Architectures on the eager engine, and once more those that the fused one serves. Every function here takes both."""
 
 
-WITHOUT_TREES = ("bloom", "mpt", "falcon-alibi")
-"""Their positions follow from the order of keys."""
+WITHOUT_TREES = ("bloom", "mpt", "falcon-alibi", *RECURRENT)
+"""Their positions follow from the order of keys, or their states from that of tokens."""
 
 
 def architecture(run: str) -> str:
@@ -208,6 +257,12 @@ def build(name: str, *, seed: int | None = None, **overrides: Any) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def written_by(layer: nn.Module, paths: str) -> nn.Module:
+    """Of `Spec.attention_out` or `mlp_out` this layer's."""
+    names = dict(layer.named_modules())
+    return next(names[path] for path in paths.split("|") if path in names)
 
 
 def model_of(name: str) -> Any:
@@ -376,7 +431,7 @@ def _greedy_reference(name: str, prompt: tuple[int, ...], num_tokens: int) -> tu
 def stack_of(model: nn.Module) -> nn.ModuleList:
     """The decoder layers, found without the adapter: the only list of that many modules."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_LAYERS]
-    return next(m for m in lists if any("att" in child for child, _ in m[0].named_children()))
+    return next(m for m in lists if any("att" in child for layer in m for child, _ in layer.named_children()))
 
 
 def zeroed_copy(name: str, mask: SkipMask) -> Any:
@@ -385,7 +440,7 @@ def zeroed_copy(name: str, mask: SkipMask) -> Any:
     with torch.no_grad():
         for i, layer in enumerate(stack_of(model)):
             for flag, out in ((mask.attention[i], spec.attention_out), (mask.mlp[i], spec.mlp_out)):
-                for parameter in layer.get_submodule(out).parameters() if flag else ():
+                for parameter in written_by(layer, out).parameters() if flag else ():
                     parameter.zero_()
     return model
 
@@ -397,6 +452,27 @@ def shortened_copy(name: str, mask: SkipMask) -> Any:
     for i in reversed(mask.skipped_layers):
         del stack[i]
     model.config.num_hidden_layers = len(stack)
+    return model
+
+
+class _Bypass(nn.Module):
+    """A layer that adds nothing, and leaves for others what it would."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.layer(hidden, *args, **kwargs)
+        return hidden
+
+
+def bypassed_copy(name: str, mask: SkipMask) -> Any:
+    """The model with the wholly skipped layers computed and not listened to, where later layers read their keys."""
+    model = copy.deepcopy(model_of(name))
+    stack = stack_of(model)
+    for i in mask.skipped_layers:
+        stack[i] = _Bypass(stack[i])
     return model
 
 
@@ -452,7 +528,7 @@ def _randomise(model: nn.Module, spec: Spec, generator: torch.Generator) -> None
         for i, layer in enumerate(stack_of(model)):
             share = spec.scale * (0.8 if i == 0 else 0.35)
             for out in (spec.attention_out, spec.mlp_out):
-                for parameter in layer.get_submodule(out).parameters():
+                for parameter in written_by(layer, out).parameters():
                     parameter.mul_(share)
             for norm in spec.post_norms:
                 weight = layer.get_submodule(norm).weight

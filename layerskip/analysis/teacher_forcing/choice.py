@@ -47,6 +47,8 @@ def _by_masks(model: LayerSkipModel, texts: Sequence[ForcedText], sampling: Samp
             return forcing
         LOG.warning("layer-by-layer teacher forcing does not match live drafting; using the model's own modules")
     try:
+        if model.adapter.recurrent_layers:
+            raise ValueError("layers keep a state in their place")
         forcing = WholeModelForcing(model.adapter, texts, sampling, keys="target")
         if matches_live(forcing, engine, model.num_layers):
             return forcing

@@ -33,14 +33,20 @@ class WholeModelForcing(TeacherForcing):
             for i, text in enumerate(texts):
                 cache = adapter.new_cache(len(text.ids))
                 ids = torch.tensor(text.ids, device=adapter.device)
-                logits = adapter.forward(ids, cache, num_logits=len(text.continuation_ids) + 1)
+                count = len(text.continuation_ids)
+                if cache.keeps_rows:
+                    logits = adapter.forward(ids, cache, num_logits=count + 1)
+                else:  # a state can only be taken back to where a forward began
+                    first = adapter.forward(ids[:-count], cache, num_logits=1)
+                    logits = torch.cat([first, adapter.forward(ids[-count:], cache, num_logits=count)])
                 self._note_target(i, logits)
                 self._caches.append(cache)
 
     @property
     def nbytes(self) -> int:
         """See `TeacherForcing`."""
-        keys: int = sum(layer.keys.nbytes + layer.values.nbytes for cache in self._caches for layer in cache.layers)
+        layers = [layer for cache in self._caches for layer in cache.keyed_layers]
+        keys: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         return keys + self._noise_bytes
 
     def logits(self, mask: SkipMask, rows: Sequence[RowGeometry]) -> Iterator[torch.Tensor]:
@@ -69,12 +75,12 @@ class WholeModelForcing(TeacherForcing):
         """The target's keys and values for the prompt, the draft's own after it, which are put back at the end."""
         cache, ids = self._caches[i], self._continuations[i]
         start = len(self.texts[i].prompt_ids)
-        saved = [(layer.keys[:, :, start:].clone(), layer.values[:, :, start:].clone()) for layer in cache.layers]
+        saved = [(one.keys[:, :, start:].clone(), one.values[:, :, start:].clone()) for one in cache.keyed_layers]
         cache.rollback_to(start)
         try:
             return self._adapter.forward(ids, cache, mask, num_logits=len(ids))
         finally:
-            for layer, (keys, values) in zip(cache.layers, saved, strict=True):
+            for layer, (keys, values) in zip(cache.keyed_layers, saved, strict=True):
                 layer.keys[:, :, start:], layer.values[:, :, start:] = keys, values
 
     def _substituted(self, i: int, mask: SkipMask, rows: RowGeometry) -> torch.Tensor:

@@ -29,6 +29,14 @@ WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
 _EPS = 1e-6
 
 
+def check_states(model: Any) -> None:
+    """Raises: ValueError for a model whose layers give more than one state a token."""
+    num_states = getattr(model.config.get_text_config(decoder=True), "altup_num_inputs", 1)
+    if num_states > 1:
+        kind = model.config.model_type
+        raise ValueError(f"draft_weights: eagle goes on from one state a token, layers of {kind} give {num_states}")
+
+
 @dataclass(frozen=True)
 class EagleShape:
     """Sizes, most of them the target's."""
@@ -49,14 +57,16 @@ class EagleShape:
 
     @classmethod
     def of(cls, model: Any, aux_layers: Sequence[int] = (), num_draft_ids: int | None = None) -> EagleShape:
-        """A layer as wide as this model's own."""
+        """A layer as wide as this model's own. Raises: ValueError for a model with other states."""
+        check_states(model)
         text = model.config.get_text_config(decoder=True)
         hidden, num_heads = text.hidden_size, text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or hidden // num_heads
+        wide = getattr(text, "intermediate_size", None) or 4 * hidden  # a list where layers differ
         return cls(
             hidden_size=hidden,
             embedding_size=model.get_input_embeddings().weight.shape[1],
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
+            intermediate_size=max(wide) if isinstance(wide, list) else wide,
             num_attention_heads=num_heads,
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,

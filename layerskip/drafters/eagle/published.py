@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip.config.hub import WEIGHTS_FILES
-from layerskip.drafters.eagle.head import check_aux_layers
+from layerskip.drafters.eagle.head import check_aux_layers, check_states
 from layerskip.drafters.eagle.lean import LeanHead
 from layerskip.engines.lean_layers import Layer, LayerMaker, Norm
 from layerskip.engines.linear import fused
@@ -158,6 +158,7 @@ def load_published(folder: Path, config: dict[str, Any], fingerprint: str, model
     Raises: ValueError naming the rule for weights of a model of another size, and for tensors that are missing, too
     many or of another shape.
     """
+    check_states(model)
     text = model.config.get_text_config(decoder=True)
     like = model.get_input_embeddings().weight
     vocab_size = int(model.get_output_embeddings().weight.shape[0])

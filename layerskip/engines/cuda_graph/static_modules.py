@@ -31,6 +31,10 @@ class ModuleExecutor:
         name = type(adapter.model).__name__
         if not adapter.takes_positions:
             raise UnsupportedModelError(f"engine cuda_graph: {name} cannot be told its tokens' positions")
+        if adapter.recurrent_layers or adapter.num_keyed < adapter.num_layers:
+            raise UnsupportedModelError(
+                f"engine cuda_graph: {name} has layers that keep a state, or read others' keys, which is not recorded"
+            )
         self._mixed = len(set(adapter.windows)) > 1
         with torch.inference_mode():
             try:

@@ -23,7 +23,7 @@ from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 
-OWN_KEYS = {"bloom", "mpt", "falcon-alibi"}
+OWN_KEYS = {"bloom", "mpt", "falcon-alibi", *zoo.RECURRENT}
 """Positions enter through the distance between keys, which substituted keys do not have."""
 
 
