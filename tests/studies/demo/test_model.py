@@ -93,8 +93,12 @@ def test_no_module_is_in_two_parts(library: Path) -> None:
     assert len(set.union(*parts)) == 12
 
 
-def test_forward_without_skips_is_the_models_own() -> None:
-    model = tiny_run().model.eval()
+@pytest.mark.parametrize("linear_attention", [False, True])
+def test_forward_without_skips_is_the_models_own(*, linear_attention: bool) -> None:
+    settings = tiny_settings()
+    settings = dataclasses.replace(settings, size=dataclasses.replace(settings.size, linear_attention=linear_attention))
+    model = tiny_run(settings).model.eval()
+    assert hasattr(model.model.layers[0], "linear_attn") == linear_attention
     ids = torch.arange(2, 22).reshape(2, 10)
     hidden, at_exit = run_layers(model, ids, evaluate.no_skip(model), exit_layer=2)
     with torch.inference_mode():
