@@ -23,7 +23,7 @@ from layerskip.huggingface.recurrent import (
     RECURRENT_LAYER_TYPES,
     RecurrentCall,
     RecurrentLayer,
-    few_rows_one_by_one,
+    in_short_chunks,
 )
 
 _ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
@@ -287,7 +287,7 @@ class ModelAdapter:
         try:
             for gate in self._all_gates:
                 gate.module.forward = gate.install(gate.module.forward)
-            with few_rows_one_by_one([gate.module for gate in self._all_gates if gate.recurrent is not None]):
+            with in_short_chunks([gate.module for gate in self._all_gates if gate.recurrent is not None]):
                 yield
         finally:
             for gate in self._all_gates:

@@ -13,16 +13,15 @@ import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
+from layerskip.config.validated import MAX_GAMMA
+
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv")
-_LOGGED = 128
+_LOGGED = 2 * MAX_GAMMA
 """Rows that can be taken back at least; more than any round has."""
-_FEW = 16
-"""Rows up to which a rule is applied one after the other."""
-_RULES = {
-    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
-}
-"""The names of a rule in Transformers' modules: over chunks of 64 rows, and row by row."""
+_CHUNK = 64
+"""Rows that Transformers' rules take together, filled up with zeros."""
+_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+"""Their names."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,10 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Position of the first of them."""
         self._call: RecurrentCall | None = None
         """The latest."""
-        self.is_running = False
-        """Whether its module is at work."""
         self._several = False
         """Whether that was over several rows: where those end, one may want to come back."""
+        self.is_running = False
+        """Whether its module is at work."""
 
     @property
     def is_initialized(self) -> bool:
@@ -193,25 +192,29 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 @contextmanager
-def few_rows_one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, these compute their rule row by row for a few rows, as for one row, where Transformers fills them up to
-    64: so a verification costs less, and says of a token what a plain step says.
+def in_short_chunks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, what these compute over a few rows is not filled up to 64, whose cost a verification would have.
 
     The functions of a module's source file are exchanged, so other models of its kind do the same meanwhile.
     """
     files = {sys.modules[type(one).__module__] for one in modules}
-    before = {(file, name): vars(file)[name] for file in files for name in _RULES if name in vars(file)}
+    found = {(file, name): vars(file)[name] for file in files for name in _RULES if name in vars(file)}
+    # Within another model's session of that kind there is nothing to do.
+    before = {place: rule for place, rule in found.items() if not isinstance(rule, _InShortChunks)}
     try:
-        for (file, name), chunked in before.items():
-            setattr(file, name, _by_number_of_rows(chunked, vars(file)[_RULES[name]]))
+        for (file, name), rule in before.items():
+            setattr(file, name, _InShortChunks(rule))
         yield
     finally:
-        for (file, name), chunked in before.items():
-            setattr(file, name, chunked)
+        for (file, name), rule in before.items():
+            setattr(file, name, rule)
 
 
-def _by_number_of_rows(chunked: Callable[..., Any], one_by_one: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (one_by_one if query.shape[1] <= _FEW else chunked)(query, *args, **kwargs)
+@dataclass(frozen=True)
+class _InShortChunks:
+    rule: Callable[..., Any]
 
-    return rule
+    def __call__(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if query.shape[1] < _CHUNK:
+            kwargs["chunk_size"] = query.shape[1]
+        return self.rule(query, *args, **kwargs)

@@ -13,7 +13,7 @@ from layerskip import DecodeConfig, LayerSkipModel, PrefixCache, SkipMask
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.huggingface.recurrent import RecurrentLayer, few_rows_one_by_one
+from layerskip.huggingface.recurrent import RecurrentLayer, in_short_chunks
 from tests.layerskip import zoo
 
 NONE, ROUNDED = SkipMask.none(zoo.NUM_LAYERS), SkipMask.parse(f"{zoo.NUM_LAYERS}:int8")
@@ -122,27 +122,27 @@ def test_a_forward_that_does_not_come_to_its_end_is_taken_back() -> None:
     torch.testing.assert_close(found, fresh_logits(model, ids), **CLOSE)
 
 
-def test_a_few_rows_are_computed_as_one_row_is() -> None:
+def test_a_few_rows_are_not_filled_up() -> None:
     layer = zoo.stack_of(zoo.model_of("qwen3_5"))[0].linear_attn
     file = transformers.models.qwen3_5.modeling_qwen3_5
     before = dict(vars(file))
-    calls: list[int] = []
+    calls: list[tuple[int, int]] = []
 
     def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(query.shape[1])
+        calls.append((query.shape[1], kwargs.get("chunk_size", 64)))
         return before["torch_chunk_gated_delta_rule"](query, *args, **kwargs)
 
-    hidden = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, 70, 32, generator=torch.Generator().manual_seed(0))
     file.torch_chunk_gated_delta_rule = counted
     try:
         with torch.inference_mode():
-            expected = [layer(hidden[:, :count]) for count in (5, 40)]
-            with few_rows_one_by_one([layer]):
-                found = [layer(hidden[:, :count]) for count in (5, 40)]
+            expected = [layer(hidden[:, :count]) for count in (5, 70)]
+            with in_short_chunks([layer]), in_short_chunks([layer]):
+                found = [layer(hidden[:, :count]) for count in (5, 70)]
         assert file.torch_chunk_gated_delta_rule is counted
     finally:
         file.torch_chunk_gated_delta_rule = before["torch_chunk_gated_delta_rule"]
-    assert calls == [5, 40, 40]
+    assert calls == [(5, 64), (70, 64), (5, 5), (70, 64)]
     assert vars(file) == before
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
