@@ -252,8 +252,11 @@ def build(name: str, *, seed: int | None = None, **overrides: Any) -> Any:
     """A fresh model; weights depend on the seed alone."""
     spec = spec_of(name)
     config = getattr(transformers, spec.config_class)(**{**spec.arguments, **overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    _randomise(model, spec, torch.Generator().manual_seed(spec.seed if seed is None else seed))
+    seed = spec.seed if seed is None else seed
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # some parameters keep the mean that Transformers drew
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    _randomise(model, spec, torch.Generator().manual_seed(seed))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

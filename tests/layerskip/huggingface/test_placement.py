@@ -68,7 +68,7 @@ def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, devic
 
 
 @pytest.mark.slow
-@zoo.each(("gemma3", "bloom", "opt", "gpt2", "mixtral"))
+@zoo.each(("gemma3", "bloom", "opt", "gpt2", "mixtral", "gemma4", "qwen3_5", "lfm2", "granite-hybrid"))
 def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     """Models that add residuals inside, keep positions in buffers, or answer with tuples."""
     model = zoo.build(name)
