@@ -115,6 +115,8 @@ def draft_config(config: Any, kept: Sequence[int]) -> Any:
     for name, value in data.items():
         if isinstance(value, list) and len(value) == num_layers and "layer" in name and name != "mlp_only_layers":
             data[name] = [value[i] for i in kept]
+    if data.get("attn_layer_indices") is not None:  # Bamba's
+        data["attn_layer_indices"] = [new for new, old in enumerate(kept) if old in data["attn_layer_indices"]]
     for name in ("max_window_layers", "first_k_dense_replace"):  # so many layers from the first on are of one kind
         if isinstance(data.get(name), int):
             data[name] = sum(i < data[name] for i in kept)
@@ -139,6 +141,8 @@ def _cut(model: LayerSkipModel, kept: Sequence[int]) -> Any:
         raise UnsupportedModelError("model: quantised weights cannot be cut, export from the unquantised model")
     if not model.placement.is_whole:
         raise UnsupportedModelError(f"model: must be whole on one device to be cut, this one is on {model.placement}")
+    if model.adapter.num_keyed < model.num_layers:
+        raise UnsupportedModelError(f"{whole.config.model_type}: layers that read others' keys cannot be cut")
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
         draft = type(whole)(draft_config(whole.config, kept))
     draft.requires_grad_(requires_grad=False)  # weights that were made in inference mode can have no other
