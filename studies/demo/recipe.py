@@ -86,6 +86,8 @@ def run_layers(
     """
     hidden = model.model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    if hasattr(model.config, "linear_num_key_heads"):
+        positions = positions.expand(3, 1, -1)  # Qwen3.5's are of three axes, and text's the same on each
     rotary = model.model.rotary_emb(hidden, positions)
     at_exit = None
     for index, (layer, (skip_attention, skip_mlp)) in enumerate(zip(model.model.layers, skip, strict=True)):
