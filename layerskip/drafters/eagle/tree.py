@@ -80,8 +80,6 @@ class TreeNodes:
 
     def behind(self) -> Floats:
         """(N,): the score of the token that each goes on from, 0 where that is a root."""
-        if not len(self):
-            return np.zeros(0)
         return np.where(self.parents < 0, 0.0, self.scores[self.parents])
 
     def ranks_at_any_least(self, first: int) -> Ints:
