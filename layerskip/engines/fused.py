@@ -21,7 +21,9 @@ from torch import nn
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
-from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp, NativeRun
+from layerskip.engines.native.delta_rule import NativeDeltaRule, NativeState
+from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
+from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
@@ -34,6 +36,8 @@ from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_COMPILED_CLASSES = ("Qwen3_5ForCausalLM",)
+"""Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
 
 class FusedEngine(StatesEngine):
@@ -52,23 +56,28 @@ class FusedEngine(StatesEngine):
         """compiled: sublayers compiled for this CPU, where that can be, in place of torch's operations."""
         super().__init__(adapter)
         model: Any = adapter.model
-        _check_supported(model, adapter)
         self.refusal = NativeLayers.refusal(adapter.device, adapter.dtype) if compiled else ""
         """Why they are not compiled, if that was asked for; None where they are."""
+        _check_supported(model, adapter, self.refusal)
         if self.refusal is None:
             self.maker: LayerMaker = NativeLayers()
         else:
             self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(model, adapter))
         self.rotary = model.model.rotary_emb
+        self._num_rotated = 2 * len(self.rotary.inv_freq)
+        """Numbers of a head."""
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         self._int8_layers: list[tuple[Attention, Mlp]] = []
         self._heads: dict[tuple[int | None, bool], Linear] = {}
         """By `draft_vocab` and whether of 8 bits."""
         self._make_layers()
+        self._head_dim = next(one.head_dim for one, _ in self.layers if isinstance(one, Attention))
         self.norm = Norm(model.model.norm)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
-        """Of the running session."""
+        self._held: list[Any] = []
+        """Of every layer keys and values (1, 2 * key heads, positions, head_dim), or a `NativeState`; as the former of
+        the running session."""
         self._cos = self._sin = torch.empty(0)
 
     @property
@@ -77,7 +86,8 @@ class FusedEngine(StatesEngine):
 
     @cached_property
     def batch_invariant(self) -> bool:
-        return all(isinstance(one, NativeAttention) and isinstance(two, NativeMlp) for one, two in self.layers)
+        mixers = (NativeAttention, NativeDeltaRule)
+        return all(isinstance(one, mixers) and isinstance(two, NativeMlp) for one, two in self.layers)
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
@@ -86,7 +96,7 @@ class FusedEngine(StatesEngine):
 
     @contextmanager
     def session_over(self, cache: SharedLengthCache) -> Iterator[None]:
-        """A session on a cache of the caller's; buffers that it has already stay."""
+        """A session on a cache of the caller's, which may hold a text already; buffers that it has stay."""
         if self._cache is not None:
             raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
         self._cache, self._runs = cache, {}
@@ -169,8 +179,12 @@ class FusedEngine(StatesEngine):
             self._make_layers()
 
     def _made(self, maker: LayerMaker) -> list[tuple[Attention, Mlp]]:
-        pairs = zip(self._adapter.layers, self._adapter.windows, strict=True)
-        return [(maker.attention(layer, window), maker.mlp(layer)) for layer, window in pairs]
+        adapter, made = self._adapter, []
+        for i, (layer, window) in enumerate(zip(adapter.layers, adapter.windows, strict=True)):
+            recurrent = i in adapter.recurrent_layers
+            mixer = maker.recurrent(layer) if recurrent else maker.attention(layer, window, self._num_rotated)
+            made.append((mixer, maker.mlp(layer)))
+        return made
 
     def _head_of(self, mask: SkipMask) -> Linear:
         key = (mask.draft_vocab, mask.int8)
@@ -222,20 +236,20 @@ class FusedEngine(StatesEngine):
 
     def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
         """These layers under the mask; keys and values of the new positions go into the cache."""
-        buffers, parts = self.cache.layers, self.layers_of(mask)
+        parts = self.layers_of(mask)
         if self.batch_invariant:
             if (run := self._runs.get((mask, layers))) is None:
                 run = self._runs[mask, layers] = NativeRun(
                     [(None if mask.attention[i] else parts[i][0], None if mask.mlp[i] else parts[i][1]) for i in layers]
                 )
             looks = [step.look(one, x) for one in run.looking]
-            return run(x, (step.cos, step.sin), [buffers[i].states for i in layers], step.start, looks)
+            return run(x, (step.cos, step.sin), [self._held[i] for i in layers], step.start, looks)
         with over_growing_keys(self._adapter.placement.devices):
             for i in layers:
                 attention, mlp = parts[i]
                 if not mask.attention[i]:
                     look = step.look(attention, x)
-                    x = attention.add_to(x, x, (step.cos, step.sin), buffers[i].states, step.start, look)
+                    x = attention.add_to(x, x, (step.cos, step.sin), self._held[i], step.start, look)
                 if not mask.mlp[i]:
                     x = mlp.add_to(x)
         return x
@@ -244,13 +258,20 @@ class FusedEngine(StatesEngine):
         """Cosines and signed sines for positions 0..capacity-1, shape (capacity, 1, head_dim); kept between runs."""
         if self._cos.shape[0] >= capacity:
             return
-        self._cos, self._sin = rotary_table(self.rotary, self.embedding[:1], capacity)
+        self._cos, self._sin = rotary_table(self.rotary, self.embedding[:1], capacity, self._head_dim)
 
     def _allocate(self) -> None:
-        for (attention, _), layer in zip(self.layers, self.cache.layers, strict=True):
+        layers, self._held = self.cache.layers, []
+        for i, ((attention, _), layer) in enumerate(zip(self.layers, layers, strict=True)):
+            if isinstance(attention, NativeDeltaRule):
+                if not isinstance(layer, NativeState):
+                    layers[i] = NativeState(attention, self.embedding.dtype)
+                self._held.append(layers[i])
+                continue
             if not layer.is_initialized:
                 like = self.embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
                 layer.lazy_initialization(like, like)
+            self._held.append(layer.states)
 
 
 class _Step:
@@ -296,11 +317,19 @@ def _weight_bytes(model: Any, adapter: ModelAdapter) -> int:
     return sum(module.weight.nbytes for module in (*_linear_modules(adapter), model.lm_head))
 
 
-def _check_supported(model: Any, adapter: ModelAdapter) -> None:
+def _check_supported(model: Any, adapter: ModelAdapter, refusal: str | None) -> None:
+    """refusal: why sublayers are not compiled for this CPU, None if they are."""
     adapter.placement.check_whole("fused")
     name = type(model).__name__
-    if name not in _MODEL_CLASSES:
-        raise UnsupportedModelError(f"engine fused: supports {', '.join(_MODEL_CLASSES)}, got {name}")
+    if name not in (*_MODEL_CLASSES, *_COMPILED_CLASSES):
+        supported = ", ".join((*_MODEL_CLASSES, *_COMPILED_CLASSES))
+        raise UnsupportedModelError(f"engine fused: supports {supported}, got {name}")
+    if name in _COMPILED_CLASSES:
+        layers = [adapter.layers[i] for i in adapter.recurrent_layers]
+        whys = [refusal, *(NativeDeltaRule.refusal(one) for one in layers)]
+        if (why := next((one for one in whys if one is not None), None)) is not None:
+            detail = f": {why}" if why else ""
+            raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
     rope_type = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope_type not in ("default", "linear", "llama3", "yarn"):
         raise UnsupportedModelError(f"engine fused: positions of rope type {rope_type!r} change with the text's length")

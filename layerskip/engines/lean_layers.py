@@ -15,6 +15,9 @@ from transformers.activations import SiLUActivation
 from layerskip.engines.linear import Linear, fused
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
+_AROUND_ONE = ("Qwen3_5RMSNorm",)
+"""Norms whose weights say by how much they differ from one."""
+
 
 class Norm:
     """Root-mean-square norm over the last axis, in float32.
@@ -23,9 +26,12 @@ class Norm:
     x / sqrt(mean(x^2) + eps) = x * sqrt(n) / hypot(|x|, sqrt(n * eps)).
     """
 
-    def __init__(self, module: Any) -> None:
-        self.weight: torch.Tensor = module.weight.detach()
-        self.eps: float = module.variance_epsilon
+    def __init__(self, module: Any, order: torch.Tensor | None = None) -> None:
+        """order: in which the numbers come, if not in their own."""
+        self.weight: torch.Tensor = module.weight.detach() if order is None else module.weight.detach()[order]
+        if type(module).__name__ in _AROUND_ONE:
+            self.weight = self.weight.float() + 1.0
+        self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         width = self.weight.shape[0]
         self._short = self.weight.device.type == "cpu"
         self._scaled_weight = self.weight.float() * width**0.5
@@ -56,6 +62,8 @@ class Attention:
     head_dim: int
     scaling: float
     window: int | None
+    is_gated: bool = False
+    """Whether `qkv` also gives, last, a gate for each number that `out` takes. Compiled for a CPU alone."""
 
     @property
     def group(self) -> int:
@@ -162,14 +170,30 @@ class Layer:
         return (x, x) if self.num_read is None else (x[:, : self.num_read], x[:, self.num_read :])
 
 
-def rotary_table(rotary: Any, like: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines for positions 0..num_positions-1, each (num_positions, 1, head_dim)."""
+def rotary_table(
+    rotary: Any, like: torch.Tensor, num_positions: int, head_dim: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines for positions 0..num_positions-1, each (num_positions, 1, head_dim).
+
+    head_dim: where fewer numbers of a head are rotated; the others stand as `rotated_halves` has them, and stay.
+    """
     positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
     cos, sin = rotary(like, positions)
     half = cos.shape[-1] // 2
     # rotate_half negates the first half after the swap; the sign lives in the table instead.
-    signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
-    return cos[0].unsqueeze(1), signed.unsqueeze(1)
+    parts = [(cos[0, :, :half], -sin[0, :, :half]), (cos[0, :, half:], sin[0, :, half:])]
+    if head_dim is not None:
+        pad = (0, head_dim // 2 - half)
+        parts = [(F.pad(one, pad, value=1.0), F.pad(other, pad)) for one, other in parts]
+    cosines, sines = (torch.cat(list(both), dim=-1) for both in zip(*parts, strict=True))
+    return cosines.unsqueeze(1), sines.unsqueeze(1)
+
+
+def rotated_halves(head_dim: int, num_rotated: int) -> torch.Tensor:
+    """The order of a head's numbers in which half a head lies between those that are rotated with each other."""
+    halves = torch.arange(num_rotated).view(2, -1)
+    still = torch.arange(num_rotated, head_dim).view(2, -1)
+    return torch.cat([halves, still], dim=1).flatten()
 
 
 class LayerMaker(ABC):
@@ -188,24 +212,50 @@ class LayerMaker(ABC):
     def in_8_bits(self) -> LayerMaker:
         """The same with weights rounded to 8 bits."""
 
-    def attention(self, layer: Any, window: int | None) -> Attention:
-        """The attention of a decoder layer; window: of its sliding attention, if it slides."""
+    def recurrent(self, layer: Any) -> Any:
+        """What a decoder layer that keeps a state has in attention's place. Compiled for a CPU alone."""
+        raise NotImplementedError(type(layer).__name__)
+
+    def attention(self, layer: Any, window: int | None, num_rotated: int | None = None) -> Attention:
+        """The attention of a decoder layer; window: of its sliding attention, if it slides; num_rotated: of the numbers
+        of a head, the first so many, None: all."""
         attention = layer.self_attn
         head_dim: int = attention.head_dim
         query_norm = getattr(attention, "q_norm", None)
         key_norm = getattr(attention, "k_norm", None)
+        is_gated = attention.q_proj.out_features == 2 * attention.o_proj.in_features
+        order = None if num_rotated in (None, head_dim) else rotated_halves(head_dim, num_rotated)
         return Attention(
             norm=Norm(layer.input_layernorm),
-            num_queries=attention.q_proj.out_features // head_dim,
+            num_queries=attention.o_proj.in_features // head_dim,
             num_keys=attention.k_proj.out_features // head_dim,
-            qkv=fused(self.linear, attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self._qkv(attention, order, is_gated=is_gated),
             out=fused(self.linear, attention.o_proj),
-            query_norm=Norm(query_norm) if query_norm is not None else None,
-            key_norm=Norm(key_norm) if key_norm is not None else None,
+            query_norm=Norm(query_norm, order) if query_norm is not None else None,
+            key_norm=Norm(key_norm, order) if key_norm is not None else None,
             head_dim=head_dim,
             scaling=attention.scaling,
             window=window,
+            is_gated=is_gated,
         )
+
+    def _qkv(self, attention: Any, order: torch.Tensor | None, *, is_gated: bool) -> Linear:
+        """One product for queries, keys, values and gates; order: of the numbers of a head of queries and keys."""
+        modules = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if order is None and not is_gated:
+            return fused(self.linear, *modules)
+
+        def outputs(name: str) -> list[torch.Tensor]:
+            queries, keys, values = (getattr(one, name).detach() for one in modules)
+            head, gates = (attention.head_dim, *keys.shape[1:]), []
+            if is_gated:
+                queries, gate = queries.view(-1, 2, *head).unbind(1)
+                gates.append(gate.flatten(0, 1))
+            if order is not None:
+                queries, keys = queries.reshape(-1, *head)[:, order], keys.view(-1, *head)[:, order]
+            return [queries.reshape(-1, *head[1:]), keys.reshape(-1, *head[1:]), values, *gates]
+
+        return self.linear(outputs("weight"), None if modules[0].bias is None else torch.cat(outputs("bias")))
 
     def mlp(self, layer: Any) -> Mlp:
         """The MLP of a decoder layer."""

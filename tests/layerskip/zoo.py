@@ -23,6 +23,7 @@ from layerskip import LayerSkipModel, Provenance, SkipMask
 from layerskip.config.decode_config import DraftWeights
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.drafters.eagle.published import Eagle3Layers, Eagle3Shape
+from layerskip.engines.native.library import load_kernels
 from layerskip.training.data import Sequences, Text
 from layerskip.training.eagle import TrainOptions, train_eagle
 from studies.mtp.checkpoint import layer_loss, new_layer, save_layer
@@ -217,7 +218,9 @@ SPECS: dict[str, Spec] = {
 NAMES = tuple(SPECS)
 WITH_MTP = ("glm4-moe", "deepseek-v3")
 """Have multi-token-prediction layers in their checkpoints."""
-FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
+COMPILED = () if isinstance(load_kernels(), str) else ("qwen3_5",)
+"""Served by the fused engine where there are kernels for this CPU, alone."""
+FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding", *COMPILED)
 SHARING = ("gemma3n", "gemma4")
 """The last two layers read the keys and values of the first two."""
 RECURRENT = ("qwen3_5", "qwen3-next", "olmo-hybrid", "lfm2", "bamba", "granite-hybrid")

@@ -10,11 +10,13 @@ import torch
 from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.by_weights import WeightsForcing
 from layerskip.analysis.teacher_forcing.layerwise import LayerwiseForcing
+from layerskip.analysis.teacher_forcing.own_keys import OwnKeysForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText
 from layerskip.analysis.teacher_forcing.whole_model import WholeModelForcing
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
@@ -41,22 +43,24 @@ def make_teacher_forcing(
 def _by_masks(model: LayerSkipModel, texts: Sequence[ForcedText], sampling: SamplingParams | None) -> TeacherForcing:
     engine = model.engine
     lean = engine.lean if isinstance(engine, CudaGraphEngine) else engine
+    eager = EagerEngine(model.adapter)
+    if model.adapter.recurrent_layers:
+        LOG.info("layers keep a state, for which the target's cannot be substituted: predictions use the draft's own")
+        return OwnKeysForcing(lean if isinstance(lean, FusedEngine) else eager, texts, sampling)
     if isinstance(lean, FusedEngine):
         forcing: TeacherForcing = LayerwiseForcing(lean, texts, sampling)
         if matches_live(forcing, engine, model.num_layers):
             return forcing
         LOG.warning("layer-by-layer teacher forcing does not match live drafting; using the model's own modules")
     try:
-        if model.adapter.recurrent_layers:
-            raise ValueError("layers keep a state in their place")
-        forcing = WholeModelForcing(model.adapter, texts, sampling, keys="target")
+        forcing = WholeModelForcing(model.adapter, texts, sampling)
         if matches_live(forcing, engine, model.num_layers):
             return forcing
         reason = "the draft's logits differ from a live step's"
     except Exception as error:  # noqa: BLE001 (an architecture may refuse a mask of ours in any way it likes)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     LOG.info("the target's keys cannot be substituted (%s): predictions use the draft's own", reason)
-    return WholeModelForcing(model.adapter, texts, sampling, keys="own")
+    return OwnKeysForcing(eager, texts, sampling)
 
 
 @torch.inference_mode()

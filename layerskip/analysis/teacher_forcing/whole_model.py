@@ -16,29 +16,25 @@ from layerskip.rounds.sampling import SamplingParams
 
 
 class WholeModelForcing(TeacherForcing):
-    """See `TeacherForcing`. `keys="target"` hands each layer the target's keys and values in front of its own, under a
-    mask of its own making; not every architecture takes one. `keys="own"` is an ordinary masked forward.
+    """See `TeacherForcing`; `keys="target"`: each layer is handed the target's keys and values in front of its own,
+    under a mask of our making, which not every architecture takes. Not for layers that keep a state in place of keys.
 
     Cost: per text a target forward at construction and a draft forward a reading. Memory: the target's keys and values.
     """
 
+    keys = "target"
+
     def __init__(
-        self, adapter: ModelAdapter, texts: Sequence[ForcedText], sampling: SamplingParams | None = None, *, keys: str
+        self, adapter: ModelAdapter, texts: Sequence[ForcedText], sampling: SamplingParams | None = None
     ) -> None:
         super().__init__(texts, adapter.device, sampling)
         self._adapter = adapter
-        self.keys = keys
         self._caches: list[Any] = []
         with torch.inference_mode(), adapter.attached():
             for i, text in enumerate(texts):
                 cache = adapter.new_cache(len(text.ids))
                 ids = torch.tensor(text.ids, device=adapter.device)
-                count = len(text.continuation_ids)
-                if cache.keeps_rows:
-                    logits = adapter.forward(ids, cache, num_logits=count + 1)
-                else:  # a state can only be taken back to where a forward began
-                    first = adapter.forward(ids[:-count], cache, num_logits=1)
-                    logits = torch.cat([first, adapter.forward(ids[-count:], cache, num_logits=count)])
+                logits = adapter.forward(ids, cache, num_logits=len(text.continuation_ids) + 1)
                 self._note_target(i, logits)
                 self._caches.append(cache)
 
@@ -64,24 +60,8 @@ class WholeModelForcing(TeacherForcing):
         for i in range(len(self.texts)) if texts is None else texts:
             text = self.texts[i]
             with torch.inference_mode(), self._adapter.attached():
-                if self.keys == "target":
-                    logits = self._substituted(i, mask, RowGeometry.of(text, depth, self._adapter.device))
-                    logits = logits.view(depth + 1, len(text.continuation_ids), -1)
-                else:
-                    logits = self._ordinary(i, mask).unsqueeze(0)
-            yield logits
-
-    def _ordinary(self, i: int, mask: SkipMask) -> torch.Tensor:
-        """The target's keys and values for the prompt, the draft's own after it, which are put back at the end."""
-        cache, ids = self._caches[i], self._continuations[i]
-        start = len(self.texts[i].prompt_ids)
-        saved = [(one.keys[:, :, start:].clone(), one.values[:, :, start:].clone()) for one in cache.keyed_layers]
-        cache.rollback_to(start)
-        try:
-            return self._adapter.forward(ids, cache, mask, num_logits=len(ids))
-        finally:
-            for layer, (keys, values) in zip(cache.keyed_layers, saved, strict=True):
-                layer.keys[:, :, start:], layer.values[:, :, start:] = keys, values
+                logits = self._substituted(i, mask, RowGeometry.of(text, depth, self._adapter.device))
+            yield logits.view(depth + 1, len(text.continuation_ids), -1)
 
     def _substituted(self, i: int, mask: SkipMask, rows: RowGeometry) -> torch.Tensor:
         cache: Any = _SubstitutedCache(self._caches[i], len(self.texts[i].prompt_ids))

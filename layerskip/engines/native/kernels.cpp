@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #include <omp.h>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -165,9 +166,25 @@ struct Norm {
 };
 struct Attention {
   Norm norm, query_norm, key_norm;
-  Matrix qkv, out;
+  Matrix qkv, out;  // qkv: queries, keys, values, and where it is gated a gate for every number that `out` takes
   long num_queries, num_keys, head_dim;
   float scaling;
+  int is_gated;
+};
+struct DeltaRule {  // gated linear attention
+  Norm norm, out_norm;
+  Matrix in, out;      // in: queries, keys, values; how much each value head writes, then what it keeps; gates
+  const float* conv;   // (taps, channels): over the last rows of queries, keys and values
+  const float *rates, *biases;  // (num_values,): a head keeps exp(rate * softplus(x + bias))
+  long num_keys, num_values, key_dim, value_dim, taps;
+};
+struct Memory {  // what a layer with a state keeps of a text
+  float *live, *kept, *older;       // (num_values, key_dim, value_dim), and the taps - 1 rows before it
+  long live_at, kept_at, older_at;  // the positions that they stand at, -1: none
+  long at;                          // of the next row; an earlier state and the rows since tell what stands there
+  void* log;                        // the latest rows' part in it, that of position p at p % num_logged
+  long num_logged, log_from;        // the first position that is there
+  long several;                     // whether the latest forward was over several rows
 };
 struct Mlp {
   Norm norm;
@@ -190,6 +207,7 @@ struct Look {  // the positions that an attention reads and writes
 };
 struct Layer {
   const Attention* attention;  // null: skipped
+  const DeltaRule* delta_rule;  // in attention's place
   const Mlp* mlp;
   int look;  // which one its attention has
 };
@@ -445,10 +463,25 @@ inline void rotate(const Norm& norm, float* head, const T* cos, const T* sin, lo
 }
 
 struct Query {
-  const float* x;  // (head_dim,)
-  long count;      // keys that it sees, the first so many
-  float* out;      // (head_dim,)
+  const float* x;     // (head_dim,)
+  long count;         // keys that it sees, the first so many
+  float* out;         // (head_dim,)
+  const float* gate;  // (head_dim,) or null
 };
+
+// Those that there are of LANES numbers, and zeros.
+inline Floats load_some(const float* p, long count) {
+  if (count >= LANES) return load(p);
+  float own[LANES] = {};
+  memcpy(own, p, count * sizeof(float));
+  return load(own);
+}
+
+inline void store_some(float* p, Floats x, long count) {
+  memcpy(p, &x, (count < LANES ? count : LANES) * sizeof(float));
+}
+
+inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
 // Of a head's keys, or values, those from `first` on as floats (count, padded), zeros where there is none.
 template <class T>
@@ -535,7 +568,11 @@ inline void attend(
     }
   }
   for (long q = 0; q < count; q++)
-    for (long i = 0; i < width; i++) queries[q].out[i] = outs[q * padded + i] / totals[q];
+    for (long i = 0; i < width; i += LANES) {
+      Floats out = load(outs + q * padded + i) / totals[q];
+      if (queries[q].gate) out *= sigmoid(load_some(queries[q].gate + i, width - i));
+      store_some(queries[q].out + i, out, width - i);
+    }
 }
 
 // Scratch of the calling thread, which all threads of its parallel regions share.
@@ -547,7 +584,8 @@ float* scratch(size_t count) {
 
 template <class T> void attention_rows(const Attention& part, const Rows& rows, const Look& look) {
   long width = part.qkv.inputs, head = part.head_dim, num_rotated = part.num_queries + part.num_keys;
-  long num_heads = num_rotated + part.num_keys, attended_width = part.num_queries * head;
+  long first_gate = num_rotated + part.num_keys, num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
+  long attended_width = part.num_queries * head;
   long stop = look.place + rows.count, num_seen = stop - look.first;
   float* x = scratch(rows.count * (width + num_heads * head + attended_width));
   float *heads = x + rows.count * width, *attended = heads + rows.count * num_heads * head;
@@ -568,6 +606,7 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
 #pragma omp for
     for (long i = 0; i < rows.count * num_heads; i++) {
       long r = i / num_heads, h = i % num_heads, state = h - part.num_queries;
+      if (h >= first_gate) continue;
       float* own = heads + i * head;
       T* kept = state < 0 ? nullptr : states + state * head_stride + (look.place + r) * head;
       const T *cos = (const T*)look.cos + r * head, *sin = (const T*)look.sin + r * head;
@@ -592,11 +631,177 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
       for (long q = first; q < first + share && q < num_queries; q++) {
         long r = q / group, h = key * group + q % group;
         long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
-        queries.push_back({heads + (r * num_heads + h) * head, count, attended + r * attended_width + h * head});
+        const float *own = heads + (r * num_heads + h) * head, *gate = own + first_gate * head;
+        queries.push_back({own, count, attended + r * attended_width + h * head, part.is_gated ? gate : nullptr});
       }
       attend(queries, keys, keys + part.num_keys * head_stride, of_row, head, part.scaling, room);
     }
     product_out<T>(rows, part.out, attended);
+  }
+}
+
+inline float dot(const float* a, const float* b, long count) {
+  Floats sums = {};
+  for (long i = 0; i < count; i += LANES) sums += load_some(a + i, count - i) * load_some(b + i, count - i);
+  return sum(sums);
+}
+
+// What a layer's convolution makes of some channels, given the row that it begins with.
+inline void convolved(
+    const DeltaRule& part, const float* rows, long stride, long channels, long first, long count, float* out
+) {
+  for (long i = first; i < first + count; i += LANES) {
+    Floats sums = {};
+    long n = first + count - i;
+    for (long t = 0; t < part.taps; t++)
+      sums += load_some(part.conv + t * channels + i, n) * load_some(rows + t * stride + i, n);
+    store_some(out + i - first, sums * sigmoid(sums), n);
+  }
+}
+
+inline void normalized(float* x, long count, float length) {
+  float scale = length / std::sqrt(dot(x, x, count) + 1e-6f);
+  for (long i = 0; i < count; i++) x[i] *= scale;
+}
+
+// Some rows of one value head.
+struct DeltaRows {
+  long key_dim, value_dim, num_pending, count;  // the first so many have been answered, they only change the state
+  float *queries, *keys;            // (count, key_dim), and a row of zeros
+  float *values, *outs;             // (count, value_dim)
+  float *keeps, *writes, *touches;  // (count,): what each keeps and writes, and its query's product with its key
+};
+
+// V vectors of the columns of a head's state, from one row to the next: what stays of it, and what is written under the
+// key besides what it says already. All states are (key_dim, value_dim).
+template <int V>
+inline void delta_columns(
+    const DeltaRows& head, long first, const float* source, float* kept, float* live, float* room
+) {
+  long width = head.value_dim - first;
+  Floats written[V] = {};
+  float keep = 1;
+  const float *zeros = head.keys + head.count * head.key_dim, *before = zeros;
+  for (long i = 0; i < head.key_dim; i++)
+    for (int v = 0; v < V; v++)
+      store(room + (i * V + v) * LANES, load_some(source + i * head.value_dim + first + v * LANES, width - v * LANES));
+  for (long r = 0; r <= head.count; r++) {
+    const float *key = head.keys + r * head.key_dim, *query = head.queries + r * head.key_dim;
+    Floats known[V] = {}, read[V] = {};
+    for (long i = 0; i < head.key_dim; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) {
+        float* place = room + (i * V + v) * LANES;
+        Floats state = load(place) * keep + before[i] * written[v];
+        store(place, state);
+        known[v] += key[i] * state;
+        read[v] += query[i] * state;
+      }
+    float* out = r == head.count ? live : r == head.num_pending ? kept : nullptr;
+    for (long i = 0; i < head.key_dim && out; i++)
+      for (int v = 0; v < V; v++)
+        store_some(out + i * head.value_dim + first + v * LANES, load(room + (i * V + v) * LANES), width - v * LANES);
+    if (r == head.count) break;
+    keep = head.keeps[r], before = key;
+    for (int v = 0; v < V; v++) {
+      long at = r * head.value_dim + first + v * LANES, n = width - v * LANES;
+      written[v] = (load_some(head.values + at, n) - keep * known[v]) * head.writes[r];
+      store_some(head.outs + at, keep * read[v] + head.touches[r] * written[v], n);
+    }
+  }
+}
+
+// Whether the kept state, and the rows since, tell what stands at the next row.
+inline bool is_kept(const Memory& m) {
+  return m.kept_at == m.at || (m.kept_at >= 0 && m.kept_at < m.at && m.kept_at >= m.log_from);
+}
+
+// source: the state that the first of the pending rows comes to; kept: where that of the first new one goes, or null.
+template <class T>
+void delta_rule_rows(
+    const DeltaRule& part, const Rows& rows, Memory& memory, const float* source, long num_pending, float* kept,
+    long place
+) {
+  long key = part.key_dim, value = part.value_dim, group = part.num_values / part.num_keys;
+  long first_value = 2 * part.num_keys * key, inner = part.num_values * value, channels = first_value + inner;
+  long mixed = channels + 2 * part.num_values, outputs = part.in.outputs, inputs = part.in.inputs, tail = part.taps - 1;
+  long count = num_pending + rows.count, state_size = part.num_values * key * value;
+  float* x = scratch(rows.count * (inputs + outputs + inner) + (tail + count) * mixed);
+  float *projected = x + rows.count * inputs, *attended = projected + rows.count * outputs;
+  float* all = attended + rows.count * inner;  // (tail + count, mixed)
+  T* log = (T*)memory.log;
+  read_rows<T>(rows, part.norm, inputs, x);
+#pragma omp parallel num_threads(rows.num_threads)
+  {
+    product(part.in, x, rows.count, [&](long first, int n, const float* found) {
+      for (int r = 0; r < rows.count; r++)
+        memcpy(projected + r * outputs + first, found + r * BLOCK, n * sizeof(float));
+    });
+#pragma omp barrier
+#pragma omp for
+    for (long r = -tail; r < count; r++) {
+      float* to = all + (tail + r) * mixed;
+      const float* from = projected + (r - num_pending) * outputs;
+      if (r < 0) {
+        memcpy(to, source + state_size + (tail + r) * channels, channels * sizeof(float));
+      } else if (r < num_pending) {
+        const T* known = log + (place - num_pending + r) % memory.num_logged * mixed;
+        for (long i = 0; i < mixed; i++) to[i] = number(known[i]);
+      } else {
+        for (long i = 0; i < mixed; i++) to[i] = number(rounded<T>(from[i]));
+      }
+    }
+    std::vector<float> room;
+#pragma omp for schedule(dynamic)
+    for (long h = 0; h < part.num_values; h++) {
+      room.resize((count + 1) * 2 * key + count * (2 * value + 3) + key * 4 * LANES + value);
+      DeltaRows head{key, value, num_pending, count, room.data()};
+      head.keys = head.queries + (count + 1) * key, head.values = head.keys + (count + 1) * key;
+      head.outs = head.values + count * value, head.keeps = head.outs + count * value;
+      head.writes = head.keeps + count, head.touches = head.writes + count;
+      float *block = head.touches + count, *out = block + key * 4 * LANES;
+      memset(head.queries + count * key, 0, key * sizeof(float));
+      memset(head.keys + count * key, 0, key * sizeof(float));
+      for (long r = 0; r < count; r++) {
+        const float *from = all + r * mixed, *numbers = from + tail * mixed + channels;
+        float *own_query = head.queries + r * key, *own_key = head.keys + r * key;
+        convolved(part, from, mixed, channels, h / group * key, key, own_query);
+        convolved(part, from, mixed, channels, (part.num_keys + h / group) * key, key, own_key);
+        convolved(part, from, mixed, channels, first_value + h * value, value, head.values + r * value);
+        normalized(own_query, key, 1 / std::sqrt(float(key)));
+        normalized(own_key, key, 1);
+        float x = numbers[part.num_values + h] + part.biases[h];
+        head.keeps[r] = std::exp(part.rates[h] * (x > 20 ? x : std::log1p(std::exp(x))));
+        head.writes[r] = 1 / (1 + std::exp(-numbers[h]));
+        head.touches[r] = dot(own_query, own_key, key);
+      }
+      long at = h * key * value, i = 0;
+      float* own_kept = kept ? kept + at : nullptr;
+      for (; i + 4 * LANES <= value; i += 4 * LANES)
+        delta_columns<4>(head, i, source + at, own_kept, memory.live + at, block);
+      for (; i + 2 * LANES <= value; i += 2 * LANES)
+        delta_columns<2>(head, i, source + at, own_kept, memory.live + at, block);
+      for (; i < value; i += LANES) delta_columns<1>(head, i, source + at, own_kept, memory.live + at, block);
+      for (long r = num_pending; r < count; r++) {
+        normed(part.out_norm, head.outs + r * value, out, value);
+        const float* gates = projected + (r - num_pending) * outputs + mixed + h * value;
+        for (long i = 0; i < value; i += LANES) {
+          Floats gate = load_some(gates + i, value - i), gated = load_some(out + i, value - i) * gate * sigmoid(gate);
+          store_some(attended + (r - num_pending) * inner + h * value + i, gated, value - i);
+        }
+      }
+    }
+    product_out<T>(rows, part.out, attended);
+  }
+  for (long r = 0; r < tail; r++) {
+    if (kept)
+      memcpy(kept + state_size + r * channels, all + (num_pending + r) * mixed, channels * sizeof(float));
+    memcpy(memory.live + state_size + r * channels, all + (count + r) * mixed, channels * sizeof(float));
+  }
+  for (long r = rows.count < memory.num_logged ? 0 : rows.count - memory.num_logged; r < rows.count; r++) {
+    const float* from = all + (tail + num_pending + r) * mixed;
+    T* to = log + (place + r) % memory.num_logged * mixed;
+    for (long i = 0; i < mixed; i++) to[i] = rounded<T>(from[i]);
   }
 }
 
@@ -666,19 +871,71 @@ void layerskip_attention(const Attention* part, const Rows* rows, const Look* lo
   });
 }
 
+// False, with nothing done, where the layer's state does not stand at `place`.
+bool layerskip_delta_rule(const DeltaRule* part, const Rows* rows, Memory* memory, long place) {
+  Memory& m = *memory;
+  bool is_live = m.live_at == place;
+  if (m.at != place || !(is_live || is_kept(m))) return false;
+  const float* source = is_live ? m.live : m.kept;
+  long pending = is_live ? 0 : place - m.kept_at;
+  bool keeps = place != m.kept_at && (rows->count > 1 || m.several || place - m.kept_at >= m.num_logged / 2);
+  if (keeps) std::swap(m.kept, m.older), m.older_at = m.kept_at, m.kept_at = place;
+  float* kept = keeps ? m.kept : nullptr;
+  m.live_at = -1;
+  in_pieces(*rows, part->out.outputs, [&](const Rows& piece, long first) {
+    if (first) source = m.live, pending = 0, kept = nullptr;
+    (rows->is_float32 ? delta_rule_rows<float> : delta_rule_rows<bfloat16>)(
+        *part, piece, m, source, pending, kept, place + first
+    );
+  });
+  m.at = m.live_at = place + rows->count;
+  m.several = rows->count > 1;
+  if (m.log_from < m.at - m.num_logged) m.log_from = m.at - m.num_logged;
+  return true;
+}
+
+// Brings the live state to where the next row comes.
+void layerskip_settle(const DeltaRule* part, Memory* memory, int is_float32, int num_threads) {
+  Memory& m = *memory;
+  if (m.live_at == m.at) return;
+  Rows none = {};
+  none.num_threads = num_threads;
+  (is_float32 ? delta_rule_rows<float> : delta_rule_rows<bfloat16>)(
+      *part, none, m, m.kept, m.at - m.kept_at, nullptr, m.at
+  );
+  m.live_at = m.at;
+}
+
+// Makes the next row that of position `length`, if that is an earlier one. False where its state is not known any more.
+bool layerskip_roll_back(Memory* memory, long length) {
+  Memory& m = *memory;
+  if (m.at <= length) return true;
+  if (m.live_at > length) m.live_at = -1;
+  if (m.kept_at > length) std::swap(m.kept, m.older), m.kept_at = m.older_at, m.older_at = -1;
+  m.at = length;
+  return m.live_at == length || is_kept(m);
+}
+
 void layerskip_mlp(const Mlp* part, const Rows* rows) {
   in_pieces(*rows, part->down.outputs, [&](const Rows& piece, long) {
     rows->is_float32 ? mlp_rows<float>(*part, piece) : mlp_rows<bfloat16>(*part, piece);
   });
 }
 
-void layerskip_layers(const Layer* layers, int count, const Rows* rows, const Look* looks, void* const* states) {
+// The number of layers done: fewer than all of them where the next one's state does not stand at `place`.
+int layerskip_layers(
+    const Layer* layers, int count, const Rows* rows, const Look* looks, void* const* states, long place
+) {
   for (int i = 0; i < count; i++) {
-    Look look = looks[layers[i].look];
-    look.states = states[i];
-    if (layers[i].attention) layerskip_attention(layers[i].attention, rows, &look);
+    if (layers[i].attention) {
+      Look look = looks[layers[i].look];
+      look.states = states[i];
+      layerskip_attention(layers[i].attention, rows, &look);
+    }
+    if (layers[i].delta_rule && !layerskip_delta_rule(layers[i].delta_rule, rows, (Memory*)states[i], place)) return i;
     if (layers[i].mlp) layerskip_mlp(layers[i].mlp, rows);
   }
+  return count;
 }
 
 void layerskip_linear(const Matrix* matrix, const Rows* rows) {

@@ -51,6 +51,40 @@ class AttentionPart(ctypes.Structure):
         ("num_keys", ctypes.c_long),
         ("head_dim", ctypes.c_long),
         ("scaling", ctypes.c_float),
+        ("is_gated", ctypes.c_int),
+    ]
+
+
+class DeltaRulePart(ctypes.Structure):
+    _fields_ = [
+        ("norm", Norm),
+        ("out_norm", Norm),
+        ("in", Matrix),
+        ("out", Matrix),
+        ("conv", ctypes.c_void_p),
+        ("rates", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("num_keys", ctypes.c_long),
+        ("num_values", ctypes.c_long),
+        ("key_dim", ctypes.c_long),
+        ("value_dim", ctypes.c_long),
+        ("taps", ctypes.c_long),
+    ]
+
+
+class Memory(ctypes.Structure):
+    _fields_ = [
+        ("live", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
+        ("older", ctypes.c_void_p),
+        ("live_at", ctypes.c_long),
+        ("kept_at", ctypes.c_long),
+        ("older_at", ctypes.c_long),
+        ("at", ctypes.c_long),
+        ("log", ctypes.c_void_p),
+        ("num_logged", ctypes.c_long),
+        ("log_from", ctypes.c_long),
+        ("several", ctypes.c_long),
     ]
 
 
@@ -87,6 +121,7 @@ class Look(ctypes.Structure):
 class Layer(ctypes.Structure):
     _fields_ = [
         ("attention", ctypes.POINTER(AttentionPart)),
+        ("delta_rule", ctypes.POINTER(DeltaRulePart)),
         ("mlp", ctypes.POINTER(MlpPart)),
         ("look", ctypes.c_int),
     ]
@@ -111,8 +146,9 @@ def load_kernels() -> ctypes.CDLL | str:
         output = getattr(error, "stderr", None) or str(error)
         lines = str(output).strip().splitlines() or ["?"]
         return f"compiling them failed: {next((line for line in lines if 'error' in line), lines[0])}"
-    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_layers", "layerskip_linear"):
+    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_linear"):
         getattr(library, name).restype = None
+    library.layerskip_roll_back.restype = ctypes.c_bool
     return library
 
 

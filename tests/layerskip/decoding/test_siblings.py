@@ -30,7 +30,7 @@ from tests.layerskip.drafters.test_drafters import by_weights
 from tests.layerskip.rounds.test_broken_rounds import check_survives
 from tests.layerskip.tape import graph_model
 
-RUNS = tuple(name for name in zoo.RUNS + zoo.GRAPH_RUNS if name not in zoo.WITHOUT_TREES)
+RUNS = tuple(name for name in zoo.RUNS + zoo.GRAPH_RUNS if zoo.architecture(name) not in zoo.WITHOUT_TREES)
 FEW = ("llama", "mistral-sliding", "gemma3", "llama fused", "mistral-sliding fused", "mistral-sliding graph")
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1, 2])
 

@@ -13,7 +13,9 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp
 from layerskip.engines.native import library
-from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeLinear, NativeMlp, NativeRun
+from layerskip.engines.native.delta_rule import NativeDeltaRule
+from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
+from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
@@ -23,18 +25,31 @@ needs_kernels = pytest.mark.skipif(isinstance(found, str), reason=f"no kernels h
 DTYPES = [torch.float32, torch.bfloat16]
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 CONTEXT, NUM_ROWS = 9, 40
+WIDE = " wide"
+WIDER = {
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 118,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+}
+"""Heads that are no whole number of vectors, and whose states take all sizes of columns."""
 
 
 def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
-    engine = FusedEngine(ModelAdapter(zoo.build(name, **overrides).to(dtype)), compiled=True)
+    adapter = ModelAdapter(
+        zoo.build(name.removesuffix(WIDE), **(WIDER if name.endswith(WIDE) else {}), **overrides).to(dtype)
+    )
+    engine = FusedEngine(adapter, compiled=True)
     assert engine.refusal is None
-    assert all(type(one) is NativeAttention and type(two) is NativeMlp for one, two in engine.layers)
+    for i, (mixer, mlp) in enumerate(engine.layers):
+        expected = NativeDeltaRule if i in adapter.recurrent_layers else NativeAttention
+        assert (type(mixer), type(mlp)) == (expected, NativeMlp)
     return engine
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide"])
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
     engine = engine_of(name, dtype)
@@ -57,7 +72,7 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide"])
 def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtype) -> None:
     engine = engine_of(name, dtype, max_position_embeddings=1024)
     ids = torch.tensor(zoo.prompt_of(600))
@@ -89,7 +104,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_its_path_alone(dtype: torch.dtype) -
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_5"])
 def test_in_bfloat16_speculative_output_is_plain_decodings(name: str) -> None:
     """Where verification has other bits than a plain step, near-ties flip in one output of a few."""
     model = LayerSkipModel(zoo.build(name).to(torch.bfloat16), engine="fused")

@@ -16,13 +16,15 @@ from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.recurrent import RecurrentLayer, in_short_chunks
 from tests.layerskip import zoo
 
+LEAN = tuple(f"{name} fused" for name in zoo.COMPILED)
 NONE, ROUNDED = SkipMask.none(zoo.NUM_LAYERS), SkipMask.parse(f"{zoo.NUM_LAYERS}:int8")
 FAST = ("qwen3_5", "lfm2")
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
 
 
 def long_model(name: str) -> LayerSkipModel:
-    return LayerSkipModel(zoo.build(name, max_position_embeddings=1_024), engine="eager")
+    model = zoo.build(zoo.architecture(name), max_position_embeddings=1_024)
+    return LayerSkipModel(model, engine="fused" if name in LEAN else "eager")
 
 
 def fresh_logits(model: LayerSkipModel, ids: list[int]) -> torch.Tensor:
@@ -32,7 +34,7 @@ def fresh_logits(model: LayerSkipModel, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-@zoo.few(zoo.RECURRENT, FAST)
+@zoo.few(zoo.RECURRENT + LEAN, FAST + LEAN)
 @torch.inference_mode()
 def test_any_order_of_rounds_leaves_what_the_text_alone_would(name: str) -> None:
     """Prompts long and short; drafts under masks and with 8-bit weights, taken back; verifications, taken back in part
@@ -69,7 +71,7 @@ def test_any_order_of_rounds_leaves_what_the_text_alone_would(name: str) -> None
             torch.testing.assert_close(engine.forward(torch.tensor([5])), fresh_logits(model, ids), **CLOSE)
 
 
-@zoo.few(zoo.RECURRENT, FAST)
+@zoo.few(zoo.RECURRENT + LEAN, FAST + LEAN)
 @pytest.mark.parametrize("drafter", ["int8", "int8 and layers", "suffix", "shared prefix", "hybrid"])
 def test_decoding_is_plain_decoding(name: str, drafter: str) -> None:
     model, mask = zoo.layerskip_of(name), zoo.masks_of(name)["interior"]
@@ -90,9 +92,10 @@ def test_decoding_is_plain_decoding(name: str, drafter: str) -> None:
     assert 0 < accepted < drafted or (accepted > 0 and drafter == "int8")
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", *LEAN])
 @torch.inference_mode()
-def test_too_far_back_is_an_error() -> None:
-    model = long_model("qwen3_5")
+def test_too_far_back_is_an_error(name: str) -> None:
+    model = long_model(name)
     with model.engine.session(700):
         for _ in range(2):
             model.engine.forward(torch.ones(300, dtype=torch.long))
@@ -147,8 +150,9 @@ def test_a_few_rows_are_not_filled_up() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_conversation_goes_on_from_whole_texts_alone() -> None:
-    model, cache, prompt = zoo.layerskip_of("qwen3_5"), PrefixCache(1 << 20), zoo.prompt_of(8)
+@pytest.mark.parametrize("name", ["qwen3_5", *LEAN])
+def test_a_conversation_goes_on_from_whole_texts_alone(name: str) -> None:
+    model, cache, prompt = zoo.layerskip_of(name), PrefixCache(1 << 20), zoo.prompt_of(8)
     first = model.generate(prompt, max_new_tokens=6, prefix_cache=cache)
     other = [*prompt, first.ids[0], 60 - first.ids[1], 3, 4]
     out = model.generate(other, max_new_tokens=6, prefix_cache=cache)

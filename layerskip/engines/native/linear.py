@@ -1,0 +1,104 @@
+"""NativeLinear: a matrix in the blocks that the kernels read; and how rows and norms are handed to them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from layerskip.engines.lean_layers import Norm
+from layerskip.engines.linear import joined
+from layerskip.engines.native import library
+
+_QUAD = 4
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+@dataclass(frozen=True, eq=False)
+class NativeLinear:
+    """A matrix in the blocks that the kernels read."""
+
+    kernels: ctypes.CDLL
+    num_outputs: int
+    num_inputs: int
+    packed: torch.Tensor
+    """(blocks, inputs / n, outputs of a block, n): n inputs lie together, 1, or 2 of bfloat16, or 4 of 8 bits, where
+    this CPU multiplies so many at once; of those 4 each weight is 128 too large, as unsigned numbers."""
+    scales: torch.Tensor | None
+    """(outputs,) of 8-bit weights."""
+    bias: torch.Tensor | None
+    """(outputs,), float32."""
+
+    @classmethod
+    def of(
+        cls, kernels: ctypes.CDLL, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, *, int8: bool
+    ) -> NativeLinear:
+        """int8: the weights rounded to 8 bits with a scale for each output."""
+        weight, scales = joined(weights).detach(), None
+        if int8:
+            whole = weight.float()
+            scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
+            weight = (whole / scales[:, None]).round_().to(torch.int8)
+        num_outputs, num_inputs = weight.shape
+        block, together = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(_KINDS[weight.dtype])
+        weight = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % block))
+        packed = weight.view(-1, block, weight.shape[1] // together, together).transpose(1, 2).contiguous()
+        if together == _QUAD:
+            packed.view(torch.uint8).bitwise_xor_(128)  # the processor's instruction multiplies unsigned ones
+        bias = None if bias is None else bias.detach().float()
+        return cls(kernels, num_outputs, num_inputs, packed, scales, bias)
+
+    @cached_property
+    def matrix(self) -> library.Matrix:
+        """For the kernels."""
+        kind = _KINDS[self.packed.dtype]
+        places = [None if one is None else one.data_ptr() for one in (self.packed, self.scales, self.bias)]
+        return library.Matrix(*places, self.num_outputs, self.num_inputs, kind)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, None)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, residual)
+
+    def first(self, count: int) -> NativeLinear:
+        """Of the first so many outputs, in the same memory."""
+        bias = None if self.bias is None else self.bias[:count]
+        return NativeLinear(self.kernels, count, self.num_inputs, self.packed, self.scales, bias)
+
+    def _product(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        out = x.new_empty(len(x), self.num_outputs)
+        self.kernels.layerskip_linear(ctypes.byref(self.matrix), ctypes.byref(rows_of(x, residual, out)))
+        return out
+
+
+def norm_weight(norm: Any) -> tuple[torch.Tensor | None, float]:
+    """Weights in float32, kept as long as the kernels may read them, and epsilon; without weights nothing is normed."""
+    if norm is None or isinstance(norm, nn.Identity):
+        return None, 0.0
+    assert isinstance(norm, Norm), f"no kernel for {type(norm).__name__}"
+    return norm.weight.float().contiguous(), norm.eps
+
+
+def norm_part(weight: torch.Tensor | None, eps: float) -> library.Norm:
+    return library.Norm(None if weight is None else weight.data_ptr(), eps)
+
+
+def rows_of(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> library.Rows:
+    """The caller keeps the tensors until the kernel is done."""
+    return library.Rows(
+        x.data_ptr(),
+        x.stride(0),
+        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out.data_ptr(),
+        len(x),
+        int(x.dtype == torch.float32),
+        torch.get_num_threads(),
+    )
