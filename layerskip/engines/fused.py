@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, rotary_table
+from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, first_of, rotary_table
 from layerskip.engines.linear import DenseLinear, Linear, fused
-from layerskip.engines.native.delta_rule import NativeDeltaRule, NativeState
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
+from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
@@ -36,7 +36,7 @@ from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
 
 _MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_COMPILED_CLASSES = ("Qwen3_5ForCausalLM",)
+_COMPILED_CLASSES = ("Qwen3_5ForCausalLM", "Lfm2ForCausalLM")
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
 
@@ -70,9 +70,16 @@ class FusedEngine(StatesEngine):
         self._int8_layers: list[tuple[Attention, Mlp]] = []
         self._heads: dict[tuple[int | None, bool], Linear] = {}
         """By `draft_vocab` and whether of 8 bits."""
-        self._make_layers()
+        try:
+            self._make_layers()
+        except ValueError as error:
+            raise UnsupportedModelError(f"engine fused: {type(model).__name__}: {error}") from error
+        if type(model).__name__ in _COMPILED_CLASSES and not self.batch_invariant:
+            raise UnsupportedModelError(
+                f"engine fused: {type(model).__name__} with parts that are not compiled for a CPU"
+            )
         self._head_dim = next(one.head_dim for one, _ in self.layers if isinstance(one, Attention))
-        self.norm = Norm(model.model.norm)
+        self.norm = Norm(first_of(model.model, "norm", "embedding_norm"))
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
         self._held: list[Any] = []
@@ -86,7 +93,7 @@ class FusedEngine(StatesEngine):
 
     @cached_property
     def batch_invariant(self) -> bool:
-        mixers = (NativeAttention, NativeDeltaRule)
+        mixers = (NativeAttention, NativeRecurrent)
         return all(isinstance(one, mixers) and isinstance(two, NativeMlp) for one, two in self.layers)
 
     @contextmanager
@@ -263,7 +270,7 @@ class FusedEngine(StatesEngine):
     def _allocate(self) -> None:
         layers, self._held = self.cache.layers, []
         for i, ((attention, _), layer) in enumerate(zip(self.layers, layers, strict=True)):
-            if isinstance(attention, NativeDeltaRule):
+            if isinstance(attention, NativeRecurrent):
                 if not isinstance(layer, NativeState):
                     layers[i] = NativeState(attention, self.embedding.dtype)
                 self._held.append(layers[i])
@@ -324,12 +331,9 @@ def _check_supported(model: Any, adapter: ModelAdapter, refusal: str | None) -> 
     if name not in (*_MODEL_CLASSES, *_COMPILED_CLASSES):
         supported = ", ".join((*_MODEL_CLASSES, *_COMPILED_CLASSES))
         raise UnsupportedModelError(f"engine fused: supports {supported}, got {name}")
-    if name in _COMPILED_CLASSES:
-        layers = [adapter.layers[i] for i in adapter.recurrent_layers]
-        whys = [refusal, *(NativeDeltaRule.refusal(one) for one in layers)]
-        if (why := next((one for one in whys if one is not None), None)) is not None:
-            detail = f": {why}" if why else ""
-            raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
+    if name in _COMPILED_CLASSES and refusal is not None:
+        detail = f": {refusal}" if refusal else ""
+        raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
     rope_type = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope_type not in ("default", "linear", "llama3", "yarn"):
         raise UnsupportedModelError(f"engine fused: positions of rope type {rope_type!r} change with the text's length")

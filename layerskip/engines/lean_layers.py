@@ -189,6 +189,11 @@ def rotary_table(
     return cosines.unsqueeze(1), sines.unsqueeze(1)
 
 
+def first_of(module: Any, *names: str) -> Any:
+    """The part that this module has under one of these names, or None."""
+    return next((part for one in names if (part := getattr(module, one, None)) is not None), None)
+
+
 def rotated_halves(head_dim: int, num_rotated: int) -> torch.Tensor:
     """The order of a head's numbers in which half a head lies between those that are rotated with each other."""
     halves = torch.arange(num_rotated).view(2, -1)
@@ -221,16 +226,16 @@ class LayerMaker(ABC):
         of a head, the first so many, None: all."""
         attention = layer.self_attn
         head_dim: int = attention.head_dim
-        query_norm = getattr(attention, "q_norm", None)
-        key_norm = getattr(attention, "k_norm", None)
-        is_gated = attention.q_proj.out_features == 2 * attention.o_proj.in_features
+        query_norm, key_norm = (first_of(attention, f"{one}_norm", f"{one}_layernorm") for one in "qk")
+        out = first_of(attention, "o_proj", "out_proj")
+        is_gated = attention.q_proj.out_features == 2 * out.in_features
         order = None if num_rotated in (None, head_dim) else rotated_halves(head_dim, num_rotated)
         return Attention(
-            norm=Norm(layer.input_layernorm),
-            num_queries=attention.o_proj.in_features // head_dim,
+            norm=Norm(first_of(layer, "input_layernorm", "operator_norm")),
+            num_queries=out.in_features // head_dim,
             num_keys=attention.k_proj.out_features // head_dim,
             qkv=self._qkv(attention, order, is_gated=is_gated),
-            out=fused(self.linear, attention.o_proj),
+            out=fused(self.linear, out),
             query_norm=Norm(query_norm, order) if query_norm is not None else None,
             key_norm=Norm(key_norm, order) if key_norm is not None else None,
             head_dim=head_dim,
@@ -259,10 +264,14 @@ class LayerMaker(ABC):
 
     def mlp(self, layer: Any) -> Mlp:
         """The MLP of a decoder layer."""
-        mlp = layer.mlp
+        mlp = first_of(layer, "mlp", "feed_forward")
+        gate, up, down = (
+            first_of(mlp, *names) for names in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+        )
+        activation = getattr(mlp, "act_fn", F.silu)
         return Mlp(
-            norm=Norm(layer.post_attention_layernorm),
-            gate_up=fused(self.linear, mlp.gate_proj, mlp.up_proj),
-            down=fused(self.linear, mlp.down_proj),
-            activation=F.silu if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else mlp.act_fn,
+            norm=Norm(first_of(layer, "post_attention_layernorm", "ffn_norm")),
+            gate_up=fused(self.linear, gate, up),
+            down=fused(self.linear, down),
+            activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
         )

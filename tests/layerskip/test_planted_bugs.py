@@ -63,7 +63,7 @@ def judged(name: str) -> Iterator[IdentityReport]:
         yield check_identity(model, prompt, ids, plain_ids(name, prompt))
 
 
-@zoo.few((*_ON, "qwen2 fused", "olmo2", "qwen3-moe"))
+@zoo.few((*_ON, "qwen2 fused", "olmo2", "qwen3-moe"), ("llama", "qwen3"))
 def test_honest_outputs_pass(name: str) -> None:
     reports = list(judged(name))
     assert all(report.lossless for report in reports), reports

@@ -178,8 +178,15 @@ struct DeltaRule {  // gated linear attention
   const float *rates, *biases;  // (num_values,): a head keeps exp(rate * softplus(x + bias))
   long num_keys, num_values, key_dim, value_dim, taps;
 };
+struct ShortConv {  // a gated convolution over the last rows
+  Norm norm;
+  Matrix in, out;     // in: gates before it, gates after it, and what it is over
+  const float* conv;  // (taps, channels)
+  const float* bias;  // (channels,) or null
+  long taps;
+};
 struct Memory {  // what a layer with a state keeps of a text
-  float *live, *kept, *older;       // (num_values, key_dim, value_dim), and the taps - 1 rows before it
+  float *live, *kept, *older;       // a delta rule's (num_values, key_dim, value_dim); the taps - 1 rows before it
   long live_at, kept_at, older_at;  // the positions that they stand at, -1: none
   long at;                          // of the next row; an earlier state and the rows since tell what stands there
   void* log;                        // the latest rows' part in it, that of position p at p % num_logged
@@ -207,7 +214,8 @@ struct Look {  // the positions that an attention reads and writes
 };
 struct Layer {
   const Attention* attention;  // null: skipped
-  const DeltaRule* delta_rule;  // in attention's place
+  const DeltaRule* delta_rule;  // in attention's place, or
+  const ShortConv* short_conv;
   const Mlp* mlp;
   int look;  // which one its attention has
 };
@@ -646,16 +654,69 @@ inline float dot(const float* a, const float* b, long count) {
   return sum(sums);
 }
 
-// What a layer's convolution makes of some channels, given the row that it begins with.
-inline void convolved(
-    const DeltaRule& part, const float* rows, long stride, long channels, long first, long count, float* out
-) {
-  for (long i = first; i < first + count; i += LANES) {
-    Floats sums = {};
-    long n = first + count - i;
-    for (long t = 0; t < part.taps; t++)
-      sums += load_some(part.conv + t * channels + i, n) * load_some(rows + t * stride + i, n);
-    store_some(out + i - first, sums * sigmoid(sums), n);
+// Where a layer with a state stands when some rows come to it.
+struct Entry {
+  Memory& memory;
+  const float* source;  // the state that the first of the pending rows comes to
+  long num_pending;     // rows that have been answered and only change the state
+  float* kept;          // where the state goes that the first new row comes to, or null
+  long place;           // of the first new row
+};
+
+// What of the rows goes into the state, and before it what the convolution still sees: (tail + pending + new, width).
+struct Parts {
+  long tail, width, channels;  // the convolution sees the first so many of each row
+  float* rows;
+
+  float* at(long r) const { return rows + (tail + r) * width; }
+};
+
+// Inside a parallel region: reads them, those of the new rows by `found`. state_size: numbers of a state before its tail.
+template <class T, class Found>
+inline void read_parts(const Parts& parts, const Entry& entry, long count, long state_size, Found found) {
+#pragma omp for
+  for (long r = -parts.tail; r < entry.num_pending + count; r++) {
+    float* to = parts.at(r);
+    if (r < 0) {
+      memcpy(to, entry.source + state_size + (parts.tail + r) * parts.channels, parts.channels * sizeof(float));
+    } else if (r < entry.num_pending) {
+      long position = entry.place - entry.num_pending + r;
+      const T* known = (const T*)entry.memory.log + position % entry.memory.num_logged * parts.width;
+      for (long i = 0; i < parts.width; i++) to[i] = number(known[i]);
+    } else {
+      for (long i = 0; i < parts.width; i++) to[i] = number(rounded<T>(found(r - entry.num_pending, i)));
+    }
+  }
+}
+
+// Writes the states' tails and the log.
+template <class T> inline void keep_parts(const Parts& parts, const Entry& entry, long count, long state_size) {
+  Memory& memory = entry.memory;
+  for (long r = 0; r < parts.tail; r++) {
+    const float *before = parts.at(entry.num_pending - parts.tail + r), *last = before + count * parts.width;
+    long at = state_size + r * parts.channels;
+    if (entry.kept) memcpy(entry.kept + at, before, parts.channels * sizeof(float));
+    memcpy(memory.live + at, last, parts.channels * sizeof(float));
+  }
+  for (long r = count < memory.num_logged ? 0 : count - memory.num_logged; r < count; r++) {
+    const float* from = parts.at(entry.num_pending + r);
+    T* to = (T*)memory.log + (entry.place + r) % memory.num_logged * parts.width;
+    for (long i = 0; i < parts.width; i++) to[i] = rounded<T>(from[i]);
+  }
+}
+
+// Of LANES channels from `i` on, or fewer, what a convolution makes of the rows that end with row `r`.
+inline Floats convolved(const float* conv, const Parts& parts, long r, long i, long count) {
+  Floats sums = {};
+  for (long t = 0; t <= parts.tail; t++)
+    sums += load_some(conv + t * parts.channels + i, count) * load_some(parts.at(r - parts.tail + t) + i, count);
+  return sums;
+}
+
+inline void convolved(const float* conv, const Parts& parts, long r, long first, long count, float* out) {
+  for (long i = 0; i < count; i += LANES) {
+    Floats found = convolved(conv, parts, r, first + i, count - i);
+    store_some(out + i, found * sigmoid(found), count - i);
   }
 }
 
@@ -716,20 +777,15 @@ inline bool is_kept(const Memory& m) {
   return m.kept_at == m.at || (m.kept_at >= 0 && m.kept_at < m.at && m.kept_at >= m.log_from);
 }
 
-// source: the state that the first of the pending rows comes to; kept: where that of the first new one goes, or null.
-template <class T>
-void delta_rule_rows(
-    const DeltaRule& part, const Rows& rows, Memory& memory, const float* source, long num_pending, float* kept,
-    long place
-) {
+template <class T> void rows_of(const DeltaRule& part, const Rows& rows, const Entry& entry) {
   long key = part.key_dim, value = part.value_dim, group = part.num_values / part.num_keys;
   long first_value = 2 * part.num_keys * key, inner = part.num_values * value, channels = first_value + inner;
-  long mixed = channels + 2 * part.num_values, outputs = part.in.outputs, inputs = part.in.inputs, tail = part.taps - 1;
-  long count = num_pending + rows.count, state_size = part.num_values * key * value;
-  float* x = scratch(rows.count * (inputs + outputs + inner) + (tail + count) * mixed);
+  long outputs = part.in.outputs, inputs = part.in.inputs, state_size = part.num_values * key * value;
+  long count = entry.num_pending + rows.count;
+  Parts parts{part.taps - 1, channels + 2 * part.num_values, channels};
+  float* x = scratch(rows.count * (inputs + outputs + inner) + (parts.tail + count) * parts.width);
   float *projected = x + rows.count * inputs, *attended = projected + rows.count * outputs;
-  float* all = attended + rows.count * inner;  // (tail + count, mixed)
-  T* log = (T*)memory.log;
+  parts.rows = attended + rows.count * inner;
   read_rows<T>(rows, part.norm, inputs, x);
 #pragma omp parallel num_threads(rows.num_threads)
   {
@@ -738,24 +794,12 @@ void delta_rule_rows(
         memcpy(projected + r * outputs + first, found + r * BLOCK, n * sizeof(float));
     });
 #pragma omp barrier
-#pragma omp for
-    for (long r = -tail; r < count; r++) {
-      float* to = all + (tail + r) * mixed;
-      const float* from = projected + (r - num_pending) * outputs;
-      if (r < 0) {
-        memcpy(to, source + state_size + (tail + r) * channels, channels * sizeof(float));
-      } else if (r < num_pending) {
-        const T* known = log + (place - num_pending + r) % memory.num_logged * mixed;
-        for (long i = 0; i < mixed; i++) to[i] = number(known[i]);
-      } else {
-        for (long i = 0; i < mixed; i++) to[i] = number(rounded<T>(from[i]));
-      }
-    }
+    read_parts<T>(parts, entry, rows.count, state_size, [&](long r, long i) { return projected[r * outputs + i]; });
     std::vector<float> room;
 #pragma omp for schedule(dynamic)
     for (long h = 0; h < part.num_values; h++) {
       room.resize((count + 1) * 2 * key + count * (2 * value + 3) + key * 4 * LANES + value);
-      DeltaRows head{key, value, num_pending, count, room.data()};
+      DeltaRows head{key, value, entry.num_pending, count, room.data()};
       head.keys = head.queries + (count + 1) * key, head.values = head.keys + (count + 1) * key;
       head.outs = head.values + count * value, head.keeps = head.outs + count * value;
       head.writes = head.keeps + count, head.touches = head.writes + count;
@@ -763,11 +807,11 @@ void delta_rule_rows(
       memset(head.queries + count * key, 0, key * sizeof(float));
       memset(head.keys + count * key, 0, key * sizeof(float));
       for (long r = 0; r < count; r++) {
-        const float *from = all + r * mixed, *numbers = from + tail * mixed + channels;
+        const float* numbers = parts.at(r) + channels;
         float *own_query = head.queries + r * key, *own_key = head.keys + r * key;
-        convolved(part, from, mixed, channels, h / group * key, key, own_query);
-        convolved(part, from, mixed, channels, (part.num_keys + h / group) * key, key, own_key);
-        convolved(part, from, mixed, channels, first_value + h * value, value, head.values + r * value);
+        convolved(part.conv, parts, r, h / group * key, key, own_query);
+        convolved(part.conv, parts, r, (part.num_keys + h / group) * key, key, own_key);
+        convolved(part.conv, parts, r, first_value + h * value, value, head.values + r * value);
         normalized(own_query, key, 1 / std::sqrt(float(key)));
         normalized(own_key, key, 1);
         float x = numbers[part.num_values + h] + part.biases[h];
@@ -776,33 +820,57 @@ void delta_rule_rows(
         head.touches[r] = dot(own_query, own_key, key);
       }
       long at = h * key * value, i = 0;
-      float* own_kept = kept ? kept + at : nullptr;
-      for (; i + 4 * LANES <= value; i += 4 * LANES)
-        delta_columns<4>(head, i, source + at, own_kept, memory.live + at, block);
-      for (; i + 2 * LANES <= value; i += 2 * LANES)
-        delta_columns<2>(head, i, source + at, own_kept, memory.live + at, block);
-      for (; i < value; i += LANES) delta_columns<1>(head, i, source + at, own_kept, memory.live + at, block);
-      for (long r = num_pending; r < count; r++) {
-        normed(part.out_norm, head.outs + r * value, out, value);
-        const float* gates = projected + (r - num_pending) * outputs + mixed + h * value;
+      const float* source = entry.source + at;
+      float *kept = entry.kept ? entry.kept + at : nullptr, *live = entry.memory.live + at;
+      for (; i + 4 * LANES <= value; i += 4 * LANES) delta_columns<4>(head, i, source, kept, live, block);
+      for (; i + 2 * LANES <= value; i += 2 * LANES) delta_columns<2>(head, i, source, kept, live, block);
+      for (; i < value; i += LANES) delta_columns<1>(head, i, source, kept, live, block);
+      for (long r = 0; r < rows.count; r++) {
+        normed(part.out_norm, head.outs + (entry.num_pending + r) * value, out, value);
+        const float* gates = projected + r * outputs + parts.width + h * value;
         for (long i = 0; i < value; i += LANES) {
           Floats gate = load_some(gates + i, value - i), gated = load_some(out + i, value - i) * gate * sigmoid(gate);
-          store_some(attended + (r - num_pending) * inner + h * value + i, gated, value - i);
+          store_some(attended + r * inner + h * value + i, gated, value - i);
         }
       }
     }
     product_out<T>(rows, part.out, attended);
   }
-  for (long r = 0; r < tail; r++) {
-    if (kept)
-      memcpy(kept + state_size + r * channels, all + (num_pending + r) * mixed, channels * sizeof(float));
-    memcpy(memory.live + state_size + r * channels, all + (count + r) * mixed, channels * sizeof(float));
+  keep_parts<T>(parts, entry, rows.count, state_size);
+}
+
+template <class T> void rows_of(const ShortConv& part, const Rows& rows, const Entry& entry) {
+  long channels = part.out.inputs, inputs = part.in.inputs, outputs = 3 * channels;
+  Parts parts{part.taps - 1, channels, channels};
+  long held = parts.tail + entry.num_pending + rows.count;
+  float* x = scratch(rows.count * (inputs + outputs + channels) + held * channels);
+  float *projected = x + rows.count * inputs, *gated = projected + rows.count * outputs;
+  parts.rows = gated + rows.count * channels;
+  read_rows<T>(rows, part.norm, inputs, x);
+#pragma omp parallel num_threads(rows.num_threads)
+  {
+    product(part.in, x, rows.count, [&](long first, int n, const float* found) {
+      for (int r = 0; r < rows.count; r++)
+        memcpy(projected + r * outputs + first, found + r * BLOCK, n * sizeof(float));
+    });
+#pragma omp barrier
+    read_parts<T>(parts, entry, rows.count, 0, [&](long r, long i) {
+      return projected[r * outputs + i] * projected[r * outputs + 2 * channels + i];
+    });
+#pragma omp for
+    for (long c = 0; c < rows.count * ((channels + LANES - 1) / LANES); c++) {
+      long r = c % rows.count, i = c / rows.count * LANES, n = channels - i;
+      Floats found = convolved(part.conv, parts, entry.num_pending + r, i, n);
+      if (part.bias) found += load_some(part.bias + i, n);
+      store_some(gated + r * channels + i, found * load_some(projected + r * outputs + channels + i, n), n);
+    }
+    product_out<T>(rows, part.out, gated);
   }
-  for (long r = rows.count < memory.num_logged ? 0 : rows.count - memory.num_logged; r < rows.count; r++) {
-    const float* from = all + (tail + num_pending + r) * mixed;
-    T* to = log + (place + r) % memory.num_logged * mixed;
-    for (long i = 0; i < mixed; i++) to[i] = rounded<T>(from[i]);
-  }
+  keep_parts<T>(parts, entry, rows.count, 0);
+}
+
+template <class Part> void rows_of(const Part& part, const Rows& rows, int is_float32, const Entry& entry) {
+  is_float32 ? rows_of<float>(part, rows, entry) : rows_of<bfloat16>(part, rows, entry);
 }
 
 template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
@@ -850,6 +918,34 @@ template <class Some> inline void in_pieces(const Rows& rows, long outputs, Some
   }
 }
 
+// A layer with a state over rows that come at `place`. False, with nothing done, where its state does not stand there.
+template <class Part> bool advance(const Part& part, const Rows& rows, Memory& m, long place) {
+  bool is_live = m.live_at == place;
+  if (m.at != place || !(is_live || is_kept(m))) return false;
+  Entry entry{m, is_live ? m.live : m.kept, is_live ? 0 : place - m.kept_at, nullptr, place};
+  if (place != m.kept_at && (rows.count > 1 || m.several || place - m.kept_at >= m.num_logged / 2)) {
+    std::swap(m.kept, m.older), m.older_at = m.kept_at, m.kept_at = place;
+    entry.kept = m.kept;
+  }
+  m.live_at = -1;
+  in_pieces(rows, part.out.outputs, [&](const Rows& piece, long first) {
+    rows_of(part, piece, rows.is_float32, first ? Entry{m, m.live, 0, nullptr, place + first} : entry);
+  });
+  m.at = m.live_at = place + rows.count;
+  m.several = rows.count > 1;
+  if (m.log_from < m.at - m.num_logged) m.log_from = m.at - m.num_logged;
+  return true;
+}
+
+// Brings the live state to where the next row comes.
+template <class Part> void settle(const Part& part, Memory& m, int is_float32, int num_threads) {
+  if (m.live_at == m.at) return;
+  Rows none = {};
+  none.num_threads = num_threads;
+  rows_of(part, none, is_float32, Entry{m, m.kept, m.at - m.kept_at, nullptr, m.at});
+  m.live_at = m.at;
+}
+
 }  // namespace
 
 extern "C" {
@@ -871,39 +967,9 @@ void layerskip_attention(const Attention* part, const Rows* rows, const Look* lo
   });
 }
 
-// False, with nothing done, where the layer's state does not stand at `place`.
-bool layerskip_delta_rule(const DeltaRule* part, const Rows* rows, Memory* memory, long place) {
-  Memory& m = *memory;
-  bool is_live = m.live_at == place;
-  if (m.at != place || !(is_live || is_kept(m))) return false;
-  const float* source = is_live ? m.live : m.kept;
-  long pending = is_live ? 0 : place - m.kept_at;
-  bool keeps = place != m.kept_at && (rows->count > 1 || m.several || place - m.kept_at >= m.num_logged / 2);
-  if (keeps) std::swap(m.kept, m.older), m.older_at = m.kept_at, m.kept_at = place;
-  float* kept = keeps ? m.kept : nullptr;
-  m.live_at = -1;
-  in_pieces(*rows, part->out.outputs, [&](const Rows& piece, long first) {
-    if (first) source = m.live, pending = 0, kept = nullptr;
-    (rows->is_float32 ? delta_rule_rows<float> : delta_rule_rows<bfloat16>)(
-        *part, piece, m, source, pending, kept, place + first
-    );
-  });
-  m.at = m.live_at = place + rows->count;
-  m.several = rows->count > 1;
-  if (m.log_from < m.at - m.num_logged) m.log_from = m.at - m.num_logged;
-  return true;
-}
-
-// Brings the live state to where the next row comes.
-void layerskip_settle(const DeltaRule* part, Memory* memory, int is_float32, int num_threads) {
-  Memory& m = *memory;
-  if (m.live_at == m.at) return;
-  Rows none = {};
-  none.num_threads = num_threads;
-  (is_float32 ? delta_rule_rows<float> : delta_rule_rows<bfloat16>)(
-      *part, none, m, m.kept, m.at - m.kept_at, nullptr, m.at
-  );
-  m.live_at = m.at;
+void layerskip_settle(const Layer* layer, Memory* memory, int is_float32, int num_threads) {
+  if (layer->delta_rule) settle(*layer->delta_rule, *memory, is_float32, num_threads);
+  if (layer->short_conv) settle(*layer->short_conv, *memory, is_float32, num_threads);
 }
 
 // Makes the next row that of position `length`, if that is an earlier one. False where its state is not known any more.
@@ -932,7 +998,8 @@ int layerskip_layers(
       look.states = states[i];
       layerskip_attention(layers[i].attention, rows, &look);
     }
-    if (layers[i].delta_rule && !layerskip_delta_rule(layers[i].delta_rule, rows, (Memory*)states[i], place)) return i;
+    if (layers[i].delta_rule && !advance(*layers[i].delta_rule, *rows, *(Memory*)states[i], place)) return i;
+    if (layers[i].short_conv && !advance(*layers[i].short_conv, *rows, *(Memory*)states[i], place)) return i;
     if (layers[i].mlp) layerskip_mlp(layers[i].mlp, rows);
   }
   return count;

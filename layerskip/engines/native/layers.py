@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp
 from layerskip.engines.native import library
-from layerskip.engines.native.delta_rule import NativeDeltaRule, NativeState
 from layerskip.engines.native.linear import NativeLinear, norm_part, norm_weight, rows_of
+from layerskip.engines.native.recurrent import NativeDeltaRule, NativeRecurrent, NativeShortConv, NativeState
 
 _MOST_HEAD_DIM = 1024
 
@@ -54,8 +54,10 @@ class NativeLayers(LayerMaker):
         part = super().attention(layer, window, num_rotated)
         return part if part.head_dim > _MOST_HEAD_DIM else NativeAttention(**vars(part))
 
-    def recurrent(self, layer: Any) -> NativeDeltaRule:
-        return NativeDeltaRule.of(self.linear, layer)
+    def recurrent(self, layer: Any) -> NativeRecurrent:
+        """See `LayerMaker`. Raises: ValueError for what is not written here."""
+        kind = NativeDeltaRule if hasattr(layer, "linear_attn") else NativeShortConv
+        return kind.of(self.linear, layer)
 
     def mlp(self, layer: Any) -> Mlp:
         part = super().mlp(layer)
@@ -129,7 +131,7 @@ class NativeRun:
     """Some layers one after another, in one call: without it a step of 30 layers spends half a millisecond between
     them. Cost: 2 microseconds a layer to make."""
 
-    def __init__(self, layers: Sequence[tuple[Attention | NativeDeltaRule | None, Mlp | None]]) -> None:
+    def __init__(self, layers: Sequence[tuple[Attention | NativeRecurrent | None, Mlp | None]]) -> None:
         """All made by `NativeLayers`, or None: skipped."""
         self._kernels = NativeLayers().kernels
         by_window = {one.window: one for one, _ in layers if isinstance(one, Attention)}
@@ -138,8 +140,8 @@ class NativeRun:
         windows = list(by_window)
         self._layers = (library.Layer * len(layers))()
         for layer, (attention, mlp) in zip(self._layers, layers, strict=True):
-            if isinstance(attention, NativeDeltaRule):
-                layer.delta_rule = ctypes.pointer(attention.part)
+            if isinstance(attention, NativeRecurrent):
+                attention.put_into(layer)
             elif attention is not None:
                 assert isinstance(attention, NativeAttention)
                 layer.attention, layer.look = ctypes.pointer(attention.part), windows.index(attention.window)

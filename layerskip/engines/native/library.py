@@ -72,6 +72,17 @@ class DeltaRulePart(ctypes.Structure):
     ]
 
 
+class ShortConvPart(ctypes.Structure):
+    _fields_ = [
+        ("norm", Norm),
+        ("in", Matrix),
+        ("out", Matrix),
+        ("conv", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("taps", ctypes.c_long),
+    ]
+
+
 class Memory(ctypes.Structure):
     _fields_ = [
         ("live", ctypes.c_void_p),
@@ -122,6 +133,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         ("attention", ctypes.POINTER(AttentionPart)),
         ("delta_rule", ctypes.POINTER(DeltaRulePart)),
+        ("short_conv", ctypes.POINTER(ShortConvPart)),
         ("mlp", ctypes.POINTER(MlpPart)),
         ("look", ctypes.c_int),
     ]

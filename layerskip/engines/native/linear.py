@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -76,6 +76,10 @@ class NativeLinear:
         out = x.new_empty(len(x), self.num_outputs)
         self.kernels.layerskip_linear(ctypes.byref(self.matrix), ctypes.byref(rows_of(x, residual, out)))
         return out
+
+
+MakeNativeLinear = Callable[[Sequence[torch.Tensor], torch.Tensor | None], NativeLinear]
+"""See `MakeLinear`."""
 
 
 def norm_weight(norm: Any) -> tuple[torch.Tensor | None, float]:

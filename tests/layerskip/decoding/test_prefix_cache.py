@@ -26,7 +26,7 @@ def conversation(model: LayerSkipModel, cache: PrefixCache, **arguments: Any) ->
     return known
 
 
-@zoo.each(zoo.RUNS + zoo.GRAPH_RUNS)
+@zoo.few(zoo.RUNS + zoo.GRAPH_RUNS)
 def test_a_conversation_of_every_architecture(name: str) -> None:
     """All but the last emitted token of the turn before is known, whose keys no round has needed."""
     model = zoo.layerskip_of(name)
@@ -34,7 +34,7 @@ def test_a_conversation_of_every_architecture(name: str) -> None:
     assert conversation(model, PrefixCache(MUCH), config=config) == [0, 16, 29]
 
 
-@zoo.each(("llama", "llama fused", "llama graph", "gemma3"))
+@zoo.few(("llama", "llama fused", "llama graph", "gemma3"), ("llama",))
 @pytest.mark.parametrize("drafter", DRAFTERS + TRAINED + TREES)
 def test_a_conversation_with_every_drafter(name: str, drafter: str) -> None:
     model, config = zoo.layerskip_of(name), config_of(drafter, name, MASK)

@@ -79,7 +79,7 @@ def check_live_chains(name: str, rollouts: Callable[[Any, torch.Tensor, torch.Te
             assert head.logits(engine, rows, None).argmax(-1).tolist() == drafted
 
 
-@pytest.mark.parametrize("name", ["llama", "llama fused", "llama graph"])
+@pytest.mark.parametrize("name", ["llama", "llama fused", pytest.param("llama graph", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "temperature", [pytest.param(0.5, marks=pytest.mark.slow), 1.0, pytest.param(1.7, marks=pytest.mark.slow)]
 )

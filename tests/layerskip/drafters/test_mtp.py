@@ -64,7 +64,7 @@ def test_its_first_drafts_have_the_logits_of_transformers_own(run: str, monkeypa
 
 
 @pytest.mark.usefixtures("with_whole_drafts")  # the output embedding is rounded for drafts
-@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("by_torch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_over_lean_layers_it_drafts_what_it_does_over_modules(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_torch:
         monkeypatch.setattr(library, "load_kernels", lambda: "no C++ compiler")

@@ -11,10 +11,11 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines import fused as fused_module
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.native import library
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
-FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding")
+FUSED = tuple(name for name in zoo.FUSED if name not in zoo.COMPILED)
 
 
 def engines_of(name: str, *, compiled: bool = False, **overrides: Any) -> tuple[FusedEngine, EagerEngine]:
@@ -28,8 +29,9 @@ def logits_in_chunks(engine: Any, ids: torch.Tensor, chunks: list[int], mask: Sk
         return torch.cat(rows).clone()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+    ("name", "compiled"), [(one, how) for one in zoo.FUSED for how in (False, True) if how or one in FUSED]
+)
 def test_fused_logits_are_the_models_own(name: str, compiled: bool) -> None:
     """Under every kind of mask, prompts and steps of every length, windows crossed; float32 to rounding."""
     fused, eager = engines_of(name, compiled=compiled)
@@ -57,6 +59,51 @@ def test_fused_serves_llama_variants(overrides: dict[str, Any], compiled: bool) 
     mask = SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])
     expected = logits_in_chunks(eager, ids, [5, 1, 5], mask)
     torch.testing.assert_close(logits_in_chunks(fused, ids, [5, 1, 5], mask), expected, rtol=1e-4, atol=1e-4)
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5", {"attention_bias": True, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True}),
+    ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides"), [one for one in VARIANTS if one[0] in zoo.COMPILED], ids=str)
+def test_variants_of_models_that_are_compiled_alone(name: str, overrides: dict[str, Any]) -> None:
+    fused, eager = engines_of(name, compiled=True, **overrides)
+    ids = torch.tensor(zoo.prompt_of(19))
+    for mask in (None, *zoo.masks_of(name).values()):
+        if mask is None or not mask.int8:
+            expected = logits_in_chunks(eager, ids, [7, 1, 1, 10], mask)
+            torch.testing.assert_close(
+                logits_in_chunks(fused, ids, [7, 1, 1, 10], mask), expected, rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("name", zoo.COMPILED)
+def test_what_is_not_compiled_of_them_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"needs sublayers compiled for a CPU$"):
+        engines_of(name)
+    with monkeypatch.context() as patch:
+        patch.setenv("LAYERSKIP_KERNELS", "0")
+        library.load_kernels.cache_clear()
+        with pytest.raises(UnsupportedModelError, match="compiled for a CPU: switched off by LAYERSKIP_KERNELS=0"):
+            make_engine("fused", ModelAdapter(zoo.model_of(name)))
+        assert make_engine("auto", ModelAdapter(zoo.model_of(name))).engine.name == "eager"
+    library.load_kernels.cache_clear()
+
+
+@pytest.mark.skipif("qwen3_5" not in zoo.COMPILED, reason="no kernels here")
+def test_linear_attention_with_other_parts_is_left_to_the_models_modules() -> None:
+    for overrides, said in (
+        ({"hidden_act": "gelu"}, "Qwen3_5ForCausalLM: linear attention with activations gelu and silu"),
+        ({"head_dim": 1026}, "Qwen3_5ForCausalLM with parts that are not compiled for a CPU"),
+    ):
+        adapter = ModelAdapter(zoo.build("qwen3_5", **overrides))
+        with pytest.raises(UnsupportedModelError, match=said):
+            FusedEngine(adapter, compiled=True)
+        choice = make_engine("auto", adapter)
+        assert (choice.engine.name, said in choice.reason) == ("eager", True)
 
 
 def test_rollback_leaves_no_trace() -> None:

@@ -13,9 +13,9 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Attention, Mlp
 from layerskip.engines.native import library
-from layerskip.engines.native.delta_rule import NativeDeltaRule
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
+from layerskip.engines.native.recurrent import NativeDeltaRule, NativeShortConv
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
@@ -42,14 +42,15 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
     engine = FusedEngine(adapter, compiled=True)
     assert engine.refusal is None
     for i, (mixer, mlp) in enumerate(engine.layers):
-        expected = NativeDeltaRule if i in adapter.recurrent_layers else NativeAttention
+        kept = NativeShortConv if name == "lfm2" else NativeDeltaRule
+        expected = kept if i in adapter.recurrent_layers else NativeAttention
         assert (type(mixer), type(mlp)) == (expected, NativeMlp)
     return engine
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2"])
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
     engine = engine_of(name, dtype)
@@ -72,7 +73,7 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide"])
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2"])
 def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtype) -> None:
     engine = engine_of(name, dtype, max_position_embeddings=1024)
     ids = torch.tensor(zoo.prompt_of(600))
@@ -225,6 +226,7 @@ class TestWhereThereAreNone:
         assert "this CPU lacks AVX2 and FMA" in self.refusal()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_they_are_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[list[str]] = []

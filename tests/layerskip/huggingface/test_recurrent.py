@@ -34,7 +34,7 @@ def fresh_logits(model: LayerSkipModel, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-@zoo.few(zoo.RECURRENT + LEAN, FAST + LEAN)
+@zoo.few(zoo.RECURRENT + LEAN, FAST)
 @torch.inference_mode()
 def test_any_order_of_rounds_leaves_what_the_text_alone_would(name: str) -> None:
     """Prompts long and short; drafts under masks and with 8-bit weights, taken back; verifications, taken back in part
@@ -71,7 +71,7 @@ def test_any_order_of_rounds_leaves_what_the_text_alone_would(name: str) -> None
             torch.testing.assert_close(engine.forward(torch.tensor([5])), fresh_logits(model, ids), **CLOSE)
 
 
-@zoo.few(zoo.RECURRENT + LEAN, FAST + LEAN)
+@zoo.few(zoo.RECURRENT + LEAN, FAST)
 @pytest.mark.parametrize("drafter", ["int8", "int8 and layers", "suffix", "shared prefix", "hybrid"])
 def test_decoding_is_plain_decoding(name: str, drafter: str) -> None:
     model, mask = zoo.layerskip_of(name), zoo.masks_of(name)["interior"]

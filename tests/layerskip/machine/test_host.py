@@ -26,7 +26,9 @@ print(libc.mallinfo2().hblkhd - before >= 12 << 20)
 """
 
 
-@pytest.mark.parametrize(("how", "apart"), [("returned", "True"), ("by itself", "False")])
+@pytest.mark.parametrize(
+    ("how", "apart"), [("returned", "True"), pytest.param("by itself", "False", marks=pytest.mark.slow)]
+)
 def test_large_blocks_are_kept_apart_from_the_heap_so_that_they_can_be_returned(how: str, apart: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=False)
     if "mallinfo2" in done.stderr or "libc.so.6" in done.stderr:

@@ -251,8 +251,8 @@ def test_the_harness_of_the_broken_verifiers_is_right(monkeypatch: pytest.Monkey
     "verifier",
     [
         accepted_with_the_targets_probability,
-        accepted_among_the_two_likeliest,
-        token_after_a_rejection_by_the_numbers_of_the_next_place,
+        pytest.param(accepted_among_the_two_likeliest, marks=pytest.mark.slow),
+        pytest.param(token_after_a_rejection_by_the_numbers_of_the_next_place, marks=pytest.mark.slow),
     ],
 )
 def test_a_broken_verifier_fails_the_same_tests(verifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def test_weights_are_narrowed_to_fewer_ids_than_they_know(tmp_path: Path) -> Non
         assert [one.draft_vocab for one in where.variants_of(weights)] == expected
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", [TRAINED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in TRAINED[1:])])
 def test_a_draft_of_weights_is_timed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that counts torch's operations, as a busy machine's seconds turn those of tiny models round."""
     monkeypatch.setattr(library, "load_kernels", lambda: "no C++ compiler")  # a kernel is no operation of torch's

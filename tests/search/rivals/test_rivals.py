@@ -92,7 +92,11 @@ FEW = ("one layer", "some of eight layers")
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in RIVALS for kind in (FEW if STRATEGIES[name].with_settings else SPACES)],
+    [
+        pytest.param(name, kind, marks=() if kind in FEW else pytest.mark.slow)
+        for name in RIVALS
+        for kind in (FEW if STRATEGIES[name].with_settings else SPACES)
+    ],
 )
 def test_every_proposal_is_a_point_of_the_space_long_after_the_grid_ends(name: str, kind: str) -> None:
     space = SPACES[kind]

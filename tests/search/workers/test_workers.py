@@ -142,9 +142,8 @@ def count_up(url: str, folder: Path, times: int) -> None:
             file.write_text(str(number + 1))
 
 
-@pytest.mark.parametrize(
-    "kind", ["journal", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sqlite", "postgres"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["journal", "sqlite", "postgres"])
 def test_one_process_at_a_time_holds_a_lease_and_nothing_is_left_of_it(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
