@@ -12,7 +12,6 @@ from torch import nn
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
-from layerskip.huggingface.recurrent import RecurrentLayer
 from layerskip.model import LayerSkipModel
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
@@ -63,10 +62,10 @@ def step_bytes(model: LayerSkipModel) -> StepBytes:
     engine, adapter = model.engine, model.adapter
     with engine.session(1):
         engine.forward(torch.zeros(1, dtype=torch.long, device=engine.device))
-        states = [one.nbytes if isinstance(one, RecurrentLayer) else 0 for one in engine.cache.layers]
+        layers, recurrent = engine.cache.layers, adapter.recurrent_layers
+        states = [one.nbytes if i in recurrent else 0 for i, one in enumerate(layers)]
         cached = [
-            0 if isinstance(one, RecurrentLayer) else _token_bytes(one.keys) + _token_bytes(one.values)
-            for one in engine.cache.layers
+            0 if i in recurrent else _token_bytes(one.keys) + _token_bytes(one.values) for i, one in enumerate(layers)
         ]
         none = [0] * (adapter.num_layers - adapter.num_keyed)  # layers that read others' keys
         cached, states = cached + none, states + none

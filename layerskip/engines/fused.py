@@ -19,7 +19,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, first_of, rotary_table
+from layerskip.engines.lean_layers import (
+    Attention,
+    LayerMaker,
+    Mlp,
+    Norm,
+    RotaryRows,
+    first_of,
+    rotary_rows,
+    rotary_tables,
+)
 from layerskip.engines.linear import DenseLinear, Linear, fused
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
@@ -35,7 +44,10 @@ from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
 
-_MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_MODEL_CLASSES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+)
 _COMPILED_CLASSES = ("Qwen3_5ForCausalLM", "Lfm2ForCausalLM")
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
@@ -46,8 +58,8 @@ class FusedEngine(StatesEngine):
     Cost: a second copy of the linear layers' weights. By torch of most of them (a single matrix stored by outputs is
     the model's own), on a CPU a third one of those of which that makes products of one row faster, and about half a
     second a shape to choose. The model itself is not touched.
-    Raises: UnsupportedModelError for anything but plain Llama, Mistral, Qwen2 and Qwen3 models, for one on several
-    devices or offloaded, and where the copy would take more than half of the free memory.
+    Raises: UnsupportedModelError for models of other classes and those with parts that these do not have, for one on
+    several devices or offloaded, and where the copy would take more than half of the free memory.
     """
 
     name = "fused"
@@ -62,11 +74,11 @@ class FusedEngine(StatesEngine):
         if self.refusal is None:
             self.maker: LayerMaker = NativeLayers()
         else:
-            self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(model, adapter))
-        self.rotary = model.model.rotary_emb
-        self._num_rotated = 2 * len(self.rotary.inv_freq)
-        """Numbers of a head."""
-        self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
+            self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(adapter))
+        decoder = adapter.decoder
+        self.rotary = decoder.rotary_emb
+        self.embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
+        self._embedding_scale = _embedding_scale(decoder)
         self._int8_layers: list[tuple[Attention, Mlp]] = []
         self._heads: dict[tuple[int | None, bool], Linear] = {}
         """By `draft_vocab` and whether of 8 bits."""
@@ -78,14 +90,16 @@ class FusedEngine(StatesEngine):
             raise UnsupportedModelError(
                 f"engine fused: {type(model).__name__} with parts that are not compiled for a CPU"
             )
-        self._head_dim = next(one.head_dim for one, _ in self.layers if isinstance(one, Attention))
-        self.norm = Norm(first_of(model.model, "norm", "embedding_norm"))
+        attentions = [one for one, _ in self.layers if isinstance(one, Attention)]
+        self._head_dim, self._rotation_names = attentions[0].head_dim, {one.rotation for one in attentions}
+        scale = 1.0 / getattr(adapter.text_config, "logits_scaling", 1.0)
+        self.norm = Norm(first_of(decoder, "norm", "embedding_norm"), scale=scale)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
         self._held: list[Any] = []
         """Of every layer keys and values (1, 2 * key heads, positions, head_dim), or a `NativeState`; as the former of
         the running session."""
-        self._cos = self._sin = torch.empty(0)
+        self._rotations: RotaryRows = {}
 
     @property
     def attention_backend(self) -> str:
@@ -126,12 +140,12 @@ class FusedEngine(StatesEngine):
         """See `Engine`."""
         step = self._step(self.cache.length, tree.num_rows)
         positions = tree.positions(step.start, self.device)
-        step.tree, step.cos, step.sin = tree, self._cos[positions], self._sin[positions]
+        step.tree, step.rotary = tree, rotary_rows(self._rotations, positions)
         return self.logits(self._all_layers(input_ids, step, None), None)
 
     def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None) -> torch.Tensor:
         """(T, hidden); the cache advances."""
-        x = F.embedding(input_ids, self.embedding)
+        x = self.embedded(input_ids)
         if mask is None and self._keeps_states:
             kept = []
             for first, last in pairwise((-1, *self._kept_layers)):
@@ -141,6 +155,11 @@ class FusedEngine(StatesEngine):
             x = self._run(x, step, mask or self._no_skip, range(len(self.layers)))
         self.cache.advance(step.num_tokens)
         return x
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """(T, hidden): what comes to the first layer."""
+        rows = F.embedding(ids, self.embedding)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
     def logits(self, x: torch.Tensor, mask: SkipMask | None) -> torch.Tensor:
         """(T, V) of the last layer's states (T, hidden)."""
@@ -189,7 +208,7 @@ class FusedEngine(StatesEngine):
         adapter, made = self._adapter, []
         for i, (layer, window) in enumerate(zip(adapter.layers, adapter.windows, strict=True)):
             recurrent = i in adapter.recurrent_layers
-            mixer = maker.recurrent(layer) if recurrent else maker.attention(layer, window, self._num_rotated)
+            mixer = maker.recurrent(layer) if recurrent else maker.attention(layer, window, self.rotary)
             made.append((mixer, maker.mlp(layer)))
         return made
 
@@ -216,7 +235,7 @@ class FusedEngine(StatesEngine):
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
         """See `StatesEngine`."""
         step = self._step(self.cache.length, input_ids.shape[0])
-        x = self._run(F.embedding(input_ids, self.embedding), step, mask, range(prefix.depth))
+        x = self._run(self.embedded(input_ids), step, mask, range(prefix.depth))
         prefix.add(x)
         x = self._run(x, step, mask, range(prefix.depth, len(self.layers)))
         self.cache.advance(step.num_tokens)
@@ -228,7 +247,7 @@ class FusedEngine(StatesEngine):
         start, num_tokens, num_held = self.cache.length, input_ids.shape[0], prefix.num_tokens
         if num_held < num_tokens:
             rest = self._step(start + num_held, num_tokens - num_held)
-            x = F.embedding(input_ids[num_held:], self.embedding)
+            x = self.embedded(input_ids[num_held:])
             prefix.add(self._run(x, rest, self._no_skip, range(prefix.depth)))
         step = self._step(start, num_tokens)
         x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
@@ -239,7 +258,7 @@ class FusedEngine(StatesEngine):
         stop = start + num_tokens
         if stop > self.cache.capacity:
             raise ValueError(f"cache: capacity is {self.cache.capacity} tokens, a forward needs {stop}")
-        return _Step(start, num_tokens, self._cos[start:stop], self._sin[start:stop])
+        return _Step(start, num_tokens, rotary_rows(self._rotations, slice(start, stop)))
 
     def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
         """These layers under the mask; keys and values of the new positions go into the cache."""
@@ -249,23 +268,26 @@ class FusedEngine(StatesEngine):
                 run = self._runs[mask, layers] = NativeRun(
                     [(None if mask.attention[i] else parts[i][0], None if mask.mlp[i] else parts[i][1]) for i in layers]
                 )
-            looks = [step.look(one, x) for one in run.looking]
-            return run(x, (step.cos, step.sin), [self._held[i] for i in layers], step.start, looks)
+            looks = [(step.rotary[one.rotation], step.look(one, x)) for one in run.looking]
+            return run(x, [self._held[i] for i in layers], step.start, looks)
         with over_growing_keys(self._adapter.placement.devices):
             for i in layers:
                 attention, mlp = parts[i]
                 if not mask.attention[i]:
                     look = step.look(attention, x)
-                    x = attention.add_to(x, x, (step.cos, step.sin), self._held[i], step.start, look)
+                    x = attention.add_to(x, x, step.rotary[attention.rotation], self._held[i], step.start, look)
                 if not mask.mlp[i]:
                     x = mlp.add_to(x)
         return x
 
     def _make_position_table(self, capacity: int) -> None:
-        """Cosines and signed sines for positions 0..capacity-1, shape (capacity, 1, head_dim); kept between runs."""
-        if self._cos.shape[0] >= capacity:
-            return
-        self._cos, self._sin = rotary_table(self.rotary, self.embedding[:1], capacity, self._head_dim)
+        """Kept between runs."""
+        if all(len(cos) < capacity for cos, _ in self._rotations.values()):
+            self._rotations = self.rotations(capacity)
+
+    def rotations(self, num_positions: int) -> RotaryRows:
+        """Of all layers, at the first so many positions."""
+        return rotary_tables(self.rotary, self.embedding[:1], num_positions, self._rotation_names, self._head_dim)
 
     def _allocate(self) -> None:
         layers, self._held = self.cache.layers, []
@@ -284,9 +306,9 @@ class FusedEngine(StatesEngine):
 class _Step:
     """What all layers of one forward share."""
 
-    def __init__(self, start: int, num_tokens: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, start: int, num_tokens: int, rotary: RotaryRows) -> None:
         self.start, self.stop, self.num_tokens = start, start + num_tokens, num_tokens
-        self.cos, self.sin = cos, sin
+        self.rotary = rotary
         self.tree: DraftTree | None = None
         """Without one the tokens simply follow each other."""
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -314,14 +336,21 @@ class _Step:
         return mask if window is None else mask & (keys > queries - window)
 
 
+def _embedding_scale(decoder: Any) -> float:
+    """What rows of the embedding are multiplied with, in the model's number format."""
+    embedding = decoder.embed_tokens
+    scale = getattr(embedding, "scalar_embed_scale", getattr(decoder, "embedding_multiplier", 1.0))
+    return float(torch.tensor(scale, dtype=embedding.weight.dtype))
+
+
 def _linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:
     """All but the output embedding."""
     return [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
 
 
-def _weight_bytes(model: Any, adapter: ModelAdapter) -> int:
+def _weight_bytes(adapter: ModelAdapter) -> int:
     """Of all matrices that a step multiplies with."""
-    return sum(module.weight.nbytes for module in (*_linear_modules(adapter), model.lm_head))
+    return sum(module.weight.nbytes for module in (*_linear_modules(adapter), adapter.head))
 
 
 def _check_supported(model: Any, adapter: ModelAdapter, refusal: str | None) -> None:
@@ -334,16 +363,19 @@ def _check_supported(model: Any, adapter: ModelAdapter, refusal: str | None) -> 
     if name in _COMPILED_CLASSES and refusal is not None:
         detail = f": {refusal}" if refusal else ""
         raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
-    rope_type = getattr(model.model.rotary_emb, "rope_type", "default")
-    if rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise UnsupportedModelError(f"engine fused: positions of rope type {rope_type!r} change with the text's length")
+    rope_types = getattr(adapter.decoder.rotary_emb, "rope_type", "default")
+    for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
+        if rope_type not in ("default", "linear", "llama3", "yarn"):
+            raise UnsupportedModelError(
+                f"engine fused: positions of rope type {rope_type!r} change with the text's length"
+            )
     for layer in adapter.layers:
         for module in layer.modules():
             if isinstance(module, nn.Linear) and (
                 type(module) is not nn.Linear or not module.weight.is_floating_point()
             ):
                 raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
-    needed, free = _weight_bytes(model, adapter), free_bytes(adapter.device)
+    needed, free = _weight_bytes(adapter), free_bytes(adapter.device)
     if needed > free / 2:
         raise UnsupportedModelError(
             f"engine fused: needs a second copy of the weights ({needed >> 20} MiB), and {free >> 20} MiB are free"

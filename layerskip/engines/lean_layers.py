@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,14 @@ from transformers.activations import SiLUActivation
 from layerskip.engines.linear import Linear, fused
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
-_AROUND_ONE = ("Qwen3_5RMSNorm",)
+_BOTH_SIDES = "pre_feedforward_layernorm"
+"""In layers with norms before and after each sublayer, the one before the MLP."""
+Rotation = str | None
+"""Which rotation a layer has, by the name that the model's rotary embedding knows it by; empty where there is but one,
+None: none."""
+RotaryRows = Mapping[Rotation, tuple[torch.Tensor, torch.Tensor]]
+"""Of each rotation cosines and signed sines (positions, 1, head_dim)."""
+_AROUND_ONE = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
 """Norms whose weights say by how much they differ from one."""
 
 
@@ -26,11 +34,13 @@ class Norm:
     x / sqrt(mean(x^2) + eps) = x * sqrt(n) / hypot(|x|, sqrt(n * eps)).
     """
 
-    def __init__(self, module: Any, order: torch.Tensor | None = None) -> None:
-        """order: in which the numbers come, if not in their own."""
+    def __init__(self, module: Any, order: torch.Tensor | None = None, *, scale: float = 1.0) -> None:
+        """order: in which the numbers come, if not in their own; scale: what they are multiplied with besides."""
         self.weight: torch.Tensor = module.weight.detach() if order is None else module.weight.detach()[order]
         if type(module).__name__ in _AROUND_ONE:
             self.weight = self.weight.float() + 1.0
+        if scale != 1.0:
+            self.weight = self.weight.float() * scale
         self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         width = self.weight.shape[0]
         self._short = self.weight.device.type == "cpu"
@@ -42,7 +52,28 @@ class Norm:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             scaled: torch.Tensor = x * (self._scaled_weight / torch.hypot(length, self._floor))
             return scaled.to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class FinishedLinear:
+    """A product whose outputs are normed, and multiplied, before the residual is added. See `Linear`."""
+
+    linear: Linear
+    norm: Norm | None
+    scale: float
+
+    @property
+    def num_outputs(self) -> int:
+        return self.linear.num_outputs
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        out = out if self.norm is None else self.norm(out)
+        return out if self.scale == 1.0 else out * self.scale
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual + self(x)
 
 
 @dataclass(frozen=True)
@@ -62,6 +93,7 @@ class Attention:
     head_dim: int
     scaling: float
     window: int | None
+    rotation: Rotation = ""
     is_gated: bool = False
     """Whether `qkv` also gives, last, a gate for each number that `out` takes. Compiled for a CPU alone."""
 
@@ -170,6 +202,42 @@ class Layer:
         return (x, x) if self.num_read is None else (x[:, : self.num_read], x[:, self.num_read :])
 
 
+def rotation_of(rotary: Any, layer: Any, window: int | None) -> Rotation:
+    """That of a decoder layer; window: of its sliding attention, if it slides."""
+    if not getattr(layer.self_attn, "use_rope", True):
+        return None
+    if not getattr(rotary, "layer_types", None):
+        return ""
+    return "full_attention" if window is None else "sliding_attention"
+
+
+def num_rotated(rotary: Any, rotation: Rotation) -> int | None:
+    """How many numbers of a head are rotated, the first ones; None: none."""
+    if rotation is None:
+        return None
+    return 2 * len(getattr(rotary, f"{rotation}_inv_freq" if rotation else "inv_freq"))
+
+
+def rotary_tables(
+    rotary: Any, like: torch.Tensor, num_positions: int, rotations: Iterable[Rotation], head_dim: int
+) -> RotaryRows:
+    """Of these rotations, at positions 0..num_positions-1."""
+    tables: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
+    for one in set(rotations):
+        if one is None:
+            cos = like.new_ones((num_positions, 1, head_dim))
+            tables[one] = (cos, torch.zeros_like(cos))
+        else:
+            of_one = partial(rotary, layer_type=one) if one else rotary
+            tables[one] = rotary_table(of_one, like, num_positions, head_dim)
+    return tables
+
+
+def rotary_rows(tables: RotaryRows, at: slice | torch.Tensor) -> RotaryRows:
+    """At some positions; a tensor of them lies where the tables do."""
+    return {name: (cos[at], sin[at]) for name, (cos, sin) in tables.items()}
+
+
 def rotary_table(
     rotary: Any, like: torch.Tensor, num_positions: int, head_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,28 +289,37 @@ class LayerMaker(ABC):
         """What a decoder layer that keeps a state has in attention's place. Compiled for a CPU alone."""
         raise NotImplementedError(type(layer).__name__)
 
-    def attention(self, layer: Any, window: int | None, num_rotated: int | None = None) -> Attention:
-        """The attention of a decoder layer; window: of its sliding attention, if it slides; num_rotated: of the numbers
-        of a head, the first so many, None: all."""
+    def attention(self, layer: Any, window: int | None, rotary: Any = None) -> Attention:
+        """The attention of a decoder layer; window: of its sliding attention, if it slides; rotary: the model's rotary
+        embedding, without which all of a head is rotated."""
         attention = layer.self_attn
         head_dim: int = attention.head_dim
         query_norm, key_norm = (first_of(attention, f"{one}_norm", f"{one}_layernorm") for one in "qk")
         out = first_of(attention, "o_proj", "out_proj")
         is_gated = attention.q_proj.out_features == 2 * out.in_features
-        order = None if num_rotated in (None, head_dim) else rotated_halves(head_dim, num_rotated)
+        rotation = "" if rotary is None else rotation_of(rotary, layer, window)
+        count = None if rotary is None else num_rotated(rotary, rotation)
+        order = None if count in (None, head_dim) else rotated_halves(head_dim, count)
         return Attention(
             norm=Norm(first_of(layer, "input_layernorm", "operator_norm")),
             num_queries=out.in_features // head_dim,
             num_keys=attention.k_proj.out_features // head_dim,
             qkv=self._qkv(attention, order, is_gated=is_gated),
-            out=fused(self.linear, out),
+            out=self._finished(layer, out, "post_attention_layernorm"),
             query_norm=Norm(query_norm, order) if query_norm is not None else None,
             key_norm=Norm(key_norm, order) if key_norm is not None else None,
             head_dim=head_dim,
             scaling=attention.scaling,
             window=window,
+            rotation=rotation,
             is_gated=is_gated,
         )
+
+    def _finished(self, layer: Any, module: nn.Linear, norm: str) -> Linear:
+        """The product that ends a sublayer; norm: the name of what follows it in layers with norms on both sides."""
+        linear, scale = fused(self.linear, module), float(getattr(layer, "residual_multiplier", 1.0))
+        after = Norm(getattr(layer, norm)) if hasattr(layer, _BOTH_SIDES) else None
+        return linear if after is None and scale == 1.0 else FinishedLinear(linear, after, scale)
 
     def _qkv(self, attention: Any, order: torch.Tensor | None, *, is_gated: bool) -> Linear:
         """One product for queries, keys, values and gates; order: of the numbers of a head of queries and keys."""
@@ -270,8 +347,8 @@ class LayerMaker(ABC):
         )
         activation = getattr(mlp, "act_fn", F.silu)
         return Mlp(
-            norm=Norm(first_of(layer, "post_attention_layernorm", "ffn_norm")),
+            norm=Norm(first_of(layer, _BOTH_SIDES, "post_attention_layernorm", "ffn_norm")),
             gate_up=fused(self.linear, gate, up),
-            down=fused(self.linear, down),
+            down=self._finished(layer, down, "post_feedforward_layernorm"),
             activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
         )

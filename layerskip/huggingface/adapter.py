@@ -168,6 +168,12 @@ class ModelAdapter:
         return len(self.layers)
 
     @property
+    def decoder(self) -> Any:
+        """The module that holds the layers, and what is before and after them."""
+        path = self.stack_path.rpartition(".")[0]
+        return self.model.get_submodule(path) if path else self.model
+
+    @property
     def _embedding(self) -> nn.Embedding:
         return cast(Any, self.model).get_input_embeddings()  # type: ignore[no-any-return]
 

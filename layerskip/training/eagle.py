@@ -289,10 +289,8 @@ def _commonest(texts: Sequence[Text], vocab_size: int) -> torch.Tensor:
 
 def _final_norm(model: LayerSkipModel) -> torch.Tensor | None:
     """The weights of the target's last norm, where it is one over the root mean square with plain weights."""
-    path = model.adapter.stack_path.rpartition(".")[0]
-    parent = model.model.get_submodule(path) if path else model.model
     for name in _NORM_NAMES:
-        norm = getattr(parent, name, None)
+        norm = getattr(model.adapter.decoder, name, None)
         if norm is not None and "RMSNorm" in type(norm).__name__ and hasattr(norm, "variance_epsilon"):
             weight: torch.Tensor = norm.weight
             return weight

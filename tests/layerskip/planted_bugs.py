@@ -12,6 +12,7 @@ import torch
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.drafters.base import Draft
 from layerskip.engines import fused
+from layerskip.engines.lean_layers import rotary_rows
 from layerskip.huggingface import adapter as adapter_module
 from layerskip.huggingface import kv_cache
 from layerskip.rounds.verifier import Verdict
@@ -59,7 +60,7 @@ def fused_positions_one_late(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: fused.FusedEngine, start: int, num_tokens: int) -> Any:
         step = make(self, start, num_tokens)
         if start > 0 and num_tokens > 1:
-            step.cos, step.sin = (table[start + 1 : start + num_tokens + 1] for table in (self._cos, self._sin))
+            step.rotary = rotary_rows(self._rotations, slice(start + 1, start + num_tokens + 1))
         return step
 
     patch.setattr(fused.FusedEngine, "_step", wrong)

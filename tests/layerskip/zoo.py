@@ -220,7 +220,18 @@ WITH_MTP = ("glm4-moe", "deepseek-v3")
 """Have multi-token-prediction layers in their checkpoints."""
 COMPILED = () if isinstance(load_kernels(), str) else ("qwen3_5", "lfm2")
 """Served by the fused engine where there are kernels for this CPU, alone."""
-FUSED = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding", *COMPILED)
+FUSED = (
+    "llama",
+    "qwen2",
+    "qwen2-sliding",
+    "qwen3",
+    "mistral",
+    "mistral-sliding",
+    "smollm3",
+    "gemma3",
+    "granite",
+    *COMPILED,
+)
 SHARING = ("gemma3n", "gemma4")
 """The last two layers read the keys and values of the first two."""
 RECURRENT = ("qwen3_5", "qwen3-next", "olmo-hybrid", "lfm2", "bamba", "granite-hybrid")
@@ -234,8 +245,8 @@ identity is shown of all."""
 _SUFFIX = " fused"
 _GRAPH_SUFFIX = " graph"
 RUNS = NAMES + tuple(name + _SUFFIX for name in FUSED)
-GRAPH_RUNS = tuple(name + _GRAPH_SUFFIX for name in ("llama", "mistral-sliding", "gemma3"))
-"""The CUDA-graph engine with its graphs played from a tape: lean layers for the first two, modules for the last."""
+GRAPH_RUNS = tuple(name + _GRAPH_SUFFIX for name in ("llama", "mistral-sliding", "gemma3", "gemma2"))
+"""The CUDA-graph engine with its graphs played from a tape: modules for the last, lean layers for the others."""
 """Architectures on the eager engine, and once more those that the fused one serves. Every function here takes both."""
 
 
@@ -549,11 +560,10 @@ def each(names: Sequence[str] = NAMES) -> Callable[[Any], Any]:
 
 
 def few(names: Sequence[str] = NAMES, fast: Sequence[str] = FEW) -> Callable[[Any], Any]:
-    """The same, but only these architectures are among the fast tests, and those recorded by their own modules are
-    not."""
+    """The same, but only these architectures are among the fast tests."""
     import pytest
 
-    slow = {name for name in names if architecture(name) not in fast or name == "gemma3 graph"}
+    slow = {name for name in names if architecture(name) not in fast}
     marks = {name: pytest.mark.slow if name in slow else () for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
 from layerskip import LayerSkipModel
 from layerskip import train as layerskip_train
@@ -19,6 +20,7 @@ from layerskip.rounds import sampling
 from studies.demo.corpus import Module
 from studies.engine import (
     draft_bits,
+    families,
     folding,
     llama_cpp,
     lookups,
@@ -26,6 +28,7 @@ from studies.engine import (
     trees,
     turns,
 )
+from tests.layerskip import zoo
 from tests.layerskip.conftest import text_model, tokenizer, with_whole_drafts
 from tests.layerskip.engines.test_native import needs_kernels
 
@@ -133,6 +136,31 @@ def test_folding_tells_both_ways_for_every_shape(tmp_path: Path, monkeypatch, ca
     assert "| one | bfloat16 | 3 | 67 / 33 (2.0×) | 67 / 33 (2.0×) |" in said
 
 
+@needs_kernels
+def test_families_tells_each_step_on_every_engine(tmp_path: Path, monkeypatch, capsys) -> None:
+    shapes = {name: zoo.SPECS[name] for name in ("gemma3", "lfm2")}
+    configs = {
+        name: lambda spec=spec: getattr(transformers, spec.config_class)(**spec.arguments)
+        for name, spec in shapes.items()
+    }
+    monkeypatch.setattr(families, "MODELS", configs)
+    sizes = ["--dtype", "float32", "--threads", "1", "--context", "9", "--rows", "3", "--rounds", "3"]
+    assert families.main([*sizes, "--out", str(tmp_path)]) == 0
+    steps = json.loads((tmp_path / "families.json").read_text())["steps"]
+    ways = [("gemma3", one) for one in ("modules", "torch", "kernels")] + [
+        ("lfm2", one) for one in ("modules", "kernels")
+    ]
+    assert sorted((one["model"], one["engine"], one["step"]) for one in steps) == sorted(
+        (*way, step) for way in ways for step in families.STEPS
+    )
+    for one in steps:
+        assert 0 < one["low"] <= one["times_faster"] <= one["high"]
+        assert one["engine"] != "modules" or one["times_faster"] == pytest.approx(1.0)
+    said = capsys.readouterr().out
+    assert (tmp_path / "families.md").read_text() in said
+    assert said.count("| lfm2 |") == 2
+
+
 def test_a_conversation_is_computed_whole_and_from_where_it_was(tmp_path: Path, capsys) -> None:
     out = tmp_path / "turns.json"
     sizes = ["--turns", "3", "--message-tokens", "9", "--new-tokens", "5", "--repeats", "2"]
@@ -201,6 +229,7 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
         (draft_bits.main, ["--out", "/nowhere/x.json"], "--out: no such folder: /nowhere"),
         (draft_bits.main, ["--study", str(siblings.DEMO)], "--study: must name draft_weights"),
         (turns.main, ["--turns", "400"], "--turns: must be at most "),
+        (families.main, ["--rows", "1"], "--rows: must be at least 2, got 1"),
         (folding.main, ["--sizes", "4", "0"], "--sizes: must be at least 1, got 0"),
         (folding.main, ["--sizes", "8", "4", "--rows", "1", "5"], "--rows: must be at most 4, the fewest seen, got 5"),
     ],

@@ -12,7 +12,7 @@ from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Attention, rotary_table
+from layerskip.engines.lean_layers import Attention, rotary_rows
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.rounds.sampling import SamplingParams
 
@@ -86,7 +86,7 @@ class LayerwiseForcing(TeacherForcing):
         return mlp.add_to(hidden) if is_mlp else self._attended(layer, attention, hidden, layout)
 
     def _attended(self, layer: int, part: Attention, hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
-        queries, new = (one[0].transpose(0, 1) for one in part.project(hidden, layout.cos, layout.sin))
+        queries, new = (one[0].transpose(0, 1) for one in part.project(hidden, *layout.rotary[part.rotation]))
         out = torch.empty_like(queries)
         for group in layout.groups(part.num_queries):
             rows, real, texts = layout.rows[group], layout.is_row[group], layout.places(group)
@@ -220,9 +220,8 @@ class _Layout:
         starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
         self.rows = starts + torch.minimum(columns, lengths.unsqueeze(1) - 1)
         positions = torch.cat([one.positions for one in geometry])
-        cos, sin = rotary_table(engine.rotary, engine.embedding[:1], int(positions.max()) + 1)
-        self.cos, self.sin = cos[positions], sin[positions]
-        self.embedded = F.embedding(torch.cat([one.ids for one in geometry]), engine.embedding)
+        self.rotary = rotary_rows(engine.rotations(int(positions.max()) + 1), positions)
+        self.embedded = engine.embedded(torch.cat([one.ids for one in geometry]))
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
     def groups(self, num_heads: int) -> Iterator[slice]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.compiled import CompiledFunctions
@@ -14,7 +13,7 @@ from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionSha
 from layerskip.engines.cuda_graph.attention_kernels import Kernel, attend
 from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Attention, Layer, Mlp, rotary_table
+from layerskip.engines.lean_layers import Attention, Layer, Mlp
 from layerskip.huggingface.growing_keys import folded
 from layerskip.huggingface.kv_cache import StaticCache
 
@@ -59,7 +58,7 @@ class LeanExecutor:
         fused = self.fused
         self.attention.measure(self._attention_shape(), cache.num_positions)
         # A table of its own: the fused engine's is replaced when a longer text comes, and recordings hold its address.
-        self._cos, self._sin = rotary_table(fused.rotary, fused.embedding[:1], cache.num_positions)
+        self._rotations = fused.rotations(cache.num_positions)
         for (attention, _), layer in zip(fused.layers, cache.layers, strict=True):
             like = fused.embedding.new_empty((1, attention.num_keys, 0, attention.head_dim))
             layer.lazy_initialization(like, like)
@@ -93,17 +92,20 @@ class LeanExecutor:
         project = self._function(_project_and_store, num_tokens, self._cache.num_positions)
         finish_both = self._function(_finish_and_add_mlp, num_tokens)
         add_mlp = self._function(_add_mlp, num_tokens)
-        cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
+        rotary = {
+            name: (cos.index_select(0, positions), sin.index_select(0, positions))
+            for name, (cos, sin) in self._rotations.items()
+        }
         slots = positions if branches is None else branches.slots
         masks, attend = _Masks(positions, num_visible, branches), self.attention.kernel(num_visible)
-        x = F.embedding(ids, fused.embedding)
+        x = fused.embedded(ids)
         kept = []
         for i, (attention, mlp) in enumerate(fused.layers):
             buffers, skip_mlp = self._cache.layers[i], mask.mlp[i]
             if mask.attention[i]:
                 x = x if skip_mlp else add_mlp(mlp, x)
             else:
-                queries = project(attention, x, buffers.states, slots, (cos, sin))
+                queries = project(attention, x, buffers.states, slots, rotary[attention.rotation])
                 attended = _attend(attend, attention, queries, buffers.states, masks.of(attention, x.dtype))
                 x = _finish(attention, x, attended) if skip_mlp else finish_both(attention, mlp, x, attended)
             if i in fused.kept_layers:

@@ -164,23 +164,31 @@ struct Norm {
   const float* weight;  // null: none
   float eps;
 };
+struct Ending {  // of a sublayer: a product that is normed and multiplied before it is added to the residual
+  Matrix out;
+  Norm norm;
+  float scale;
+};
 struct Attention {
   Norm norm, query_norm, key_norm;
-  Matrix qkv, out;  // qkv: queries, keys, values, and where it is gated a gate for every number that `out` takes
+  Matrix qkv;  // queries, keys, values, and where it is gated a gate for every number that `out` takes
+  Ending out;
   long num_queries, num_keys, head_dim;
   float scaling;
   int is_gated;
 };
 struct DeltaRule {  // gated linear attention
   Norm norm, out_norm;
-  Matrix in, out;      // in: queries, keys, values; how much each value head writes, then what it keeps; gates
+  Matrix in;  // queries, keys, values; how much each value head writes, then what it keeps; gates
+  Ending out;
   const float* conv;   // (taps, channels): over the last rows of queries, keys and values
   const float *rates, *biases;  // (num_values,): a head keeps exp(rate * softplus(x + bias))
   long num_keys, num_values, key_dim, value_dim, taps;
 };
 struct ShortConv {  // a gated convolution over the last rows
   Norm norm;
-  Matrix in, out;     // in: gates before it, gates after it, and what it is over
+  Matrix in;          // gates before it, gates after it, and what it is over
+  Ending out;
   const float* conv;  // (taps, channels)
   const float* bias;  // (channels,) or null
   long taps;
@@ -195,7 +203,9 @@ struct Memory {  // what a layer with a state keeps of a text
 };
 struct Mlp {
   Norm norm;
-  Matrix gate_up, down;
+  Matrix gate_up;
+  Ending down;
+  int activation;  // 0: SiLU, 1: GELU by tanh
 };
 struct Rows {  // `count` rows of one text; all but float32 is bfloat16
   const void* x;
@@ -448,15 +458,33 @@ template <class T> inline void read_rows(const Rows& rows, const Norm& norm, lon
   for (int r = 0; r < rows.count; r++) normed(norm, (const T*)rows.x + r * rows.stride, out + r * width, width);
 }
 
-// Where a product's outputs are added to the residual and rounded.
-template <class T> inline void product_out(const Rows& rows, const Matrix& m, const float* x) {
-  product(m, x, rows.count, [&](long first, int n, const float* found) {
-    for (int r = 0; r < rows.count; r++) {
-      const T* residual = rows.residual ? (const T*)rows.residual + r * rows.residual_stride + first : nullptr;
-      T* out = (T*)rows.out + r * m.outputs + first;
-      for (int i = 0; i < n; i++) out[i] = rounded<T>(found[r * BLOCK + i] + (residual ? number(residual[i]) : 0.0f));
-    }
+// Numbers of one row that are added to the residual and rounded.
+template <class T>
+inline void write_out(const Rows& rows, long r, long first, long count, long outputs, const float* found, float scale) {
+  const T* residual = rows.residual ? (const T*)rows.residual + r * rows.residual_stride + first : nullptr;
+  T* out = (T*)rows.out + r * outputs + first;
+  for (long i = 0; i < count; i++)
+    out[i] = rounded<T>(scale * found[i] + (residual ? number(residual[i]) : 0.0f));
+}
+
+// Inside a parallel region: the end of a sublayer. room: for as many numbers as come out.
+template <class T> inline void product_out(const Rows& rows, const Ending& ending, const float* x, float* room) {
+  long outputs = ending.out.outputs;
+  product(ending.out, x, rows.count, [&](long first, int n, const float* found) {
+    for (int r = 0; r < rows.count; r++)
+      if (ending.norm.weight)
+        memcpy(room + r * outputs + first, found + r * BLOCK, n * sizeof(float));
+      else
+        write_out<T>(rows, r, first, n, outputs, found + r * BLOCK, ending.scale);
   });
+  if (!ending.norm.weight) return;
+#pragma omp barrier
+#pragma omp for
+  for (int r = 0; r < rows.count; r++) {
+    float* row = room + r * outputs;
+    normed(ending.norm, row, row, outputs);
+    write_out<T>(rows, r, 0, outputs, outputs, row, ending.scale);
+  }
 }
 
 // One head of one row: normed, rotated and, of a key, kept.
@@ -490,6 +518,10 @@ inline void store_some(float* p, Floats x, long count) {
 }
 
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline Floats activated(Floats x, int activation) {
+  return x * sigmoid(activation ? 1.5957691216f * (x + 0.044715f * x * x * x) : x);
+}
 
 // Of a head's keys, or values, those from `first` on as floats (count, padded), zeros where there is none.
 template <class T>
@@ -595,7 +627,7 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
   long first_gate = num_rotated + part.num_keys, num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
   long attended_width = part.num_queries * head;
   long stop = look.place + rows.count, num_seen = stop - look.first;
-  float* x = scratch(rows.count * (width + num_heads * head + attended_width));
+  float* x = scratch(rows.count * (width + num_heads * head + attended_width + part.out.out.outputs));
   float *heads = x + rows.count * width, *attended = heads + rows.count * num_heads * head;
   std::vector<std::vector<int>> seen(look.visible ? rows.count : 0);
   for (size_t r = 0; r < seen.size(); r++)
@@ -644,7 +676,7 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
       }
       attend(queries, keys, keys + part.num_keys * head_stride, of_row, head, part.scaling, room);
     }
-    product_out<T>(rows, part.out, attended);
+    product_out<T>(rows, part.out, attended, attended + rows.count * attended_width);
   }
 }
 
@@ -783,7 +815,8 @@ template <class T> void rows_of(const DeltaRule& part, const Rows& rows, const E
   long outputs = part.in.outputs, inputs = part.in.inputs, state_size = part.num_values * key * value;
   long count = entry.num_pending + rows.count;
   Parts parts{part.taps - 1, channels + 2 * part.num_values, channels};
-  float* x = scratch(rows.count * (inputs + outputs + inner) + (parts.tail + count) * parts.width);
+  long ending = part.out.out.outputs;
+  float* x = scratch(rows.count * (inputs + outputs + inner + ending) + (parts.tail + count) * parts.width);
   float *projected = x + rows.count * inputs, *attended = projected + rows.count * outputs;
   parts.rows = attended + rows.count * inner;
   read_rows<T>(rows, part.norm, inputs, x);
@@ -834,16 +867,16 @@ template <class T> void rows_of(const DeltaRule& part, const Rows& rows, const E
         }
       }
     }
-    product_out<T>(rows, part.out, attended);
+    product_out<T>(rows, part.out, attended, parts.at(count));
   }
   keep_parts<T>(parts, entry, rows.count, state_size);
 }
 
 template <class T> void rows_of(const ShortConv& part, const Rows& rows, const Entry& entry) {
-  long channels = part.out.inputs, inputs = part.in.inputs, outputs = 3 * channels;
+  long channels = part.out.out.inputs, ending = part.out.out.outputs, inputs = part.in.inputs, outputs = 3 * channels;
   Parts parts{part.taps - 1, channels, channels};
   long held = parts.tail + entry.num_pending + rows.count;
-  float* x = scratch(rows.count * (inputs + outputs + channels) + held * channels);
+  float* x = scratch(rows.count * (inputs + outputs + channels + ending) + held * channels);
   float *projected = x + rows.count * inputs, *gated = projected + rows.count * outputs;
   parts.rows = gated + rows.count * channels;
   read_rows<T>(rows, part.norm, inputs, x);
@@ -864,7 +897,7 @@ template <class T> void rows_of(const ShortConv& part, const Rows& rows, const E
       if (part.bias) found += load_some(part.bias + i, n);
       store_some(gated + r * channels + i, found * load_some(projected + r * outputs + channels + i, n), n);
     }
-    product_out<T>(rows, part.out, gated);
+    product_out<T>(rows, part.out, gated, parts.rows + held * channels);
   }
   keep_parts<T>(parts, entry, rows.count, 0);
 }
@@ -874,8 +907,8 @@ template <class Part> void rows_of(const Part& part, const Rows& rows, int is_fl
 }
 
 template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
-  long width = part.gate_up.inputs, inner = part.down.inputs;
-  float* x = scratch(rows.count * (width + 3 * inner));
+  long width = part.gate_up.inputs, inner = part.down.out.inputs;
+  float* x = scratch(rows.count * (width + 3 * inner + part.down.out.outputs));
   float *both = x + rows.count * width, *inside = both + rows.count * 2 * inner;
   read_rows<T>(rows, part.norm, width, x);
 #pragma omp parallel num_threads(rows.num_threads)
@@ -891,10 +924,10 @@ template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
       float own[2][LANES] = {};
       long n = inner - i < LANES ? inner - i : LANES;
       memcpy(own[0], gate, n * sizeof(float)), memcpy(own[1], up, n * sizeof(float));
-      Floats g = load(own[0]), found = g / (1.0f + exp(-g)) * load(own[1]);
+      Floats found = activated(load(own[0]), part.activation) * load(own[1]);
       memcpy(out, &found, n * sizeof(float));
     }
-    product_out<T>(rows, part.down, inside);
+    product_out<T>(rows, part.down, inside, inside + rows.count * inner);
   }
 }
 
@@ -902,7 +935,7 @@ template <class T> void linear_rows(const Matrix& m, const Rows& rows) {
   float* x = scratch(rows.count * m.inputs);
   read_rows<T>(rows, Norm{nullptr, 0}, m.inputs, x);
 #pragma omp parallel num_threads(rows.num_threads)
-  product_out<T>(rows, m, x);
+  product_out<T>(rows, Ending{m, {nullptr, 0}, 1}, x, nullptr);
 }
 
 // Calls what takes a few rows for each piece of many, given the first of them.
@@ -928,7 +961,7 @@ template <class Part> bool advance(const Part& part, const Rows& rows, Memory& m
     entry.kept = m.kept;
   }
   m.live_at = -1;
-  in_pieces(rows, part.out.outputs, [&](const Rows& piece, long first) {
+  in_pieces(rows, part.out.out.outputs, [&](const Rows& piece, long first) {
     rows_of(part, piece, rows.is_float32, first ? Entry{m, m.live, 0, nullptr, place + first} : entry);
   });
   m.at = m.live_at = place + rows.count;
@@ -957,7 +990,7 @@ int layerskip_inputs_together(int kind) {
 }
 
 void layerskip_attention(const Attention* part, const Rows* rows, const Look* look) {
-  in_pieces(*rows, part->out.outputs, [&](const Rows& piece, long first) {
+  in_pieces(*rows, part->out.out.outputs, [&](const Rows& piece, long first) {
     Look own = *look;
     long from = first * part->head_dim * (rows->is_float32 ? 4 : 2);
     own.cos = (const char*)look->cos + from, own.sin = (const char*)look->sin + from;
@@ -983,7 +1016,7 @@ bool layerskip_roll_back(Memory* memory, long length) {
 }
 
 void layerskip_mlp(const Mlp* part, const Rows* rows) {
-  in_pieces(*rows, part->down.outputs, [&](const Rows& piece, long) {
+  in_pieces(*rows, part->down.out.outputs, [&](const Rows& piece, long) {
     rows->is_float32 ? mlp_rows<float>(*part, piece) : mlp_rows<bfloat16>(*part, piece);
   });
 }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from transformers.activations import GELUTanh
 
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp
 from layerskip.engines.native import library
-from layerskip.engines.native.linear import NativeLinear, norm_part, norm_weight, rows_of
+from layerskip.engines.native.linear import NativeEnding, NativeLinear, norm_part, norm_weight, rows_of
 from layerskip.engines.native.recurrent import NativeDeltaRule, NativeRecurrent, NativeShortConv, NativeState
 
 _MOST_HEAD_DIM = 1024
@@ -50,8 +51,8 @@ class NativeLayers(LayerMaker):
     def in_8_bits(self) -> LayerMaker:
         return NativeLayers(int8=True)
 
-    def attention(self, layer: Any, window: int | None, num_rotated: int | None = None) -> Attention:
-        part = super().attention(layer, window, num_rotated)
+    def attention(self, layer: Any, window: int | None, rotary: Any = None) -> Attention:
+        part = super().attention(layer, window, rotary)
         return part if part.head_dim > _MOST_HEAD_DIM else NativeAttention(**vars(part))
 
     def recurrent(self, layer: Any) -> NativeRecurrent:
@@ -61,7 +62,7 @@ class NativeLayers(LayerMaker):
 
     def mlp(self, layer: Any) -> Mlp:
         part = super().mlp(layer)
-        return NativeMlp(**vars(part)) if part.activation is F.silu else part
+        return NativeMlp(**vars(part)) if _activation(part) is not None else part
 
 
 class NativeAttention(Attention):
@@ -97,34 +98,57 @@ class NativeAttention(Attention):
         return [norm_weight(one) for one in (self.norm, self.query_norm, self.key_norm)]
 
     @cached_property
+    def _ending(self) -> NativeEnding:
+        return NativeEnding.of(self.out)
+
+    @cached_property
     def part(self) -> library.AttentionPart:
         """For the kernels."""
-        assert isinstance(self.out, NativeLinear)
         norms = [norm_part(*one) for one in self._norms]
         sizes = (self.num_queries, self.num_keys, self.head_dim, self.scaling)
-        return library.AttentionPart(*norms, self._qkv.matrix, self.out.matrix, *sizes, int(self.is_gated))
+        return library.AttentionPart(*norms, self._qkv.matrix, self._ending.part, *sizes, int(self.is_gated))
+
+
+_ACTIVATIONS: tuple[Callable[[Any], bool], ...] = (
+    lambda one: one is F.silu,
+    lambda one: isinstance(one, GELUTanh),
+)
+"""By the number that the kernels know them by."""
+
+
+def _activation(part: Mlp) -> int | None:
+    """The number of an MLP's; None where the kernels have none."""
+    return next((i for i, is_it in enumerate(_ACTIVATIONS) if is_it(part.activation)), None)
 
 
 class NativeMlp(Mlp):
     """See `Mlp`."""
 
     def add_to(self, x: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self.gate_up, NativeLinear)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = rows_of(x, x, out)
-        self.gate_up.kernels.layerskip_mlp(ctypes.byref(self.part), ctypes.byref(rows))
+        self._gate_up.kernels.layerskip_mlp(ctypes.byref(self.part), ctypes.byref(rows))
         return out
+
+    @property
+    def _gate_up(self) -> NativeLinear:
+        assert isinstance(self.gate_up, NativeLinear)
+        return self.gate_up
 
     @cached_property
     def _norm_weight(self) -> tuple[torch.Tensor | None, float]:
         return norm_weight(self.norm)
 
     @cached_property
+    def _ending(self) -> NativeEnding:
+        return NativeEnding.of(self.down)
+
+    @cached_property
     def part(self) -> library.MlpPart:
         """For the kernels."""
-        assert isinstance(self.gate_up, NativeLinear)
-        assert isinstance(self.down, NativeLinear)
-        return library.MlpPart(norm_part(*self._norm_weight), self.gate_up.matrix, self.down.matrix)
+        norm, activation = norm_part(*self._norm_weight), _activation(self)
+        assert activation is not None
+        return library.MlpPart(norm, self._gate_up.matrix, self._ending.part, activation)
 
 
 class NativeRun:
@@ -134,17 +158,18 @@ class NativeRun:
     def __init__(self, layers: Sequence[tuple[Attention | NativeRecurrent | None, Mlp | None]]) -> None:
         """All made by `NativeLayers`, or None: skipped."""
         self._kernels = NativeLayers().kernels
-        by_window = {one.window: one for one, _ in layers if isinstance(one, Attention)}
-        self.looking = list(by_window.values())
-        """An attention of every window."""
-        windows = list(by_window)
+        by_look = {(one.window, one.rotation): one for one, _ in layers if isinstance(one, Attention)}
+        self.looking = list(by_look.values())
+        """An attention of every window and rotation."""
+        places = list(by_look)
         self._layers = (library.Layer * len(layers))()
         for layer, (attention, mlp) in zip(self._layers, layers, strict=True):
             if isinstance(attention, NativeRecurrent):
                 attention.put_into(layer)
             elif attention is not None:
                 assert isinstance(attention, NativeAttention)
-                layer.attention, layer.look = ctypes.pointer(attention.part), windows.index(attention.window)
+                layer.attention = ctypes.pointer(attention.part)
+                layer.look = places.index((attention.window, attention.rotation))
             if mlp is not None:
                 assert isinstance(mlp, NativeMlp)
                 layer.mlp = ctypes.pointer(mlp.part)
@@ -152,18 +177,18 @@ class NativeRun:
     def __call__(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
         states: Sequence[torch.Tensor | NativeState],
         place: int,
-        looks: Sequence[tuple[int, torch.Tensor | None, bool]],
+        looks: Sequence[tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, torch.Tensor | None, bool]]],
     ) -> torch.Tensor:
-        """x (T, hidden) after these layers. states: of every one, looks: of those `looking`, see `Attention.add_to`.
+        """x (T, hidden) after these layers. states: of every one, looks: rotary and look of those `looking`, see
+        `Attention.add_to`.
 
         Raises: RuntimeError where a layer's state does not stand at `place`.
         """
         out, count = x.clone(memory_format=torch.contiguous_format), len(states)
         keyed = next((one for one in states if isinstance(one, torch.Tensor)), x)
-        seen = (library.Look * len(looks))(*(_look(rotary, keyed, place, look) for look in looks))
+        seen = (library.Look * len(looks))(*(_look(rotary, keyed, place, look) for rotary, look in looks))
         places = (ctypes.c_void_p * count)(
             *(one.data_ptr() if isinstance(one, torch.Tensor) else one.address for one in states)
         )

@@ -40,13 +40,17 @@ class Norm(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float)]
 
 
+class Ending(ctypes.Structure):
+    _fields_ = [("out", Matrix), ("norm", Norm), ("scale", ctypes.c_float)]
+
+
 class AttentionPart(ctypes.Structure):
     _fields_ = [
         ("norm", Norm),
         ("query_norm", Norm),
         ("key_norm", Norm),
         ("qkv", Matrix),
-        ("out", Matrix),
+        ("out", Ending),
         ("num_queries", ctypes.c_long),
         ("num_keys", ctypes.c_long),
         ("head_dim", ctypes.c_long),
@@ -60,7 +64,7 @@ class DeltaRulePart(ctypes.Structure):
         ("norm", Norm),
         ("out_norm", Norm),
         ("in", Matrix),
-        ("out", Matrix),
+        ("out", Ending),
         ("conv", ctypes.c_void_p),
         ("rates", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
@@ -76,7 +80,7 @@ class ShortConvPart(ctypes.Structure):
     _fields_ = [
         ("norm", Norm),
         ("in", Matrix),
-        ("out", Matrix),
+        ("out", Ending),
         ("conv", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("taps", ctypes.c_long),
@@ -100,7 +104,7 @@ class Memory(ctypes.Structure):
 
 
 class MlpPart(ctypes.Structure):
-    _fields_ = [("norm", Norm), ("gate_up", Matrix), ("down", Matrix)]
+    _fields_ = [("norm", Norm), ("gate_up", Matrix), ("down", Ending), ("activation", ctypes.c_int)]
 
 
 class Rows(ctypes.Structure):

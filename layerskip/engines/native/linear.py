@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerskip.engines.lean_layers import Norm
-from layerskip.engines.linear import joined
+from layerskip.engines.lean_layers import FinishedLinear, Norm
+from layerskip.engines.linear import Linear, joined
 from layerskip.engines.native import library
 
 _QUAD = 4
@@ -76,6 +76,28 @@ class NativeLinear:
         out = x.new_empty(len(x), self.num_outputs)
         self.kernels.layerskip_linear(ctypes.byref(self.matrix), ctypes.byref(rows_of(x, residual, out)))
         return out
+
+
+@dataclass(frozen=True, eq=False)
+class NativeEnding:
+    """The product that ends a sublayer, and what is done to it before the residual is added."""
+
+    linear: NativeLinear
+    norm: tuple[torch.Tensor | None, float]
+    scale: float
+
+    @classmethod
+    def of(cls, out: Linear) -> NativeEnding:
+        """Of one that `NativeLayers` made."""
+        norm, scale = (out.norm, out.scale) if isinstance(out, FinishedLinear) else (None, 1.0)
+        linear = out.linear if isinstance(out, FinishedLinear) else out
+        assert isinstance(linear, NativeLinear)
+        return cls(linear, norm_weight(norm), scale)
+
+    @cached_property
+    def part(self) -> library.Ending:
+        """For the kernels."""
+        return library.Ending(self.linear.matrix, norm_part(*self.norm), self.scale)
 
 
 MakeNativeLinear = Callable[[Sequence[torch.Tensor], torch.Tensor | None], NativeLinear]

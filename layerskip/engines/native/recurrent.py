@@ -13,7 +13,7 @@ import torch
 from layerskip.config.validated import MAX_GAMMA
 from layerskip.engines.lean_layers import Norm
 from layerskip.engines.native import library
-from layerskip.engines.native.linear import MakeNativeLinear, NativeLinear, norm_part, norm_weight
+from layerskip.engines.native.linear import MakeNativeLinear, NativeEnding, NativeLinear, norm_part, norm_weight
 
 _NUM_LOGGED = 4 * MAX_GAMMA
 """Rows that a layer keeps; half of them can be taken back at least, more than any round has."""
@@ -43,6 +43,10 @@ class NativeRecurrent(ABC):
     def state_size(self) -> int:
         """Numbers of a state."""
         return (len(self.conv) - 1) * self.conv.shape[1]
+
+    @cached_property
+    def _ending(self) -> NativeEnding:
+        return NativeEnding.of(self.out)
 
     @abstractmethod
     def put_into(self, layer: library.Layer) -> None:
@@ -105,7 +109,7 @@ class NativeDeltaRule(NativeRecurrent):
         norms = [norm_part(*one) for one in self._norms]
         places = [one.data_ptr() for one in (self.conv, self.rates, self.biases)]
         sizes = (self.num_keys, self.num_values, self.key_dim, self.value_dim, len(self.conv))
-        return library.DeltaRulePart(*norms, self.inputs.matrix, self.out.matrix, *places, *sizes)
+        return library.DeltaRulePart(*norms, self.inputs.matrix, self._ending.part, *places, *sizes)
 
     @cached_property
     def _norms(self) -> list[tuple[torch.Tensor | None, float]]:
@@ -142,7 +146,7 @@ class NativeShortConv(NativeRecurrent):
     def _part(self) -> library.ShortConvPart:
         places = [None if one is None else one.data_ptr() for one in (self.conv, self.bias)]
         norm = norm_part(*self._norm_weight)
-        return library.ShortConvPart(norm, self.inputs.matrix, self.out.matrix, *places, len(self.conv))
+        return library.ShortConvPart(norm, self.inputs.matrix, self._ending.part, *places, len(self.conv))
 
     @cached_property
     def _norm_weight(self) -> tuple[torch.Tensor | None, float]:

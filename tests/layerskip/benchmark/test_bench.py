@@ -703,6 +703,16 @@ def test_bytes_of_a_llama(name: str) -> None:
     assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB)
 
 
+@pytest.mark.parametrize("name", [f"{one} fused" for one in zoo.COMPILED])
+def test_states_count_as_the_modules_keep_them(name: str) -> None:
+    """Less the oldest input of a convolution, which Transformers keeps for nothing."""
+    lean, modules = (step_bytes(zoo.layerskip_of(one)).layers for one in (name, zoo.architecture(name)))
+    num_channels = {"qwen3_5": 64, "lfm2": 32}[zoo.architecture(name)]
+    for found, expected, is_recurrent in zip(lean, modules, (1, 0, 1, 0), strict=True):
+        assert expected.attention - found.attention == 4 * num_channels * is_recurrent
+        assert (found.mlp, found.other, found.cached_token) == (expected.mlp, expected.other, expected.cached_token)
+
+
 def test_bandwidth_is_the_better_of_reading_and_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     laps = iter([2.0] * 5 + [3.0] * 5)
     monkeypatch.setattr(StepClock, "lap", lambda _clock: next(laps))

@@ -196,11 +196,11 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_where_the_models_own_modules_are_recorded_it_is_refused() -> None:
-    model = zoo.layerskip_of("gemma3 graph")
+    model = zoo.layerskip_of("gemma2 graph")
     with pytest.raises(
         ValueError, match=r"draft_weights: eagle needs .* cuda_graph over lean layers, got cuda_graph over"
     ):
-        model.generate(PROMPT, max_new_tokens=4, config=eagle(zoo.eagle_of("gemma3")))
+        model.generate(PROMPT, max_new_tokens=4, config=eagle(zoo.eagle_of("gemma2")))
 
 
 def test_recordings_with_states_stay_right_beside_those_of_other_layers_and_without(tmp_path: Path) -> None:

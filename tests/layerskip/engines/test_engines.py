@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines import fused as fused_module
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean_layers import RotaryRows
 from layerskip.engines.native import library
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
@@ -61,16 +63,27 @@ def test_fused_serves_llama_variants(overrides: dict[str, Any], compiled: bool) 
     torch.testing.assert_close(logits_in_chunks(fused, ids, [5, 1, 5], mask), expected, rtol=1e-4, atol=1e-4)
 
 
+LONG = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5", {"attention_bias": True, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True}),
     ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+    (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 3.0},
+    ),
+    ("gemma3", {"hidden_activation": "silu", "layer_types": ["sliding_attention"] * 4}),
+    ("gemma3", {"rope_parameters": {"full_attention": LONG, "sliding_attention": {**LONG, "rope_theta": 1e4}}}),
+    ("smollm3", {"no_rope_layers": [0, 1, 0, 0], "attention_bias": True}),
 ]
 
 
-@pytest.mark.parametrize(("name", "overrides"), [one for one in VARIANTS if one[0] in zoo.COMPILED], ids=str)
-def test_variants_of_models_that_are_compiled_alone(name: str, overrides: dict[str, Any]) -> None:
-    fused, eager = engines_of(name, compiled=True, **overrides)
+@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
+@pytest.mark.parametrize(("name", "overrides"), [one for one in VARIANTS if one[0] in zoo.FUSED], ids=str)
+def test_variants_of_other_models(name: str, overrides: dict[str, Any], compiled: bool) -> None:
+    if name in zoo.COMPILED and not compiled:
+        pytest.skip("compiled alone")
+    fused, eager = engines_of(name, compiled=compiled, **overrides)
     ids = torch.tensor(zoo.prompt_of(19))
     for mask in (None, *zoo.masks_of(name).values()):
         if mask is None or not mask.int8:
@@ -171,6 +184,20 @@ def test_too_little_memory_for_a_second_copy_is_refused(monkeypatch: pytest.Monk
         make_engine("fused", adapter)
 
 
+def test_a_model_that_sees_pictures_too_decodes_text_over_lean_layers() -> None:
+    text = transformers.Gemma3TextConfig(**zoo.SPECS["gemma3"].arguments)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=4, patch_size=2)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Gemma3Config(text_config=text, vision_config=vision)
+    )
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    adapter = ModelAdapter(model.eval())
+    engines = [FusedEngine(adapter, compiled=True), EagerEngine(adapter)]
+    rows = [logits_in_chunks(one, torch.tensor(zoo.prompt_of(19)), [7, 1, 11], None) for one in engines]
+    torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
+
+
 def test_positions_that_depend_on_the_length_are_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     with pytest.raises(UnsupportedModelError, match="rope type 'dynamic'"):
@@ -180,15 +207,13 @@ def test_positions_that_depend_on_the_length_are_refused() -> None:
 def test_an_engine_with_wrong_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, eager = engines_of("qwen3")
     check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
-    fused._sin = torch.empty(0)
-    make_table = FusedEngine._make_position_table
+    fused._rotations = {}
+    make = FusedEngine.rotations
 
-    def unsigned(self: FusedEngine, capacity: int) -> None:
-        make_table(self, capacity)
-        self._sin = self._sin.abs()
+    def unsigned(self: FusedEngine, num_positions: int) -> RotaryRows:
+        return {name: (cos, sin.abs()) for name, (cos, sin) in make(self, num_positions).items()}
 
-    monkeypatch.setattr(FusedEngine, "_make_position_table", unsigned)
-    fused._cos = torch.empty(0)
+    monkeypatch.setattr(FusedEngine, "rotations", unsigned)
     with pytest.raises(UnsupportedModelError, match="its logits differ from the model's"):
         check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
 

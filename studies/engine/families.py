@@ -1,0 +1,164 @@
+"""python -m studies.engine.families: steps of today's small models by Transformers' modules, by torch and by kernels.
+
+Random weights in the shapes of published models: a step takes as long as the model's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from layerskip.analysis.intervals import geometric_mean, ratio_interval
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least
+from layerskip.config.skip_mask import SkipMask
+from layerskip.engines.base import Engine
+from layerskip.engines.eager import EagerEngine
+from layerskip.engines.fused import FusedEngine
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from studies.results import ENGINE, facts, finish, markdown_table, run_study
+
+PROG = "studies.engine.families"
+MODELS: dict[str, Callable[[], Any]] = {
+    "SmolLM2-135M": lambda: transformers.LlamaConfig(
+        **_sizes(576, 1536, 30, 9, 3, 49152), head_dim=64, tie_word_embeddings=True
+    ),
+    "Gemma-3-270m": lambda: transformers.Gemma3TextConfig(
+        **_sizes(640, 2048, 18, 4, 1, 262144), head_dim=256, sliding_window=512
+    ),
+    "LFM2-350M": lambda: transformers.Lfm2Config(
+        **_sizes(1024, 6656, 16, 16, 8, 65536), full_attn_idxs=[2, 5, 8, 10, 12, 14]
+    ),
+    "Qwen3-0.6B": lambda: transformers.Qwen3Config(
+        **_sizes(1024, 3072, 28, 16, 8, 151936), head_dim=128, tie_word_embeddings=True
+    ),
+    "Qwen3.5-0.8B": lambda: transformers.Qwen3_5TextConfig(
+        **_sizes(1024, 3584, 24, 8, 2, 248320),
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "Gemma-3-1b": lambda: transformers.Gemma3TextConfig(
+        **_sizes(1152, 6912, 26, 4, 1, 262144), head_dim=256, sliding_window=512
+    ),
+}
+"""By the model whose sizes they are, as its card says."""
+STEPS = ("plain", "verify", "int8")
+"""A token, some at once, and a token drafted with 8-bit weights."""
+
+
+def _sizes(hidden: int, middle: int, layers: int, heads: int, keys: int, vocabulary: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {**dict(zip(names, (hidden, middle, layers, heads, keys), strict=True)), "vocab_size": vocabulary}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of one model on one engine."""
+
+    model: str
+    engine: str
+    step: str
+    ms: float
+    """The median of all rounds."""
+    times_faster: float
+    """Than the same step by the model's modules, with its interval: the geometric mean over rounds, each of which runs
+    all engines after one another."""
+    low: float
+    high: float
+
+
+def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: int, rounds: int) -> list[Step]:
+    """Cost: the model three times in memory, and so many rounds of three steps on each engine."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    adapter = ModelAdapter(model)
+    engines: dict[str, Engine] = {"modules": EagerEngine(adapter)}
+    for how, compiled in (("torch", False), ("kernels", True)):
+        try:
+            engines[how] = FusedEngine(adapter, compiled=compiled)
+        except UnsupportedModelError:
+            continue
+    ids = torch.randint(adapter.vocab_size, (context + num_rows,), generator=torch.Generator().manual_seed(0))
+    mask = SkipMask.none(adapter.num_layers).in_int8()
+    seconds: dict[tuple[str, str], list[float]] = {(engine, step): [] for step in STEPS for engine in engines}
+    with ExitStack() as stack:
+        for one in engines.values():
+            stack.enter_context(one.session(len(ids)))
+            one.forward(ids[:context])
+        for number in range(rounds + 1):
+            for (engine, step), found in seconds.items():
+                own = engines[engine]
+                rows = ids[context:] if step == "verify" else ids[context : context + 1]
+                start = time.perf_counter()
+                own.forward(rows, mask if step == "int8" else None, num_logits=len(rows))
+                if number:  # the first round makes what the others use
+                    found.append(time.perf_counter() - start)
+                own.cache.rollback_to(context)
+    return [_compared(name, engine, step, found, seconds["modules", step]) for (engine, step), found in seconds.items()]
+
+
+def _compared(model: str, engine: str, step: str, own: Sequence[float], modules: Sequence[float]) -> Step:
+    ratios = [b / a for a, b in zip(own, modules, strict=True)]
+    interval = ratio_interval(ratios, seed=0)
+    assert interval is not None
+    times_faster = geometric_mean(ratios)
+    return Step(model, engine, step, 1000 * statistics.median(own), times_faster, interval.low, interval.high)
+
+
+def table(found: Sequence[Step], num_rows: int) -> str:
+    """A line for each model and engine."""
+    by_line: dict[tuple[str, str], dict[str, Step]] = {}
+    for one in found:
+        by_line.setdefault((one.model, one.engine), {})[one.step] = one
+    header = ["model", "by", "plain step, ms", f"{num_rows} rows", "8-bit draft", "times faster, plain"]
+    lines = [
+        [model, engine, *(f"{steps[name].ms:.1f}" for name in STEPS), _times(steps["plain"])]
+        for (model, engine), steps in by_line.items()
+    ]
+    return markdown_table(header, lines)
+
+
+def _times(one: Step) -> str:
+    return "" if one.engine == "modules" else f"{one.times_faster:.2f} ({one.low:.2f}..{one.high:.2f})"
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--context", type=int, default=200, help="tokens before the steps")
+    parser.add_argument("--rows", type=int, default=5, help="tokens of a verification")
+    parser.add_argument("--rounds", type=int, default=12, help="of all steps on all engines")
+    parser.add_argument("--out", type=Path, default=ENGINE, help="folder for families.json and families.md")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_study(PROG, build_parser(), _run, argv)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_least(arguments, threads=1, context=1, rows=2, rounds=2)
+    check_folders(arguments, "out")
+    torch.set_num_threads(arguments.threads)
+    sizes = (getattr(torch, arguments.dtype), arguments.context, arguments.rows, arguments.rounds)
+    found = [step for name in arguments.models for step in measure(name, MODELS[name](), *sizes)]
+    record = {"num_threads": arguments.threads, "dtype": arguments.dtype, "steps": [asdict(one) for one in found]}
+    finish(arguments.out / "families.json", facts(arguments.command) | record, table(found, arguments.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
