@@ -19,21 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import (
-    Attention,
-    LayerMaker,
-    Mlp,
-    Norm,
-    RotaryRows,
-    first_of,
-    rotary_rows,
-    rotary_tables,
-)
+from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, first_of
 from layerskip.engines.linear import DenseLinear, Linear, fused
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.prefix import PrefixStates
+from layerskip.engines.rotary import RotaryRows, rotary_rows, rotary_tables
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.engines.weight_layout import TorchLayers

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,15 +13,11 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from layerskip.engines.linear import Linear, fused
+from layerskip.engines.rotary import Rotation, num_rotated, rotated_halves, rotation_of
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
 _BOTH_SIDES = "pre_feedforward_layernorm"
 """In layers with norms before and after each sublayer, the one before the MLP."""
-Rotation = str | None
-"""Which rotation a layer has, by the name that the model's rotary embedding knows it by; empty where there is but one,
-None: none."""
-RotaryRows = Mapping[Rotation, tuple[torch.Tensor, torch.Tensor]]
-"""Of each rotation cosines and signed sines (positions, 1, head_dim)."""
 _AROUND_ONE = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
 """Norms whose weights say by how much they differ from one."""
 
@@ -52,7 +47,7 @@ class Norm:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             scaled: torch.Tensor = x * (self._scaled_weight / torch.hypot(length, self._floor))
             return scaled.to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -202,71 +197,9 @@ class Layer:
         return (x, x) if self.num_read is None else (x[:, : self.num_read], x[:, self.num_read :])
 
 
-def rotation_of(rotary: Any, layer: Any, window: int | None) -> Rotation:
-    """That of a decoder layer; window: of its sliding attention, if it slides."""
-    if not getattr(layer.self_attn, "use_rope", True):
-        return None
-    if not getattr(rotary, "layer_types", None):
-        return ""
-    return "full_attention" if window is None else "sliding_attention"
-
-
-def num_rotated(rotary: Any, rotation: Rotation) -> int | None:
-    """How many numbers of a head are rotated, the first ones; None: none."""
-    if rotation is None:
-        return None
-    return 2 * len(getattr(rotary, f"{rotation}_inv_freq" if rotation else "inv_freq"))
-
-
-def rotary_tables(
-    rotary: Any, like: torch.Tensor, num_positions: int, rotations: Iterable[Rotation], head_dim: int
-) -> RotaryRows:
-    """Of these rotations, at positions 0..num_positions-1."""
-    tables: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
-    for one in set(rotations):
-        if one is None:
-            cos = like.new_ones((num_positions, 1, head_dim))
-            tables[one] = (cos, torch.zeros_like(cos))
-        else:
-            of_one = partial(rotary, layer_type=one) if one else rotary
-            tables[one] = rotary_table(of_one, like, num_positions, head_dim)
-    return tables
-
-
-def rotary_rows(tables: RotaryRows, at: slice | torch.Tensor) -> RotaryRows:
-    """At some positions; a tensor of them lies where the tables do."""
-    return {name: (cos[at], sin[at]) for name, (cos, sin) in tables.items()}
-
-
-def rotary_table(
-    rotary: Any, like: torch.Tensor, num_positions: int, head_dim: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines for positions 0..num_positions-1, each (num_positions, 1, head_dim).
-
-    head_dim: where fewer numbers of a head are rotated; the others stand as `rotated_halves` has them, and stay.
-    """
-    positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
-    cos, sin = rotary(like, positions)
-    half = cos.shape[-1] // 2
-    # rotate_half negates the first half after the swap; the sign lives in the table instead.
-    parts = [(cos[0, :, :half], -sin[0, :, :half]), (cos[0, :, half:], sin[0, :, half:])]
-    if head_dim is not None:
-        pad = (0, head_dim // 2 - half)
-        parts = [(F.pad(one, pad, value=1.0), F.pad(other, pad)) for one, other in parts]
-    cosines, sines = (torch.cat(list(both), dim=-1) for both in zip(*parts, strict=True))
-    return cosines.unsqueeze(1), sines.unsqueeze(1)
-
-
 def first_of(module: Any, *names: str) -> Any:
     """The part that this module has under one of these names, or None."""
     return next((part for one in names if (part := getattr(module, one, None)) is not None), None)
-
-
-def rotated_halves(head_dim: int, num_rotated: int) -> torch.Tensor:
-    """The order of a head's numbers in which half a head lies between those that are rotated with each other."""
-    halves = torch.arange(num_rotated).view(2, -1)
-    still = torch.arange(num_rotated, head_dim).view(2, -1)
-    return torch.cat([halves, still], dim=1).flatten()
 
 
 class LayerMaker(ABC):

@@ -166,8 +166,8 @@ class NativeState:
     def __init__(self, layer: NativeRecurrent, dtype: torch.dtype) -> None:
         """Of a text that has not begun. dtype: the model's."""
         self._kernels, self._layer = layer.inputs.kernels, layer
-        self._states = [torch.zeros(layer.state_size) for _ in range(3)]
-        self._log = torch.zeros(_NUM_LOGGED, layer.num_logged, dtype=dtype)
+        self._states = [torch.zeros(layer.state_size), torch.zeros(layer.state_size), torch.empty(layer.state_size)]
+        self._log = torch.empty(_NUM_LOGGED, layer.num_logged, dtype=dtype)
         places = [one.data_ptr() for one in self._states]
         self._memory = library.Memory(*places, 0, 0, -1, 0, self._log.data_ptr(), _NUM_LOGGED, 0, 0)
 

@@ -20,7 +20,6 @@ from layerskip.analysis.teacher_forcing import (
 )
 from layerskip.analysis.teacher_forcing.choice import matches_live
 from layerskip.analysis.teacher_forcing.own_keys import OwnKeysForcing
-from layerskip.engines.eager import EagerEngine
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
 
@@ -81,7 +80,7 @@ def test_readings_equal_live_draft_steps(name: str) -> None:
     check_rows(model, forcing, texts)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "mistral-sliding", "gemma3", "smollm3"])
 def test_layerwise_readings_equal_live_draft_steps(name: str) -> None:
     model = LayerSkipModel(zoo.build(name), engine="fused")
     texts = texts_of(model)
@@ -163,11 +162,17 @@ def test_a_sampled_text_is_read_by_the_numbers_that_it_was_drawn_by(name: str, p
         np.testing.assert_array_equal(make_teacher_forcing(model, texts).read(mask).choices, reading.choices)
 
 
-def test_own_keys_are_told_apart_from_the_targets() -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", *(f"{one} fused" for one in zoo.COMPILED)])
+def test_own_keys_are_told_apart_from_the_targets(name: str) -> None:
     """`own` reads another draft than a live round's first step, and the next reading nothing of the one before."""
-    model = LayerSkipModel(zoo.build("llama"), engine="eager")
+    model = LayerSkipModel(zoo.build(name), engine="fused" if name.endswith("fused") else "eager")
     texts = texts_of(model)
-    own = OwnKeysForcing(EagerEngine(model.adapter), texts)
+    own = (
+        make_teacher_forcing(model, texts)
+        if zoo.architecture(name) in OWN_KEYS
+        else OwnKeysForcing(model.engine, texts)
+    )
+    assert isinstance(own, OwnKeysForcing)
     mask = SkipMask.from_sublayers(zoo.NUM_LAYERS, mlp=[0, 1])
     rows = list(own.draft_logits(mask))[1][0]
     list(own.draft_logits(SkipMask.early_exit(zoo.NUM_LAYERS, 1)))

@@ -12,8 +12,9 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines import fused as fused_module
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import RotaryRows
+from layerskip.engines.lean_layers import Norm
 from layerskip.engines.native import library
+from layerskip.engines.rotary import RotaryRows
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
@@ -117,6 +118,16 @@ def test_linear_attention_with_other_parts_is_left_to_the_models_modules() -> No
             FusedEngine(adapter, compiled=True)
         choice = make_engine("auto", adapter)
         assert (choice.engine.name, said in choice.reason) == ("eager", True)
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["CPU", "elsewhere"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_norms_are_the_models_own(name: str, short: bool) -> None:
+    module = zoo.stack_of(zoo.build(name).bfloat16())[0].input_layernorm
+    norm, x = Norm(module), 9 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm._short = short
+    assert norm(x).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x), module(x), rtol=1e-2, atol=1e-2)
 
 
 def test_rollback_leaves_no_trace() -> None:
