@@ -232,6 +232,8 @@ def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) ->
     ids = torch.randint(vocabulary, (_CONTEXT + 2 + _VERIFIED,), generator=generator).to(adapter.device)
     num_layers = adapter.num_layers
     mask = SkipMask.from_sublayers(num_layers, attention=range(0, num_layers, 2), mlp=range(1, num_layers, 3))
+    if not all(adapter.sublayers_skippable):
+        mask = SkipMask.from_layers(num_layers, range(0, num_layers, 2))
     for skip in (None, mask):
         rows = []
         for each in (engine, reference):

@@ -8,7 +8,7 @@ once. How they are computed is a `LayerMaker`'s: by torch, or by kernels compile
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -40,7 +40,7 @@ _MODEL_CLASSES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
 )
-_COMPILED_CLASSES = ("Qwen3_5ForCausalLM", "Lfm2ForCausalLM")
+_COMPILED_CLASSES = (*("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),)
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
 
@@ -83,7 +83,10 @@ class FusedEngine(StatesEngine):
                 f"engine fused: {type(model).__name__} with parts that are not compiled for a CPU"
             )
         attentions = [one for one, _ in self.layers if isinstance(one, Attention)]
-        self._head_dim, self._rotation_names = attentions[0].head_dim, {one.rotation for one in attentions}
+        self._rotated = {one.rotation: one.head_dim for one in attentions}
+        projects = any(mlp.token_gate is not None for _, mlp in self.layers)
+        self._token_projection = fused(self.maker.linear, decoder.per_layer_model_projection) if projects else None
+        self._softcap: float | None = getattr(adapter.text_config, "final_logit_softcapping", None)
         scale = 1.0 / getattr(adapter.text_config, "logits_scaling", 1.0)
         self.norm = Norm(first_of(decoder, "norm", "embedding_norm"), scale=scale)
         self._no_skip = SkipMask.none(adapter.num_layers)
@@ -137,7 +140,7 @@ class FusedEngine(StatesEngine):
 
     def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None) -> torch.Tensor:
         """(T, hidden); the cache advances."""
-        x = self.embedded(input_ids)
+        x = self._entered(input_ids, step)
         if mask is None and self._keeps_states:
             kept = []
             for first, last in pairwise((-1, *self._kept_layers)):
@@ -153,6 +156,17 @@ class FusedEngine(StatesEngine):
         rows = F.embedding(ids, self.embedding)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
+    def _entered(self, ids: torch.Tensor, step: _Step) -> torch.Tensor:
+        """(T, hidden): what comes to the first layer; the step is told what the ids say to each."""
+        x = self.embedded(ids)
+        if self._token_projection is not None:
+            decoder = self._adapter.decoder
+            of_ids = decoder.embed_tokens_per_layer(ids).view(len(ids), len(self.layers), -1)
+            projected = self._token_projection(x) * decoder.per_layer_model_projection_scale
+            normed = decoder.per_layer_projection_norm(projected.view(of_ids.shape))
+            step.gates = ((normed + of_ids) * decoder.per_layer_input_scale).view(len(ids), -1)
+        return x
+
     def logits(self, x: torch.Tensor, mask: SkipMask | None) -> torch.Tensor:
         """(T, V) of the last layer's states (T, hidden)."""
         return self.unembed_under(self.norm(x), mask or self._no_skip)
@@ -161,7 +175,7 @@ class FusedEngine(StatesEngine):
         self._head_of(self._as_drafts(draft_vocab))
 
     def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
-        return self.unembed_under(hidden, self._as_drafts(draft_vocab))
+        return self._widened(self._head_of(self._as_drafts(draft_vocab))(hidden))
 
     def _as_drafts(self, draft_vocab: int | None) -> SkipMask:
         """In 8 bits where sublayers are compiled for this CPU."""
@@ -170,7 +184,11 @@ class FusedEngine(StatesEngine):
     def unembed_under(self, hidden: torch.Tensor, mask: SkipMask) -> torch.Tensor:
         """(T, V) of normed states, as a draft under this mask computes them."""
         logits = self._head_of(mask)(hidden)
-        return logits if mask.draft_vocab is None else widened(logits, self.head.num_outputs)
+        return self._widened(logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap)
+
+    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
+        count = self.head.num_outputs
+        return logits if logits.shape[1] == count else widened(logits, count)
 
     def layers_of(self, mask: SkipMask) -> list[tuple[Attention, Mlp]]:
         """Those that a draft under this mask computes with, skipped ones among them."""
@@ -227,7 +245,7 @@ class FusedEngine(StatesEngine):
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
         """See `StatesEngine`."""
         step = self._step(self.cache.length, input_ids.shape[0])
-        x = self._run(self.embedded(input_ids), step, mask, range(prefix.depth))
+        x = self._run(self._entered(input_ids, step), step, mask, range(prefix.depth))
         prefix.add(x)
         x = self._run(x, step, mask, range(prefix.depth, len(self.layers)))
         self.cache.advance(step.num_tokens)
@@ -239,9 +257,10 @@ class FusedEngine(StatesEngine):
         start, num_tokens, num_held = self.cache.length, input_ids.shape[0], prefix.num_tokens
         if num_held < num_tokens:
             rest = self._step(start + num_held, num_tokens - num_held)
-            x = self.embedded(input_ids[num_held:])
+            x = self._entered(input_ids[num_held:], rest)
             prefix.add(self._run(x, rest, self._no_skip, range(prefix.depth)))
         step = self._step(start, num_tokens)
+        self._entered(input_ids, step)
         x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
         self.cache.advance(num_tokens)
         return self.logits(x, None)
@@ -257,11 +276,9 @@ class FusedEngine(StatesEngine):
         parts = self.layers_of(mask)
         if self.batch_invariant:
             if (run := self._runs.get((mask, layers))) is None:
-                run = self._runs[mask, layers] = NativeRun(
-                    [(None if mask.attention[i] else parts[i][0], None if mask.mlp[i] else parts[i][1]) for i in layers]
-                )
+                run = self._runs[mask, layers] = self._native_run(mask, layers, parts)
             looks = [(step.rotary[one.rotation], step.look(one, x)) for one in run.looking]
-            return run(x, [self._held[i] for i in layers], step.start, looks)
+            return run(x, [self._held[i] for i in layers], step.start, looks, step.gates)
         with over_growing_keys(self._adapter.placement.devices):
             for i in layers:
                 attention, mlp = parts[i]
@@ -272,6 +289,17 @@ class FusedEngine(StatesEngine):
                     x = mlp.add_to(x)
         return x
 
+    def _native_run(self, mask: SkipMask, layers: range, parts: Sequence[tuple[Attention, Mlp]]) -> NativeRun:
+        """What is skipped is left out, but for keys and values that later layers read."""
+        read = {i for i in self._adapter.sources.values() if i in layers and mask.attention[i]}
+        return NativeRun(
+            [
+                (None if mask.attention[i] and i not in read else parts[i][0], None if mask.mlp[i] else parts[i][1])
+                for i in layers
+            ],
+            [i - layers.start for i in read],
+        )
+
     def _make_position_table(self, capacity: int) -> None:
         """Kept between runs."""
         if all(len(cos) < capacity for cos, _ in self._rotations.values()):
@@ -279,11 +307,15 @@ class FusedEngine(StatesEngine):
 
     def rotations(self, num_positions: int) -> RotaryRows:
         """Of all layers, at the first so many positions."""
-        return rotary_tables(self.rotary, self.embedding[:1], num_positions, self._rotation_names, self._head_dim)
+        return rotary_tables(self.rotary, self.embedding[:1], num_positions, self._rotated)
 
     def _allocate(self) -> None:
         layers, self._held = self.cache.layers, []
-        for i, ((attention, _), layer) in enumerate(zip(self.layers, layers, strict=True)):
+        for i, (attention, _) in enumerate(self.layers):
+            if i in self._adapter.sources:
+                self._held.append(self._held[self._adapter.sources[i]])
+                continue
+            layer = layers[i]
             if isinstance(attention, NativeRecurrent):
                 if not isinstance(layer, NativeState):
                     layers[i] = NativeState(attention, self.embedding.dtype)
@@ -301,6 +333,8 @@ class _Step:
     def __init__(self, start: int, num_tokens: int, rotary: RotaryRows) -> None:
         self.start, self.stop, self.num_tokens = start, start + num_tokens, num_tokens
         self.rotary = rotary
+        self.gates: torch.Tensor | None = None
+        """(T, numbers of all layers), see `TokenGate`."""
         self.tree: DraftTree | None = None
         """Without one the tokens simply follow each other."""
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -357,7 +391,7 @@ def _check_supported(model: Any, adapter: ModelAdapter, refusal: str | None) -> 
         raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
     rope_types = getattr(adapter.decoder.rotary_emb, "rope_type", "default")
     for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
-        if rope_type not in ("default", "linear", "llama3", "yarn"):
+        if rope_type not in ("default", "linear", "llama3", "yarn", "proportional"):
             raise UnsupportedModelError(
                 f"engine fused: positions of rope type {rope_type!r} change with the text's length"
             )

@@ -29,9 +29,13 @@ class Norm:
     x / sqrt(mean(x^2) + eps) = x * sqrt(n) / hypot(|x|, sqrt(n * eps)).
     """
 
-    def __init__(self, module: Any, order: torch.Tensor | None = None, *, scale: float = 1.0) -> None:
-        """order: in which the numbers come, if not in their own; scale: what they are multiplied with besides."""
-        self.weight: torch.Tensor = module.weight.detach() if order is None else module.weight.detach()[order]
+    def __init__(
+        self, module: Any, order: torch.Tensor | None = None, *, scale: float = 1.0, width: int | None = None
+    ) -> None:
+        """order: in which the numbers come, if not in their own; scale: what they are multiplied with besides; width:
+        how many there are, of a norm without weights."""
+        own = module.weight.detach() if width is None else torch.ones(width)
+        self.weight: torch.Tensor = own if order is None else own[order]
         if type(module).__name__ in _AROUND_ONE:
             self.weight = self.weight.float() + 1.0
         if scale != 1.0:
@@ -52,11 +56,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class FinishedLinear:
-    """A product whose outputs are normed, and multiplied, before the residual is added. See `Linear`."""
+    """A product whose outputs are normed, and multiplied, before the residual is added; so is the sum after it. See
+    `Linear`."""
 
     linear: Linear
     norm: Norm | None
     scale: float
+    total: float = 1.0
 
     @property
     def num_outputs(self) -> int:
@@ -68,7 +74,8 @@ class FinishedLinear:
         return out if self.scale == 1.0 else out * self.scale
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual + self(x)
+        out = residual + self(x)
+        return out if self.total == 1.0 else out * self.total
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,11 @@ class Attention:
     window: int | None
     rotation: Rotation = ""
     is_gated: bool = False
-    """Whether `qkv` also gives, last, a gate for each number that `out` takes. Compiled for a CPU alone."""
+    """Whether `qkv` also gives, last, a gate for each number that `out` takes. Compiled for a CPU alone, as what
+    follows."""
+    value_norm: Norm | None = None
+    reads: bool = False
+    """Whether keys and values are another layer's, so that `qkv` gives none."""
 
     @property
     def group(self) -> int:
@@ -167,6 +178,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class TokenGate:
+    """A projection that is activated and then gated by what a token's id says to this layer, and one back."""
+
+    into: Linear
+    out: Linear
+    first: int
+    """Of what the ids say to all layers, side by side, where this layer's begins."""
+
+
+@dataclass(frozen=True)
 class Mlp:
     """One gated MLP sublayer."""
 
@@ -174,6 +195,8 @@ class Mlp:
     gate_up: Linear
     down: Linear
     activation: Callable[[torch.Tensor], torch.Tensor]
+    token_gate: TokenGate | None = None
+    """What follows it. Compiled for a CPU alone."""
 
     def add_to(self, x: torch.Tensor) -> torch.Tensor:
         """x plus the sublayer's output."""
@@ -230,14 +253,16 @@ class LayerMaker(ABC):
         query_norm, key_norm = (first_of(attention, f"{one}_norm", f"{one}_layernorm") for one in "qk")
         out = first_of(attention, "o_proj", "out_proj")
         is_gated = attention.q_proj.out_features == 2 * out.in_features
+        reads = getattr(attention, "is_kv_shared_layer", False)
+        value_norm = getattr(attention, "v_norm", None)
         rotation = "" if rotary is None else rotation_of(rotary, layer, window)
         count = None if rotary is None else num_rotated(rotary, rotation)
         order = None if count in (None, head_dim) else rotated_halves(head_dim, count)
         return Attention(
             norm=Norm(first_of(layer, "input_layernorm", "operator_norm")),
             num_queries=out.in_features // head_dim,
-            num_keys=attention.k_proj.out_features // head_dim,
-            qkv=self._qkv(attention, order, is_gated=is_gated),
+            num_keys=out.in_features // head_dim // attention.num_key_value_groups,
+            qkv=fused(self.linear, attention.q_proj) if reads else self._qkv(attention, order, is_gated=is_gated),
             out=self._finished(layer, out, "post_attention_layernorm"),
             query_norm=Norm(query_norm, order) if query_norm is not None else None,
             key_norm=Norm(key_norm, order) if key_norm is not None else None,
@@ -246,17 +271,27 @@ class LayerMaker(ABC):
             window=window,
             rotation=rotation,
             is_gated=is_gated,
+            value_norm=None if value_norm is None else Norm(value_norm, width=head_dim),
+            reads=reads,
         )
 
-    def _finished(self, layer: Any, module: nn.Linear, norm: str) -> Linear:
+    def _finished(self, layer: Any, module: nn.Linear, norm: str, *, total: float = 1.0) -> Linear:
         """The product that ends a sublayer; norm: the name of what follows it in layers with norms on both sides."""
         linear, scale = fused(self.linear, module), float(getattr(layer, "residual_multiplier", 1.0))
         after = Norm(getattr(layer, norm)) if hasattr(layer, _BOTH_SIDES) else None
-        return linear if after is None and scale == 1.0 else FinishedLinear(linear, after, scale)
+        is_plain = after is None and scale == total == 1.0
+        return linear if is_plain else FinishedLinear(linear, after, scale, total)
+
+    def _token_gate(self, layer: Any, total: float) -> TokenGate | None:
+        if not getattr(layer, "hidden_size_per_layer_input", None):
+            return None
+        out = self._finished(layer, layer.per_layer_projection, "post_per_layer_input_norm", total=total)
+        into = layer.per_layer_input_gate
+        return TokenGate(fused(self.linear, into), out, layer.layer_idx * into.out_features)
 
     def _qkv(self, attention: Any, order: torch.Tensor | None, *, is_gated: bool) -> Linear:
         """One product for queries, keys, values and gates; order: of the numbers of a head of queries and keys."""
-        modules = (attention.q_proj, attention.k_proj, attention.v_proj)
+        modules = (attention.q_proj, attention.k_proj, first_of(attention, "v_proj", "k_proj"))
         if order is None and not is_gated:
             return fused(self.linear, *modules)
 
@@ -279,9 +314,14 @@ class LayerMaker(ABC):
             first_of(mlp, *names) for names in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
         )
         activation = getattr(mlp, "act_fn", F.silu)
+        if getattr(layer, "enable_moe_block", False):
+            raise ValueError("experts beside the MLP")
+        total = float(getattr(layer, "layer_scalar", 1.0))
+        gate_after = self._token_gate(layer, total)
         return Mlp(
             norm=Norm(first_of(layer, _BOTH_SIDES, "post_attention_layernorm", "ffn_norm")),
             gate_up=fused(self.linear, gate, up),
-            down=self._finished(layer, down, "post_feedforward_layernorm"),
+            down=self._finished(layer, down, "post_feedforward_layernorm", total=total if gate_after is None else 1.0),
             activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
+            token_gate=gate_after,
         )

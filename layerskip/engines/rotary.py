@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,10 @@ def num_rotated(rotary: Any, rotation: Rotation) -> int | None:
     return 2 * len(getattr(rotary, f"{rotation}_inv_freq" if rotation else "inv_freq"))
 
 
-def rotary_tables(
-    rotary: Any, like: torch.Tensor, num_positions: int, rotations: Iterable[Rotation], head_dim: int
-) -> RotaryRows:
-    """Of these rotations, at positions 0..num_positions-1."""
+def rotary_tables(rotary: Any, like: torch.Tensor, num_positions: int, head_dims: Mapping[Rotation, int]) -> RotaryRows:
+    """Of these rotations, at positions 0..num_positions-1. head_dims: of the layers that have each."""
     tables: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
-    for one in set(rotations):
+    for one, head_dim in head_dims.items():
         if one is None:
             cos = like.new_ones((num_positions, 1, head_dim))
             tables[one] = (cos, torch.zeros_like(cos))

@@ -144,9 +144,10 @@ class ModelAdapter:
         self.text_config = self.config.get_text_config(decoder=True)
         kinds = _LayerKinds.of(self.config, self.text_config)
         self.windows, self.recurrent_layers, self.num_keyed = kinds.windows, kinds.recurrent, kinds.num_keyed
+        self.sources = kinds.sources
         self.stack_path, self.layers = _find_stack(model, len(self.windows))
         self._gates = [
-            _layer_gates(layer, i if i in self.recurrent_layers else None, is_read=i in kinds.read)
+            _layer_gates(layer, i if i in self.recurrent_layers else None, is_read=i in kinds.sources.values())
             for i, layer in enumerate(self.layers)
         ]
         self._needs_all_rows = False
@@ -468,8 +469,8 @@ class _LayerKinds:
     recurrent: dict[int, int]
     """Of the layers that keep a state in place of keys, how many parts it has."""
     num_keyed: int
-    """The layers after the first so many read the keys and values of those in `read`."""
-    read: frozenset[int]
+    sources: dict[int, int]
+    """Of the layers after the first `num_keyed`, whose keys and values each reads."""
 
     @classmethod
     def of(cls, config: Any, text_config: Any) -> Self:
@@ -502,8 +503,9 @@ class _LayerKinds:
         last = {one: i for i, one in enumerate(types)}
         """Of each type the last that keeps keys, which those after it read."""
         sharing = text_config.layer_types[num_keyed:num_layers] if num_keyed < num_layers else []
-        windows += [windows[last[one]] for one in sharing]
-        return cls(tuple(windows), recurrent, num_keyed, frozenset(last[one] for one in sharing))
+        sources = {num_keyed + i: last[one] for i, one in enumerate(sharing)}
+        windows += [windows[source] for source in sources.values()]
+        return cls(tuple(windows), recurrent, num_keyed, sources)
 
 
 def _find_stack(model: nn.Module, num_layers: int) -> tuple[str, list[nn.Module]]:

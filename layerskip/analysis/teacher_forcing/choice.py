@@ -47,7 +47,7 @@ def _by_masks(model: LayerSkipModel, texts: Sequence[ForcedText], sampling: Samp
     if model.adapter.recurrent_layers:
         LOG.info("layers keep a state, for which the target's cannot be substituted: predictions use the draft's own")
         return OwnKeysForcing(lean if isinstance(lean, FusedEngine) else eager, texts, sampling)
-    if isinstance(lean, FusedEngine):
+    if isinstance(lean, FusedEngine) and not model.adapter.sources:
         forcing: TeacherForcing = LayerwiseForcing(lean, texts, sampling)
         if matches_live(forcing, engine, model.num_layers):
             return forcing
@@ -60,7 +60,7 @@ def _by_masks(model: LayerSkipModel, texts: Sequence[ForcedText], sampling: Samp
     except Exception as error:  # noqa: BLE001 (an architecture may refuse a mask of ours in any way it likes)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     LOG.info("the target's keys cannot be substituted (%s): predictions use the draft's own", reason)
-    return OwnKeysForcing(eager, texts, sampling)
+    return OwnKeysForcing(lean if isinstance(lean, FusedEngine) else eager, texts, sampling)
 
 
 @torch.inference_mode()

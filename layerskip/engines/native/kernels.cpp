@@ -167,15 +167,15 @@ struct Norm {
 struct Ending {  // of a sublayer: a product that is normed and multiplied before it is added to the residual
   Matrix out;
   Norm norm;
-  float scale;
+  float scale, total;  // total: what the sum is multiplied with
 };
 struct Attention {
-  Norm norm, query_norm, key_norm;
+  Norm norm, query_norm, key_norm, value_norm;
   Matrix qkv;  // queries, keys, values, and where it is gated a gate for every number that `out` takes
   Ending out;
   long num_queries, num_keys, head_dim;
   float scaling;
-  int is_gated;
+  int is_gated, reads;  // reads: keys and values are another layer's, and qkv gives none
 };
 struct DeltaRule {  // gated linear attention
   Norm norm, out_norm;
@@ -206,6 +206,12 @@ struct Mlp {
   Matrix gate_up;
   Ending down;
   int activation;  // 0: SiLU, 1: GELU by tanh
+  const struct TokenGate* gate;  // what follows it, or null
+};
+struct TokenGate {  // what comes in is projected, activated and gated by what the token's id says to the layer
+  Matrix in;
+  Ending out;
+  long first;  // of a row's numbers that are this layer's
 };
 struct Rows {  // `count` rows of one text; all but float32 is bfloat16
   const void* x;
@@ -213,6 +219,8 @@ struct Rows {  // `count` rows of one text; all but float32 is bfloat16
   const void* residual;  // what the sublayer's output is added to; null: nothing
   long residual_stride;
   void* out;  // (count, outputs)
+  const void* gates;  // what token ids say to all layers, see TokenGate
+  long gates_stride;
   int count, is_float32, num_threads;
 };
 struct Look {  // the positions that an attention reads and writes
@@ -227,7 +235,8 @@ struct Layer {
   const DeltaRule* delta_rule;  // in attention's place, or
   const ShortConv* short_conv;
   const Mlp* mlp;
-  int look;  // which one its attention has
+  int look;       // which one its attention has
+  int keys_only;  // whether of attention only keys and values are wanted, which later layers read
 };
 
 namespace {
@@ -460,11 +469,14 @@ template <class T> inline void read_rows(const Rows& rows, const Norm& norm, lon
 
 // Numbers of one row that are added to the residual and rounded.
 template <class T>
-inline void write_out(const Rows& rows, long r, long first, long count, long outputs, const float* found, float scale) {
+inline void write_out(
+    const Rows& rows, long r, long first, long count, const Ending& ending, const float* found
+) {
+  long outputs = ending.out.outputs;
   const T* residual = rows.residual ? (const T*)rows.residual + r * rows.residual_stride + first : nullptr;
   T* out = (T*)rows.out + r * outputs + first;
   for (long i = 0; i < count; i++)
-    out[i] = rounded<T>(scale * found[i] + (residual ? number(residual[i]) : 0.0f));
+    out[i] = rounded<T>((ending.scale * found[i] + (residual ? number(residual[i]) : 0.0f)) * ending.total);
 }
 
 // Inside a parallel region: the end of a sublayer. room: for as many numbers as come out.
@@ -475,7 +487,7 @@ template <class T> inline void product_out(const Rows& rows, const Ending& endin
       if (ending.norm.weight)
         memcpy(room + r * outputs + first, found + r * BLOCK, n * sizeof(float));
       else
-        write_out<T>(rows, r, first, n, outputs, found + r * BLOCK, ending.scale);
+        write_out<T>(rows, r, first, n, ending, found + r * BLOCK);
   });
   if (!ending.norm.weight) return;
 #pragma omp barrier
@@ -483,7 +495,7 @@ template <class T> inline void product_out(const Rows& rows, const Ending& endin
   for (int r = 0; r < rows.count; r++) {
     float* row = room + r * outputs;
     normed(ending.norm, row, row, outputs);
-    write_out<T>(rows, r, 0, outputs, outputs, row, ending.scale);
+    write_out<T>(rows, r, 0, outputs, ending, row);
   }
 }
 
@@ -496,6 +508,12 @@ inline void rotate(const Norm& norm, float* head, const T* cos, const T* sin, lo
     head[i] = before[i] * number(cos[i]) + before[(i + width / 2) % width] * number(sin[i]);
     if (kept) kept[i] = rounded<T>(head[i]);
   }
+}
+
+template <class T> inline void keep_value(const Norm& norm, const float* value, long width, T* kept) {
+  float own[1024];
+  normed(norm, value, own, width);
+  for (long i = 0; i < width; i++) kept[i] = rounded<T>(own[i]);
 }
 
 struct Query {
@@ -622,9 +640,11 @@ float* scratch(size_t count) {
   return numbers.data();
 }
 
-template <class T> void attention_rows(const Attention& part, const Rows& rows, const Look& look) {
-  long width = part.qkv.inputs, head = part.head_dim, num_rotated = part.num_queries + part.num_keys;
-  long first_gate = num_rotated + part.num_keys, num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
+template <class T>
+void attention_rows(const Attention& part, const Rows& rows, const Look& look, bool keys_only) {
+  long width = part.qkv.inputs, head = part.head_dim, num_own = part.reads ? 0 : part.num_keys;
+  long num_rotated = part.num_queries + num_own, first_gate = num_rotated + num_own;
+  long num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
   long attended_width = part.num_queries * head;
   long stop = look.place + rows.count, num_seen = stop - look.first;
   float* x = scratch(rows.count * (width + num_heads * head + attended_width + part.out.out.outputs));
@@ -653,30 +673,32 @@ template <class T> void attention_rows(const Attention& part, const Rows& rows, 
       if (h < num_rotated)
         rotate(state < 0 ? part.query_norm : part.key_norm, own, cos, sin, head, kept);
       else
-        for (long d = 0; d < head; d++) kept[d] = rounded<T>(own[d]);
+        keep_value(part.value_norm, own, head, kept);
     }
-    // Several queries of a key head share one reading of it, yet no thread waits for another.
-    long group = part.num_queries / part.num_keys, num_queries = rows.count * group;
-    long share = num_queries * part.num_keys / (2 * rows.num_threads);
-    share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
-    long shares = (num_queries + share - 1) / share;
-    std::vector<Query> queries;
-    std::vector<float> room;
+    if (!keys_only) {
+      // Several queries of a key head share one reading of it, yet no thread waits for another.
+      long group = part.num_queries / part.num_keys, num_queries = rows.count * group;
+      long share = num_queries * part.num_keys / (2 * rows.num_threads);
+      share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
+      long shares = (num_queries + share - 1) / share;
+      std::vector<Query> queries;
+      std::vector<float> room;
 #pragma omp for schedule(dynamic)
-    for (long i = 0; i < part.num_keys * shares; i++) {
-      long first = i % shares * share, key = i / shares;
-      const T* keys = states + key * head_stride + look.first * head;
-      const int* of_row = look.visible ? seen[first / group].data() : nullptr;
-      queries.clear();
-      for (long q = first; q < first + share && q < num_queries; q++) {
-        long r = q / group, h = key * group + q % group;
-        long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
-        const float *own = heads + (r * num_heads + h) * head, *gate = own + first_gate * head;
-        queries.push_back({own, count, attended + r * attended_width + h * head, part.is_gated ? gate : nullptr});
+      for (long i = 0; i < part.num_keys * shares; i++) {
+        long first = i % shares * share, key = i / shares;
+        const T* keys = states + key * head_stride + look.first * head;
+        const int* of_row = look.visible ? seen[first / group].data() : nullptr;
+        queries.clear();
+        for (long q = first; q < first + share && q < num_queries; q++) {
+          long r = q / group, h = key * group + q % group;
+          long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
+          const float *own = heads + (r * num_heads + h) * head, *gate = own + first_gate * head;
+          queries.push_back({own, count, attended + r * attended_width + h * head, part.is_gated ? gate : nullptr});
+        }
+        attend(queries, keys, keys + part.num_keys * head_stride, of_row, head, part.scaling, room);
       }
-      attend(queries, keys, keys + part.num_keys * head_stride, of_row, head, part.scaling, room);
+      product_out<T>(rows, part.out, attended, attended + rows.count * attended_width);
     }
-    product_out<T>(rows, part.out, attended, attended + rows.count * attended_width);
   }
 }
 
@@ -931,11 +953,34 @@ template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
   }
 }
 
+template <class T> void token_gate_rows(const TokenGate& part, const Rows& rows, int activation) {
+  long width = part.in.inputs, inner = part.in.outputs;
+  float* x = scratch(rows.count * (width + inner + part.out.out.outputs));
+  float* inside = x + rows.count * width;
+  read_rows<T>(rows, Norm{nullptr, 0}, width, x);
+#pragma omp parallel num_threads(rows.num_threads)
+  {
+    product(part.in, x, rows.count, [&](long first, int n, const float* found) {
+      for (int r = 0; r < rows.count; r++) {
+        const T* gates = (const T*)rows.gates + r * rows.gates_stride + part.first + first;
+        for (long i = 0; i < n; i += LANES) {
+          float own[LANES] = {};
+          for (int j = 0; j < LANES && i + j < n; j++) own[j] = number(gates[i + j]);
+          Floats gated = activated(load_some(found + r * BLOCK + i, n - i), activation) * load(own);
+          store_some(inside + r * inner + first + i, gated, n - i);
+        }
+      }
+    });
+#pragma omp barrier
+    product_out<T>(rows, part.out, inside, inside + rows.count * inner);
+  }
+}
+
 template <class T> void linear_rows(const Matrix& m, const Rows& rows) {
   float* x = scratch(rows.count * m.inputs);
   read_rows<T>(rows, Norm{nullptr, 0}, m.inputs, x);
 #pragma omp parallel num_threads(rows.num_threads)
-  product_out<T>(rows, Ending{m, {nullptr, 0}, 1}, x, nullptr);
+  product_out<T>(rows, Ending{m, {nullptr, 0}, 1, 1}, x, nullptr);
 }
 
 // Calls what takes a few rows for each piece of many, given the first of them.
@@ -946,6 +991,7 @@ template <class Some> inline void in_pieces(const Rows& rows, long outputs, Some
     piece.x = (const char*)rows.x + first * rows.stride * bytes;
     if (rows.residual) piece.residual = (const char*)rows.residual + first * rows.residual_stride * bytes;
     piece.out = (char*)rows.out + first * outputs * bytes;
+    if (rows.gates) piece.gates = (const char*)rows.gates + first * rows.gates_stride * bytes;
     piece.count = rows.count - first < ROWS_AT_ONCE ? rows.count - first : ROWS_AT_ONCE;
     some(piece, first);
   }
@@ -989,14 +1035,14 @@ int layerskip_inputs_together(int kind) {
   return IN_PAIRS && kind == BFLOAT16 ? 2 : IN_QUADS && kind == INT8 ? 4 : 1;
 }
 
-void layerskip_attention(const Attention* part, const Rows* rows, const Look* look) {
+void layerskip_attention(const Attention* part, const Rows* rows, const Look* look, int keys_only) {
   in_pieces(*rows, part->out.out.outputs, [&](const Rows& piece, long first) {
     Look own = *look;
     long from = first * part->head_dim * (rows->is_float32 ? 4 : 2);
     own.cos = (const char*)look->cos + from, own.sin = (const char*)look->sin + from;
     own.place += first;
     if (look->visible) own.visible += first * look->visible_stride;
-    rows->is_float32 ? attention_rows<float>(*part, piece, own) : attention_rows<bfloat16>(*part, piece, own);
+    (rows->is_float32 ? attention_rows<float> : attention_rows<bfloat16>)(*part, piece, own, keys_only);
   });
 }
 
@@ -1018,6 +1064,11 @@ bool layerskip_roll_back(Memory* memory, long length) {
 void layerskip_mlp(const Mlp* part, const Rows* rows) {
   in_pieces(*rows, part->down.out.outputs, [&](const Rows& piece, long) {
     rows->is_float32 ? mlp_rows<float>(*part, piece) : mlp_rows<bfloat16>(*part, piece);
+    if (!part->gate) return;
+    Rows after = piece;
+    after.x = after.residual = piece.out;
+    after.stride = after.residual_stride = part->down.out.outputs;
+    (rows->is_float32 ? token_gate_rows<float> : token_gate_rows<bfloat16>)(*part->gate, after, part->activation);
   });
 }
 
@@ -1029,7 +1080,7 @@ int layerskip_layers(
     if (layers[i].attention) {
       Look look = looks[layers[i].look];
       look.states = states[i];
-      layerskip_attention(layers[i].attention, rows, &look);
+      layerskip_attention(layers[i].attention, rows, &look, layers[i].keys_only);
     }
     if (layers[i].delta_rule && !advance(*layers[i].delta_rule, *rows, *(Memory*)states[i], place)) return i;
     if (layers[i].short_conv && !advance(*layers[i].short_conv, *rows, *(Memory*)states[i], place)) return i;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -85,7 +85,7 @@ class NativeAttention(Attention):
         out = torch.empty_like(residual, memory_format=torch.contiguous_format)
         seen = _look(rotary, states, place, look)
         rows = rows_of(x, residual, out)
-        self._qkv.kernels.layerskip_attention(ctypes.byref(self.part), ctypes.byref(rows), ctypes.byref(seen))
+        self._qkv.kernels.layerskip_attention(ctypes.byref(self.part), ctypes.byref(rows), ctypes.byref(seen), 0)
         return out
 
     @property
@@ -95,7 +95,7 @@ class NativeAttention(Attention):
 
     @cached_property
     def _norms(self) -> list[tuple[torch.Tensor | None, float]]:
-        return [norm_weight(one) for one in (self.norm, self.query_norm, self.key_norm)]
+        return [norm_weight(one) for one in (self.norm, self.query_norm, self.key_norm, self.value_norm)]
 
     @cached_property
     def _ending(self) -> NativeEnding:
@@ -106,7 +106,7 @@ class NativeAttention(Attention):
         """For the kernels."""
         norms = [norm_part(*one) for one in self._norms]
         sizes = (self.num_queries, self.num_keys, self.head_dim, self.scaling)
-        return library.AttentionPart(*norms, self._qkv.matrix, self._ending.part, *sizes, int(self.is_gated))
+        return library.AttentionPart(*norms, self._qkv.matrix, self._ending.part, *sizes, self.is_gated, self.reads)
 
 
 _ACTIVATIONS: tuple[Callable[[Any], bool], ...] = (
@@ -148,22 +148,35 @@ class NativeMlp(Mlp):
         """For the kernels."""
         norm, activation = norm_part(*self._norm_weight), _activation(self)
         assert activation is not None
-        return library.MlpPart(norm, self._gate_up.matrix, self._ending.part, activation)
+        gate = None if self._gate is None else ctypes.pointer(self._gate[0])
+        return library.MlpPart(norm, self._gate_up.matrix, self._ending.part, activation, gate)
+
+    @cached_property
+    def _gate(self) -> tuple[library.TokenGatePart, NativeEnding] | None:
+        if (gate := self.token_gate) is None:
+            return None
+        assert isinstance(gate.into, NativeLinear)
+        ending = NativeEnding.of(gate.out)
+        return library.TokenGatePart(gate.into.matrix, ending.part, gate.first), ending
 
 
 class NativeRun:
     """Some layers one after another, in one call: without it a step of 30 layers spends half a millisecond between
     them. Cost: 2 microseconds a layer to make."""
 
-    def __init__(self, layers: Sequence[tuple[Attention | NativeRecurrent | None, Mlp | None]]) -> None:
-        """All made by `NativeLayers`, or None: skipped."""
+    def __init__(
+        self, layers: Sequence[tuple[Attention | NativeRecurrent | None, Mlp | None]], keys_only: Collection[int] = ()
+    ) -> None:
+        """All made by `NativeLayers`, or None: skipped. keys_only: of attention at these places only keys and values
+        are wanted."""
         self._kernels = NativeLayers().kernels
         by_look = {(one.window, one.rotation): one for one, _ in layers if isinstance(one, Attention)}
         self.looking = list(by_look.values())
         """An attention of every window and rotation."""
         places = list(by_look)
         self._layers = (library.Layer * len(layers))()
-        for layer, (attention, mlp) in zip(self._layers, layers, strict=True):
+        for i, (layer, (attention, mlp)) in enumerate(zip(self._layers, layers, strict=True)):
+            layer.keys_only = i in keys_only
             if isinstance(attention, NativeRecurrent):
                 attention.put_into(layer)
             elif attention is not None:
@@ -180,20 +193,26 @@ class NativeRun:
         states: Sequence[torch.Tensor | NativeState],
         place: int,
         looks: Sequence[tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, torch.Tensor | None, bool]]],
+        gates: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x (T, hidden) after these layers. states: of every one, looks: rotary and look of those `looking`, see
-        `Attention.add_to`.
+        `Attention.add_to`. gates: (T, numbers of all layers) see `TokenGate`.
 
         Raises: RuntimeError where a layer's state does not stand at `place`.
         """
         out, count = x.clone(memory_format=torch.contiguous_format), len(states)
+        # As many positions in every layer.
         keyed = next((one for one in states if isinstance(one, torch.Tensor)), x)
         seen = (library.Look * len(looks))(*(_look(rotary, keyed, place, look) for rotary, look in looks))
         places = (ctypes.c_void_p * count)(
             *(one.data_ptr() if isinstance(one, torch.Tensor) else one.address for one in states)
         )
-        rows = ctypes.byref(rows_of(out, out, out))
-        done = self._kernels.layerskip_layers(self._layers, count, rows, seen, places, ctypes.c_long(place))
+        rows = rows_of(out, out, out)
+        if gates is not None:
+            rows.gates, rows.gates_stride = gates.data_ptr(), gates.stride(0)
+        done = self._kernels.layerskip_layers(
+            self._layers, count, ctypes.byref(rows), seen, places, ctypes.c_long(place)
+        )
         if done < count:
             raise RuntimeError(f"a layer's state does not stand at position {place}, where a forward begins")
         return out

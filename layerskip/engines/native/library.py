@@ -41,7 +41,7 @@ class Norm(ctypes.Structure):
 
 
 class Ending(ctypes.Structure):
-    _fields_ = [("out", Matrix), ("norm", Norm), ("scale", ctypes.c_float)]
+    _fields_ = [("out", Matrix), ("norm", Norm), ("scale", ctypes.c_float), ("total", ctypes.c_float)]
 
 
 class AttentionPart(ctypes.Structure):
@@ -49,6 +49,7 @@ class AttentionPart(ctypes.Structure):
         ("norm", Norm),
         ("query_norm", Norm),
         ("key_norm", Norm),
+        ("value_norm", Norm),
         ("qkv", Matrix),
         ("out", Ending),
         ("num_queries", ctypes.c_long),
@@ -56,6 +57,7 @@ class AttentionPart(ctypes.Structure):
         ("head_dim", ctypes.c_long),
         ("scaling", ctypes.c_float),
         ("is_gated", ctypes.c_int),
+        ("reads", ctypes.c_int),
     ]
 
 
@@ -103,8 +105,18 @@ class Memory(ctypes.Structure):
     ]
 
 
+class TokenGatePart(ctypes.Structure):
+    _fields_ = [("in", Matrix), ("out", Ending), ("first", ctypes.c_long)]
+
+
 class MlpPart(ctypes.Structure):
-    _fields_ = [("norm", Norm), ("gate_up", Matrix), ("down", Ending), ("activation", ctypes.c_int)]
+    _fields_ = [
+        ("norm", Norm),
+        ("gate_up", Matrix),
+        ("down", Ending),
+        ("activation", ctypes.c_int),
+        ("gate", ctypes.POINTER(TokenGatePart)),
+    ]
 
 
 class Rows(ctypes.Structure):
@@ -114,6 +126,8 @@ class Rows(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("residual_stride", ctypes.c_long),
         ("out", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p),
+        ("gates_stride", ctypes.c_long),
         ("count", ctypes.c_int),
         ("is_float32", ctypes.c_int),
         ("num_threads", ctypes.c_int),
@@ -140,6 +154,7 @@ class Layer(ctypes.Structure):
         ("short_conv", ctypes.POINTER(ShortConvPart)),
         ("mlp", ctypes.POINTER(MlpPart)),
         ("look", ctypes.c_int),
+        ("keys_only", ctypes.c_int),
     ]
 
 

@@ -85,19 +85,19 @@ class NativeEnding:
     linear: NativeLinear
     norm: tuple[torch.Tensor | None, float]
     scale: float
+    total: float
 
     @classmethod
     def of(cls, out: Linear) -> NativeEnding:
         """Of one that `NativeLayers` made."""
-        norm, scale = (out.norm, out.scale) if isinstance(out, FinishedLinear) else (None, 1.0)
-        linear = out.linear if isinstance(out, FinishedLinear) else out
-        assert isinstance(linear, NativeLinear)
-        return cls(linear, norm_weight(norm), scale)
+        finished = out if isinstance(out, FinishedLinear) else FinishedLinear(out, None, 1.0)
+        assert isinstance(finished.linear, NativeLinear)
+        return cls(finished.linear, norm_weight(finished.norm), finished.scale, finished.total)
 
     @cached_property
     def part(self) -> library.Ending:
         """For the kernels."""
-        return library.Ending(self.linear.matrix, norm_part(*self.norm), self.scale)
+        return library.Ending(self.linear.matrix, norm_part(*self.norm), self.scale, self.total)
 
 
 MakeNativeLinear = Callable[[Sequence[torch.Tensor], torch.Tensor | None], NativeLinear]
@@ -124,6 +124,8 @@ def rows_of(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -
         None if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
         out.data_ptr(),
+        None,
+        0,
         len(x),
         int(x.dtype == torch.float32),
         torch.get_num_threads(),

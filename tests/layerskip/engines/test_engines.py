@@ -76,6 +76,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"hidden_activation": "silu", "layer_types": ["sliding_attention"] * 4}),
     ("gemma3", {"rope_parameters": {"full_attention": LONG, "sliding_attention": {**LONG, "rope_theta": 1e4}}}),
     ("smollm3", {"no_rope_layers": [0, 1, 0, 0], "attention_bias": True}),
+    ("gemma4", {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    ("gemma4", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    ("gemma4", {"use_double_wide_mlp": True, "final_logit_softcapping": 2.0}),
 ]
 
 
@@ -84,7 +87,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_variants_of_other_models(name: str, overrides: dict[str, Any], compiled: bool) -> None:
     if name in zoo.COMPILED and not compiled:
         pytest.skip("compiled alone")
-    fused, eager = engines_of(name, compiled=compiled, **overrides)
+    model = zoo.build(name, **overrides)
+    for i, layer in enumerate(zoo.stack_of(model)):
+        if hasattr(layer, "layer_scalar"):
+            layer.layer_scalar.fill_(1.3 - 0.2 * i)
+    adapter = ModelAdapter(model)
+    fused, eager = FusedEngine(adapter, compiled=compiled), EagerEngine(adapter)
     ids = torch.tensor(zoo.prompt_of(19))
     for mask in (None, *zoo.masks_of(name).values()):
         if mask is None or not mask.int8:

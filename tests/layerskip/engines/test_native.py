@@ -51,7 +51,7 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2", "gemma3"]
+    "name", ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2", "gemma3", "gemma4"]
 )
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
@@ -75,7 +75,7 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2", "gemma3", "gemma4"])
 def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtype) -> None:
     engine = engine_of(name, dtype, max_position_embeddings=1024)
     ids = torch.tensor(zoo.prompt_of(600))

@@ -40,10 +40,26 @@ def test_a_skipped_layer_that_others_read_still_writes(name: str) -> None:
     assert min(found) > 0
 
 
+@pytest.mark.skipif("gemma4" not in zoo.COMPILED, reason="no kernels here")
 @torch.inference_mode()
-def test_states_of_a_prompt_are_kept_of_all_its_tokens() -> None:
+def test_over_kernels_it_writes_the_same() -> None:
+    ids, mask = torch.tensor(zoo.prompt_of(9)), SkipMask.from_layers(zoo.NUM_LAYERS, [0, 1, 2])
+    written = []
+    for run in ("gemma4", "gemma4 fused"):
+        engine = zoo.layerskip_of(run).engine
+        with engine.session(9):
+            engine.forward(ids[:8])
+            engine.forward(ids[8:], mask)
+            written.append([layer.states[:, :, :9].clone() for layer in engine.cache.layers])
+    for one, other in zip(*written, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@zoo.each(["gemma4", *(one for one in ["gemma4 fused"] if "gemma4" in zoo.COMPILED)])
+@torch.inference_mode()
+def test_states_of_a_prompt_are_kept_of_all_its_tokens(name: str) -> None:
     """Transformers computes layers that read others' keys for those tokens alone whose logits are asked for."""
-    model, ids = zoo.layerskip_of("gemma4"), torch.tensor(zoo.prompt_of(9))
+    model, ids = zoo.layerskip_of(name), torch.tensor(zoo.prompt_of(9))
     engine: Any = model.engine
     kept = []
     for num_logits in (1, 9):
@@ -80,6 +96,14 @@ def test_several_states_a_token_are_refused_by_what_goes_on_from_one() -> None:
 
 
 def test_a_model_that_shares_none_has_as_many_as_layers() -> None:
-    model = LayerSkipModel(zoo.build("gemma4", num_kv_shared_layers=0), engine="eager")
-    assert model.adapter.num_keyed == zoo.NUM_LAYERS
-    assert model.engine.shares_prefix
+    whole = zoo.build("gemma4", num_kv_shared_layers=0)
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3, share_prefix=True)
+    outputs = []
+    for engine in ("eager", "fused") if "gemma4" in zoo.COMPILED else ("eager",):
+        model = LayerSkipModel(whole, engine=engine)
+        assert model.adapter.num_keyed == zoo.NUM_LAYERS
+        assert model.engine.shares_prefix
+        out = model.generate(zoo.prompt_of(5), max_new_tokens=20, config=config)
+        assert out.ids == model.generate(zoo.prompt_of(5), max_new_tokens=20).ids
+        outputs.append(out.ids)
+    assert outputs[1:] in ([], outputs[:1])
