@@ -383,7 +383,9 @@ class ModelAdapter:
     @torch.inference_mode()
     def _probe(self) -> tuple[bool, ...]:
         """Learn arities from one forward; then stub both sublayers of every layer: does layer(x) still give x?"""
-        ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        # Not the first ones: a padding token's embedding may be zero, of which every layer makes zero.
+        count = int(self.text_config.vocab_size)
+        ids = torch.tensor([count // 3, count // 2], device=self.device)
         arities: dict[int, int] = {}
         unchanged: dict[int, bool] = {}
         hooks = [gate.module.register_forward_hook(_record_arity(arities)) for gate in self._all_gates]

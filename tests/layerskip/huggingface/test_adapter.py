@@ -100,6 +100,15 @@ def test_sublayers_of_a_post_norm_model_are_refused_apart() -> None:
     assert zoo.layerskip_of("opt").whole_layers_only == (False,) * 4
 
 
+def test_a_padding_token_of_zeros_does_not_hide_what_else_a_layer_adds() -> None:
+    """As Transformers initialises it; of zeros every layer makes zeros, its sublayers skipped or not."""
+    model = zoo.build("gemma4")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0.0
+        model.model.embed_tokens_per_layer.weight[0] = 0.0
+    assert ModelAdapter(model).sublayers_skippable == (False,) * zoo.NUM_LAYERS
+
+
 def test_a_mask_for_another_layer_count_is_refused() -> None:
     with pytest.raises(ValueError, match="skip_mask: must have the model's 4 layers, got 5"):
         zoo.layerskip_of("llama").generate([1], config=DecodeConfig(skip_mask=SkipMask.none(5), gamma=1))
