@@ -25,7 +25,7 @@ from layerskip.engines.native.layers import NativeAttention, NativeLayers, Nativ
 from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.prefix import PrefixStates
-from layerskip.engines.rotary import RotaryRows, rotary_rows, rotary_tables
+from layerskip.engines.rotary import RotaryRows, num_rotated, rotary_rows, rotary_tables, rotation_of
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.engines.weight_layout import TorchLayers
@@ -40,7 +40,10 @@ _MODEL_CLASSES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
 )
-_COMPILED_CLASSES = (*("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),)
+_COMPILED_CLASSES = (
+    *("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+)
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
 
@@ -88,7 +91,7 @@ class FusedEngine(StatesEngine):
         self._token_projection = fused(self.maker.linear, decoder.per_layer_model_projection) if projects else None
         self._softcap: float | None = getattr(adapter.text_config, "final_logit_softcapping", None)
         scale = 1.0 / getattr(adapter.text_config, "logits_scaling", 1.0)
-        self.norm = Norm(first_of(decoder, "norm", "embedding_norm"), scale=scale)
+        self.norm = Norm(first_of(decoder, "norm", "embedding_norm", "final_layernorm"), scale=scale)
         self._no_skip = SkipMask.none(adapter.num_layers)
         self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
         self._held: list[Any] = []
@@ -217,8 +220,11 @@ class FusedEngine(StatesEngine):
     def _made(self, maker: LayerMaker) -> list[tuple[Attention, Mlp]]:
         adapter, made = self._adapter, []
         for i, (layer, window) in enumerate(zip(adapter.layers, adapter.windows, strict=True)):
-            recurrent = i in adapter.recurrent_layers
-            mixer = maker.recurrent(layer) if recurrent else maker.attention(layer, window, self.rotary)
+            if i in adapter.recurrent_layers:
+                mixer = maker.recurrent(layer)
+            else:
+                rotation = rotation_of(self.rotary, layer, window)
+                mixer = maker.attention(layer, window, rotation, num_rotated(self.rotary, rotation))
             made.append((mixer, maker.mlp(layer)))
         return made
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from layerskip.engines.linear import Linear, fused
-from layerskip.engines.rotary import Rotation, num_rotated, rotated_halves, rotation_of
+from layerskip.engines.rotary import Rotation, rotated_halves
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
 _BOTH_SIDES = "pre_feedforward_layernorm"
@@ -245,9 +245,9 @@ class LayerMaker(ABC):
         """What a decoder layer that keeps a state has in attention's place. Compiled for a CPU alone."""
         raise NotImplementedError(type(layer).__name__)
 
-    def attention(self, layer: Any, window: int | None, rotary: Any = None) -> Attention:
-        """The attention of a decoder layer; window: of its sliding attention, if it slides; rotary: the model's rotary
-        embedding, without which all of a head is rotated."""
+    def attention(self, layer: Any, window: int | None, rotation: Rotation = "", count: int | None = None) -> Attention:
+        """The attention of a decoder layer; window: of its sliding attention, if it slides; count: numbers of a head
+        that are rotated, the first so many, None: all."""
         attention = layer.self_attn
         head_dim: int = attention.head_dim
         query_norm, key_norm = (first_of(attention, f"{one}_norm", f"{one}_layernorm") for one in "qk")
@@ -255,15 +255,13 @@ class LayerMaker(ABC):
         is_gated = attention.q_proj.out_features == 2 * out.in_features
         reads = getattr(attention, "is_kv_shared_layer", False)
         value_norm = getattr(attention, "v_norm", None)
-        rotation = "" if rotary is None else rotation_of(rotary, layer, window)
-        count = None if rotary is None else num_rotated(rotary, rotation)
         order = None if count in (None, head_dim) else rotated_halves(head_dim, count)
         return Attention(
             norm=Norm(first_of(layer, "input_layernorm", "operator_norm")),
             num_queries=out.in_features // head_dim,
             num_keys=out.in_features // head_dim // attention.num_key_value_groups,
             qkv=fused(self.linear, attention.q_proj) if reads else self._qkv(attention, order, is_gated=is_gated),
-            out=self._finished(layer, out, "post_attention_layernorm"),
+            out=self.finished(layer, out),
             query_norm=Norm(query_norm, order) if query_norm is not None else None,
             key_norm=Norm(key_norm, order) if key_norm is not None else None,
             head_dim=head_dim,
@@ -275,7 +273,9 @@ class LayerMaker(ABC):
             reads=reads,
         )
 
-    def _finished(self, layer: Any, module: nn.Linear, norm: str, *, total: float = 1.0) -> Linear:
+    def finished(
+        self, layer: Any, module: nn.Linear, norm: str = "post_attention_layernorm", *, total: float = 1.0
+    ) -> Linear:
         """The product that ends a sublayer; norm: the name of what follows it in layers with norms on both sides."""
         linear, scale = fused(self.linear, module), float(getattr(layer, "residual_multiplier", 1.0))
         after = Norm(getattr(layer, norm)) if hasattr(layer, _BOTH_SIDES) else None
@@ -285,7 +285,7 @@ class LayerMaker(ABC):
     def _token_gate(self, layer: Any, total: float) -> TokenGate | None:
         if not getattr(layer, "hidden_size_per_layer_input", None):
             return None
-        out = self._finished(layer, layer.per_layer_projection, "post_per_layer_input_norm", total=total)
+        out = self.finished(layer, layer.per_layer_projection, "post_per_layer_input_norm", total=total)
         into = layer.per_layer_input_gate
         return TokenGate(fused(self.linear, into), out, layer.layer_idx * into.out_features)
 
@@ -309,19 +309,18 @@ class LayerMaker(ABC):
 
     def mlp(self, layer: Any) -> Mlp:
         """The MLP of a decoder layer."""
-        mlp = first_of(layer, "mlp", "feed_forward")
-        gate, up, down = (
-            first_of(mlp, *names) for names in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-        )
-        activation = getattr(mlp, "act_fn", F.silu)
-        if getattr(layer, "enable_moe_block", False):
+        mlp = first_of(layer, "mlp", "feed_forward", "shared_mlp")
+        if getattr(layer, "enable_moe_block", False) or getattr(layer, "has_experts", False):
             raise ValueError("experts beside the MLP")
+        gate, up = first_of(mlp, "gate_proj", "w1", "input_linear"), first_of(mlp, "up_proj", "w3")
+        down = first_of(mlp, "down_proj", "w2", "output_linear")
+        activation = first_of(mlp, "act_fn", "activation") or F.silu
         total = float(getattr(layer, "layer_scalar", 1.0))
         gate_after = self._token_gate(layer, total)
         return Mlp(
-            norm=Norm(first_of(layer, _BOTH_SIDES, "post_attention_layernorm", "ffn_norm")),
-            gate_up=fused(self.linear, gate, up),
-            down=self._finished(layer, down, "post_feedforward_layernorm", total=total if gate_after is None else 1.0),
+            norm=Norm(first_of(layer, _BOTH_SIDES, "post_attention_layernorm", "pre_ff_layernorm", "ffn_norm")),
+            gate_up=fused(self.linear, gate, *([] if up is None else [up])),
+            down=self.finished(layer, down, "post_feedforward_layernorm", total=total if gate_after is None else 1.0),
             activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
             token_gate=gate_after,
         )

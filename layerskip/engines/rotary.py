@@ -18,7 +18,7 @@ RotaryRows = Mapping[Rotation, tuple[torch.Tensor, torch.Tensor]]
 
 def rotation_of(rotary: Any, layer: Any, window: int | None) -> Rotation:
     """That of a decoder layer; window: of its sliding attention, if it slides."""
-    if not getattr(layer.self_attn, "use_rope", True):
+    if rotary is None or not getattr(layer.self_attn, "use_rope", True):
         return None
     if not getattr(rotary, "layer_types", None):
         return ""

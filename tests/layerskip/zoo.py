@@ -218,7 +218,7 @@ SPECS: dict[str, Spec] = {
 NAMES = tuple(SPECS)
 WITH_MTP = ("glm4-moe", "deepseek-v3")
 """Have multi-token-prediction layers in their checkpoints."""
-COMPILED = () if isinstance(load_kernels(), str) else ("qwen3_5", "lfm2", "gemma4")
+COMPILED = () if isinstance(load_kernels(), str) else ("qwen3_5", "lfm2", "gemma4", "granite-hybrid", "bamba")
 """Served by the fused engine where there are kernels for this CPU, alone."""
 FUSED = (
     "llama",

@@ -177,13 +177,16 @@ struct Attention {
   float scaling;
   int is_gated, reads;  // reads: keys and values are another layer's, and qkv gives none
 };
-struct DeltaRule {  // gated linear attention
+struct LinearAttention {  // by the gated delta rule, or as Mamba 2 has it
   Norm norm, out_norm;
   Matrix in;  // queries, keys, values; how much each value head writes, then what it keeps; gates
   Ending out;
-  const float* conv;   // (taps, channels): over the last rows of queries, keys and values
-  const float *rates, *biases;  // (num_values,): a head keeps exp(rate * softplus(x + bias))
+  const float *conv, *conv_bias;  // (taps, channels) over rows of queries, keys and values; (channels,) or null
+  const float *rates, *biases;    // (num_values,): a head keeps exp(rate * softplus(x + bias))
+  const float* skips;             // (num_values,): the share of its value that a row's output has besides, or null
   long num_keys, num_values, key_dim, value_dim, taps;
+  long num_groups;  // of a row's outputs that are normed after their gates; 0: each head's, before
+  int corrects;     // whether only what the state does not say already is written, by keys of length one
 };
 struct ShortConv {  // a gated convolution over the last rows
   Norm norm;
@@ -232,7 +235,7 @@ struct Look {  // the positions that an attention reads and writes
 };
 struct Layer {
   const Attention* attention;  // null: skipped
-  const DeltaRule* delta_rule;  // in attention's place, or
+  const LinearAttention* linear_attention;  // in attention's place, or
   const ShortConv* short_conv;
   const Mlp* mlp;
   int look;       // which one its attention has
@@ -725,7 +728,7 @@ struct Parts {
   float* at(long r) const { return rows + (tail + r) * width; }
 };
 
-// Inside a parallel region: reads them, those of the new rows by `found`. state_size: numbers of a state before its tail.
+// Inside a parallel region: reads them, those of new rows by `found`. state_size: numbers of a state before its tail.
 template <class T, class Found>
 inline void read_parts(const Parts& parts, const Entry& entry, long count, long state_size, Found found) {
 #pragma omp for
@@ -767,9 +770,10 @@ inline Floats convolved(const float* conv, const Parts& parts, long r, long i, l
   return sums;
 }
 
-inline void convolved(const float* conv, const Parts& parts, long r, long first, long count, float* out) {
+inline void convolved(const LinearAttention& part, const Parts& parts, long r, long first, long count, float* out) {
   for (long i = 0; i < count; i += LANES) {
-    Floats found = convolved(conv, parts, r, first + i, count - i);
+    Floats found = convolved(part.conv, parts, r, first + i, count - i);
+    if (part.conv_bias) found += load_some(part.conv_bias + first + i, count - i);
     store_some(out + i, found * sigmoid(found), count - i);
   }
 }
@@ -780,18 +784,19 @@ inline void normalized(float* x, long count, float length) {
 }
 
 // Some rows of one value head.
-struct DeltaRows {
+struct StateRows {
   long key_dim, value_dim, num_pending, count;  // the first so many have been answered, they only change the state
   float *queries, *keys;            // (count, key_dim), and a row of zeros
   float *values, *outs;             // (count, value_dim)
   float *keeps, *writes, *touches;  // (count,): what each keeps and writes, and its query's product with its key
+  bool corrects;
 };
 
 // V vectors of the columns of a head's state, from one row to the next: what stays of it, and what is written under the
 // key besides what it says already. All states are (key_dim, value_dim).
 template <int V>
-inline void delta_columns(
-    const DeltaRows& head, long first, const float* source, float* kept, float* live, float* room
+inline void state_columns(
+    const StateRows& head, long first, const float* source, float* kept, float* live, float* room
 ) {
   long width = head.value_dim - first;
   Floats written[V] = {};
@@ -820,7 +825,8 @@ inline void delta_columns(
     keep = head.keeps[r], before = key;
     for (int v = 0; v < V; v++) {
       long at = r * head.value_dim + first + v * LANES, n = width - v * LANES;
-      written[v] = (load_some(head.values + at, n) - keep * known[v]) * head.writes[r];
+      written[v] = load_some(head.values + at, n) * head.writes[r];
+      if (head.corrects) written[v] -= keep * known[v] * head.writes[r];
       store_some(head.outs + at, keep * read[v] + head.touches[r] * written[v], n);
     }
   }
@@ -831,7 +837,7 @@ inline bool is_kept(const Memory& m) {
   return m.kept_at == m.at || (m.kept_at >= 0 && m.kept_at < m.at && m.kept_at >= m.log_from);
 }
 
-template <class T> void rows_of(const DeltaRule& part, const Rows& rows, const Entry& entry) {
+template <class T> void rows_of(const LinearAttention& part, const Rows& rows, const Entry& entry) {
   long key = part.key_dim, value = part.value_dim, group = part.num_values / part.num_keys;
   long first_value = 2 * part.num_keys * key, inner = part.num_values * value, channels = first_value + inner;
   long outputs = part.in.outputs, inputs = part.in.inputs, state_size = part.num_values * key * value;
@@ -854,7 +860,8 @@ template <class T> void rows_of(const DeltaRule& part, const Rows& rows, const E
 #pragma omp for schedule(dynamic)
     for (long h = 0; h < part.num_values; h++) {
       room.resize((count + 1) * 2 * key + count * (2 * value + 3) + key * 4 * LANES + value);
-      DeltaRows head{key, value, entry.num_pending, count, room.data()};
+      StateRows head{key, value, entry.num_pending, count, room.data()};
+      head.corrects = part.corrects;
       head.keys = head.queries + (count + 1) * key, head.values = head.keys + (count + 1) * key;
       head.outs = head.values + count * value, head.keeps = head.outs + count * value;
       head.writes = head.keeps + count, head.touches = head.writes + count;
@@ -864,30 +871,41 @@ template <class T> void rows_of(const DeltaRule& part, const Rows& rows, const E
       for (long r = 0; r < count; r++) {
         const float* numbers = parts.at(r) + channels;
         float *own_query = head.queries + r * key, *own_key = head.keys + r * key;
-        convolved(part.conv, parts, r, h / group * key, key, own_query);
-        convolved(part.conv, parts, r, (part.num_keys + h / group) * key, key, own_key);
-        convolved(part.conv, parts, r, first_value + h * value, value, head.values + r * value);
-        normalized(own_query, key, 1 / std::sqrt(float(key)));
-        normalized(own_key, key, 1);
-        float x = numbers[part.num_values + h] + part.biases[h];
-        head.keeps[r] = std::exp(part.rates[h] * (x > 20 ? x : std::log1p(std::exp(x))));
-        head.writes[r] = 1 / (1 + std::exp(-numbers[h]));
+        convolved(part, parts, r, h / group * key, key, own_query);
+        convolved(part, parts, r, (part.num_keys + h / group) * key, key, own_key);
+        convolved(part, parts, r, first_value + h * value, value, head.values + r * value);
+        if (part.corrects) normalized(own_query, key, 1 / std::sqrt(float(key))), normalized(own_key, key, 1);
+        float x = numbers[part.num_values + h] + part.biases[h], step = x > 20 ? x : std::log1p(std::exp(x));
+        head.keeps[r] = std::exp(part.rates[h] * step);
+        head.writes[r] = part.corrects ? 1 / (1 + std::exp(-numbers[h])) : step;
         head.touches[r] = dot(own_query, own_key, key);
       }
       long at = h * key * value, i = 0;
       const float* source = entry.source + at;
       float *kept = entry.kept ? entry.kept + at : nullptr, *live = entry.memory.live + at;
-      for (; i + 4 * LANES <= value; i += 4 * LANES) delta_columns<4>(head, i, source, kept, live, block);
-      for (; i + 2 * LANES <= value; i += 2 * LANES) delta_columns<2>(head, i, source, kept, live, block);
-      for (; i < value; i += LANES) delta_columns<1>(head, i, source, kept, live, block);
+      for (; i + 4 * LANES <= value; i += 4 * LANES) state_columns<4>(head, i, source, kept, live, block);
+      for (; i + 2 * LANES <= value; i += 2 * LANES) state_columns<2>(head, i, source, kept, live, block);
+      for (; i < value; i += LANES) state_columns<1>(head, i, source, kept, live, block);
       for (long r = 0; r < rows.count; r++) {
-        normed(part.out_norm, head.outs + (entry.num_pending + r) * value, out, value);
+        long at = (entry.num_pending + r) * value;
+        const float *found = head.outs + at, *own = head.values + at;
+        if (part.num_groups)
+          memcpy(out, found, value * sizeof(float));
+        else
+          normed(part.out_norm, found, out, value);
         const float* gates = projected + r * outputs + parts.width + h * value;
         for (long i = 0; i < value; i += LANES) {
-          Floats gate = load_some(gates + i, value - i), gated = load_some(out + i, value - i) * gate * sigmoid(gate);
-          store_some(attended + r * inner + h * value + i, gated, value - i);
+          Floats gate = load_some(gates + i, value - i), gated = load_some(out + i, value - i);
+          if (part.skips) gated += part.skips[h] * load_some(own + i, value - i);
+          store_some(attended + r * inner + h * value + i, gated * gate * sigmoid(gate), value - i);
         }
       }
+    }
+    long size = part.num_groups ? inner / part.num_groups : 0;
+#pragma omp for
+    for (long i = 0; i < rows.count * part.num_groups; i++) {
+      float* own = attended + i / part.num_groups * inner + i % part.num_groups * size;
+      normed(Norm{part.out_norm.weight + i % part.num_groups * size, part.out_norm.eps}, own, own, size);
     }
     product_out<T>(rows, part.out, attended, parts.at(count));
   }
@@ -1047,7 +1065,7 @@ void layerskip_attention(const Attention* part, const Rows* rows, const Look* lo
 }
 
 void layerskip_settle(const Layer* layer, Memory* memory, int is_float32, int num_threads) {
-  if (layer->delta_rule) settle(*layer->delta_rule, *memory, is_float32, num_threads);
+  if (layer->linear_attention) settle(*layer->linear_attention, *memory, is_float32, num_threads);
   if (layer->short_conv) settle(*layer->short_conv, *memory, is_float32, num_threads);
 }
 
@@ -1082,8 +1100,9 @@ int layerskip_layers(
       look.states = states[i];
       layerskip_attention(layers[i].attention, rows, &look, layers[i].keys_only);
     }
-    if (layers[i].delta_rule && !advance(*layers[i].delta_rule, *rows, *(Memory*)states[i], place)) return i;
-    if (layers[i].short_conv && !advance(*layers[i].short_conv, *rows, *(Memory*)states[i], place)) return i;
+    const Layer& layer = layers[i];
+    if (layer.linear_attention && !advance(*layer.linear_attention, *rows, *(Memory*)states[i], place)) return i;
+    if (layer.short_conv && !advance(*layer.short_conv, *rows, *(Memory*)states[i], place)) return i;
     if (layers[i].mlp) layerskip_mlp(layers[i].mlp, rows);
   }
   return count;

@@ -14,7 +14,8 @@ from transformers.activations import GELUTanh
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp
 from layerskip.engines.native import library
 from layerskip.engines.native.linear import NativeEnding, NativeLinear, norm_part, norm_weight, rows_of
-from layerskip.engines.native.recurrent import NativeDeltaRule, NativeRecurrent, NativeShortConv, NativeState
+from layerskip.engines.native.recurrent import NativeLinearAttention, NativeRecurrent, NativeShortConv, NativeState
+from layerskip.engines.rotary import Rotation
 
 _MOST_HEAD_DIM = 1024
 
@@ -51,14 +52,14 @@ class NativeLayers(LayerMaker):
     def in_8_bits(self) -> LayerMaker:
         return NativeLayers(int8=True)
 
-    def attention(self, layer: Any, window: int | None, rotary: Any = None) -> Attention:
-        part = super().attention(layer, window, rotary)
+    def attention(self, layer: Any, window: int | None, rotation: Rotation = "", count: int | None = None) -> Attention:
+        part = super().attention(layer, window, rotation, count)
         return part if part.head_dim > _MOST_HEAD_DIM else NativeAttention(**vars(part))
 
     def recurrent(self, layer: Any) -> NativeRecurrent:
         """See `LayerMaker`. Raises: ValueError for what is not written here."""
-        kind = NativeDeltaRule if hasattr(layer, "linear_attn") else NativeShortConv
-        return kind.of(self.linear, layer)
+        kind = NativeShortConv if hasattr(layer, "conv") else NativeLinearAttention
+        return kind.of(self, layer)
 
     def mlp(self, layer: Any) -> Mlp:
         part = super().mlp(layer)

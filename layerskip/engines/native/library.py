@@ -61,20 +61,24 @@ class AttentionPart(ctypes.Structure):
     ]
 
 
-class DeltaRulePart(ctypes.Structure):
+class LinearAttentionPart(ctypes.Structure):
     _fields_ = [
         ("norm", Norm),
         ("out_norm", Norm),
         ("in", Matrix),
         ("out", Ending),
         ("conv", ctypes.c_void_p),
+        ("conv_bias", ctypes.c_void_p),
         ("rates", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
+        ("skips", ctypes.c_void_p),
         ("num_keys", ctypes.c_long),
         ("num_values", ctypes.c_long),
         ("key_dim", ctypes.c_long),
         ("value_dim", ctypes.c_long),
         ("taps", ctypes.c_long),
+        ("num_groups", ctypes.c_long),
+        ("corrects", ctypes.c_int),
     ]
 
 
@@ -150,7 +154,7 @@ class Look(ctypes.Structure):
 class Layer(ctypes.Structure):
     _fields_ = [
         ("attention", ctypes.POINTER(AttentionPart)),
-        ("delta_rule", ctypes.POINTER(DeltaRulePart)),
+        ("linear_attention", ctypes.POINTER(LinearAttentionPart)),
         ("short_conv", ctypes.POINTER(ShortConvPart)),
         ("mlp", ctypes.POINTER(MlpPart)),
         ("look", ctypes.c_int),

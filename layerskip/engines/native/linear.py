@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -98,10 +98,6 @@ class NativeEnding:
     def part(self) -> library.Ending:
         """For the kernels."""
         return library.Ending(self.linear.matrix, norm_part(*self.norm), self.scale, self.total)
-
-
-MakeNativeLinear = Callable[[Sequence[torch.Tensor], torch.Tensor | None], NativeLinear]
-"""See `MakeLinear`."""
 
 
 def norm_weight(norm: Any) -> tuple[torch.Tensor | None, float]:

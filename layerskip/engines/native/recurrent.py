@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from layerskip.config.validated import MAX_GAMMA
-from layerskip.engines.lean_layers import Norm
+from layerskip.engines.lean_layers import LayerMaker, Norm
+from layerskip.engines.linear import Linear, fused
 from layerskip.engines.native import library
-from layerskip.engines.native.linear import MakeNativeLinear, NativeEnding, NativeLinear, norm_part, norm_weight
+from layerskip.engines.native.linear import NativeEnding, NativeLinear, norm_part, norm_weight
 
 _NUM_LOGGED = 4 * MAX_GAMMA
 """Rows that a layer keeps; half of them can be taken back at least, more than any round has."""
@@ -29,8 +30,8 @@ class NativeRecurrent(ABC):
     """
 
     norm: Norm
-    inputs: NativeLinear
-    out: NativeLinear
+    inputs: Linear
+    out: Linear
     conv: torch.Tensor
     """(taps, channels), float32."""
 
@@ -44,6 +45,12 @@ class NativeRecurrent(ABC):
         """Numbers of a state."""
         return (len(self.conv) - 1) * self.conv.shape[1]
 
+    @property
+    def native_inputs(self) -> NativeLinear:
+        """As `NativeLayers` makes them."""
+        assert isinstance(self.inputs, NativeLinear)
+        return self.inputs
+
     @cached_property
     def _ending(self) -> NativeEnding:
         return NativeEnding.of(self.out)
@@ -54,43 +61,90 @@ class NativeRecurrent(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class NativeDeltaRule(NativeRecurrent):
-    """Gated linear attention. Ref: Yang et al., "Gated Delta Networks" (2024).
+class NativeLinearAttention(NativeRecurrent):
+    """Linear attention by the gated delta rule, or as Mamba 2 has it. Ref: Yang et al., "Gated Delta Networks" (2024);
+    Dao and Gu, "Transformers are SSMs" (2024).
 
     `inputs` gives queries, keys and values, over which the convolution is; how much each value head writes, then what
     it keeps; gates.
     """
 
     out_norm: Norm
+    conv_bias: torch.Tensor | None
+    """(channels,), float32."""
     rates: torch.Tensor
     biases: torch.Tensor
     """(value heads,), float32: a head keeps exp(rate * softplus(x + bias)) of its state."""
+    skips: torch.Tensor | None
+    """(value heads,), float32: what a row's output has of its value besides."""
     num_keys: int
     num_values: int
     key_dim: int
     value_dim: int
+    num_groups: int
+    """Parts of a row's outputs that are normed after their gates; 0: each head's, before."""
+    corrects: bool
+    """Whether only what the state does not say already is written, by keys of length one."""
 
     @classmethod
-    def of(cls, linear: MakeNativeLinear, layer: Any) -> NativeDeltaRule:
+    def of(cls, maker: LayerMaker, layer: Any) -> NativeLinearAttention:
         """A decoder layer's. Raises: ValueError if it has parts that are not written here."""
+        return cls._of_mamba(maker, layer) if hasattr(layer, "mamba") else cls._of_delta_rule(maker, layer)
+
+    @classmethod
+    def _of_delta_rule(cls, maker: LayerMaker, layer: Any) -> NativeLinearAttention:
         own = layer.linear_attn
         modules = (own.in_proj_qkv, own.in_proj_b, own.in_proj_a, own.in_proj_z)
         if any(one.bias is not None for one in (*modules, own.out_proj, own.conv1d)):
             raise ValueError("linear attention with biases")
-        if {own.activation, own.norm.activation} - {"silu", "swish"}:
-            raise ValueError(f"linear attention with activations {own.activation} and {own.norm.activation}")
+        _check_silu(own.activation, own.norm.activation)
         return cls(
             norm=Norm(layer.input_layernorm),
-            inputs=linear([one.weight.detach() for one in modules], None),
-            out=linear([own.out_proj.weight.detach()], None),
-            out_norm=Norm(own.norm),
+            inputs=maker.linear([one.weight.detach() for one in modules], None),
+            out=maker.finished(layer, own.out_proj),
             conv=_taps(own.conv1d),
+            out_norm=Norm(own.norm),
+            conv_bias=None,
             rates=-own.A_log.detach().float().exp(),
             biases=own.dt_bias.detach().float().clone(),
+            skips=None,
             num_keys=own.num_k_heads,
             num_values=own.num_v_heads,
             key_dim=own.head_k_dim,
             value_dim=own.head_v_dim,
+            num_groups=0,
+            corrects=True,
+        )
+
+    @classmethod
+    def _of_mamba(cls, maker: LayerMaker, layer: Any) -> NativeLinearAttention:
+        own = layer.mamba
+        _check_silu(own.activation)
+        if tuple(own.time_step_limit) != (0.0, float("inf")):
+            raise ValueError(f"a state-space layer with time steps within {tuple(own.time_step_limit)}")
+        inner, keys = own.intermediate_size, own.n_groups * own.ssm_state_size
+
+        def ordered(rows: torch.Tensor) -> list[torch.Tensor]:
+            gates, values, keys_, queries, steps = torch.split(rows.detach(), [inner, inner, keys, keys, own.num_heads])
+            return [queries, keys_, values, steps, steps, gates]
+
+        in_bias, conv = own.in_proj.bias, own.conv1d
+        return cls(
+            norm=Norm(layer.input_layernorm),
+            inputs=maker.linear(ordered(own.in_proj.weight), None if in_bias is None else torch.cat(ordered(in_bias))),
+            out=maker.finished(layer, own.out_proj),
+            conv=_in_order(_taps(conv), inner, keys),
+            out_norm=Norm(own.norm),
+            conv_bias=None if conv.bias is None else _in_order(conv.bias.detach().float(), inner, keys),
+            rates=-own.A_log.detach().float().exp(),
+            biases=own.dt_bias.detach().float().clone(),
+            skips=own.D.detach().float().clone(),
+            num_keys=own.n_groups,
+            num_values=own.num_heads,
+            key_dim=own.ssm_state_size,
+            value_dim=own.head_dim,
+            num_groups=own.n_groups,
+            corrects=False,
         )
 
     @property
@@ -102,14 +156,17 @@ class NativeDeltaRule(NativeRecurrent):
         return self.num_values * self.key_dim * self.value_dim + super().state_size
 
     def put_into(self, layer: library.Layer) -> None:
-        layer.delta_rule = ctypes.pointer(self._part)
+        layer.linear_attention = ctypes.pointer(self._part)
 
     @cached_property
-    def _part(self) -> library.DeltaRulePart:
+    def _part(self) -> library.LinearAttentionPart:
         norms = [norm_part(*one) for one in self._norms]
-        places = [one.data_ptr() for one in (self.conv, self.rates, self.biases)]
-        sizes = (self.num_keys, self.num_values, self.key_dim, self.value_dim, len(self.conv))
-        return library.DeltaRulePart(*norms, self.inputs.matrix, self._ending.part, *places, *sizes)
+        tensors = (self.conv, self.conv_bias, self.rates, self.biases, self.skips)
+        places = [None if one is None else one.data_ptr() for one in tensors]
+        sizes = (self.num_keys, self.num_values, self.key_dim, self.value_dim, len(self.conv), self.num_groups)
+        return library.LinearAttentionPart(
+            *norms, self.native_inputs.matrix, self._ending.part, *places, *sizes, self.corrects
+        )
 
     @cached_property
     def _norms(self) -> list[tuple[torch.Tensor | None, float]]:
@@ -125,15 +182,16 @@ class NativeShortConv(NativeRecurrent):
     """(channels,), float32."""
 
     @classmethod
-    def of(cls, linear: MakeNativeLinear, layer: Any) -> NativeShortConv:
+    def of(cls, maker: LayerMaker, layer: Any) -> NativeShortConv:
         """A decoder layer's."""
         own = layer.conv
-        inputs, out = (
-            linear([one.weight.detach()], None if one.bias is None else one.bias.detach())
-            for one in (own.in_proj, own.out_proj)
+        return cls(
+            norm=Norm(layer.operator_norm),
+            inputs=fused(maker.linear, own.in_proj),
+            out=maker.finished(layer, own.out_proj),
+            conv=_taps(own.conv),
+            bias=None if own.conv.bias is None else own.conv.bias.detach().float().clone(),
         )
-        bias = None if own.conv.bias is None else own.conv.bias.detach().float().clone()
-        return cls(norm=Norm(layer.operator_norm), inputs=inputs, out=out, conv=_taps(own.conv), bias=bias)
 
     @property
     def num_logged(self) -> int:
@@ -146,11 +204,21 @@ class NativeShortConv(NativeRecurrent):
     def _part(self) -> library.ShortConvPart:
         places = [None if one is None else one.data_ptr() for one in (self.conv, self.bias)]
         norm = norm_part(*self._norm_weight)
-        return library.ShortConvPart(norm, self.inputs.matrix, self._ending.part, *places, len(self.conv))
+        return library.ShortConvPart(norm, self.native_inputs.matrix, self._ending.part, *places, len(self.conv))
 
     @cached_property
     def _norm_weight(self) -> tuple[torch.Tensor | None, float]:
         return norm_weight(self.norm)
+
+
+def _check_silu(*activations: str) -> None:
+    if set(activations) - {"silu", "swish"}:
+        raise ValueError(f"linear attention with activations {' and '.join(activations)}")
+
+
+def _in_order(channels: torch.Tensor, inner: int, keys: int) -> torch.Tensor:
+    """Values, keys and queries (..., channels) the other way round."""
+    return torch.cat(list(reversed(torch.split(channels, [inner, keys, keys], dim=-1))), dim=-1).contiguous()
 
 
 def _taps(conv: Any) -> torch.Tensor:
@@ -165,7 +233,7 @@ class NativeState:
 
     def __init__(self, layer: NativeRecurrent, dtype: torch.dtype) -> None:
         """Of a text that has not begun. dtype: the model's."""
-        self._kernels, self._layer = layer.inputs.kernels, layer
+        self._kernels, self._layer = layer.native_inputs.kernels, layer
         self._states = [torch.zeros(layer.state_size), torch.zeros(layer.state_size), torch.empty(layer.state_size)]
         self._log = torch.empty(_NUM_LOGGED, layer.num_logged, dtype=dtype)
         places = [one.data_ptr() for one in self._states]

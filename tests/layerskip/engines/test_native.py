@@ -15,7 +15,7 @@ from layerskip.engines.lean_layers import Attention, Mlp
 from layerskip.engines.native import library
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
-from layerskip.engines.native.recurrent import NativeDeltaRule, NativeShortConv
+from layerskip.engines.native.recurrent import NativeLinearAttention, NativeShortConv
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
@@ -42,7 +42,7 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
     engine = FusedEngine(adapter, compiled=True)
     assert engine.refusal is None
     for i, (mixer, mlp) in enumerate(engine.layers):
-        kept = NativeShortConv if name == "lfm2" else NativeDeltaRule
+        kept = NativeShortConv if name == "lfm2" else NativeLinearAttention
         expected = kept if i in adapter.recurrent_layers else NativeAttention
         assert (type(mixer), type(mlp)) == (expected, NativeMlp)
     return engine
@@ -51,7 +51,8 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2", "gemma3", "gemma4"]
+    "name",
+    ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2", "gemma3", "gemma4", "bamba"],
 )
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
@@ -75,7 +76,7 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2", "gemma3", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2", "gemma3", "gemma4", "bamba"])
 def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtype) -> None:
     engine = engine_of(name, dtype, max_position_embeddings=1024)
     ids = torch.tensor(zoo.prompt_of(600))

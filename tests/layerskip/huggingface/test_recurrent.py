@@ -16,7 +16,7 @@ from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.recurrent import RecurrentLayer, in_short_chunks
 from tests.layerskip import zoo
 
-LEAN = tuple(f"{name} fused" for name in zoo.COMPILED)
+LEAN = tuple(f"{name} fused" for name in zoo.RECURRENT if name in zoo.COMPILED)
 NONE, ROUNDED = SkipMask.none(zoo.NUM_LAYERS), SkipMask.parse(f"{zoo.NUM_LAYERS}:int8")
 FAST = ("qwen3_5", "lfm2")
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
@@ -92,7 +92,7 @@ def test_decoding_is_plain_decoding(name: str, drafter: str) -> None:
     assert 0 < accepted < drafted or (accepted > 0 and drafter == "int8")
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", *LEAN])
+@zoo.few(["qwen3_5", *LEAN], FAST)
 @torch.inference_mode()
 def test_too_far_back_is_an_error(name: str) -> None:
     model = long_model(name)
@@ -150,7 +150,7 @@ def test_a_few_rows_are_not_filled_up() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", *LEAN])
+@zoo.few(["qwen3_5", *LEAN], FAST)
 def test_a_conversation_goes_on_from_whole_texts_alone(name: str) -> None:
     model, cache, prompt = zoo.layerskip_of(name), PrefixCache(1 << 20), zoo.prompt_of(8)
     first = model.generate(prompt, max_new_tokens=6, prefix_cache=cache)
