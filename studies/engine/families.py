@@ -55,7 +55,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
         num_kv_shared_layers=20,
         use_double_wide_mlp=True,
-        vocab_size_per_layer_input=1024,  # a step reads a row for each of its tokens, of however many there are
+        vocab_size_per_layer_input=140_000,  # half of them: a step reads one row for each of its tokens
     ),
     "Gemma-3-1b": lambda: transformers.Gemma3TextConfig(
         **_sizes(1152, 6912, 26, 4, 1, 262144), head_dim=256, sliding_window=512

@@ -1,4 +1,4 @@
-"""Sublayers that keep a state, by kernels compiled for this CPU: gated linear attention and short convolutions."""
+"""Sublayers that keep a state, by kernels compiled for this CPU: linear attention, Mamba 2, short convolutions."""
 
 from __future__ import annotations
 
