@@ -33,7 +33,13 @@ def logits_in_chunks(engine: Any, ids: torch.Tensor, chunks: list[int], mask: Sk
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"), [(one, how) for one in zoo.FUSED for how in (False, True) if how or one in FUSED]
+    ("name", "compiled"),
+    [
+        pytest.param(one, how, marks=() if how or one in ("llama", "gemma3") else pytest.mark.slow)
+        for one in zoo.FUSED
+        for how in (False, True)
+        if how or one in FUSED
+    ],
 )
 def test_fused_logits_are_the_models_own(name: str, compiled: bool) -> None:
     """Under every kind of mask, prompts and steps of every length, windows crossed; float32 to rounding."""

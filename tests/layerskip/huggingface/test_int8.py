@@ -77,7 +77,7 @@ def test_a_draft_of_8_bits_is_near_the_target_and_not_the_target(name: str) -> N
     torch.testing.assert_close(steps, rounded, rtol=1e-3, atol=0.1)
 
 
-@zoo.each(ENGINES)
+@zoo.few(ENGINES)
 def test_greedy_output_is_the_models_and_its_modules_are_themselves_again(name: str) -> None:
     model = zoo.layerskip_of(name)
     own = dict(model.model.named_parameters())
