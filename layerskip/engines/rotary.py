@@ -58,6 +58,8 @@ def rotary_table(
     head_dim: where fewer numbers of a head are rotated; the others stand as `rotated_halves` has them, and stay.
     """
     positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
+    if hasattr(rotary, "mrope_section"):  # of time, height and width, the same in a text
+        positions = positions.expand(3, 1, -1)
     cos, sin = rotary(like, positions)
     half = cos.shape[-1] // 2
     # rotate_half negates the first half after the swap; the sign lives in the table instead.

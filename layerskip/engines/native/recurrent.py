@@ -143,7 +143,7 @@ class NativeLinearAttention(NativeRecurrent):
             num_values=own.num_heads,
             key_dim=own.ssm_state_size,
             value_dim=own.head_dim,
-            num_groups=own.n_groups,
+            num_groups=inner // getattr(own.norm, "group_size", inner),  # Transformers 5.17 has one group alone
             corrects=False,
         )
 
