@@ -16,10 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, first_of
+from layerskip.engines.lean_models import (
+    COMPILED_CLASSES,
+    check_supported,
+    embedding_scale,
+    linear_modules,
+    weight_bytes,
+)
 from layerskip.engines.linear import DenseLinear, Linear, fused
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
@@ -33,18 +39,7 @@ from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, w
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.int8 import check_room
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
-from layerskip.huggingface.memory import free_bytes
 from layerskip.rounds.preparation import ForwardPlan
-
-_MODEL_CLASSES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-)
-_COMPILED_CLASSES = (
-    *("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
-    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-)
-"""Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
 
 class FusedEngine(StatesEngine):
@@ -65,15 +60,15 @@ class FusedEngine(StatesEngine):
         model: Any = adapter.model
         self.refusal = NativeLayers.refusal(adapter.device, adapter.dtype) if compiled else ""
         """Why they are not compiled, if that was asked for; None where they are."""
-        _check_supported(model, adapter, self.refusal)
+        check_supported(adapter, self.refusal)
         if self.refusal is None:
             self.maker: LayerMaker = NativeLayers()
         else:
-            self.maker = TorchLayers(adapter.device, model_bytes=_weight_bytes(adapter))
+            self.maker = TorchLayers(adapter.device, model_bytes=weight_bytes(adapter))
         decoder = adapter.decoder
         self.rotary = decoder.rotary_emb
         self.embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
-        self._embedding_scale = _embedding_scale(decoder)
+        self._embedding_scale = embedding_scale(decoder)
         self._int8_layers: list[tuple[Attention, Mlp]] = []
         self._heads: dict[tuple[int | None, bool], Linear] = {}
         """By `draft_vocab` and whether of 8 bits."""
@@ -81,7 +76,7 @@ class FusedEngine(StatesEngine):
             self._make_layers()
         except ValueError as error:
             raise UnsupportedModelError(f"engine fused: {type(model).__name__}: {error}") from error
-        if type(model).__name__ in _COMPILED_CLASSES and not self.batch_invariant:
+        if type(model).__name__ in COMPILED_CLASSES and not self.batch_invariant:
             raise UnsupportedModelError(
                 f"engine fused: {type(model).__name__} with parts that are not compiled for a CPU"
             )
@@ -198,7 +193,7 @@ class FusedEngine(StatesEngine):
         if not mask.int8:
             return self.layers
         if not self._int8_layers:
-            check_room(_linear_modules(self._adapter))
+            check_room(linear_modules(self._adapter))
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
                 self._int8_layers = self._made(self.maker.in_8_bits())
             self._num_made += 1
@@ -366,49 +361,3 @@ class _Step:
         keys = torch.arange(first, self.stop, device=device)
         mask = keys <= queries
         return mask if window is None else mask & (keys > queries - window)
-
-
-def _embedding_scale(decoder: Any) -> float:
-    """What rows of the embedding are multiplied with, in the model's number format."""
-    embedding = decoder.embed_tokens
-    scale = getattr(embedding, "scalar_embed_scale", getattr(decoder, "embedding_multiplier", 1.0))
-    return float(torch.tensor(scale, dtype=embedding.weight.dtype))
-
-
-def _linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:
-    """All but the output embedding."""
-    return [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
-
-
-def _weight_bytes(adapter: ModelAdapter) -> int:
-    """Of all matrices that a step multiplies with."""
-    return sum(module.weight.nbytes for module in (*_linear_modules(adapter), adapter.head))
-
-
-def _check_supported(model: Any, adapter: ModelAdapter, refusal: str | None) -> None:
-    """refusal: why sublayers are not compiled for this CPU, None if they are."""
-    adapter.placement.check_whole("fused")
-    name = type(model).__name__
-    if name not in (*_MODEL_CLASSES, *_COMPILED_CLASSES):
-        supported = ", ".join((*_MODEL_CLASSES, *_COMPILED_CLASSES))
-        raise UnsupportedModelError(f"engine fused: supports {supported}, got {name}")
-    if name in _COMPILED_CLASSES and refusal is not None:
-        detail = f": {refusal}" if refusal else ""
-        raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
-    rope_types = getattr(adapter.decoder.rotary_emb, "rope_type", "default")
-    for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
-        if rope_type not in ("default", "linear", "llama3", "yarn", "proportional"):
-            raise UnsupportedModelError(
-                f"engine fused: positions of rope type {rope_type!r} change with the text's length"
-            )
-    for layer in adapter.layers:
-        for module in layer.modules():
-            if isinstance(module, nn.Linear) and (
-                type(module) is not nn.Linear or not module.weight.is_floating_point()
-            ):
-                raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
-    needed, free = _weight_bytes(adapter), free_bytes(adapter.device)
-    if needed > free / 2:
-        raise UnsupportedModelError(
-            f"engine fused: needs a second copy of the weights ({needed >> 20} MiB), and {free >> 20} MiB are free"
-        )

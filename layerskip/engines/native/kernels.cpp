@@ -450,6 +450,14 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
   }
 }
 
+// Inside a parallel region: x (count, inputs) to out (count, outputs), there for every thread.
+inline void product_into(const Matrix& m, const float* x, int count, float* out) {
+  product(m, x, count, [&](long first, int n, const float* found) {
+    for (int r = 0; r < count; r++) memcpy(out + r * m.outputs + first, found + r * BLOCK, n * sizeof(float));
+  });
+#pragma omp barrier
+}
+
 // x / sqrt(mean(x^2) + eps) * weight over rows of `width`.
 template <class T> inline void normed(const Norm& norm, const T* x, float* out, long width) {
   if (!norm.weight) {
@@ -661,11 +669,7 @@ void attention_rows(const Attention& part, const Rows& rows, const Look& look, b
   read_rows<T>(rows, part.norm, width, x);
 #pragma omp parallel num_threads(rows.num_threads)
   {
-    product(part.qkv, x, rows.count, [&](long first, int n, const float* found) {
-      for (int r = 0; r < rows.count; r++)
-        memcpy(heads + r * num_heads * head + first, found + r * BLOCK, n * sizeof(float));
-    });
-#pragma omp barrier
+    product_into(part.qkv, x, rows.count, heads);
 #pragma omp for
     for (long i = 0; i < rows.count * num_heads; i++) {
       long r = i / num_heads, h = i % num_heads, state = h - part.num_queries;
@@ -850,11 +854,7 @@ template <class T> void rows_of(const LinearAttention& part, const Rows& rows, c
   read_rows<T>(rows, part.norm, inputs, x);
 #pragma omp parallel num_threads(rows.num_threads)
   {
-    product(part.in, x, rows.count, [&](long first, int n, const float* found) {
-      for (int r = 0; r < rows.count; r++)
-        memcpy(projected + r * outputs + first, found + r * BLOCK, n * sizeof(float));
-    });
-#pragma omp barrier
+    product_into(part.in, x, rows.count, projected);
     read_parts<T>(parts, entry, rows.count, state_size, [&](long r, long i) { return projected[r * outputs + i]; });
     std::vector<float> room;
 #pragma omp for schedule(dynamic)
@@ -922,11 +922,7 @@ template <class T> void rows_of(const ShortConv& part, const Rows& rows, const E
   read_rows<T>(rows, part.norm, inputs, x);
 #pragma omp parallel num_threads(rows.num_threads)
   {
-    product(part.in, x, rows.count, [&](long first, int n, const float* found) {
-      for (int r = 0; r < rows.count; r++)
-        memcpy(projected + r * outputs + first, found + r * BLOCK, n * sizeof(float));
-    });
-#pragma omp barrier
+    product_into(part.in, x, rows.count, projected);
     read_parts<T>(parts, entry, rows.count, 0, [&](long r, long i) {
       return projected[r * outputs + i] * projected[r * outputs + 2 * channels + i];
     });
@@ -953,10 +949,7 @@ template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
   read_rows<T>(rows, part.norm, width, x);
 #pragma omp parallel num_threads(rows.num_threads)
   {
-    product(part.gate_up, x, rows.count, [&](long first, int n, const float* found) {
-      for (int r = 0; r < rows.count; r++) memcpy(both + r * 2 * inner + first, found + r * BLOCK, n * sizeof(float));
-    });
-#pragma omp barrier
+    product_into(part.gate_up, x, rows.count, both);
 #pragma omp for
     for (long c = 0; c < rows.count * ((inner + LANES - 1) / LANES); c++) {
       long r = c % rows.count, i = c / rows.count * LANES;

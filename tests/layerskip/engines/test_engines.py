@@ -9,8 +9,7 @@ import torch
 import transformers
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.engines import EagerEngine, check_agreement, make_engine
-from layerskip.engines import fused as fused_module
+from layerskip.engines import EagerEngine, check_agreement, lean_models, make_engine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean_layers import Norm
 from layerskip.engines.native import library
@@ -206,7 +205,7 @@ def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails(
 
 
 def test_too_little_memory_for_a_second_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_module, "free_bytes", lambda _device: 1 << 10)
+    monkeypatch.setattr(lean_models, "free_bytes", lambda _device: 1 << 10)
     adapter = ModelAdapter(zoo.build("llama"))
     assert make_engine("auto", adapter).engine.name == "eager"
     with pytest.raises(UnsupportedModelError, match="needs a second copy of the weights"):

@@ -1,0 +1,71 @@
+"""Which models lean layers serve, and what is beside their layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface.memory import free_bytes
+
+_MODEL_CLASSES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+)
+COMPILED_CLASSES = (
+    *("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+)
+"""Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
+
+
+def embedding_scale(decoder: Any) -> float:
+    """What rows of the embedding are multiplied with, in the model's number format."""
+    embedding = decoder.embed_tokens
+    scale = getattr(embedding, "scalar_embed_scale", getattr(decoder, "embedding_multiplier", 1.0))
+    return float(torch.tensor(scale, dtype=embedding.weight.dtype))
+
+
+def linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:
+    """All but the output embedding."""
+    return [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
+
+
+def weight_bytes(adapter: ModelAdapter) -> int:
+    """Of all matrices that a step multiplies with."""
+    return sum(module.weight.nbytes for module in (*linear_modules(adapter), adapter.head))
+
+
+def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
+    """refusal: why sublayers are not compiled for this CPU, None if they are.
+
+    Raises: UnsupportedModelError for a model of another class or with weights that are not plain, for one on several
+    devices or offloaded, and where the copy would take more than half of the free memory.
+    """
+    adapter.placement.check_whole("fused")
+    name = type(adapter.model).__name__
+    if name not in (*_MODEL_CLASSES, *COMPILED_CLASSES):
+        supported = ", ".join((*_MODEL_CLASSES, *COMPILED_CLASSES))
+        raise UnsupportedModelError(f"engine fused: supports {supported}, got {name}")
+    if name in COMPILED_CLASSES and refusal is not None:
+        detail = f": {refusal}" if refusal else ""
+        raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
+    rope_types = getattr(adapter.decoder.rotary_emb, "rope_type", "default")
+    for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
+        if rope_type not in ("default", "linear", "llama3", "yarn", "proportional"):
+            raise UnsupportedModelError(
+                f"engine fused: positions of rope type {rope_type!r} change with the text's length"
+            )
+    for layer in adapter.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear) and (
+                type(module) is not nn.Linear or not module.weight.is_floating_point()
+            ):
+                raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
+    needed, free = weight_bytes(adapter), free_bytes(adapter.device)
+    if needed > free / 2:
+        raise UnsupportedModelError(
+            f"engine fused: needs a second copy of the weights ({needed >> 20} MiB), and {free >> 20} MiB are free"
+        )
