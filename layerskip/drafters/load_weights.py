@@ -19,10 +19,10 @@ from layerskip.drafters.translation import Translation
 from layerskip.engines import Engine, make_engine
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import LayerMaker
+from layerskip.engines.lean.layers import LayerMaker
+from layerskip.engines.lean.weight_layout import TorchLayers
 from layerskip.engines.native.layers import NativeLayers
 from layerskip.engines.states import StatesEngine
-from layerskip.engines.weight_layout import TorchLayers
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.mtp import load_mtp, mtp_refusal

@@ -18,23 +18,23 @@ import torch
 import torch.nn.functional as F
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp, Norm, first_of
-from layerskip.engines.lean_models import (
+from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp, Norm, first_of
+from layerskip.engines.lean.linear import DenseLinear, Linear, fused
+from layerskip.engines.lean.models import (
     COMPILED_CLASSES,
     check_supported,
     embedding_scale,
     linear_modules,
     weight_bytes,
 )
-from layerskip.engines.linear import DenseLinear, Linear, fused
+from layerskip.engines.lean.rotary import RotaryRows, num_rotated, rotary_rows, rotary_tables, rotation_of
+from layerskip.engines.lean.weight_layout import TorchLayers
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.prefix import PrefixStates
-from layerskip.engines.rotary import RotaryRows, num_rotated, rotary_rows, rotary_tables, rotation_of
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
-from layerskip.engines.weight_layout import TorchLayers
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.int8 import check_room

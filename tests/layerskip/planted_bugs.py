@@ -12,7 +12,7 @@ import torch
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.drafters.base import Draft
 from layerskip.engines import fused
-from layerskip.engines.rotary import rotary_rows
+from layerskip.engines.lean.rotary import rotary_rows
 from layerskip.huggingface import adapter as adapter_module
 from layerskip.huggingface import kv_cache
 from layerskip.rounds.verifier import Verdict

@@ -12,8 +12,8 @@ from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Attention
-from layerskip.engines.rotary import rotary_rows
+from layerskip.engines.lean.layers import Attention
+from layerskip.engines.lean.rotary import rotary_rows
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.rounds.sampling import SamplingParams
 

@@ -9,9 +9,9 @@ import torch
 
 from layerskip.drafters.eagle.head import EagleHead
 from layerskip.drafters.eagle.state_head import StateHead, StateText
-from layerskip.engines.lean_layers import Layer, LayerMaker, Norm
-from layerskip.engines.linear import Linear, fused
-from layerskip.engines.rotary import rotary_table
+from layerskip.engines.lean.layers import Layer, LayerMaker, Norm
+from layerskip.engines.lean.linear import Linear, fused
+from layerskip.engines.lean.rotary import rotary_table
 from layerskip.engines.states import StatesEngine
 from layerskip.huggingface.growing_keys import over_growing_keys
 

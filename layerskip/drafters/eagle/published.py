@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from layerskip.config.hub import WEIGHTS_FILES
 from layerskip.drafters.eagle.head import check_aux_layers, check_states
 from layerskip.drafters.eagle.lean import LeanHead
-from layerskip.engines.lean_layers import Layer, LayerMaker, Norm
-from layerskip.engines.linear import fused
+from layerskip.engines.lean.layers import Layer, LayerMaker, Norm
+from layerskip.engines.lean.linear import fused
 from layerskip.engines.states import StatesEngine
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

@@ -12,7 +12,7 @@ from layerskip.drafters.eagle.lean import LeanHead, LeanText
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine, recorded_sizes, rounded_up
 from layerskip.engines.cuda_graph.static_lean import static_layer
 from layerskip.engines.cuda_graph.static_step import additive_mask
-from layerskip.engines.rotary import rotary_table
+from layerskip.engines.lean.rotary import rotary_table
 from layerskip.engines.states import StatesEngine
 from layerskip.rounds.round_work import Piece
 

@@ -13,7 +13,7 @@ from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionSha
 from layerskip.engines.cuda_graph.attention_kernels import Kernel, attend
 from layerskip.engines.cuda_graph.static_step import Branches, additive_mask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Attention, Layer, Mlp
+from layerskip.engines.lean.layers import Attention, Layer, Mlp
 from layerskip.huggingface.growing_keys import folded
 from layerskip.huggingface.kv_cache import StaticCache
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import GELUTanh
 
-from layerskip.engines.lean_layers import Attention, LayerMaker, Mlp
+from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp
+from layerskip.engines.lean.rotary import Rotation
 from layerskip.engines.native import library
 from layerskip.engines.native.linear import NativeEnding, NativeLinear, norm_part, norm_weight, rows_of
 from layerskip.engines.native.recurrent import NativeLinearAttention, NativeRecurrent, NativeShortConv, NativeState
-from layerskip.engines.rotary import Rotation
 
 _MOST_HEAD_DIM = 1024
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerskip.engines.lean_layers import FinishedLinear, Norm
-from layerskip.engines.linear import Linear, joined
+from layerskip.engines.lean.layers import FinishedLinear, Norm
+from layerskip.engines.lean.linear import Linear, joined
 from layerskip.engines.native import library
 
 _QUAD = 4

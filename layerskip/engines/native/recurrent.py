@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from layerskip.config.validated import MAX_GAMMA
-from layerskip.engines.lean_layers import LayerMaker, Norm
-from layerskip.engines.linear import Linear, fused
+from layerskip.engines.lean.layers import LayerMaker, Norm
+from layerskip.engines.lean.linear import Linear, fused
 from layerskip.engines.native import library
 from layerskip.engines.native.linear import NativeEnding, NativeLinear, norm_part, norm_weight
 

@@ -11,9 +11,9 @@ import transformers
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement, lean_models, make_engine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Norm
+from layerskip.engines.lean.layers import Norm
+from layerskip.engines.lean.rotary import RotaryRows
 from layerskip.engines.native import library
-from layerskip.engines.rotary import RotaryRows
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 

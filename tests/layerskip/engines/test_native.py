@@ -11,7 +11,7 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean_layers import Attention, Mlp
+from layerskip.engines.lean.layers import Attention, Mlp
 from layerskip.engines.native import library
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.analysis.teacher_forcing.choice import make_teacher_forcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText
-from layerskip.engines import EagerEngine, check_agreement, choice, make_engine, weight_layout
+from layerskip.engines import EagerEngine, check_agreement, choice, make_engine
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.cuda_graph.static_modules import ModuleExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean import weight_layout
 from layerskip.engines.recording import sync_watch
 from layerskip.engines.recording.graph_pool import Replay, RerunRecorder
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError

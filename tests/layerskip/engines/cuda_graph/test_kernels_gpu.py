@@ -7,12 +7,12 @@ import torch
 
 from layerskip import SkipMask
 from layerskip.engines import EagerEngine, check_agreement
-from layerskip.engines import weight_layout as layout_module
 from layerskip.engines.compiled import CompiledFunctions
 from layerskip.engines.cuda_graph.attention import AttentionChoice, AttentionShape
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.engines.cuda_graph.static_lean import LeanExecutor
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean import weight_layout as layout_module
 from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo

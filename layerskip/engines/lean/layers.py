@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from layerskip.engines.linear import Linear, fused
-from layerskip.engines.rotary import Rotation, rotated_halves
+from layerskip.engines.lean.linear import Linear, fused
+from layerskip.engines.lean.rotary import Rotation, rotated_halves
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
 _BOTH_SIDES = "pre_feedforward_layernorm"

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
-from layerskip.engines.lean_layers import LayerMaker
-from layerskip.engines.linear import DenseLinear, Linear, PackedLinear, joined
+from layerskip.engines.lean.layers import LayerMaker
+from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 from layerskip.huggingface.int8 import Int8Linear
 

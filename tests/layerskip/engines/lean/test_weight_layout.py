@@ -13,11 +13,11 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement
-from layerskip.engines import weight_layout as module
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.linear import DenseLinear, PackedLinear, rows_of_product
+from layerskip.engines.lean import weight_layout as module
+from layerskip.engines.lean.linear import DenseLinear, PackedLinear, rows_of_product
+from layerskip.engines.lean.weight_layout import TorchLayers
 from layerskip.engines.recording.stopwatch import Stopwatch
-from layerskip.engines.weight_layout import TorchLayers
 from layerskip.huggingface.adapter import ModelAdapter
 from tests.layerskip import zoo
 
@@ -82,7 +82,7 @@ def test_a_number_format_that_cannot_be_packed_is_not() -> None:
 @pytest.mark.slow
 def test_bfloat16_on_a_cpu_without_avx512_is_not_packed() -> None:
     """It was, and loading the model ended in oneDNN's RuntimeError."""
-    code = "import torch; from layerskip.engines.linear import PackedLinear as P; w = torch.ones(64, 64); "
+    code = "import torch; from layerskip.engines.lean.linear import PackedLinear as P; w = torch.ones(64, 64); "
     code += "print(P.serves(w), P.serves(w.bfloat16()))"
     run = subprocess.run(
         [sys.executable, "-c", code],

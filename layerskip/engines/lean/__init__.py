@@ -1,0 +1,1 @@
+"""Lean layers over a model's own weights, by torch's operations."""
