@@ -9,8 +9,9 @@ import torch
 import transformers
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.engines import EagerEngine, check_agreement, lean_models, make_engine
+from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines.fused import FusedEngine
+from layerskip.engines.lean import models as lean_models
 from layerskip.engines.lean.layers import Norm
 from layerskip.engines.lean.rotary import RotaryRows
 from layerskip.engines.native import library
