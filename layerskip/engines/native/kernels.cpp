@@ -197,7 +197,7 @@ struct ShortConv {  // a gated convolution over the last rows
   long taps;
 };
 struct Memory {  // what a layer with a state keeps of a text
-  float *live, *kept, *older;       // a delta rule's (num_values, key_dim, value_dim); the taps - 1 rows before it
+  float *live, *kept, *older;       // linear attention's (num_values, key_dim, value_dim); taps - 1 rows before it
   long live_at, kept_at, older_at;  // the positions that they stand at, -1: none
   long at;                          // of the next row; an earlier state and the rows since tell what stands there
   void* log;                        // the latest rows' part in it, that of position p at p % num_logged
@@ -221,8 +221,8 @@ struct Rows {  // `count` rows of one text; all but float32 is bfloat16
   long stride;           // numbers from one row of x to the next
   const void* residual;  // what the sublayer's output is added to; null: nothing
   long residual_stride;
-  void* out;  // (count, outputs)
-  const void* gates;  // what token ids say to all layers, see TokenGate
+  void* out;             // (count, outputs)
+  const void* gates;     // what token ids say to all layers, see TokenGate
   long gates_stride;
   int count, is_float32, num_threads;
 };
@@ -234,10 +234,10 @@ struct Look {  // the positions that an attention reads and writes
   long visible_stride;
 };
 struct Layer {
-  const Attention* attention;  // null: skipped
-  const LinearAttention* linear_attention;  // in attention's place, or
+  const Attention* attention;               // at most one of these three; without it is skipped
+  const LinearAttention* linear_attention;
   const ShortConv* short_conv;
-  const Mlp* mlp;
+  const Mlp* mlp;                           // null: skipped
   int look;       // which one its attention has
   int keys_only;  // whether of attention only keys and values are wanted, which later layers read
 };
@@ -789,7 +789,8 @@ inline void normalized(float* x, long count, float length) {
 
 // Some rows of one value head.
 struct StateRows {
-  long key_dim, value_dim, num_pending, count;  // the first so many have been answered, they only change the state
+  long key_dim, value_dim;
+  long num_pending, count;          // the first so many have been answered, they only change the state
   float *queries, *keys;            // (count, key_dim), and a row of zeros
   float *values, *outs;             // (count, value_dim)
   float *keeps, *writes, *touches;  // (count,): what each keeps and writes, and its query's product with its key
@@ -797,7 +798,7 @@ struct StateRows {
 };
 
 // V vectors of the columns of a head's state, from one row to the next: what stays of it, and what is written under the
-// key besides what it says already. All states are (key_dim, value_dim).
+// key. All states are (key_dim, value_dim).
 template <int V>
 inline void state_columns(
     const StateRows& head, long first, const float* source, float* kept, float* live, float* room
