@@ -70,7 +70,7 @@ def engines_of(architecture: str) -> tuple[str, ...]:
     """Every way to run it; the CUDA-graph engine over lean layers, over modules, or over both."""
     engines = ["eager"]
     if architecture in zoo.FUSED:
-        engines += ["fused", LEAN]
+        engines += ["fused"] if architecture in zoo.COMPILED else ["fused", LEAN]
     if architecture in zoo.RECORDED:
         engines.append(MODULES)
     return tuple(engines)

@@ -23,7 +23,7 @@ KINDS = ("none", "early exit", "interior", "alternating", "layer 0", "attention"
 
 def edited_copy(name: str, mask: SkipMask) -> Any:
     """A model that computes what the draft should, by another way than the adapter's."""
-    if name in zoo.SHARING:
+    if zoo.architecture(name) in zoo.SHARING:
         return zoo.bypassed_copy(name, mask)
     return zoo.zeroed_copy(name, mask) if zoo.spec_of(name).sublayers else zoo.shortened_copy(name, mask)
 
