@@ -12,7 +12,6 @@ from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ForcedPositions
-from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.rounds.preparation import ForwardPlan
 
 
@@ -23,14 +22,8 @@ class EagerEngine(StatesEngine):
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
-        with self.session_over(self._adapter.new_cache(capacity)):
-            yield
-
-    @contextmanager
-    def session_over(self, cache: SharedLengthCache) -> Iterator[None]:
-        """A session on a cache of the caller's, which may hold a text already."""
         with self._adapter.attached():
-            self._cache = cache
+            self._cache = self._adapter.new_cache(capacity)
             try:
                 yield
             finally:

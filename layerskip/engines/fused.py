@@ -110,7 +110,7 @@ class FusedEngine(StatesEngine):
 
     @contextmanager
     def session_over(self, cache: SharedLengthCache) -> Iterator[None]:
-        """A session on a cache of the caller's, which may hold a text already; buffers that it has stay."""
+        """A session on a cache of the caller's; buffers that it has already stay."""
         if self._cache is not None:
             raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
         self._cache, self._runs = cache, {}
@@ -261,7 +261,8 @@ class FusedEngine(StatesEngine):
             x = self._entered(input_ids[num_held:], rest)
             prefix.add(self._run(x, rest, self._no_skip, range(prefix.depth)))
         step = self._step(start, num_tokens)
-        self._entered(input_ids, step)
+        if self._token_projection is not None:
+            self._entered(input_ids, step)  # for what the ids say; the rows that it gives are held already
         x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
         self.cache.advance(num_tokens)
         return self.logits(x, None)
@@ -318,8 +319,7 @@ class FusedEngine(StatesEngine):
                 continue
             layer = layers[i]
             if isinstance(attention, NativeRecurrent):
-                if not isinstance(layer, NativeState):
-                    layers[i] = NativeState(attention, self.embedding.dtype)
+                layers[i] = NativeState(attention, self.embedding.dtype)
                 self._held.append(layers[i])
                 continue
             if not layer.is_initialized:
