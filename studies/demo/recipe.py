@@ -16,6 +16,8 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from layerskip.engines.lean.rotary import text_positions
+
 Skip = Sequence[tuple[bool, bool]]  # per layer: attention skipped, MLP skipped
 
 
@@ -85,10 +87,7 @@ def run_layers(
     Shapes: ids (B, T) int64; hidden states (B, T, hidden size).
     """
     hidden = model.model.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-    if hasattr(model.config, "linear_num_key_heads"):
-        positions = positions.expand(3, 1, -1)  # Qwen3.5's are of three axes, and text's the same on each
-    rotary = model.model.rotary_emb(hidden, positions)
+    rotary = model.model.rotary_emb(hidden, text_positions(model.model.rotary_emb, ids.shape[1], ids.device))
     at_exit = None
     for index, (layer, (skip_attention, skip_mlp)) in enumerate(zip(model.model.layers, skip, strict=True)):
         if index == exit_layer:

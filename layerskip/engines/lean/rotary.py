@@ -50,6 +50,13 @@ def rotary_rows(tables: RotaryRows, at: slice | torch.Tensor) -> RotaryRows:
     return {name: (cos[at], sin[at]) for name, (cos, sin) in tables.items()}
 
 
+def text_positions(rotary: Any, count: int, device: torch.device) -> torch.Tensor:
+    """(1, count) as a model's rotary embedding takes the first positions of a text; (3, 1, count) where it has axes of
+    time, height and width, on which a text's are the same."""
+    positions = torch.arange(count, device=device).unsqueeze(0)
+    return positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions
+
+
 def rotary_table(
     rotary: Any, like: torch.Tensor, num_positions: int, head_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,10 +64,7 @@ def rotary_table(
 
     head_dim: where fewer numbers of a head are rotated; the others stand as `rotated_halves` has them, and stay.
     """
-    positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
-    if hasattr(rotary, "mrope_section"):  # of time, height and width, the same in a text
-        positions = positions.expand(3, 1, -1)
-    cos, sin = rotary(like, positions)
+    cos, sin = rotary(like, text_positions(rotary, num_positions, like.device))
     half = cos.shape[-1] // 2
     # rotate_half negates the first half after the swap; the sign lives in the table instead.
     parts = [(cos[0, :, :half], -sin[0, :, :half]), (cos[0, :, half:], sin[0, :, half:])]
