@@ -8,6 +8,7 @@ once. How they are computed is a `LayerMaker`'s: by torch, or by kernels compile
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,6 +25,7 @@ from layerskip.engines.lean.models import (
     COMPILED_CLASSES,
     check_supported,
     embedding_scale,
+    lack_of_room,
     linear_modules,
     weight_bytes,
 )
@@ -41,15 +43,18 @@ from layerskip.huggingface.int8 import check_room
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.rounds.preparation import ForwardPlan
 
+LOG = logging.getLogger(__name__)
+
 
 class FusedEngine(StatesEngine):
     """See `Engine`. The same numbers as `EagerEngine` up to rounding.
 
-    Cost: a second copy of the linear layers' weights. By torch of most of them (a single matrix stored by outputs is
-    the model's own), on a CPU a third one of those of which that makes products of one row faster, and about half a
-    second a shape to choose. The model itself is not touched.
+    Cost: a second copy of the linear layers' weights; compiled for this CPU, none where it would take more than half of
+    the free memory. By torch of most of them (a single matrix stored by outputs is the model's own), on a CPU a third
+    one of those of which that makes products of one row faster, and about half a second a shape to choose. The model
+    itself is not touched.
     Raises: UnsupportedModelError for models of other classes and those with parts that these do not have, for one on
-    several devices or offloaded, and where the copy would take more than half of the free memory.
+    several devices or offloaded, and by torch where the copy would take more than half of the free memory.
     """
 
     name = "fused"
@@ -62,7 +67,10 @@ class FusedEngine(StatesEngine):
         """Why they are not compiled, if that was asked for; None where they are."""
         check_supported(adapter, self.refusal)
         if self.refusal is None:
-            self.maker: LayerMaker = NativeLayers()
+            lack = lack_of_room(adapter)
+            if lack:
+                LOG.info("weights are read in place: a second copy needs %s", lack)
+            self.maker: LayerMaker = NativeLayers(in_place=bool(lack))
         else:
             self.maker = TorchLayers(adapter.device, model_bytes=weight_bytes(adapter))
         decoder = adapter.decoder

@@ -234,7 +234,9 @@ class LayerMaker(ABC):
         return ""
 
     @abstractmethod
-    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
+    ) -> Linear:
         """See `MakeLinear`."""
 
     @abstractmethod
@@ -294,18 +296,14 @@ class LayerMaker(ABC):
         modules = (attention.q_proj, attention.k_proj, first_of(attention, "v_proj", "k_proj"))
         if order is None and not is_gated:
             return fused(self.linear, *modules)
-
-        def outputs(name: str) -> list[torch.Tensor]:
-            queries, keys, values = (getattr(one, name).detach() for one in modules)
-            head, gates = (attention.head_dim, *keys.shape[1:]), []
-            if is_gated:
-                queries, gate = queries.view(-1, 2, *head).unbind(1)
-                gates.append(gate.flatten(0, 1))
-            if order is not None:
-                queries, keys = queries.reshape(-1, *head)[:, order], keys.view(-1, *head)[:, order]
-            return [queries.reshape(-1, *head[1:]), keys.reshape(-1, *head[1:]), values, *gates]
-
-        return self.linear(outputs("weight"), None if modules[0].bias is None else torch.cat(outputs("bias")))
+        head_dim, places = attention.head_dim, torch.arange(sum(one.out_features for one in modules))
+        queries, keys, values = torch.split(places, [one.out_features for one in modules])
+        gates = places[:0]
+        if is_gated:
+            queries, gates = queries.view(-1, 2, head_dim).unbind(1)
+        if order is not None:
+            queries, keys = queries.reshape(-1, head_dim)[:, order], keys.view(-1, head_dim)[:, order]
+        return fused(self.linear, *modules, order=torch.cat([one.flatten() for one in (queries, keys, values, gates)]))
 
     def mlp(self, layer: Any) -> Mlp:
         """The MLP of a decoder layer."""

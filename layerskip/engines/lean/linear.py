@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,20 +24,28 @@ class Linear(Protocol):
         ...
 
 
-MakeLinear = Callable[[Sequence[torch.Tensor], torch.Tensor | None], Linear]
-"""Of weights (outputs, inputs), whose outputs are to follow each other, and a bias (outputs,) or none. What it makes
-may share a weight's memory."""
+class MakeLinear(Protocol):
+    """Of weights (outputs, inputs), whose outputs are to follow each other, and a bias (outputs,) or none; order: in
+    which they are to follow, if not in their own. What it makes may share a weight's memory."""
+
+    def __call__(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None, /
+    ) -> Linear: ...
 
 
-def fused(make: MakeLinear, *modules: nn.Linear) -> Linear:
-    """One product in place of several of the same input."""
+def fused(make: MakeLinear, *modules: nn.Linear, order: torch.Tensor | None = None) -> Linear:
+    """One product in place of several of the same input; order: see `MakeLinear`."""
     biases = [module.bias.detach() for module in modules if module.bias is not None]
-    return make([module.weight.detach() for module in modules], torch.cat(biases) if biases else None)
+    return make([module.weight.detach() for module in modules], torch.cat(biases) if biases else None, order)
 
 
-def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One matrix (outputs, inputs); a single one is itself."""
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+def joined(weights: Sequence[torch.Tensor], order: torch.Tensor | None = None) -> torch.Tensor:
+    """One matrix (outputs, inputs); a single one in its own order is itself."""
+    return reordered(weights[0] if len(weights) == 1 else torch.cat(list(weights)), order)
+
+
+def reordered(outputs: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return outputs if order is None else outputs[order]
 
 
 @dataclass(frozen=True)

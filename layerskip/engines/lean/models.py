@@ -42,7 +42,7 @@ def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
     """refusal: why sublayers are not compiled for this CPU, None if they are.
 
     Raises: UnsupportedModelError for a model of another class or with weights that are not plain, for one on several
-    devices or offloaded, and where the copy would take more than half of the free memory.
+    devices or offloaded, and by torch where a copy would take more than half of the free memory.
     """
     adapter.placement.check_whole("fused")
     name = type(adapter.model).__name__
@@ -64,8 +64,11 @@ def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
                 type(module) is not nn.Linear or not module.weight.is_floating_point()
             ):
                 raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
+    if refusal is not None and (lack := lack_of_room(adapter)):
+        raise UnsupportedModelError(f"engine fused: needs a second copy of the weights ({lack})")
+
+
+def lack_of_room(adapter: ModelAdapter) -> str:
+    """Why there should be no second copy of the weights; empty where it takes at most half of the free memory."""
     needed, free = weight_bytes(adapter), free_bytes(adapter.device)
-    if needed > free / 2:
-        raise UnsupportedModelError(
-            f"engine fused: needs a second copy of the weights ({needed >> 20} MiB), and {free >> 20} MiB are free"
-        )
+    return f"{needed >> 20} MiB, and {free >> 20} MiB are free" if needed > free / 2 else ""

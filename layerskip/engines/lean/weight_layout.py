@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from layerskip.engines.lean.layers import LayerMaker
-from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined
+from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined, reordered
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
 from layerskip.huggingface.int8 import Int8Linear
 
@@ -50,9 +50,12 @@ class TorchLayers(LayerMaker):
         self._seconds_of = seconds_of or Stopwatch(device)
         self._chosen: dict[tuple[int, int], Layout] = {}
 
-    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
+    ) -> Linear:
         """See `MakeLinear`: in the fastest form, a copy or two, or a view of a single weight."""
-        weight = joined(weights)
+        weight = joined(weights, order)
+        bias = None if bias is None else reordered(bias, order)
         shape = (weight.shape[0], weight.shape[1])
         if shape not in self._chosen:
             self._chosen[shape] = self._fastest(weight) if weight.nbytes >= _SMALLEST_BYTES else "by inputs"
@@ -95,8 +98,10 @@ class TorchLayers(LayerMaker):
 
 
 class _TorchLayersIn8Bits(LayerMaker):
-    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
-        return Int8Linear(joined(weights), bias)
+    def linear(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
+    ) -> Linear:
+        return Int8Linear(joined(weights, order), None if bias is None else reordered(bias, order))
 
     def in_8_bits(self) -> LayerMaker:
         return self

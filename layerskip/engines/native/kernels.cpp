@@ -25,6 +25,8 @@ constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
 #endif
 constexpr int BLOCK = LANES * VECTORS;  // outputs that lie together, input by input
 constexpr int MOST_ROWS = 6;            // that one reading of a block serves
+constexpr int OUTPUTS = 4, ROWS_IN_PLACE = LANES / 4;  // at once where weights are read as they lie
+constexpr long BYTES_AHEAD = 8192;      // that are fetched there
 constexpr int INPUTS_AT_ONCE = 1024;    // of a block that further rows read again, so that it stays in the cache
 constexpr int ROWS_AT_ONCE = 256;       // of a prompt, so that room for its numbers stays small
 constexpr int KEYS_AT_ONCE = 64, MOST_QUERIES = 32;
@@ -103,27 +105,43 @@ inline float sum(Floats x) {
   return parts[0];
 }
 
+// Of four vectors, LANES / 4 parts of four sums each, one for each vector.
+#ifdef __AVX512F__
+inline __m512 fours(const Floats* x) {
+  __m512 a = x[0], b = x[1], c = x[2], d = x[3];
+  __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+  __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+  return _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+}
+inline void sums_of_four(const Floats* x, float* out) {
+  __m512 parts = fours(x);
+  __m256 halves = _mm512_castps512_ps256(parts) + _mm512_castps512_ps256(_mm512_shuffle_f32x4(parts, parts, 0xee));
+  _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+}
+#else
+inline __m256 fours(const Floats* x) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+}
+inline void sums_of_four(const Floats* x, float* out) {
+  __m256 parts = fours(x);
+  _mm_storeu_ps(out, _mm256_castps256_ps128(parts) + _mm256_extractf128_ps(parts, 1));
+}
+#endif
+
 // The sums of LANES vectors' numbers.
 #ifdef __AVX512F__
 inline Floats sums_of(const Floats* x) {
-  __m512 fours[4], halves[2];
-  for (int i = 0; i < 4; i++) {
-    __m512 a = x[4 * i], b = x[4 * i + 1], c = x[4 * i + 2], d = x[4 * i + 3];
-    __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
-    __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
-    fours[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+  __m512 halves[2];
+  for (int i = 0; i < 2; i++) {
+    __m512 a = fours(x + 8 * i), b = fours(x + 8 * i + 4);
+    halves[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
   }
-  for (int i = 0; i < 2; i++)
-    halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
-                _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd);
   return _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd);
 }
 #else
 inline Floats sums_of(const Floats* x) {
-  __m256 fours[2];
-  for (int i = 0; i < 2; i++)
-    fours[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]), _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
-  return _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
+  __m256 a = fours(x), b = fours(x + 4);
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
 #endif
 
@@ -154,7 +172,8 @@ enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 // See library.py: the structs are declared there once more.
 struct Matrix {
-  const void* weight;  // blocks of BLOCK outputs, in each input by input, or pair by pair: layerskip_inputs_together
+  const void* weight;  // blocks of BLOCK outputs, in each input by input, or pair by pair: layerskip_inputs_together;
+  const void* const* rows;  // or, where this is not null, (outputs,): where each output's weights lie, input by input
   const float* scale;  // (outputs,) of 8-bit weights
   const float* bias;   // (outputs,) or null
   long outputs, inputs;
@@ -298,18 +317,20 @@ inline void round_pairs(const float* from, long count, Pair* to) {
 }
 #endif
 
-// Calls some(R, first of R rows) for pieces of `count` rows, R a constant up to MOST_ROWS.
-template <class Some> inline void for_rows(int count, Some some) {
+// Calls some(R, first of R rows) for pieces of `count` rows, R a constant up to MOST.
+template <int MOST = MOST_ROWS, class Some> inline void for_rows(int count, Some some) {
   for (int row = 0, n; row < count; row += n) {
     int left = count - row;
-    n = left <= MOST_ROWS ? left : left < 2 * MOST_ROWS ? (left + 1) / 2 : MOST_ROWS;
-    switch (n) {
-      case 1: some(std::integral_constant<int, 1>(), row); break;
-      case 2: some(std::integral_constant<int, 2>(), row); break;
-      case 3: some(std::integral_constant<int, 3>(), row); break;
-      case 4: some(std::integral_constant<int, 4>(), row); break;
-      case 5: some(std::integral_constant<int, 5>(), row); break;
-      default: some(std::integral_constant<int, 6>(), row);
+    n = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
+    if (n == 1) some(std::integral_constant<int, 1>(), row);
+    if (n == 2) some(std::integral_constant<int, 2>(), row);
+    if constexpr (MOST >= 4) {
+      if (n == 3) some(std::integral_constant<int, 3>(), row);
+      if (n == 4) some(std::integral_constant<int, 4>(), row);
+    }
+    if constexpr (MOST >= 6) {
+      if (n == 5) some(std::integral_constant<int, 5>(), row);
+      if (n == 6) some(std::integral_constant<int, 6>(), row);
     }
   }
 }
@@ -322,6 +343,99 @@ template <class W, class X> inline void rows_of_block(const W* weight, long inpu
     long length = inputs - first < step ? inputs - first : step;
     for_rows(count, [&](auto rows, int row) {
       block<W, rows.value>(weight + first * BLOCK, length, x + row * inputs + first, inputs, out + row * BLOCK);
+    });
+  }
+}
+
+// How a weight's row is multiplied, as it lies, with a row of inputs: STEP of both at once.
+template <class W> struct InPlace {
+  typedef float Input;
+  static constexpr int STEP = LANES;
+  static Floats read(const W* p) { return load(p); }
+  static Floats read_input(const float* p) { return load(p); }
+  static Floats plus(Floats sums, Floats w, Floats x) { return sums + w * x; }
+};
+#ifdef __AVX512BF16__
+template <> struct InPlace<bfloat16> {
+  typedef bfloat16 Input;
+  static constexpr int STEP = 2 * LANES;
+  static __m512bh read(const bfloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static __m512bh read_input(const bfloat16* p) { return read(p); }
+  static Floats plus(Floats sums, __m512bh w, __m512bh x) { return (Floats)_mm512_dpbf16_ps((__m512)sums, w, x); }
+};
+#endif
+
+// Rows of inputs for it, (count, stride): zeros up to a whole step.
+template <class W> struct InputsInPlace {
+  typedef typename InPlace<W>::Input Input;
+  std::vector<Input> own;
+  const Input* rows;
+  long stride;
+
+  InputsInPlace(const float* x, long inputs, int count) {
+    stride = (inputs + InPlace<W>::STEP - 1) / InPlace<W>::STEP * InPlace<W>::STEP;
+    if constexpr (std::is_same<Input, float>::value) {
+      rows = x;
+      if (stride == inputs) return;
+    }
+    own.resize(count * stride);
+    rows = own.data();
+    for (int r = 0; r < count; r++) {
+#ifdef __AVX512BF16__
+      if constexpr (std::is_same<Input, bfloat16>::value)
+        round_pairs(x + r * inputs, inputs, (Pair*)(own.data() + r * stride));
+#endif
+      if constexpr (std::is_same<Input, float>::value)
+        memcpy(own.data() + r * stride, x + r * inputs, inputs * sizeof(float));
+    }
+  }
+};
+
+// Of R rows x (R, stride) the products with OUTPUTS rows of a weight: out (R, BLOCK). Meanwhile rows further on are
+// fetched: the processor by itself does not foresee where they lie.
+template <class W, int R>
+inline void dots(
+    const W* const* w, const W* const* ahead, long inputs, const typename InPlace<W>::Input* x, long stride, float* out
+) {
+  constexpr int STEP = InPlace<W>::STEP;
+  Floats sums[R][OUTPUTS] = {};
+  auto add = [&](const W* const* from, long at, long k) {
+    decltype(InPlace<W>::read(nullptr)) own[OUTPUTS];
+#pragma GCC unroll 4
+    for (int o = 0; o < OUTPUTS; o++) own[o] = InPlace<W>::read(from[o] + at);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      auto one = InPlace<W>::read_input(x + r * stride + k);
+#pragma GCC unroll 4
+      for (int o = 0; o < OUTPUTS; o++) sums[r][o] = InPlace<W>::plus(sums[r][o], own[o], one);
+    }
+  };
+  long whole = inputs - inputs % STEP;
+  for (long k = 0; k < whole; k += STEP) {
+#pragma GCC unroll 4
+    for (int o = 0; o < OUTPUTS; o++) _mm_prefetch((const char*)(ahead[o] + k), _MM_HINT_T1);
+    add(w, k, k);
+  }
+  if (whole < inputs) {
+    W rest[OUTPUTS][STEP] = {};
+    const W* from[OUTPUTS];
+    for (int o = 0; o < OUTPUTS; o++) memcpy(rest[o], w[o] + whole, (inputs - whole) * sizeof(W)), from[o] = rest[o];
+    add(from, 0, whole);
+  }
+  for (int r = 0; r < R; r++) sums_of_four(sums[r], out + r * BLOCK);
+}
+
+// Of rows x the `n` outputs from `first` on, of weights that are read as they lie: out (count, BLOCK).
+template <class W>
+inline void rows_in_place(const Matrix& m, long first, int n, const InputsInPlace<W>& x, int count, float* out) {
+  const W* const* rows = (const W* const*)m.rows;
+  long lead = BYTES_AHEAD / (OUTPUTS * m.inputs * long(sizeof(W))) * OUTPUTS + OUTPUTS, last = m.outputs - 1;
+  for (long o = 0; o < n; o += OUTPUTS) {
+    const W *w[OUTPUTS], *ahead[OUTPUTS];
+    for (long i = 0, at = first + o; i < OUTPUTS; i++, at++)
+      w[i] = rows[at < last ? at : last], ahead[i] = rows[at + lead < last ? at + lead : last];
+    for_rows<ROWS_IN_PLACE>(count, [&](auto several, int row) {
+      dots<W, several.value>(w, ahead, m.inputs, x.rows + row * x.stride, x.stride, out + row * BLOCK + o);
     });
   }
 }
@@ -414,31 +528,16 @@ inline void rows_of_block(const uint8_t* weight, const Digits& x, int count, flo
   });
 }
 
-// Inside a parallel region: this thread's blocks of x (count, inputs), each handed on as
-// done(first output, how many, (count, BLOCK) of them).
-template <class Done> inline void product(const Matrix& m, const float* x, int count, Done done) {
+// Inside a parallel region: this thread's blocks of a product for `count` rows, computed by find(block, first output, how
+// many, room) and each handed on as done(first output, how many, (count, BLOCK) of them).
+template <class Find, class Done> inline void for_blocks(const Matrix& m, int count, Find find, Done done) {
   int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  long num_blocks = (m.outputs + BLOCK - 1) / BLOCK, num_pairs = (m.inputs + 1) / 2;
+  long num_blocks = (m.outputs + BLOCK - 1) / BLOCK;
   std::vector<float> own(size_t(count) * BLOCK);
-  std::vector<Pair> pairs(IN_PAIRS && m.kind == BFLOAT16 ? count * num_pairs : 0);
-#ifdef __AVX512BF16__
-  for (int r = 0; r < count && !pairs.empty(); r++) round_pairs(x + r * m.inputs, m.inputs, pairs.data() + r * num_pairs);
-#endif
-  Digits digits(x, m.inputs, IN_QUADS && m.kind == INT8 ? count : 0);
   for (long b = num_blocks * thread / threads; b < num_blocks * (thread + 1) / threads; b++) {
-    long first = b * BLOCK, at = first * m.inputs;
+    long first = b * BLOCK;
     int n = int(m.outputs - first < BLOCK ? m.outputs - first : BLOCK);
-    if (m.kind == FLOAT32) rows_of_block((const float*)m.weight + at, m.inputs, x, count, own.data());
-#ifdef __AVX512BF16__
-    if (m.kind == BFLOAT16)
-      rows_of_block((const Pair*)m.weight + b * BLOCK * num_pairs, num_pairs, pairs.data(), count, own.data());
-#else
-    if (m.kind == BFLOAT16) rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, own.data());
-#endif
-    if (m.kind == INT8 && IN_QUADS)
-      rows_of_block((const uint8_t*)m.weight + b * BLOCK * digits.num_quads * 4, digits, count, own.data());
-    else if (m.kind == INT8)
-      rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, own.data());
+    find(b, first, n, own.data());
     for (int r = 0; r < count; r++) {
       float* row = own.data() + size_t(r) * BLOCK;
       if (m.scale)
@@ -448,6 +547,38 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
     }
     done(first, n, own.data());
   }
+}
+
+template <class W, class Done> inline void product_in_place(const Matrix& m, const float* x, int count, Done done) {
+  InputsInPlace<W> in(x, m.inputs, count);
+  for_blocks(m, count, [&](long, long first, int n, float* out) { rows_in_place(m, first, n, in, count, out); }, done);
+}
+
+// The same for x (count, inputs).
+template <class Done> inline void product(const Matrix& m, const float* x, int count, Done done) {
+  if (m.rows && m.kind == FLOAT32) return product_in_place<float>(m, x, count, done);
+  if (m.rows && m.kind == BFLOAT16) return product_in_place<bfloat16>(m, x, count, done);
+  long num_pairs = (m.inputs + 1) / 2;
+  std::vector<Pair> pairs(IN_PAIRS && m.kind == BFLOAT16 ? count * num_pairs : 0);
+#ifdef __AVX512BF16__
+  for (int r = 0; r < count && !pairs.empty(); r++) round_pairs(x + r * m.inputs, m.inputs, pairs.data() + r * num_pairs);
+#endif
+  Digits digits(x, m.inputs, IN_QUADS && m.kind == INT8 ? count : 0);
+  auto find = [&](long b, long first, int, float* out) {
+    long at = first * m.inputs;
+    if (m.kind == FLOAT32) rows_of_block((const float*)m.weight + at, m.inputs, x, count, out);
+#ifdef __AVX512BF16__
+    if (m.kind == BFLOAT16)
+      rows_of_block((const Pair*)m.weight + b * BLOCK * num_pairs, num_pairs, pairs.data(), count, out);
+#else
+    if (m.kind == BFLOAT16) rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, out);
+#endif
+    if (m.kind == INT8 && IN_QUADS)
+      rows_of_block((const uint8_t*)m.weight + b * BLOCK * digits.num_quads * 4, digits, count, out);
+    else if (m.kind == INT8)
+      rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, out);
+  };
+  for_blocks(m, count, find, done);
 }
 
 // Inside a parallel region: x (count, inputs) to out (count, outputs), there for every thread.

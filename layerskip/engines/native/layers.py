@@ -23,14 +23,15 @@ _MOST_HEAD_DIM = 1024
 class NativeLayers(LayerMaker):
     """See `LayerMaker`. A row's numbers do not depend on how many rows it is computed with.
 
-    Cost: a second copy of the weights. Raises: ValueError where there are no kernels.
+    Cost: a second copy of the weights, unless they are read in place. Raises: ValueError where there are no kernels.
     """
 
-    def __init__(self, *, int8: bool = False) -> None:
+    def __init__(self, *, int8: bool = False, in_place: bool = False) -> None:
+        """in_place: no copy of any but 8-bit weights, at the cost of some speed."""
         found = library.load_kernels()
         if isinstance(found, str):
             raise ValueError(f"kernels: {found}")
-        self.kernels, self._int8 = found, int8
+        self.kernels, self._int8, self._in_place = found, int8, in_place
 
     @staticmethod
     def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -44,10 +45,12 @@ class NativeLayers(LayerMaker):
 
     @property
     def description(self) -> str:
-        return "sublayers compiled for this CPU"
+        return "sublayers compiled for this CPU" + (", which read the weights in place" if self._in_place else "")
 
-    def linear(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> NativeLinear:
-        return NativeLinear.of(self.kernels, weights, bias, int8=self._int8)
+    def linear(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
+    ) -> NativeLinear:
+        return NativeLinear.of(self.kernels, weights, bias, order, int8=self._int8, in_place=self._in_place)
 
     def in_8_bits(self) -> LayerMaker:
         return NativeLayers(int8=True)

@@ -28,6 +28,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("outputs", ctypes.c_long),

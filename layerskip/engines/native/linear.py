@@ -1,10 +1,10 @@
-"""NativeLinear: a matrix in the blocks that the kernels read; and how rows and norms are handed to them."""
+"""NativeLinear: a matrix as the kernels read it; and how rows and norms are handed to them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerskip.engines.lean.layers import FinishedLinear, Norm
-from layerskip.engines.lean.linear import Linear, joined
+from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
 
 _QUAD = 4
@@ -22,14 +22,16 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 @dataclass(frozen=True, eq=False)
 class NativeLinear:
-    """A matrix in the blocks that the kernels read."""
+    """A matrix as the kernels read it: packed in blocks, or in place, as the model has it."""
 
     kernels: ctypes.CDLL
     num_outputs: int
     num_inputs: int
-    packed: torch.Tensor
-    """(blocks, inputs / n, outputs of a block, n): n inputs lie together, 1, or 2 of bfloat16, or 4 of 8 bits, where
-    this CPU multiplies so many at once; of those 4 each weight is 128 too large, as unsigned numbers."""
+    weights: tuple[torch.Tensor, ...]
+    """Packed, one (blocks, inputs / n, outputs of a block, n): n inputs lie together, 1, or 2 of bfloat16, or 4 of 8
+    bits, where this CPU multiplies so many at once; of those 4 each weight is 128 too large, as unsigned numbers."""
+    rows: torch.Tensor | None
+    """In place, (outputs,), int64: the addresses of their weights."""
     scales: torch.Tensor | None
     """(outputs,) of 8-bit weights."""
     bias: torch.Tensor | None
@@ -37,10 +39,26 @@ class NativeLinear:
 
     @classmethod
     def of(
-        cls, kernels: ctypes.CDLL, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, *, int8: bool
+        cls,
+        kernels: ctypes.CDLL,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        order: torch.Tensor | None = None,
+        *,
+        int8: bool = False,
+        in_place: bool = False,
     ) -> NativeLinear:
-        """int8: the weights rounded to 8 bits with a scale for each output."""
-        weight, scales = joined(weights).detach(), None
+        """See `MakeLinear`. int8: rounded to 8 bits with a scale for each output, and packed.
+
+        Cost: a copy of the weights, unless they are read in place.
+        """
+        bias = None if bias is None else reordered(bias.detach(), order).float()
+        if in_place and not int8:
+            held = [one if one.stride(1) == 1 else one.contiguous() for one in (one.detach() for one in weights)]
+            places = [one.data_ptr() + torch.arange(len(one)) * (one.stride(0) * one.itemsize) for one in held]
+            rows = reordered(torch.cat(places), order)
+            return cls(kernels, len(rows), held[0].shape[1], tuple(held), rows, None, bias)
+        weight, scales = joined(weights, order).detach(), None
         if int8:
             whole = weight.float()
             scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
@@ -51,15 +69,15 @@ class NativeLinear:
         packed = weight.view(-1, block, weight.shape[1] // together, together).transpose(1, 2).contiguous()
         if together == _QUAD:
             packed.view(torch.uint8).bitwise_xor_(128)  # the processor's instruction multiplies unsigned ones
-        bias = None if bias is None else bias.detach().float()
-        return cls(kernels, num_outputs, num_inputs, packed, scales, bias)
+        return cls(kernels, num_outputs, num_inputs, (packed,), None, scales, bias)
 
     @cached_property
     def matrix(self) -> library.Matrix:
         """For the kernels."""
-        kind = _KINDS[self.packed.dtype]
-        places = [None if one is None else one.data_ptr() for one in (self.packed, self.scales, self.bias)]
-        return library.Matrix(*places, self.num_outputs, self.num_inputs, kind)
+        own = self.weights[0]
+        tensors = (own if self.rows is None else None, self.rows, self.scales, self.bias)
+        places = [None if one is None else one.data_ptr() for one in tensors]
+        return library.Matrix(*places, self.num_outputs, self.num_inputs, _KINDS[own.dtype])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, None)
@@ -69,8 +87,7 @@ class NativeLinear:
 
     def first(self, count: int) -> NativeLinear:
         """Of the first so many outputs, in the same memory."""
-        bias = None if self.bias is None else self.bias[:count]
-        return NativeLinear(self.kernels, count, self.num_inputs, self.packed, self.scales, bias)
+        return replace(self, num_outputs=count)
 
     def _product(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty(len(x), self.num_outputs)

@@ -124,14 +124,11 @@ class NativeLinearAttention(NativeRecurrent):
             raise ValueError(f"a state-space layer with time steps within {tuple(own.time_step_limit)}")
         inner, keys = own.intermediate_size, own.n_groups * own.ssm_state_size
 
-        def ordered(rows: torch.Tensor) -> list[torch.Tensor]:
-            gates, values, keys_, queries, steps = torch.split(rows.detach(), [inner, inner, keys, keys, own.num_heads])
-            return [queries, keys_, values, steps, steps, gates]
-
-        in_bias, conv = own.in_proj.bias, own.conv1d
+        conv, places = own.conv1d, torch.arange(own.in_proj.out_features)
+        gates, values, keys_, queries, steps = torch.split(places, [inner, inner, keys, keys, own.num_heads])
         return cls(
             norm=Norm(layer.input_layernorm),
-            inputs=maker.linear(ordered(own.in_proj.weight), None if in_bias is None else torch.cat(ordered(in_bias))),
+            inputs=fused(maker.linear, own.in_proj, order=torch.cat([queries, keys_, values, steps, steps, gates])),
             out=maker.finished(layer, own.out_proj),
             conv=_in_order(_taps(conv), inner, keys),
             out_norm=Norm(own.norm),

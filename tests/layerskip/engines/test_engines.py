@@ -15,6 +15,7 @@ from layerskip.engines.lean import models as lean_models
 from layerskip.engines.lean.layers import Norm
 from layerskip.engines.lean.rotary import RotaryRows
 from layerskip.engines.native import library
+from layerskip.engines.native.layers import NativeLayers
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
@@ -205,9 +206,13 @@ def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails(
         make_engine("warp", adapter)
 
 
-def test_too_little_memory_for_a_second_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_has_no_room_for_a_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read weights in place; torch needs the copy."""
     monkeypatch.setattr(lean_models, "free_bytes", lambda _device: 1 << 10)
     adapter = ModelAdapter(zoo.build("llama"))
+    if NativeLayers.refusal(adapter.device, adapter.dtype) is None:
+        assert "which read the weights in place" in make_engine("fused", adapter).reason
+    monkeypatch.setattr(NativeLayers, "refusal", staticmethod(lambda *_: "no compiler"))
     assert make_engine("auto", adapter).engine.name == "eager"
     with pytest.raises(UnsupportedModelError, match="needs a second copy of the weights"):
         make_engine("fused", adapter)

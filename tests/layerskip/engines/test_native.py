@@ -11,13 +11,15 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean.layers import Attention, Mlp
+from layerskip.engines.lean import models as lean_models
+from layerskip.engines.lean.layers import Attention, FinishedLinear, Mlp
 from layerskip.engines.native import library
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeLinearAttention, NativeShortConv
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.rounding import logit_difference
 from tests.layerskip import zoo
 
 found = library.load_kernels()
@@ -25,7 +27,7 @@ needs_kernels = pytest.mark.skipif(isinstance(found, str), reason=f"no kernels h
 DTYPES = [torch.float32, torch.bfloat16]
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 CONTEXT, NUM_ROWS = 9, 40
-WIDE = " wide"
+WIDE, IN_PLACE = " wide", " in place"
 WIDER = {
     "linear_key_head_dim": 20,
     "linear_value_head_dim": 118,
@@ -36,13 +38,19 @@ WIDER = {
 
 
 def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
+    """ " wide" and " in place" after a name: see `WIDER`, and as where there is no room for a copy."""
+    own = name.removesuffix(IN_PLACE)
     adapter = ModelAdapter(
-        zoo.build(name.removesuffix(WIDE), **(WIDER if name.endswith(WIDE) else {}), **overrides).to(dtype)
+        zoo.build(own.removesuffix(WIDE), **(WIDER if own.endswith(WIDE) else {}), **overrides).to(dtype)
     )
-    engine = FusedEngine(adapter, compiled=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if name != own:
+            patch.setattr(lean_models, "free_bytes", lambda _device: 1 << 10)
+        engine = FusedEngine(adapter, compiled=True)
     assert engine.refusal is None
+    assert ("in place" in engine.maker.description) == (name != own)
     for i, (mixer, mlp) in enumerate(engine.layers):
-        kept = NativeShortConv if name == "lfm2" else NativeLinearAttention
+        kept = NativeShortConv if own == "lfm2" else NativeLinearAttention
         expected = kept if i in adapter.recurrent_layers else NativeAttention
         assert (type(mixer), type(mlp)) == (expected, NativeMlp)
     return engine
@@ -52,7 +60,10 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2", "gemma3", "gemma4", "bamba"],
+    [
+        *("llama", "qwen2", "qwen3", "mistral-sliding", "qwen3_5", "qwen3_5 wide", "lfm2", "gemma3", "gemma4", "bamba"),
+        *("qwen2 in place", "qwen3_5 wide in place", "bamba in place"),
+    ],
 )
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
@@ -76,7 +87,9 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2", "gemma3", "gemma4", "bamba"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral-sliding", "qwen3_5 wide", "lfm2", "gemma3", "gemma4", "bamba", "qwen3 in place"]
+)
 def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtype) -> None:
     engine = engine_of(name, dtype, max_position_embeddings=1024)
     ids = torch.tensor(zoo.prompt_of(600))
@@ -125,15 +138,16 @@ def test_in_bfloat16_speculative_output_is_plain_decodings(name: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("int8", [False, True], ids=["whole", "8 bits"])
+@pytest.mark.parametrize("form", ["packed", "in place", "8 bits"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 3), (64, 16), (65, 17), (200, 131)])
-def test_products_of_every_shape(outputs: int, inputs: int, int8: bool, dtype: torch.dtype) -> None:
+def test_products_of_every_shape(outputs: int, inputs: int, form: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(outputs)
     kernels = library.load_kernels()
     assert not isinstance(kernels, str)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
     expected_weight = weight.double()
+    int8, in_place = form == "8 bits", form == "in place"
     if int8:
         scales = weight.float().abs().amax(dim=1).clamp_min(1e-8) / 127
         expected_weight = (weight.float() / scales[:, None]).round().double() * scales[:, None].double()
@@ -141,17 +155,40 @@ def test_products_of_every_shape(outputs: int, inputs: int, int8: bool, dtype: t
     if int8 and dtype == torch.float32:  # rows of 16 bits, where this CPU multiplies 8-bit weights with them
         close = {"rtol": 1e-4, "atol": 2e-3}
     halves = [weight[: outputs // 2], weight[outputs // 2 :]] if outputs > 1 else [weight]
-    linear = NativeLinear.of(kernels, halves, bias, int8=int8)
-    few = outputs // 2 + 1
-    first = NativeLinear.of(kernels, [weight], bias, int8=int8).first(few)
+    linear = NativeLinear.of(kernels, halves, bias, int8=int8, in_place=in_place)
+    few, order = outputs // 2 + 1, torch.randperm(outputs, generator=generator)
+    # Its numbers lie apart, as those of a weight that is given transposed.
+    transposed = [weight.t().contiguous().t()]
+    first = NativeLinear.of(kernels, transposed, bias, int8=int8, in_place=in_place).first(few)
+    ordered = NativeLinear.of(kernels, halves, bias, order, int8=int8, in_place=in_place)
     for num_rows in (1, 2, 6, 7, 32, 33, 300):
         # A column of a wider tensor, as the residual of a draft layer is.
         x = torch.randn(num_rows, inputs + 5, generator=generator).to(dtype)[:, :inputs]
         exact = x.double() @ expected_weight.t() + bias.double()
         torch.testing.assert_close(linear(x).double(), exact, **close)
         torch.testing.assert_close(first(x).double(), exact[:, :few], **close)
+        assert torch.equal(ordered(x), linear(x)[:, order])
         residual = torch.randn(num_rows, outputs, generator=generator).to(dtype)
         torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual.double(), **close)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4", "bamba"])
+def test_weights_in_place_are_the_models_own(name: str) -> None:
+    engine, packed = engine_of(name + IN_PLACE, torch.bfloat16), engine_of(name, torch.bfloat16)
+    own = {one.data_ptr() for one in engine._adapter.model.parameters()}
+    linears = [one for layer in engine.layers for part in layer for one in vars(part).values()]
+    linears = [one.linear if isinstance(one, FinishedLinear) else one for one in [*linears, engine.head]]
+    weights = [weight for one in linears if isinstance(one, NativeLinear) for weight in one.weights]
+    assert len(weights) > 3 * zoo.NUM_LAYERS
+    assert {one.data_ptr() for one in weights} <= own
+    ids = torch.tensor(zoo.prompt_of(19))
+    logits = []
+    for one in (engine, packed):
+        with one.session(19):
+            logits.append(one.forward(ids, num_logits=19).clone())
+    difference, tolerance = logit_difference(*logits)
+    assert difference <= tolerance
 
 
 @needs_kernels
