@@ -26,11 +26,13 @@ from layerskip.engines.lean.models import (
     check_supported,
     embedding_scale,
     lack_of_room,
-    linear_modules,
+    matrices,
+    rotary_of,
     weight_bytes,
 )
 from layerskip.engines.lean.rotary import RotaryRows, num_rotated, rotary_rows, rotary_tables, rotation_of
 from layerskip.engines.lean.weight_layout import TorchLayers
+from layerskip.engines.native.experts import NativeExperts
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
@@ -74,7 +76,7 @@ class FusedEngine(StatesEngine):
         else:
             self.maker = TorchLayers(adapter.device, model_bytes=weight_bytes(adapter))
         decoder = adapter.decoder
-        self.rotary = decoder.rotary_emb
+        self.rotary = rotary_of(decoder)
         self.embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._embedding_scale = embedding_scale(decoder)
         self._int8_layers: list[tuple[Attention, Mlp]] = []
@@ -90,7 +92,7 @@ class FusedEngine(StatesEngine):
             )
         attentions = [one for one, _ in self.layers if isinstance(one, Attention)]
         self._rotated = {one.rotation: one.head_dim for one in attentions}
-        projects = any(mlp.token_gate is not None for _, mlp in self.layers)
+        projects = any(isinstance(mlp, Mlp) and mlp.token_gate is not None for _, mlp in self.layers)
         self._token_projection = fused(self.maker.linear, decoder.per_layer_model_projection) if projects else None
         self._softcap: float | None = getattr(adapter.text_config, "final_logit_softcapping", None)
         scale = 1.0 / getattr(adapter.text_config, "logits_scaling", 1.0)
@@ -109,7 +111,7 @@ class FusedEngine(StatesEngine):
     @cached_property
     def batch_invariant(self) -> bool:
         mixers = (NativeAttention, NativeRecurrent)
-        return all(isinstance(one, mixers) and isinstance(two, NativeMlp) for one, two in self.layers)
+        return all(isinstance(one, mixers) and isinstance(two, NativeMlp | NativeExperts) for one, two in self.layers)
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
@@ -201,7 +203,7 @@ class FusedEngine(StatesEngine):
         if not mask.int8:
             return self.layers
         if not self._int8_layers:
-            check_room(linear_modules(self._adapter))
+            check_room(sum(one.numel() for one in matrices(self._adapter)))
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
                 self._int8_layers = self._made(self.maker.in_8_bits())
             self._num_made += 1

@@ -81,8 +81,8 @@ class Int8Modules:
         """Of what drafts under this mask need, what is not there yet; returns how many it made."""
         made = 0
         if not self._twins:
-            modules = [one for layer in self._layers for one in layer.modules() if _is_linear(one)]
-            check_room(modules)
+            modules: list[Any] = [one for layer in self._layers for one in layer.modules() if _is_linear(one)]
+            check_room(sum(one.weight.numel() for one in modules))
             self._twins = [(one, _Twin(one)) for one in modules]
             made += 1
         if mask.draft_vocab not in self._heads and _is_linear(self._head):
@@ -126,9 +126,9 @@ def _is_linear(module: object) -> bool:
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"  # the same product
 
 
-def check_room(modules: list[Any]) -> None:
-    """Raises: ValueError if copies of these in 8 bits would take more than half of the free memory."""
-    needed, free = sum(one.weight.numel() for one in modules), free_bytes(torch.device("cpu"))
+def check_room(needed: int) -> None:
+    """Raises: ValueError if copies of so many weights in 8 bits would take more than half of the free memory."""
+    free = free_bytes(torch.device("cpu"))
     if needed > free / 2:
         raise ValueError(
             f"skip_mask: int8 needs {needed >> 20} MiB for a copy of the weights, {free >> 20} MiB are free"

@@ -78,7 +78,7 @@ def graph_model(
     name: str, recorder: Recorder | None = None, *, modules: bool = False, **options: Any
 ) -> LayerSkipModel:
     """The shared model on an engine of its own; small sizes, so that short texts cross them."""
-    lean = name in zoo.FUSED and not modules
+    lean = name in zoo.FUSED and name not in zoo.COMPILED and not modules
     model = LayerSkipModel(zoo.model_of(name), engine="eager")
     return on_graphs(model, recorder or TapeRecorder(), lean=lean, **options)
 

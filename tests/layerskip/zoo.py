@@ -163,6 +163,11 @@ SPECS: dict[str, Spec] = {
         {**_GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         mlp_out="mlp.experts",
     ),
+    "qwen2-moe": Spec(
+        "Qwen2MoeConfig",
+        {**_GROUPED, **_FEW_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False},
+        mlp_out="mlp",
+    ),
     "gpt-oss": Spec(
         "GptOssConfig",
         {**_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
@@ -201,6 +206,16 @@ SPECS: dict[str, Spec] = {
         "conv.out_proj|self_attn.out_proj",
         "feed_forward.w2",
     ),
+    "qwen3_5-moe": Spec(
+        "Qwen3_5MoeTextConfig", {**_DELTA, **_FEW_EXPERTS}, "linear_attn.out_proj|self_attn.o_proj", "mlp"
+    ),
+    "lfm2-moe": Spec(
+        "Lfm2MoeConfig",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "num_dense_layers": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "conv.out_proj|self_attn.out_proj",
+        "feed_forward",
+    ),
     "bamba": Spec(
         "BambaConfig",
         {**_GROUPED, "attn_layer_indices": [1, 3], **_MAMBA},
@@ -214,11 +229,24 @@ SPECS: dict[str, Spec] = {
         "mamba.out_proj|self_attn.o_proj",
         "shared_mlp.output_linear",
     ),
+    "granite-moe": Spec(
+        "GraniteMoeHybridConfig",
+        {**_GROUPED, "layer_types": ["mamba", "attention"] * 2, **_MAMBA, "shared_intermediate_size": 16}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "mamba.out_proj|self_attn.o_proj",
+        "shared_mlp|block_sparse_moe",
+    ),
 }
-NAMES = tuple(SPECS)
+SAME_PARTS = ("qwen2-moe", "qwen3_5-moe", "lfm2-moe", "granite-moe")
+"""What they are made of others have too: left to the tests of what is compiled for a CPU."""
+NAMES = tuple(name for name in SPECS if name not in SAME_PARTS)
 WITH_MTP = ("glm4-moe", "deepseek-v3")
 """Have multi-token-prediction layers in their checkpoints."""
-COMPILED = () if isinstance(load_kernels(), str) else ("qwen3_5", "lfm2", "gemma4", "granite-hybrid", "bamba")
+COMPILED = (
+    ()
+    if isinstance(load_kernels(), str)
+    else ("qwen3_5", "lfm2", "gemma4", "granite-hybrid", "bamba", "mixtral", "qwen3-moe", "glm4-moe")
+)
 """Served by the fused engine where there are kernels for this CPU, alone."""
 FUSED = (
     "llama",

@@ -18,7 +18,7 @@ from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
 
 _BOTH_SIDES = "pre_feedforward_layernorm"
 """In layers with norms before and after each sublayer, the one before the MLP."""
-_AROUND_ONE = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
+_AROUND_ONE = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 """Norms whose weights say by how much they differ from one."""
 
 
@@ -225,6 +225,21 @@ def first_of(module: Any, *names: str) -> Any:
     return next((part for one in names if (part := getattr(module, one, None)) is not None), None)
 
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gated_modules(mlp: Any) -> tuple[list[nn.Linear], list[nn.Linear], Activation]:
+    """Of an MLP what gives gate and up, one module or two, what comes down, and its activation."""
+    gate, up = first_of(mlp, "gate_proj", "w1", "input_linear"), first_of(mlp, "up_proj", "w3")
+    activation = plain_activation(first_of(mlp, "act_fn", "activation") or F.silu)
+    return [gate, *([] if up is None else [up])], [first_of(mlp, "down_proj", "w2", "output_linear")], activation
+
+
+def plain_activation(activation: Activation) -> Activation:
+    """Modules that are SiLU are that function."""
+    return F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation
+
+
 class LayerMaker(ABC):
     """Makes lean sublayers of a model's own, in one way of computing them."""
 
@@ -307,18 +322,15 @@ class LayerMaker(ABC):
 
     def mlp(self, layer: Any) -> Mlp:
         """The MLP of a decoder layer."""
-        mlp = first_of(layer, "mlp", "feed_forward", "shared_mlp")
         if getattr(layer, "enable_moe_block", False) or getattr(layer, "has_experts", False):
             raise ValueError("experts beside the MLP")
-        gate, up = first_of(mlp, "gate_proj", "w1", "input_linear"), first_of(mlp, "up_proj", "w3")
-        down = first_of(mlp, "down_proj", "w2", "output_linear")
-        activation = first_of(mlp, "act_fn", "activation") or F.silu
+        gate_up, (down,), activation = gated_modules(first_of(layer, "mlp", "feed_forward", "shared_mlp"))
         total = float(getattr(layer, "layer_scalar", 1.0))
         gate_after = self._token_gate(layer, total)
         return Mlp(
             norm=Norm(first_of(layer, _BOTH_SIDES, "post_attention_layernorm", "pre_ff_layernorm", "ffn_norm")),
-            gate_up=fused(self.linear, gate, *([] if up is None else [up])),
+            gate_up=fused(self.linear, *gate_up),
             down=self.finished(layer, down, "post_feedforward_layernorm", total=total if gate_after is None else 1.0),
-            activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
+            activation=activation,
             token_gate=gate_after,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerskip.engines.lean.layers import first_of
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.memory import free_bytes
 
@@ -16,9 +17,14 @@ _MODEL_CLASSES = (
 )
 COMPILED_CLASSES = (
     *("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
-    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "MixtralForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Glm4MoeForCausalLM", "Lfm2MoeForCausalLM"),
 )
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
+
+
+def rotary_of(decoder: Any) -> Any:
+    return first_of(decoder, "rotary_emb", "pos_emb")
 
 
 def embedding_scale(decoder: Any) -> float:
@@ -28,14 +34,15 @@ def embedding_scale(decoder: Any) -> float:
     return float(torch.tensor(scale, dtype=embedding.weight.dtype))
 
 
-def linear_modules(adapter: ModelAdapter) -> list[nn.Linear]:
-    """All but the output embedding."""
-    return [module for layer in adapter.layers for module in layer.modules() if isinstance(module, nn.Linear)]
+def matrices(adapter: ModelAdapter) -> list[torch.Tensor]:
+    """Weights that a step multiplies with, experts' among them, all but those of the output embedding."""
+    return [one for layer in adapter.layers for one in layer.parameters() if one.ndim > 1]
 
 
 def weight_bytes(adapter: ModelAdapter) -> int:
-    """Of all matrices that a step multiplies with."""
-    return sum(module.weight.nbytes for module in (*linear_modules(adapter), adapter.head))
+    """Of what a second copy is made of: experts are read in place."""
+    own = [*(one for one in matrices(adapter) if one.ndim == 2), adapter.head.weight]
+    return sum(one.nbytes for one in own)
 
 
 def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
@@ -52,7 +59,7 @@ def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
     if name in COMPILED_CLASSES and refusal is not None:
         detail = f": {refusal}" if refusal else ""
         raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
-    rope_types = getattr(adapter.decoder.rotary_emb, "rope_type", "default")
+    rope_types = getattr(rotary_of(adapter.decoder), "rope_type", "default")
     for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
         if rope_type not in ("default", "linear", "llama3", "yarn", "proportional"):
             raise UnsupportedModelError(

@@ -5,6 +5,7 @@
 // are float.
 // Compiled for the machine that it runs on by library.py, which also has the layout of the structs.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -230,6 +231,19 @@ struct Mlp {
   int activation;  // 0: SiLU, 1: GELU by tanh
   const struct TokenGate* gate;  // what follows it, or null
 };
+struct Experts {  // in an MLP's place: of each row a few, chosen by scores, and perhaps one for all rows
+  Norm norm;
+  Matrix router, shared_router;  // scores of all; of the shared one, which are its weights' logits: no outputs, weight 1
+  Matrix shared_gate_up;         // no outputs: there is none
+  Ending shared_down;            // what is done at the end is told here in any case
+  const Matrix *gate_up, *down;  // (num_experts,)
+  const float* preferences;      // (num_experts,): added to scores where experts are chosen, not to their weights; or null
+  long num_experts, num_chosen;
+  long num_groups, groups_chosen;  // of experts, as many in each: only those of the best groups are chosen
+  float least, scale;              // what weights' sum is more than, and they are multiplied with
+  int by_sigmoid, sums_to_one, rounds;  // rounds: whether scores are rounded as the model's numbers are
+  int activation;
+};
 struct TokenGate {  // what comes in is projected, activated and gated by what the token's id says to the layer
   Matrix in;
   Ending out;
@@ -256,7 +270,8 @@ struct Layer {
   const Attention* attention;               // at most one of these three; without it is skipped
   const LinearAttention* linear_attention;
   const ShortConv* short_conv;
-  const Mlp* mlp;                           // null: skipped
+  const Mlp* mlp;                           // at most one of these two
+  const Experts* experts;
   int look;       // which one its attention has
   int keys_only;  // whether of attention only keys and values are wanted, which later layers read
 };
@@ -1074,6 +1089,16 @@ template <class Part> void rows_of(const Part& part, const Rows& rows, int is_fl
   is_float32 ? rows_of<float>(part, rows, entry) : rows_of<bfloat16>(part, rows, entry);
 }
 
+// Gate and up, (count, 2 * inner), to what comes down: this thread's part of it.
+inline void activate(const float* both, long count, long inner, int activation, float* out) {
+#pragma omp for nowait
+  for (long c = 0; c < count * ((inner + LANES - 1) / LANES); c++) {
+    long r = c % count, i = c / count * LANES, n = inner - i;
+    const float* gate = both + r * 2 * inner + i;
+    store_some(out + r * inner + i, activated(load_some(gate, n), activation) * load_some(gate + inner, n), n);
+  }
+}
+
 template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
   long width = part.gate_up.inputs, inner = part.down.out.inputs;
   float* x = scratch(rows.count * (width + 3 * inner + part.down.out.outputs));
@@ -1082,17 +1107,129 @@ template <class T> void mlp_rows(const Mlp& part, const Rows& rows) {
 #pragma omp parallel num_threads(rows.num_threads)
   {
     product_into(part.gate_up, x, rows.count, both);
-#pragma omp for
-    for (long c = 0; c < rows.count * ((inner + LANES - 1) / LANES); c++) {
-      long r = c % rows.count, i = c / rows.count * LANES;
-      float *gate = both + r * 2 * inner + i, *up = gate + inner, *out = inside + r * inner + i;
-      float own[2][LANES] = {};
-      long n = inner - i < LANES ? inner - i : LANES;
-      memcpy(own[0], gate, n * sizeof(float)), memcpy(own[1], up, n * sizeof(float));
-      Floats found = activated(load(own[0]), part.activation) * load(own[1]);
-      memcpy(out, &found, n * sizeof(float));
-    }
+    activate(both, rows.count, inner, part.activation, inside);
+#pragma omp barrier
     product_out<T>(rows, part.down, inside, inside + rows.count * inner);
+  }
+}
+
+struct Choice {  // that a row is computed by an expert
+  long expert, row;
+  float weight;
+};
+
+// What one row's scores choose, num_chosen of them.
+template <class T> inline void choose(const Experts& part, const float* scores, long row, Choice* out) {
+  std::vector<float> weights(part.num_experts), wanted(part.num_experts);
+  float most = -INFINITY, total = 0;
+  for (long e = 0; e < part.num_experts; e++) {
+    weights[e] = part.rounds ? number(rounded<T>(scores[e])) : scores[e];
+    most = weights[e] > most ? weights[e] : most;
+  }
+  for (float& one : weights) {
+    one = part.by_sigmoid ? 1 / (1 + std::exp(-one)) : std::exp(one - most);
+    total += one;
+  }
+  for (long e = 0; e < part.num_experts; e++) {
+    if (!part.by_sigmoid) weights[e] /= total;
+    wanted[e] = weights[e] + (part.preferences ? part.preferences[e] : 0.0f);
+  }
+  if (part.groups_chosen < part.num_groups) {
+    long size = part.num_experts / part.num_groups;
+    std::vector<float> best(part.num_groups);
+    for (long g = 0; g < part.num_groups; g++) {
+      float first = -INFINITY, second = -INFINITY;
+      for (long i = 0; i < size; i++) {
+        float one = wanted[g * size + i];
+        second = one > first ? first : one > second ? one : second, first = one > first ? one : first;
+      }
+      best[g] = first + second;
+    }
+    for (long left = part.num_groups - part.groups_chosen; left; left--) {
+      long worst = -1;
+      for (long g = 0; g < part.num_groups; g++)
+        if (best[g] < INFINITY && (worst < 0 || best[g] <= best[worst])) worst = g;
+      best[worst] = INFINITY;
+      for (long i = 0; i < size; i++) wanted[worst * size + i] = -INFINITY;
+    }
+  }
+  float sum = 0;
+  for (long k = 0; k < part.num_chosen; k++) {
+    long best = 0;
+    for (long e = 1; e < part.num_experts; e++) best = wanted[e] > wanted[best] ? e : best;
+    out[k] = {best, row, weights[best]};
+    sum += weights[best];
+    wanted[best] = -INFINITY;
+  }
+  for (long k = 0; k < part.num_chosen; k++)
+    out[k].weight *= part.scale / (part.sums_to_one ? sum + part.least : 1.0f);
+}
+
+template <class T> void expert_rows(const Experts& part, const Rows& rows) {
+  long width = part.router.inputs, outputs = part.shared_down.out.outputs, num_pairs = rows.count * part.num_chosen;
+  long inner = part.down[0].inputs, shared = part.shared_gate_up.outputs / 2;
+  long of_row = width + part.num_experts + 1 + outputs + 3 * shared, of_pair = width + 3 * inner;
+  float* x = scratch(rows.count * of_row + num_pairs * of_pair);
+  float *scores = x + rows.count * width, *shared_scores = scores + rows.count * part.num_experts;
+  float *sums = shared_scores + rows.count, *shared_both = sums + rows.count * outputs;
+  float *shared_inside = shared_both + rows.count * 2 * shared, *gathered = shared_inside + rows.count * shared;
+  float *both = gathered + num_pairs * width, *inside = both + num_pairs * 2 * inner;
+  std::vector<Choice> chosen(num_pairs);
+  std::vector<long> starts;  // of each expert that was chosen, among the choices
+  read_rows<T>(rows, part.norm, width, x);
+#pragma omp parallel num_threads(rows.num_threads)
+  {
+    product_into(part.router, x, rows.count, scores);
+    if (part.shared_router.outputs) product_into(part.shared_router, x, rows.count, shared_scores);
+#pragma omp for
+    for (long r = 0; r < rows.count; r++)
+      choose<T>(part, scores + r * part.num_experts, r, chosen.data() + r * part.num_chosen);
+#pragma omp single
+    {
+      std::sort(chosen.begin(), chosen.end(), [](const Choice& a, const Choice& b) {
+        return a.expert != b.expert ? a.expert < b.expert : a.row < b.row;
+      });
+      for (long i = 0; i < num_pairs; i++)
+        if (!i || chosen[i].expert != chosen[i - 1].expert) starts.push_back(i);
+      starts.push_back(num_pairs);
+      memset(sums, 0, rows.count * outputs * sizeof(float));
+    }
+#pragma omp for
+    for (long i = 0; i < num_pairs; i++)
+      memcpy(gathered + i * width, x + chosen[i].row * width, width * sizeof(float));
+    auto by_expert = [&](const Matrix* matrices, const float* in, auto done) {
+      for (size_t s = 0; s + 1 < starts.size(); s++) {
+        const Matrix& m = matrices[chosen[starts[s]].expert];
+        int count = int(starts[s + 1] - starts[s]);
+        product(m, in + starts[s] * m.inputs, count, [&](long first, int n, const float* found) {
+          for (int r = 0; r < count; r++) done(starts[s] + r, first, n, found + r * BLOCK);
+        });
+      }
+    };
+    by_expert(part.gate_up, gathered, [&](long pair, long first, int n, const float* found) {
+      memcpy(both + pair * 2 * inner + first, found, n * sizeof(float));
+    });
+    if (shared) product_into(part.shared_gate_up, x, rows.count, shared_both);
+#pragma omp barrier
+    activate(both, num_pairs, inner, part.activation, inside);
+    activate(shared_both, shared ? rows.count : 0, shared, part.activation, shared_inside);
+#pragma omp barrier
+    // A thread has the same outputs of every expert, so a row's sums come about in one order.
+    auto add = [&](long row, float weight, long first, int n, const float* found) {
+      float* to = sums + row * outputs + first;
+      for (int i = 0; i < n; i++) to[i] += weight * found[i];
+    };
+    by_expert(part.down, inside, [&](long pair, long first, int n, const float* found) {
+      add(chosen[pair].row, chosen[pair].weight, first, n, found);
+    });
+    if (shared)
+      product(part.shared_down.out, shared_inside, rows.count, [&](long first, int n, const float* found) {
+        for (int r = 0; r < rows.count; r++)
+          add(r, part.shared_router.outputs ? 1 / (1 + std::exp(-shared_scores[r])) : 1.0f, first, n, found + r * BLOCK);
+      });
+#pragma omp barrier
+#pragma omp for
+    for (long r = 0; r < rows.count; r++) write_out<T>(rows, r, 0, outputs, part.shared_down, sums + r * outputs);
   }
 }
 
@@ -1215,6 +1352,12 @@ void layerskip_mlp(const Mlp* part, const Rows* rows) {
   });
 }
 
+void layerskip_experts(const Experts* part, const Rows* rows) {
+  in_pieces(*rows, part->shared_down.out.outputs, [&](const Rows& piece, long) {
+    rows->is_float32 ? expert_rows<float>(*part, piece) : expert_rows<bfloat16>(*part, piece);
+  });
+}
+
 // The number of layers done: fewer than all of them where the next one's state does not stand at `place`.
 int layerskip_layers(
     const Layer* layers, int count, const Rows* rows, const Look* looks, void* const* states, long place
@@ -1229,6 +1372,7 @@ int layerskip_layers(
     if (layer.linear_attention && !advance(*layer.linear_attention, *rows, *(Memory*)states[i], place)) return i;
     if (layer.short_conv && !advance(*layer.short_conv, *rows, *(Memory*)states[i], place)) return i;
     if (layers[i].mlp) layerskip_mlp(layers[i].mlp, rows);
+    if (layers[i].experts) layerskip_experts(layers[i].experts, rows);
   }
   return count;
 }

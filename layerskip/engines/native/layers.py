@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from transformers.activations import GELUTanh
 
 from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp
 from layerskip.engines.lean.rotary import Rotation
 from layerskip.engines.native import library
-from layerskip.engines.native.linear import NativeEnding, NativeLinear, norm_part, norm_weight, rows_of
+from layerskip.engines.native.experts import NativeExperts, experts_of
+from layerskip.engines.native.linear import (
+    NativeEnding,
+    NativeLinear,
+    activation_number,
+    norm_part,
+    norm_weight,
+    rows_of,
+)
 from layerskip.engines.native.recurrent import NativeLinearAttention, NativeRecurrent, NativeShortConv, NativeState
 
 _MOST_HEAD_DIM = 1024
@@ -64,9 +70,12 @@ class NativeLayers(LayerMaker):
         kind = NativeShortConv if hasattr(layer, "conv") else NativeLinearAttention
         return kind.of(self, layer)
 
-    def mlp(self, layer: Any) -> Mlp:
+    def mlp(self, layer: Any) -> Any:
+        """See `LayerMaker`; or `NativeExperts`. Raises: ValueError for what is not written here."""
+        if (block := experts_of(layer)) is not None:
+            return NativeExperts.of(self, layer, block, self.kernels, int8=self._int8)
         part = super().mlp(layer)
-        return NativeMlp(**vars(part)) if _activation(part) is not None else part
+        return part if activation_number(part.activation) is None else NativeMlp(**vars(part))
 
 
 class NativeAttention(Attention):
@@ -113,18 +122,6 @@ class NativeAttention(Attention):
         return library.AttentionPart(*norms, self._qkv.matrix, self._ending.part, *sizes, self.is_gated, self.reads)
 
 
-_ACTIVATIONS: tuple[Callable[[Any], bool], ...] = (
-    lambda one: one is F.silu,
-    lambda one: isinstance(one, GELUTanh),
-)
-"""By the number that the kernels know them by."""
-
-
-def _activation(part: Mlp) -> int | None:
-    """The number of an MLP's; None where the kernels have none."""
-    return next((i for i, is_it in enumerate(_ACTIVATIONS) if is_it(part.activation)), None)
-
-
 class NativeMlp(Mlp):
     """See `Mlp`."""
 
@@ -133,6 +130,9 @@ class NativeMlp(Mlp):
         rows = rows_of(x, x, out)
         self._gate_up.kernels.layerskip_mlp(ctypes.byref(self.part), ctypes.byref(rows))
         return out
+
+    def put_into(self, layer: library.Layer) -> None:
+        layer.mlp = ctypes.pointer(self.part)
 
     @property
     def _gate_up(self) -> NativeLinear:
@@ -150,7 +150,7 @@ class NativeMlp(Mlp):
     @cached_property
     def part(self) -> library.MlpPart:
         """For the kernels."""
-        norm, activation = norm_part(*self._norm_weight), _activation(self)
+        norm, activation = norm_part(*self._norm_weight), activation_number(self.activation)
         assert activation is not None
         gate = None if self._gate is None else ctypes.pointer(self._gate[0])
         return library.MlpPart(norm, self._gate_up.matrix, self._ending.part, activation, gate)
@@ -169,7 +169,7 @@ class NativeRun:
     them. Cost: 2 microseconds a layer to make."""
 
     def __init__(
-        self, layers: Sequence[tuple[Attention | NativeRecurrent | None, Mlp | None]], keys_only: Collection[int] = ()
+        self, layers: Sequence[tuple[Attention | NativeRecurrent | None, Any]], keys_only: Collection[int] = ()
     ) -> None:
         """All made by `NativeLayers`, or None: skipped. keys_only: of attention at these places only keys and values
         are wanted."""
@@ -188,8 +188,8 @@ class NativeRun:
                 layer.attention = ctypes.pointer(attention.part)
                 layer.look = places.index((attention.window, attention.rotation))
             if mlp is not None:
-                assert isinstance(mlp, NativeMlp)
-                layer.mlp = ctypes.pointer(mlp.part)
+                assert isinstance(mlp, NativeMlp | NativeExperts)
+                mlp.put_into(layer)
 
     def __call__(
         self,

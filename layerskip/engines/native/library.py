@@ -124,6 +124,29 @@ class MlpPart(ctypes.Structure):
     ]
 
 
+class ExpertsPart(ctypes.Structure):
+    _fields_ = [
+        ("norm", Norm),
+        ("router", Matrix),
+        ("shared_router", Matrix),
+        ("shared_gate_up", Matrix),
+        ("shared_down", Ending),
+        ("gate_up", ctypes.POINTER(Matrix)),
+        ("down", ctypes.POINTER(Matrix)),
+        ("preferences", ctypes.c_void_p),
+        ("num_experts", ctypes.c_long),
+        ("num_chosen", ctypes.c_long),
+        ("num_groups", ctypes.c_long),
+        ("groups_chosen", ctypes.c_long),
+        ("least", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("by_sigmoid", ctypes.c_int),
+        ("sums_to_one", ctypes.c_int),
+        ("rounds", ctypes.c_int),
+        ("activation", ctypes.c_int),
+    ]
+
+
 class Rows(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -158,6 +181,7 @@ class Layer(ctypes.Structure):
         ("linear_attention", ctypes.POINTER(LinearAttentionPart)),
         ("short_conv", ctypes.POINTER(ShortConvPart)),
         ("mlp", ctypes.POINTER(MlpPart)),
+        ("experts", ctypes.POINTER(ExpertsPart)),
         ("look", ctypes.c_int),
         ("keys_only", ctypes.c_int),
     ]
@@ -182,7 +206,7 @@ def load_kernels() -> ctypes.CDLL | str:
         output = getattr(error, "stderr", None) or str(error)
         lines = str(output).strip().splitlines() or ["?"]
         return f"compiling them failed: {next((line for line in lines if 'error' in line), lines[0])}"
-    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_linear"):
+    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_experts", "layerskip_linear"):
         getattr(library, name).restype = None
     library.layerskip_roll_back.restype = ctypes.c_bool
     return library

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import GELUTanh
 
 from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
@@ -143,3 +144,15 @@ def rows_of(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -
         int(x.dtype == torch.float32),
         torch.get_num_threads(),
     )
+
+
+_ACTIVATIONS: tuple[Callable[[Any], bool], ...] = (
+    lambda one: one is F.silu,
+    lambda one: isinstance(one, GELUTanh),
+)
+"""By the number that the kernels know them by."""
+
+
+def activation_number(activation: Any) -> int | None:
+    """None where the kernels have none."""
+    return next((i for i, is_it in enumerate(_ACTIVATIONS) if is_it(activation)), None)
