@@ -61,18 +61,19 @@ class FusedEngine(StatesEngine):
 
     name = "fused"
 
-    def __init__(self, adapter: ModelAdapter, *, compiled: bool = False) -> None:
-        """compiled: sublayers compiled for this CPU, where that can be, in place of torch's operations."""
+    def __init__(self, adapter: ModelAdapter, *, compiled: bool = False, in_place: bool | None = None) -> None:
+        """compiled: sublayers compiled for this CPU, where that can be, in place of torch's operations. in_place:
+        whether those read the model's own weights; None: where memory has no room for the copy."""
         super().__init__(adapter)
         model: Any = adapter.model
         self.refusal = NativeLayers.refusal(adapter.device, adapter.dtype) if compiled else ""
         """Why they are not compiled, if that was asked for; None where they are."""
         check_supported(adapter, self.refusal)
         if self.refusal is None:
-            lack = lack_of_room(adapter)
-            if lack:
+            if in_place is None and (lack := lack_of_room(adapter)):
                 LOG.info("weights are read in place: a second copy needs %s", lack)
-            self.maker: LayerMaker = NativeLayers(in_place=bool(lack))
+                in_place = True
+            self.maker: LayerMaker = NativeLayers(in_place=bool(in_place))
         else:
             self.maker = TorchLayers(adapter.device, model_bytes=weight_bytes(adapter))
         decoder = adapter.decoder

@@ -1,6 +1,7 @@
 """python -m studies.engine.families: steps of today's small models by Transformers' modules, by torch and by kernels.
 
-Random weights in the shapes of published models: a step takes as long as the model's own.
+Random weights in the shapes of published models: a step takes as long as the model's own. Experts are chosen at
+random then, so that several tokens read more of them than in a text.
 """
 
 from __future__ import annotations
@@ -60,8 +61,22 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Gemma-3-1b": lambda: transformers.Gemma3TextConfig(
         **_sizes(1152, 6912, 26, 4, 1, 262144), head_dim=256, sliding_window=512
     ),
+    "LFM2-8B-A1B, 8 of 24 layers": lambda: transformers.Lfm2MoeConfig(
+        **_sizes(2048, 7168, 8, 32, 8, 65536),
+        **_experts(32, 4, 1792),
+        num_dense_layers=1,
+        layer_types=["conv", "conv", "full_attention", "conv"] * 2,
+    ),
+    "Qwen3-30B-A3B, 4 of 48 layers": lambda: transformers.Qwen3MoeConfig(
+        **_sizes(2048, 6144, 4, 32, 4, 151936), **_experts(128, 8, 768), head_dim=128
+    ),
 }
 """By the model whose sizes they are, as its card says."""
+_LEAN: dict[str, dict[str, bool]] = {
+    "torch": {},
+    "kernels": {"compiled": True, "in_place": False},
+    "kernels, in place": {"compiled": True, "in_place": True},
+}
 _FIRST_IDS = 1000
 STEPS = ("plain", "verify", "int8")
 """A token, some at once, and a token drafted with 8-bit weights."""
@@ -70,6 +85,15 @@ STEPS = ("plain", "verify", "int8")
 def _sizes(hidden: int, middle: int, layers: int, heads: int, keys: int, vocabulary: int) -> dict[str, int]:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     return {**dict(zip(names, (hidden, middle, layers, heads, keys), strict=True)), "vocab_size": vocabulary}
+
+
+def _experts(count: int, chosen: int, middle: int) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": middle,
+        "norm_topk_prob": True,
+    }
 
 
 @dataclass(frozen=True)
@@ -89,15 +113,16 @@ class Step:
 
 
 def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: int, rounds: int) -> list[Step]:
-    """Cost: the model three times in memory, and so many rounds of three steps on each engine."""
+    """Cost: the model four times in memory, of a mixture of experts these twice, and so many rounds of three steps on
+    each engine."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     adapter = ModelAdapter(model)
     engines: dict[str, Engine] = {"modules": EagerEngine(adapter)}
-    for how, compiled in (("torch", False), ("kernels", True)):
+    for how, ways in _LEAN.items():
         try:
-            engines[how] = FusedEngine(adapter, compiled=compiled)
+            engines[how] = FusedEngine(adapter, **ways)
         except UnsupportedModelError:
             continue
     ids = torch.randint(

@@ -147,9 +147,8 @@ def test_families_tells_each_step_on_every_engine(tmp_path: Path, monkeypatch, c
     sizes = ["--dtype", "float32", "--threads", "1", "--context", "9", "--rows", "3", "--rounds", "3"]
     assert families.main([*sizes, "--out", str(tmp_path)]) == 0
     steps = json.loads((tmp_path / "families.json").read_text())["steps"]
-    ways = [("gemma3", one) for one in ("modules", "torch", "kernels")] + [
-        ("lfm2", one) for one in ("modules", "kernels")
-    ]
+    kernels = ("modules", "kernels", "kernels, in place")
+    ways = [("gemma3", one) for one in ("torch", *kernels)] + [("lfm2", one) for one in kernels]
     assert sorted((one["model"], one["engine"], one["step"]) for one in steps) == sorted(
         (*way, step) for way in ways for step in families.STEPS
     )
@@ -158,7 +157,7 @@ def test_families_tells_each_step_on_every_engine(tmp_path: Path, monkeypatch, c
         assert one["engine"] != "modules" or one["times_faster"] == pytest.approx(1.0)
     said = capsys.readouterr().out
     assert (tmp_path / "families.md").read_text() in said
-    assert said.count("| lfm2 |") == 2
+    assert said.count("| lfm2 |") == 3
 
 
 def test_a_conversation_is_computed_whole_and_from_where_it_was(tmp_path: Path, capsys) -> None:

@@ -252,7 +252,7 @@ def test_an_engine_with_wrong_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch
         check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
 
 
-@zoo.each(("llama", "llama fused", *(f"{name}" for name in sorted(zoo.SPECS) if name != "llama")))
+@zoo.each(("llama", "llama fused", *(f"{name}" for name in sorted(zoo.NAMES) if name != "llama")))
 def test_a_narrowed_draft_chooses_among_the_first_token_ids_alone(name: str) -> None:
     model = zoo.layerskip_of(name)
     whole = SkipMask.early_exit(zoo.NUM_LAYERS, 3)

@@ -11,7 +11,6 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean import models as lean_models
 from layerskip.engines.lean.layers import Attention, FinishedLinear, Mlp
 from layerskip.engines.native import library
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
@@ -38,17 +37,13 @@ WIDER = {
 
 
 def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
-    """ " wide" and " in place" after a name: see `WIDER`, and as where there is no room for a copy."""
+    """After a name `WIDE`, see `WIDER`, and `IN_PLACE`."""
     own = name.removesuffix(IN_PLACE)
     adapter = ModelAdapter(
         zoo.build(own.removesuffix(WIDE), **(WIDER if own.endswith(WIDE) else {}), **overrides).to(dtype)
     )
-    with pytest.MonkeyPatch.context() as patch:
-        if name != own:
-            patch.setattr(lean_models, "free_bytes", lambda _device: 1 << 10)
-        engine = FusedEngine(adapter, compiled=True)
+    engine = FusedEngine(adapter, compiled=True, in_place=name != own)
     assert engine.refusal is None
-    assert ("in place" in engine.maker.description) == (name != own)
     for i, (mixer, mlp) in enumerate(engine.layers):
         kept = NativeShortConv if own == "lfm2" else NativeLinearAttention
         expected = kept if i in adapter.recurrent_layers else NativeAttention

@@ -15,7 +15,7 @@ from tests.layerskip import zoo
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)
 IN_INT8 = NONE.in_int8()
-ENGINES = [*zoo.SPECS, "llama fused"]
+ENGINES = [*zoo.NAMES, "llama fused"]
 
 
 def by_hand(weight: torch.Tensor, bias: torch.Tensor | None, row: torch.Tensor) -> torch.Tensor:
