@@ -150,7 +150,7 @@ def test_families_tells_each_step_on_every_engine(tmp_path: Path, monkeypatch, c
     kernels = ("modules", "kernels", "kernels, in place")
     ways = [("gemma3", one) for one in ("torch", *kernels)] + [("lfm2", one) for one in kernels]
     assert sorted((one["model"], one["engine"], one["step"]) for one in steps) == sorted(
-        (*way, step) for way in ways for step in families.STEPS
+        (*way, step) for way in ways for step in families.STEPS if "in place" not in way[1] or step != "int8"
     )
     for one in steps:
         assert 0 < one["low"] <= one["times_faster"] <= one["high"]
