@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from layerskip.engines.lean.rotary import text_positions
 
 Skip = Sequence[tuple[bool, bool]]  # per layer: attention skipped, MLP skipped
+
+BALANCE = 0.01
+"""Of the loss that keeps experts in use alike. Ref: Fedus et al., "Switch Transformers" (2022)."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,19 @@ def token_loss(model: LlamaForCausalLM, hidden: torch.Tensor, labels: torch.Tens
     return F.cross_entropy(head_logits(model, hidden), labels.flatten())
 
 
+@contextmanager
+def _scores_of_experts(model: LlamaForCausalLM) -> Iterator[list[torch.Tensor]]:
+    """Of each layer that has some, (tokens, experts), of the forward inside."""
+    scores: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [gate.register_forward_hook(lambda _, __, output: scores.append(output[0])) for gate in gates]
+    try:
+        yield scores
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def training_loss(
     model: LlamaForCausalLM,
     ids: torch.Tensor,
@@ -132,7 +150,8 @@ def training_loss(
     num_layers = model.config.num_hidden_layers
     skip = recipe.draw_skip(num_layers, rng)
     drawn = recipe.draw_exit(num_layers, rng, progress)
-    hidden, at_exit = run_layers(model, ids, skip, drawn[0] if drawn else None)
+    with _scores_of_experts(model) as scores:
+        hidden, at_exit = run_layers(model, ids, skip, drawn[0] if drawn else None)
     logits = head_logits(model, hidden)
     target = F.cross_entropy(logits, labels.flatten())
     loss = target
@@ -140,6 +159,10 @@ def training_loss(
         distil = recipe.late_distill and progress >= recipe.late_from
         goal = logits.detach().softmax(dim=-1) if distil else labels.flatten()
         loss = target + drawn[1] * F.cross_entropy(head_logits(model, at_exit), goal)
+    if scores:
+        config: Any = model.config
+        balance = [load_balancing_loss_func((one,), config.num_experts, config.num_experts_per_tok) for one in scores]
+        loss = loss + BALANCE * torch.stack(balance).mean()
     value = target.item()
     if not math.isfinite(value):
         raise FloatingPointError(f"loss is {value}: the run has diverged")

@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from search.stop import handled_by
 from studies.demo.recipe import Recipe, training_loss
 
 log = logging.getLogger("demo")
+EXPERTS_PER_TOKEN = 4
 WARMUP_STEPS = 100
 MIN_TIMED_WARMUP = 20  # steps; a first step slowed by a cold device must not end the warm-up of a timed run
 
@@ -42,6 +50,7 @@ class Size:
     num_parts: int = 1  # parts that a step's windows are run in, gradients averaged: what memory allows
     own_tokenizer: bool = True  # trained on the corpus; False: the shipped demo model's
     linear_attention: bool = False  # in three of four layers, as Qwen3.5 has it
+    experts: int = 0  # in every MLP's place, of which each token takes four, together as wide as the MLP
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.batch % self.num_parts:
@@ -74,6 +83,24 @@ SIZES = {
             own_tokenizer=False,
             linear_attention=True,
         ),
+        # "demo" with a mixture of experts.
+        Size(
+            "experts",
+            12,
+            256,
+            4,
+            704,
+            4096,
+            512,
+            8,
+            1024,
+            0.02,
+            0.003,
+            (3, 6),
+            70.0,
+            own_tokenizer=False,
+            experts=16,
+        ),
         # Two fifths of its weights are the output embedding: today's small models have a quarter to three fifths there.
         Size("vocab16k", 8, 256, 4, 688, 16_384, 512, 8, 1024, 0.02, 0.003, (2, 4), 40.0),
         # ../gpu/README.md says why these numbers.
@@ -104,7 +131,7 @@ class Run:
         self.step, self.seconds, self.recent_loss = 0, 0.0, float("nan")
         self.model = build_model(settings, end_of_text)
         layers = self.model.model.layers
-        matrices = [p for p in layers.parameters() if p.ndim == 2]
+        matrices = [p for name, p in layers.named_parameters() if p.ndim == 2 and not name.endswith("mlp.gate.weight")]
         inside = {id(p) for p in matrices}
         others = [p for p in self.model.parameters() if id(p) not in inside]
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
@@ -195,8 +222,8 @@ class Run:
 
 
 def build_model(settings: Settings, end_of_text: int) -> Any:
-    """A fresh Llama, or Qwen3.5 where the size has linear attention, with tied embeddings; the matrices that write to
-    the residual stream start smaller."""
+    """A fresh Llama, Qwen3.5 where the size has linear attention, or Qwen3-MoE where it has experts, with tied
+    embeddings; the matrices that write to the residual stream start smaller."""
     size = settings.size
     fields: dict[str, Any] = {
         "vocab_size": size.vocab,
@@ -215,14 +242,32 @@ def build_model(settings: Settings, end_of_text: int) -> Any:
     # Made where it trains: a thousand million random numbers take a CPU half a minute.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(settings.seed)
-        model: Any = _qwen3_5(size, fields) if size.linear_attention else LlamaForCausalLM(LlamaConfig(**fields))
+        make = _qwen3_5 if size.linear_attention else _qwen3_moe if size.experts else _llama
+        model = make(size, fields)
     with torch.no_grad():
         for layer in model.model.layers:
             is_linear = hasattr(layer, "linear_attn")
             written = layer.linear_attn.out_proj if is_linear else layer.self_attn.o_proj
             written.weight.mul_((2 * size.layers) ** -0.5)
-            layer.mlp.down_proj.weight.mul_((2 * size.layers) ** -0.5)
+            down = layer.mlp.experts.down_proj if size.experts else layer.mlp.down_proj.weight
+            down.mul_((2 * size.layers) ** -0.5)
     return model.train()
+
+
+def _llama(_: Size, fields: dict[str, Any]) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**fields))
+
+
+def _qwen3_moe(size: Size, fields: dict[str, Any]) -> Any:
+    config = Qwen3MoeConfig(
+        **fields,
+        head_dim=size.hidden // size.heads,
+        num_experts=size.experts,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        moe_intermediate_size=size.mlp // EXPERTS_PER_TOKEN,
+        norm_topk_prob=True,
+    )
+    return Qwen3MoeForCausalLM(config)
 
 
 def _qwen3_5(size: Size, fields: dict[str, Any]) -> Any:

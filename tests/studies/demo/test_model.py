@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from studies.demo import corpus, evaluate, export, make_model, training
-from studies.demo.recipe import RECIPES, Recipe, run_layers, training_loss
+from studies.demo.recipe import BALANCE, RECIPES, Recipe, run_layers, training_loss
 
 DEMO = Path(make_model.__file__).parent
 MODEL = DEMO / "model"
@@ -93,12 +93,12 @@ def test_no_module_is_in_two_parts(library: Path) -> None:
     assert len(set.union(*parts)) == 12
 
 
-@pytest.mark.parametrize("linear_attention", [False, True])
-def test_forward_without_skips_is_the_models_own(*, linear_attention: bool) -> None:
+@pytest.mark.parametrize("kind", [{}, {"linear_attention": True}, {"experts": 8}], ids=str)
+def test_forward_without_skips_is_the_models_own(kind: dict[str, Any]) -> None:
     settings = tiny_settings()
-    settings = dataclasses.replace(settings, size=dataclasses.replace(settings.size, linear_attention=linear_attention))
-    model = tiny_run(settings).model.eval()
-    assert hasattr(model.model.layers[0], "linear_attn") == linear_attention
+    model = tiny_run(dataclasses.replace(settings, size=dataclasses.replace(settings.size, **kind))).model.eval()
+    assert hasattr(model.model.layers[0], "linear_attn") == ("linear_attention" in kind)
+    assert hasattr(model.model.layers[0].mlp, "experts") == ("experts" in kind)
     ids = torch.arange(2, 22).reshape(2, 10)
     hidden, at_exit = run_layers(model, ids, evaluate.no_skip(model), exit_layer=2)
     with torch.inference_mode():
@@ -106,6 +106,22 @@ def test_forward_without_skips_is_the_models_own(*, linear_attention: bool) -> N
     skipped, _ = run_layers(model, ids, [(False, False)] * 2 + [(True, True)] * 2)
     assert at_exit is not None
     assert torch.equal(at_exit, skipped)
+
+
+def test_a_mixture_learns_to_use_its_experts_alike() -> None:
+    """Its loss has, besides the target's own, a part that is least where they are."""
+    settings = tiny_settings()
+    run = tiny_run(dataclasses.replace(settings, size=dataclasses.replace(settings.size, experts=8)))
+    ids, labels = training.batch_of(run.stream, run.settings, 0)
+    found = []
+    for size in (0.0, 10.0):  # no preferences, and strong ones
+        with torch.no_grad():
+            for layer in run.model.model.layers:
+                layer.mlp.gate.weight.normal_(std=size, generator=torch.Generator().manual_seed(0))
+        loss, target = training_loss(run.model, ids, labels, settings.recipe, random.Random(0))
+        found.append(loss.item() - target)
+    assert found[0] == pytest.approx(BALANCE * training.EXPERTS_PER_TOKEN, rel=1e-2)
+    assert found[1] > 1.2 * found[0]
 
 
 def test_late_exit_learns_the_targets_distribution() -> None:
