@@ -118,7 +118,7 @@ def test_a_mixture_learns_to_use_its_experts_alike() -> None:
         with torch.no_grad():
             for layer in run.model.model.layers:
                 layer.mlp.gate.weight.normal_(std=size, generator=torch.Generator().manual_seed(0))
-        loss, target = training_loss(run.model, ids, labels, settings.recipe, random.Random(0))
+        loss, target = training_loss(run.model, ids, labels, RECIPES["stock"], random.Random(0))
         found.append(loss.item() - target)
     assert found[0] == pytest.approx(BALANCE * training.EXPERTS_PER_TOKEN, rel=1e-2)
     assert found[1] > 1.2 * found[0]
