@@ -121,7 +121,7 @@ def test_a_mixture_learns_to_use_its_experts_alike() -> None:
         loss, target = training_loss(run.model, ids, labels, RECIPES["stock"], random.Random(0))
         found.append(loss.item() - target)
     assert found[0] == pytest.approx(BALANCE * training.EXPERTS_PER_TOKEN, rel=1e-2)
-    assert found[1] > 1.2 * found[0]
+    assert found[1] > found[0]
 
 
 def test_late_exit_learns_the_targets_distribution() -> None:
