@@ -26,6 +26,7 @@ from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
+from layerskip.huggingface.int8 import lack_of_int8_room
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
@@ -329,6 +330,12 @@ class LayerSkipModel:
     def can_int8(self) -> bool:
         """Whether a draft may compute with 8-bit weights."""
         return self._adapter.int8_refusal is None
+
+    @property
+    def int8_lack(self) -> str:
+        """Why memory has no room for the 8-bit copy of the weights, which the first such draft makes; empty where it
+        has."""
+        return lack_of_int8_room(self._adapter.matrices)
 
     @property
     def device(self) -> torch.device:

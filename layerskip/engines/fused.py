@@ -25,8 +25,6 @@ from layerskip.engines.lean.models import (
     COMPILED_CLASSES,
     check_supported,
     embedding_scale,
-    lack_of_room,
-    matrices,
     rotary_of,
     weight_bytes,
 )
@@ -43,6 +41,7 @@ from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, w
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.int8 import check_room
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
+from layerskip.huggingface.memory import lack_of_room
 from layerskip.rounds.preparation import ForwardPlan
 
 LOG = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class FusedEngine(StatesEngine):
         """Why they are not compiled, if that was asked for; None where they are."""
         check_supported(adapter, self.refusal)
         if self.refusal is None:
-            if in_place is None and (lack := lack_of_room(adapter)):
+            if in_place is None and (lack := lack_of_room(weight_bytes(adapter), adapter.device)):
                 LOG.info("weights are read in place: a second copy needs %s", lack)
                 in_place = True
             self.maker: LayerMaker = NativeLayers(in_place=bool(in_place))
@@ -204,7 +203,7 @@ class FusedEngine(StatesEngine):
         if not mask.int8:
             return self.layers
         if not self._int8_layers:
-            check_room(sum(one.numel() for one in matrices(self._adapter)))
+            check_room(self._adapter.matrices)
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
                 self._int8_layers = self._made(self.maker.in_8_bits())
             self._num_made += 1

@@ -236,6 +236,11 @@ class ModelAdapter:
             return "torch's dynamically quantized products, which this build lacks"
         return None
 
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """Weights that layers multiply with, experts' among them."""
+        return [one for layer in self.layers for one in layer.parameters() if one.ndim > 1]
+
     def prepare_int8(self, mask: SkipMask) -> int:
         """Make the 8-bit weights that drafts under this mask need; returns how many it made. Cost: see `Int8Linear`."""
         return self._int8.make(mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.huggingface.memory import free_bytes
+from layerskip.huggingface.memory import lack_of_room
 
 _SMALLEST_SCALE = 6.1e-5
 """Of activations, as the library has it."""
@@ -82,7 +82,7 @@ class Int8Modules:
         made = 0
         if not self._twins:
             modules: list[Any] = [one for layer in self._layers for one in layer.modules() if _is_linear(one)]
-            check_room(sum(one.weight.numel() for one in modules))
+            check_room([one.weight for one in modules])
             self._twins = [(one, _Twin(one)) for one in modules]
             made += 1
         if mask.draft_vocab not in self._heads and _is_linear(self._head):
@@ -126,13 +126,15 @@ def _is_linear(module: object) -> bool:
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"  # the same product
 
 
-def check_room(needed: int) -> None:
-    """Raises: ValueError if copies of so many weights in 8 bits would take more than half of the free memory."""
-    free = free_bytes(torch.device("cpu"))
-    if needed > free / 2:
-        raise ValueError(
-            f"skip_mask: int8 needs {needed >> 20} MiB for a copy of the weights, {free >> 20} MiB are free"
-        )
+def check_room(weights: Iterable[torch.Tensor]) -> None:
+    """Raises: ValueError if copies of these in 8 bits would take more than half of the free memory."""
+    if lack := lack_of_int8_room(weights):
+        raise ValueError(f"skip_mask: int8 needs a copy of the weights ({lack})")
+
+
+def lack_of_int8_room(weights: Iterable[torch.Tensor]) -> str:
+    """See `lack_of_room`."""
+    return lack_of_room(sum(one.numel() for one in weights), torch.device("cpu"))
 
 
 def _is_reduced() -> bool:

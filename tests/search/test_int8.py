@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.huggingface import memory
 from layerskip.huggingface.adapter import ModelAdapter
 from search import run
 from search.predict.costs import CostModel, pool_costs
@@ -20,13 +21,28 @@ FOUR = SkipMask.from_sublayers(4, attention=[1], mlp=[1, 2])
 COST = dataclasses.replace(make_cost(4), int8_s=(1e-4, 2e-4, 3e-4), narrowed_s={"8": 5e-4, "8 int8": 5e-5})
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        (ModelAdapter, "int8_refusal", "one on cuda:0", "need a model that is whole on a CPU"),
+        (memory, "free_bytes", lambda _device: 1 << 10, "need a copy of them (0 MiB, and 0 MiB are free)"),
+    ],
+    ids=["device", "memory"],
+)
 def test_where_it_cannot_be_it_is_not_searched_and_refused_if_asked_for(
-    tiny_study: list[str], tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_study: list[str],
+    tmp_path: Path,
+    refused: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    value: Any,
+    said: str,
 ) -> None:
-    monkeypatch.setattr(ModelAdapter, "int8_refusal", "a model that is whole on a CPU, got one on cuda:0")
+    monkeypatch.setattr(where, name, value)
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--trials", "2"]
     error = refused(run.main, [*given, "--int8"])
-    assert "int8: drafts with 8-bit weights need a model that is whole on a CPU" in error
+    assert f"int8: drafts with 8-bit weights {said}" in error
     assert run.main(given) in (0, 1)
     assert all("draft_int8" not in trial.params for trial in trials_of(tmp_path / "study"))
 

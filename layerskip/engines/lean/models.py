@@ -9,7 +9,7 @@ from torch import nn
 
 from layerskip.engines.lean.layers import first_of
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.huggingface.memory import free_bytes
+from layerskip.huggingface.memory import lack_of_room
 
 _MODEL_CLASSES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
@@ -34,14 +34,9 @@ def embedding_scale(decoder: Any) -> float:
     return float(torch.tensor(scale, dtype=embedding.weight.dtype))
 
 
-def matrices(adapter: ModelAdapter) -> list[torch.Tensor]:
-    """Weights that a step multiplies with, experts' among them, all but those of the output embedding."""
-    return [one for layer in adapter.layers for one in layer.parameters() if one.ndim > 1]
-
-
 def weight_bytes(adapter: ModelAdapter) -> int:
     """Of what a second copy is made of: experts are read in place."""
-    own = [*(one for one in matrices(adapter) if one.ndim == 2), adapter.head.weight]
+    own = [*(one for one in adapter.matrices if one.ndim == 2), adapter.head.weight]
     return sum(one.nbytes for one in own)
 
 
@@ -71,11 +66,5 @@ def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
                 type(module) is not nn.Linear or not module.weight.is_floating_point()
             ):
                 raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
-    if refusal is not None and (lack := lack_of_room(adapter)):
+    if refusal is not None and (lack := lack_of_room(weight_bytes(adapter), adapter.device)):
         raise UnsupportedModelError(f"engine fused: needs a second copy of the weights ({lack})")
-
-
-def lack_of_room(adapter: ModelAdapter) -> str:
-    """Why there should be no second copy of the weights; empty where it takes at most half of the free memory."""
-    needed, free = weight_bytes(adapter), free_bytes(adapter.device)
-    return f"{needed >> 20} MiB, and {free >> 20} MiB are free" if needed > free / 2 else ""

@@ -51,8 +51,10 @@ class NativeLinear:
     ) -> NativeLinear:
         """See `MakeLinear`. int8: rounded to 8 bits with a scale for each output, and packed.
 
-        Cost: a copy of the weights, unless they are read in place.
+        Cost: a copy of the weights, unless they are read in place. Raises: ValueError for another number format.
         """
+        if weights[0].dtype not in _KINDS:
+            raise ValueError(f"weights of {str(weights[0].dtype).removeprefix('torch.')}")
         bias = None if bias is None else reordered(bias.detach(), order).float()
         if in_place and not int8:
             held = [one if one.stride(1) == 1 else one.contiguous() for one in (one.detach() for one in weights)]

@@ -11,11 +11,11 @@ import transformers
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.engines import EagerEngine, check_agreement, make_engine
 from layerskip.engines.fused import FusedEngine
-from layerskip.engines.lean import models as lean_models
 from layerskip.engines.lean.layers import Norm
 from layerskip.engines.lean.rotary import RotaryRows
 from layerskip.engines.native import library
 from layerskip.engines.native.layers import NativeLayers
+from layerskip.huggingface import memory
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from tests.layerskip import zoo
 
@@ -208,7 +208,7 @@ def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails(
 
 def test_where_memory_has_no_room_for_a_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read weights in place; torch needs the copy."""
-    monkeypatch.setattr(lean_models, "free_bytes", lambda _device: 1 << 10)
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 1 << 10)
     adapter = ModelAdapter(zoo.build("llama"))
     if NativeLayers.refusal(adapter.device, adapter.dtype) is None:
         assert "which read the weights in place" in make_engine("fused", adapter).reason

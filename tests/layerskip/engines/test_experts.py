@@ -118,6 +118,14 @@ def test_speculative_output_is_plain_decodings_in_bfloat16(name: str) -> None:
     assert drafted > 300
 
 
+def test_experts_in_other_number_formats_are_left_to_the_models_modules() -> None:
+    adapter = built("qwen3-moe")
+    for layer in adapter.layers:
+        layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedModelError, match="weights of float8_e4m3fn"):
+        FusedEngine(adapter, compiled=True)
+
+
 def test_experts_that_are_chosen_otherwise_are_left_to_the_models_modules() -> None:
     adapter = built("qwen3-moe")
     for layer in adapter.layers:
