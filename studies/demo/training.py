@@ -57,50 +57,20 @@ class Size:
             raise ValueError(f"batch must be a positive multiple of {self.num_parts} for this size, got {self.batch}")
 
 
+_DEMO = Size("demo", 12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (3, 6), 70.0)
+_LIKE_DEMO = dataclasses.replace(_DEMO, own_tokenizer=False)
 SIZES = {
     size.name: size
     for size in (
         # All that "1b" has, on a CPU in seconds: padded vocabulary, borrowed tokenizer, a step in two parts.
         Size("tiny", 4, 32, 2, 64, 4352, 32, 4, 512, 0.02, 0.003, (1, 2), 0.2, 2, own_tokenizer=False),
-        Size("demo", 12, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (3, 6), 70.0),
-        # Drafts for "demo", whose tokenizer it has: a sixth of its layers.
-        Size("draft", 2, 256, 4, 688, 4096, 512, 8, 1024, 0.02, 0.003, (1, 1), 10.0, own_tokenizer=False),
-        # "demo" with layers that keep a state in place of keys and values.
-        Size(
-            "hybrid",
-            12,
-            256,
-            4,
-            688,
-            4096,
-            512,
-            8,
-            1024,
-            0.02,
-            0.003,
-            (3, 6),
-            70.0,
-            own_tokenizer=False,
-            linear_attention=True,
-        ),
-        # "demo" with a mixture of experts.
-        Size(
-            "experts",
-            12,
-            256,
-            4,
-            704,
-            4096,
-            512,
-            8,
-            1024,
-            0.02,
-            0.003,
-            (3, 6),
-            70.0,
-            own_tokenizer=False,
-            experts=16,
-        ),
+        _DEMO,
+        # Drafts for "demo": a sixth of its layers.
+        dataclasses.replace(_LIKE_DEMO, name="draft", layers=2, exits=(1, 1), minutes=10.0),
+        # Layers that keep a state in place of keys and values.
+        dataclasses.replace(_LIKE_DEMO, name="hybrid", linear_attention=True),
+        # A mixture of experts; their width is a multiple of what torch's products of groups want.
+        dataclasses.replace(_LIKE_DEMO, name="experts", mlp=704, experts=16),
         # Two fifths of its weights are the output embedding: today's small models have a quarter to three fifths there.
         Size("vocab16k", 8, 256, 4, 688, 16_384, 512, 8, 1024, 0.02, 0.003, (2, 4), 40.0),
         # ../gpu/README.md says why these numbers.
