@@ -17,6 +17,10 @@ from layerskip.model import LayerSkipModel
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
 """More than any cache between memory and processor holds."""
 _TIMES = 5
+_EXPERTS_NDIM = 3
+"""Axes of what holds all experts of a layer; so has a convolution, of single channels."""
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configs name the number of experts."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +34,42 @@ class LayerBytes:
     cached_token: int
     """Keys and values of one token."""
     window: int | None
+    state: int = 0
+    """Kept in place of keys and values."""
+    experts: int = 0
+    """Of `mlp`, what only those tokens read that chose it."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
     """Bytes that a forward reads at least once: the weights of what runs, the head, and the cached keys and values.
 
-    Left out: embedding rows, the last norm, activations, and what is written. Experts are counted whole, so for a
-    mixture of experts this is more than a step of few tokens reads.
+    Left out: embedding rows, the last norm, activations, and what is written. Of experts as many are counted as tokens
+    read that choose them by chance; those of one text choose fewer.
     """
 
     layers: tuple[LayerBytes, ...]
     head: int
+    weight_size: int
+    """Bytes of a weight; in 8-bit drafts it is one."""
+    chosen_share: float = 1.0
+    """Of all experts, what a token takes."""
 
     def of(self, mask: SkipMask | None, num_tokens: int, context: int) -> int:
         """A forward over `num_tokens` after `context` cached tokens under a mask; None skips nothing."""
-        total = self.head
+        size = self.weight_size if mask is not None and mask.int8 else 1
+        unread = (1 - self.chosen_share) ** num_tokens
+        total = self.head // size
         for i, layer in enumerate(self.layers):
             attention, mlp = (False, False) if mask is None else (mask.attention[i], mask.mlp[i])
             if not attention:
                 visible = context + num_tokens
                 if layer.window is not None:
                     visible = min(visible, layer.window + num_tokens - 1)
-                total += layer.attention + visible * layer.cached_token
-            total += (0 if mlp else layer.mlp) + (0 if attention and mlp else layer.other)
+                total += layer.attention // size + layer.state + visible * layer.cached_token
+            total += (0 if mlp else round((layer.mlp - unread * layer.experts) / size)) + (
+                0 if attention and mlp else layer.other
+            )
         return total
 
 
@@ -74,9 +90,13 @@ def step_bytes(model: LayerSkipModel) -> StepBytes:
         adapter.layers, adapter.sublayers, adapter.windows, cached, states, strict=True
     ):
         a, m = _parameter_bytes(attention), _parameter_bytes(mlp)
-        layers.append(LayerBytes(a + state, m, _parameter_bytes([layer]) - a - m, token, window))
+        experts = sum(one.nbytes for one in layer.parameters() if one.ndim == _EXPERTS_NDIM and one.shape[1] > 1)
+        layers.append(LayerBytes(a, m, _parameter_bytes([layer]) - a - m, token, window, state, experts))
     head: Any = model.model.get_output_embeddings()
-    return StepBytes(tuple(layers), _parameter_bytes([head]))
+    config = adapter.text_config
+    count = next((n for one in _COUNTS if (n := getattr(config, one, None))), None)
+    share = 1.0 if count is None else config.num_experts_per_tok / count
+    return StepBytes(tuple(layers), _parameter_bytes([head]), head.weight.itemsize, share)
 
 
 def read_bandwidth(engine: Engine) -> float:

@@ -65,7 +65,16 @@ def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
 
 
 SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "demo", "demo/t0.7")
-SEARCHED += ("mtp", "mtp/t0.7", "hybrid", "hybrid/t0.7", "experts", "experts/t0.7", "stock_weights", "stock_weights/t0.7")
+SEARCHED += (
+    "mtp",
+    "mtp/t0.7",
+    "hybrid",
+    "hybrid/t0.7",
+    "experts",
+    "experts/t0.7",
+    "stock_weights",
+    "stock_weights/t0.7",
+)
 
 
 def test_the_readmes_table_of_what_was_found_is_that_of_the_searches() -> None:

@@ -682,11 +682,17 @@ def test_the_prompts_own_forward_is_no_part_of_the_share(monkeypatch) -> None:
 def test_bytes_of_a_step_by_hand() -> None:
     full = LayerBytes(attention=100, mlp=300, other=7, cached_token=10, window=None)
     sliding = LayerBytes(attention=100, mlp=300, other=7, cached_token=10, window=4)
-    found = StepBytes((full, sliding), head=1000)
+    found = StepBytes((full, sliding), head=1000, weight_size=4)
     assert found.of(None, 1, 20) == 1000 + 2 * 407 + 21 * 10 + 4 * 10
     assert found.of(None, 3, 20) == 1000 + 2 * 407 + 23 * 10 + 6 * 10
     assert found.of(SkipMask.parse("2:0"), 1, 20) == 1000 + 407 + 4 * 10
     assert found.of(SkipMask.parse("2:a0,m1"), 1, 20) == 1000 + 300 + 7 + 100 + 7 + 4 * 10
+    assert found.of(SkipMask.parse("2:a0,m1,int8"), 1, 20) == 250 + 75 + 7 + 25 + 7 + 4 * 10
+    mixture = LayerBytes(attention=100, mlp=300, other=7, cached_token=0, window=None, state=50, experts=200)
+    found = StepBytes((mixture,), head=1000, weight_size=2, chosen_share=0.25)
+    assert found.of(None, 1, 20) == 1000 + 100 + 50 + 100 + 50 + 7
+    assert found.of(None, 2, 20) == 1000 + 100 + 50 + 100 + 88 + 7, "7 of 16 experts, by chance"
+    assert found.of(SkipMask.parse("1:int8"), 1, 20) == 500 + 50 + 50 + 75 + 7
 
 
 @pytest.mark.parametrize("name", ["llama", "llama fused"])
@@ -700,7 +706,15 @@ def test_bytes_of_a_llama(name: str) -> None:
         cached_token=size * 2 * keys,
         window=None,
     )
-    assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB)
+    assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB, size)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "qwen3-moe fused"])
+def test_of_experts_those_count_that_are_chosen(name: str) -> None:
+    found = step_bytes(zoo.layerskip_of(name))
+    own = zoo.model_of(name).model.layers[1].mlp.experts
+    assert found.layers[1].experts == own.gate_up_proj.nbytes + own.down_proj.nbytes
+    assert found.chosen_share == 0.5
 
 
 @pytest.mark.parametrize("name", [f"{one} fused" for one in zoo.COMPILED if one in zoo.RECURRENT])
@@ -709,7 +723,8 @@ def test_states_count_as_the_modules_keep_them(name: str) -> None:
     lean, modules = (step_bytes(zoo.layerskip_of(one)).layers for one in (name, zoo.architecture(name)))
     num_channels = {"qwen3_5": 64, "lfm2": 32, "granite-hybrid": 80, "bamba": 80}[zoo.architecture(name)]
     for found, expected, is_recurrent in zip(lean, modules, (1, 0, 1, 0), strict=True):
-        assert expected.attention - found.attention == 4 * num_channels * is_recurrent
+        assert expected.state - found.state == 4 * num_channels * is_recurrent
+        assert (found.attention, found.experts) == (expected.attention, 0)
         assert (found.mlp, found.other, found.cached_token) == (expected.mlp, expected.other, expected.cached_token)
 
 
