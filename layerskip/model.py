@@ -113,8 +113,8 @@ class LayerSkipModel:
     The config's `drafter` says who proposes tokens: the model with layers skipped, a lookup in the text, or both.
     The model itself is not changed: gates are put on for the time of a run and taken off after it. One run at a time.
     Without a config it decodes plainly (gamma = 0), in the same loop. engine: `eager` runs the model's own modules and
-    serves every supported architecture; `fused` runs lean layers for Llama-like models at the cost of a second copy of
-    their weights, made here: change the model (merge an adapter, move it) before wrapping it; `cuda_graph` records
+    serves every supported architecture; `fused` runs lean layers at the cost of a second copy of most weights, made
+    here: change the model (merge an adapter, move it) before wrapping it; `cuda_graph` records
     steps and whole rounds of either on a CUDA device, lean layers compiled where that is faster; `auto` takes the
     fastest (`engine_name` and `engine_reason` say which and why).
 

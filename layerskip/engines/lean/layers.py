@@ -228,11 +228,11 @@ def first_of(module: Any, *names: str) -> Any:
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def gated_modules(mlp: Any) -> tuple[list[nn.Linear], list[nn.Linear], Activation]:
+def gated_modules(mlp: Any) -> tuple[list[nn.Linear], nn.Linear, Activation]:
     """Of an MLP what gives gate and up, one module or two, what comes down, and its activation."""
     gate, up = first_of(mlp, "gate_proj", "w1", "input_linear"), first_of(mlp, "up_proj", "w3")
     activation = plain_activation(first_of(mlp, "act_fn", "activation") or F.silu)
-    return [gate, *([] if up is None else [up])], [first_of(mlp, "down_proj", "w2", "output_linear")], activation
+    return [gate, *([] if up is None else [up])], first_of(mlp, "down_proj", "w2", "output_linear"), activation
 
 
 def plain_activation(activation: Activation) -> Activation:
@@ -324,7 +324,7 @@ class LayerMaker(ABC):
         """The MLP of a decoder layer."""
         if getattr(layer, "enable_moe_block", False) or getattr(layer, "has_experts", False):
             raise ValueError("experts beside the MLP")
-        gate_up, (down,), activation = gated_modules(first_of(layer, "mlp", "feed_forward", "shared_mlp"))
+        gate_up, down, activation = gated_modules(first_of(layer, "mlp", "feed_forward", "shared_mlp"))
         total = float(getattr(layer, "layer_scalar", 1.0))
         gate_after = self._token_gate(layer, total)
         return Mlp(

@@ -150,7 +150,8 @@ class NativeExperts:
 
 
 def _shared(maker: LayerMaker, mlp: Any) -> tuple[NativeLinear, NativeLinear]:
-    gate_up, down = (fused(maker.linear, *one) for one in gated_modules(mlp)[:2])
+    modules, last, _ = gated_modules(mlp)
+    gate_up, down = fused(maker.linear, *modules), fused(maker.linear, last)
     assert isinstance(gate_up, NativeLinear)
     assert isinstance(down, NativeLinear)
     return gate_up, down

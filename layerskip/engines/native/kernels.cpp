@@ -1148,7 +1148,7 @@ template <class T> inline void choose(const Experts& part, const float* scores, 
     for (long left = part.num_groups - part.groups_chosen; left; left--) {
       long worst = -1;
       for (long g = 0; g < part.num_groups; g++)
-        if (best[g] < INFINITY && (worst < 0 || best[g] <= best[worst])) worst = g;
+        if (best[g] != INFINITY && (worst < 0 || best[g] <= best[worst])) worst = g;  // what is no number, too
       best[worst] = INFINITY;
       for (long i = 0; i < size; i++) wanted[worst * size + i] = -INFINITY;
     }

@@ -118,6 +118,13 @@ def test_speculative_output_is_plain_decodings_in_bfloat16(name: str) -> None:
     assert drafted > 300
 
 
+def test_scores_that_are_no_numbers_choose_as_well() -> None:
+    """What comes out is none either, and nothing else is touched."""
+    adapter = built("glm4-moe", **VARIANTS["glm4-moe"])
+    adapter.layers[0].mlp.gate.weight.data[:] = torch.nan
+    assert logits(compiled(adapter), [70]).isnan().all()
+
+
 def test_experts_in_other_number_formats_are_left_to_the_models_modules() -> None:
     adapter = built("qwen3-moe")
     for layer in adapter.layers:
