@@ -327,9 +327,9 @@ class LayerSkipModel:
         return self._adapter.can_narrow
 
     @property
-    def can_int8(self) -> bool:
-        """Whether a draft may compute with 8-bit weights."""
-        return self._adapter.int8_refusal is None
+    def int8_refusal(self) -> str | None:
+        """Why a draft cannot compute with 8-bit weights: what that needs; None where it can."""
+        return self._adapter.int8_refusal
 
     @property
     def int8_lack(self) -> str:

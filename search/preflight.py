@@ -86,11 +86,14 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
             "draft_vocab: needs a plain output embedding of a thousand token ids or more, this model has "
             f"{model.vocab_size}"
         )
-    if spec.int8 and not model.can_int8:
-        raise ValueError(f"int8: drafts with 8-bit weights need a model that is whole on a CPU, got {model.placement}")
-    lack = model.int8_lack if spec.int8 is not False and model.can_int8 else ""
+    refusal = model.int8_refusal if spec.int8 is not False else None
+    if spec.int8 and refusal is not None:
+        raise ValueError(f"int8: drafts with 8-bit weights need {refusal}")
+    lack = model.int8_lack if spec.int8 is not False and refusal is None else ""
     if spec.int8 and lack:
         raise ValueError(f"int8: drafts with 8-bit weights need a copy of them ({lack})")
+    if refusal is not None:
+        LOG.warning("drafts with 8-bit weights are left out: they need %s", refusal)
     if lack:
         LOG.warning("drafts with 8-bit weights are left out: their copy needs %s", lack)
     for name in ("siblings", "trees"):
@@ -109,7 +112,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         granularity=spec.granularity,
         share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
         draft_vocab=model.can_narrow if spec.draft_vocab is None else spec.draft_vocab,
-        int8=model.can_int8 and not lack if spec.int8 is None else spec.int8,
+        int8=refusal is None and not lack if spec.int8 is None else spec.int8,
         drafters=_ways(spec, weights),
         draft_weights=weights,
         narrows_weights=not any(has_other_tokenizer(model.engine, one) for one in weights),

@@ -15,6 +15,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks as it defines a kernel, its own ones among them
 import transformers
 from hypothesis import HealthCheck, settings
 

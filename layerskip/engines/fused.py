@@ -249,8 +249,12 @@ class FusedEngine(StatesEngine):
     def prepare(self, plans: Iterable[ForwardPlan]) -> None:
         """See `Engine`: copies of weights that only some drafts compute with."""
         for mask in {plan.mask for plan in plans if plan.mask is not None}:
-            self.layers_of(mask)
-            self._head_of(mask)
+            self.prepare_draft(mask)
+
+    def prepare_draft(self, mask: SkipMask) -> None:
+        """Make what it needs that is not there yet."""
+        self.layers_of(mask)
+        self._head_of(mask)
 
     @torch.inference_mode()
     def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:

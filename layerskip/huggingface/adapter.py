@@ -15,7 +15,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.growing_keys import over_growing_keys
-from layerskip.huggingface.int8 import Int8Modules
+from layerskip.huggingface.int8 import Int8Modules, int8_refusal
 from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
@@ -229,12 +229,10 @@ class ModelAdapter:
 
     @property
     def int8_refusal(self) -> str | None:
-        """Why a draft of this model cannot compute with 8-bit weights; None where it can."""
-        if not self.placement.is_whole or self.device.type != "cpu":
-            return f"a model that is whole on a CPU, got one on {self.placement}"
-        if torch.backends.quantized.engine == "none" or not hasattr(torch.ops.quantized, "linear_dynamic"):
-            return "torch's dynamically quantized products, which this build lacks"
-        return None
+        """What drafts with 8-bit weights need that there is not; None where they can be."""
+        if not self.placement.is_whole:
+            return f"a model that is whole on one device, got one on {self.placement}"
+        return int8_refusal(self.device)
 
     @property
     def matrices(self) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""Int8Linear: a product with 8-bit weights and activations, for drafts on a CPU."""
+"""Products with 8-bit weights, for drafts: `Int8Linear` on a CPU, `GpuInt8Linear` on a GPU."""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,82 @@ from layerskip.huggingface.memory import lack_of_room
 
 _SMALLEST_SCALE = 6.1e-5
 """Of activations, as the library has it."""
+
+
+_ROWS_OF_KERNEL = 8
+"""Of more rows the kernel's repeated reading costs more than whole weights."""
+_AT_ONCE = 1 << 25
+"""Weights that are whole at a time."""
+
+
+class GpuInt8Linear:
+    """Weights rounded to 8 bits with a scale for every output; activations as they are.
+
+    A few rows, which is how drafts come, are a kernel of ours, see `int8_product`. More of them are multiplied with the
+    rounded weights in the format of x, some outputs at a time.
+    Cost: a byte for every weight.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: (outputs, inputs)."""
+        from layerskip.huggingface.gpu_products import int8_product  # where there is Triton alone
+
+        self._kernel = int8_product._opoverload
+        self.num_outputs = weight.shape[0]
+        self._outputs_at_once = max(1, _AT_ONCE // weight.shape[1])
+        with torch.inference_mode(mode=False), torch.no_grad():
+            parts = [_rounded(one) for one in torch.split(weight.detach(), self._outputs_at_once)]
+            self._weight, self._scales = torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
+        self._bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, None)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, residual)
+
+    def _product(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[0] <= _ROWS_OF_KERNEL:
+            few: torch.Tensor = self._kernel(x, self._weight, self._scales, self._bias, residual)
+            return few
+        size = self._outputs_at_once
+        parts = zip(torch.split(self._weight, size), torch.split(self._scales, size), strict=True)
+        out = torch.cat([(x @ weight.to(x.dtype).t()).float().mul_(scales) for weight, scales in parts], dim=1)
+        for one in (self._bias, residual):
+            out = out if one is None else out.add_(one)
+        return out.to(x.dtype)
+
+
+def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, inputs) int8, and (outputs,) scales in float32."""
+    whole = weight.float()
+    scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
+    return (whole / scales[:, None]).round_().to(torch.int8), scales
+
+
+def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear | GpuInt8Linear:
+    """The one for this device; weight: (outputs, inputs)."""
+    return Int8Linear(weight, bias) if weight.device.type == "cpu" else GpuInt8Linear(weight, bias)
+
+
+@functools.cache
+def int8_refusal(device: torch.device) -> str | None:
+    """What products with 8-bit weights need that this device lacks; None where it has all.
+
+    Cost: on a GPU some seconds, once: a kernel is compiled and tried.
+    """
+    if device.type == "cpu":
+        has_all = torch.backends.quantized.engine != "none" and hasattr(torch.ops.quantized, "linear_dynamic")
+        return None if has_all else "torch's dynamically quantized products, which this build lacks"
+    if device.type != "cuda":
+        return f"a CPU or a CUDA device, got {device}"
+    try:
+        one = torch.eye(32, device=device)
+        is_right = torch.allclose(GpuInt8Linear(one, one[0])(one[:2]), one[:2] + one[0], rtol=1e-3)
+    except Exception as error:  # noqa: BLE001 (a compiler may fail in any way it likes)
+        reason = (str(error).strip().splitlines() or ["?"])[0]
+        return f"Triton and its compiler, got {type(error).__name__}: {reason}"
+    return None if is_right else "Triton's products, which are wrong on this device"
 
 
 class Int8Linear:
@@ -68,8 +145,8 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
 class Int8Modules:
     """A model's linear modules in its decoder layers, and its output embedding, with 8-bit weights for a while.
 
-    Cost: see `Int8Linear`; made at the first draft. What is no linear module (a mixture's experts in one tensor) stays
-    as it is.
+    Cost: see `Int8Linear` and `GpuInt8Linear`; made at the first draft. What is no linear module, as a mixture's
+    experts in one tensor, stays as it is.
     """
 
     def __init__(self, layers: Sequence[nn.Module], head: nn.Module) -> None:
@@ -116,7 +193,7 @@ class _Twin:
     def __init__(self, module: Any, num_outputs: int | None = None) -> None:
         weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
         bias = module.bias
-        self._linear = Int8Linear(weight[:num_outputs], None if bias is None else bias[:num_outputs])
+        self._linear = int8_linear(weight[:num_outputs], None if bias is None else bias[:num_outputs])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -126,15 +203,15 @@ def _is_linear(module: object) -> bool:
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"  # the same product
 
 
-def check_room(weights: Iterable[torch.Tensor]) -> None:
+def check_room(weights: Sequence[torch.Tensor]) -> None:
     """Raises: ValueError if copies of these in 8 bits would take more than half of the free memory."""
     if lack := lack_of_int8_room(weights):
         raise ValueError(f"skip_mask: int8 needs a copy of the weights ({lack})")
 
 
-def lack_of_int8_room(weights: Iterable[torch.Tensor]) -> str:
+def lack_of_int8_room(weights: Sequence[torch.Tensor]) -> str:
     """See `lack_of_room`."""
-    return lack_of_room(sum(one.numel() for one in weights), torch.device("cpu"))
+    return lack_of_room(sum(one.numel() for one in weights), weights[0].device) if weights else ""
 
 
 def _is_reduced() -> bool:

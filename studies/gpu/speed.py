@@ -61,15 +61,16 @@ def plain_row(model: LayerSkipModel, samples: Sequence[Sample], subject: Subject
 
 
 def rounds(subject: Subject, job: Job) -> None:
-    """Rounds by layers kept and gamma."""
+    """Rounds by layers kept and gamma, and with all layers in 8 bits."""
     model = subject.graph()
-    job.add(kept=1.0, gamma=0, ms=_plain_ms(model, subject))
-    for kept in subject.some(KEPT_SHARES):
+    job.add(kept=1.0, int8=False, gamma=0, ms=_plain_ms(model, subject))
+    in_int8 = [(1.0, True)] if model.int8_refusal is None and not model.int8_lack else []
+    for kept, int8 in [*in_int8, *((kept, False) for kept in subject.some(KEPT_SHARES))]:
         for gamma in subject.some(GAMMAS):
             if job.left_s < _RESERVE_S:
                 return
-            config = draft_of(model.num_layers, kept, gamma)
-            job.add(kept=kept_share(config.skip_mask), gamma=gamma, ms=round_ms(model, config, subject))
+            config = draft_of(model.num_layers, kept, gamma, int8=int8)
+            job.add(kept=kept_share(config.skip_mask), int8=int8, gamma=gamma, ms=round_ms(model, config, subject))
 
 
 def round_ms(model: LayerSkipModel, config: DecodeConfig, subject: Subject) -> float | None:
@@ -146,10 +147,10 @@ def contexts(subject: Subject, job: Job) -> None:
         job.add(context=length, ms_per_token=statistics.median(ms))
 
 
-def draft_of(num_layers: int, kept: float, gamma: int) -> DecodeConfig:
+def draft_of(num_layers: int, kept: float, gamma: int, *, int8: bool = False) -> DecodeConfig:
     """A draft of the first layers, at least one."""
     first = max(round(kept * num_layers), 1)
-    return DecodeConfig(skip_mask=SkipMask.early_exit(num_layers, first), gamma=gamma)
+    return DecodeConfig(skip_mask=SkipMask.early_exit(num_layers, first).in_int8(int8), gamma=gamma)
 
 
 def kept_share(mask: SkipMask) -> float:

@@ -62,18 +62,19 @@ def benchmark(rows: Rows, _facts: Mapping[str, Any]) -> str:
 
 def rounds(rows: Rows, _facts: Mapping[str, Any]) -> str:
     """Milliseconds of a round, and the speedup that they allow where drafts are accepted independently."""
-    plain_ms, cells = rows[0]["ms"], {(row["kept"], row["gamma"]): row["ms"] for row in rows[1:] if row["ms"]}
+    plain_ms = rows[0]["ms"]
+    cells = {((row["kept"], row["int8"]), row["gamma"]): row["ms"] for row in rows[1:] if row["ms"]}
     gammas = sorted({gamma for _, gamma in cells})
-    shares = sorted({kept for kept, _ in cells})
-    lines = [[percent(kept), *(_ms(cells.get((kept, gamma))) for gamma in gammas)] for kept in shares]
+    drafts = {one: percent(one[0]) + (", 8 bits" if one[1] else "") for one in sorted({draft for draft, _ in cells})}
+    lines = [[name, *(_ms(cells.get((draft, gamma))) for gamma in gammas)] for draft, name in drafts.items()]
     best = []
-    for kept in shares:
-        line = [percent(kept)]
+    for draft, name in drafts.items():
+        line = [name]
         for acceptance in ACCEPTANCES:
             found = [
-                (plain_ms * expected_tokens(acceptance, gamma) / cells[kept, gamma], gamma)
+                (plain_ms * expected_tokens(acceptance, gamma) / cells[draft, gamma], gamma)
                 for gamma in gammas
-                if (kept, gamma) in cells
+                if (draft, gamma) in cells
             ]
             line.append("{:.2f}x (gamma {})".format(*max(found)))
         best.append(line)

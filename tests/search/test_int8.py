@@ -24,7 +24,7 @@ COST = dataclasses.replace(make_cost(4), int8_s=(1e-4, 2e-4, 3e-4), narrowed_s={
 @pytest.mark.parametrize(
     ("where", "name", "value", "said"),
     [
-        (ModelAdapter, "int8_refusal", "one on cuda:0", "need a model that is whole on a CPU"),
+        (ModelAdapter, "int8_refusal", "a CPU or a CUDA device, got mps", "need a CPU or a CUDA device, got mps"),
         (memory, "free_bytes", lambda _device: 1 << 10, "need a copy of them (0 MiB, and 0 MiB are free)"),
     ],
     ids=["device", "memory"],

@@ -17,7 +17,7 @@ from tests.search.helpers.fakes import FINGERPRINT, MODEL, SPACE, FakeDecoder, m
 def model_on(engine: str) -> Any:
     """A model as far as a search space asks it, on that engine."""
     layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
-    cannot = {"can_narrow": False, "can_int8": False, "placement": "cuda:0"}
+    cannot = {"can_narrow": False, "int8_refusal": "a CPU or a CUDA device, got mps"}
     refusal = None if engine == "eager" else f"the engine eager or fused, got {engine}"
     cannot |= {"siblings_refusal": refusal, "lossy_refusal": refusal}
     told = SimpleNamespace(shares_prefix=engine == "eager")

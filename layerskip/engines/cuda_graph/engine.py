@@ -147,6 +147,7 @@ class CudaGraphEngine(Engine):
         for plan in plans:
             if plan.num_tokens <= self.options.max_tokens:
                 mask = self._no_skip if plan.mask is None else plan.mask
+                self.executor.prepare_draft(mask)
                 for num_visible in self.visible_sizes(plan.starts, plan.num_tokens):
                     self.prepare_piece(self._recorded_forward(mask, plan.num_tokens, num_visible, plan.num_logits))
 
@@ -238,7 +239,10 @@ class CudaGraphEngine(Engine):
 
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
         """See `Engine`. None with a repetition penalty, which looks at the text on the host."""
-        return DeviceRound(self, plan, sampler) if sampler.params.repetition_penalty == 1.0 else None
+        if sampler.params.repetition_penalty != 1.0:
+            return None
+        self.executor.prepare_draft(plan.skip_mask)
+        return DeviceRound(self, plan, sampler)
 
     def make_free_steps(self) -> DeviceFreeSteps:
         """See `Engine`."""

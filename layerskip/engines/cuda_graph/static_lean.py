@@ -68,6 +68,9 @@ class LeanExecutor:
         with self.fused.session_over(self._cache):
             yield
 
+    def prepare_draft(self, mask: SkipMask) -> None:
+        self.fused.prepare_draft(mask)
+
     def keep_states(self, aux_layers: Sequence[int]) -> None:
         """See `StatesEngine`; of steps as well. Memory: kept until a longer text comes."""
         layers = (*aux_layers, len(self.fused.layers) - 1)
@@ -89,6 +92,7 @@ class LeanExecutor:
         branches: Branches | None = None,
     ) -> torch.Tensor:
         fused, num_tokens = self.fused, ids.shape[0]
+        layers = fused.layers_of(mask)
         project = self._function(_project_and_store, num_tokens, self._cache.num_positions)
         finish_both = self._function(_finish_and_add_mlp, num_tokens)
         add_mlp = self._function(_add_mlp, num_tokens)
@@ -100,7 +104,7 @@ class LeanExecutor:
         masks, attend = _Masks(positions, num_visible, branches), self.attention.kernel(num_visible)
         x = fused.embedded(ids)
         kept = []
-        for i, (attention, mlp) in enumerate(fused.layers):
+        for i, (attention, mlp) in enumerate(layers):
             buffers, skip_mlp = self._cache.layers[i], mask.mlp[i]
             if mask.attention[i]:
                 x = x if skip_mlp else add_mlp(mlp, x)

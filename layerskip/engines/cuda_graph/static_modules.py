@@ -62,6 +62,10 @@ class ModuleExecutor:
     def session(self) -> AbstractContextManager[None]:
         return self._adapter.attached()
 
+    def prepare_draft(self, mask: SkipMask) -> None:
+        if mask.int8:
+            self._adapter.prepare_int8(mask)
+
     def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:
         return self._adapter.forward(ids, self._cache, mask, num_logits=num_logits)
 

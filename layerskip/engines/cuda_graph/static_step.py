@@ -58,6 +58,11 @@ class StaticExecutor(Protocol):
         """Around all forwards of one text."""
         ...
 
+    def prepare_draft(self, mask: SkipMask) -> None:
+        """Make the copies of weights that drafts under this mask compute with, where there are none yet: outside a
+        recording, whose memory would keep what is only needed to make them."""
+        ...
+
     def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:
         """The ordinary forward, for prompts: logits (num_logits, V); the cache advances by len(ids)."""
         ...

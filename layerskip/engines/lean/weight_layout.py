@@ -11,7 +11,7 @@ import torch
 from layerskip.engines.lean.layers import LayerMaker
 from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined, reordered
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
-from layerskip.huggingface.int8 import Int8Linear
+from layerskip.huggingface.int8 import int8_linear
 
 _FEW_ROWS = 5
 """A verification of four drafts. It counts half as much as products of one row, of which a round has more."""
@@ -101,7 +101,7 @@ class _TorchLayersIn8Bits(LayerMaker):
     def linear(
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
     ) -> Linear:
-        return Int8Linear(joined(weights, order), None if bias is None else reordered(bias, order))
+        return int8_linear(joined(weights, order), None if bias is None else reordered(bias, order))
 
     def in_8_bits(self) -> LayerMaker:
         return self

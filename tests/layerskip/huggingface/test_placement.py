@@ -78,7 +78,7 @@ def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     assert wrapped.whole_layers_only == zoo.layerskip_of(name).whole_layers_only
     assert wrapped.weights_fingerprint() == weights_fingerprint(zoo.model_of(name))
     assert not wrapped.can_narrow
-    assert not wrapped.can_int8
+    assert wrapped.int8_refusal is not None
     for kind, mask in zoo.masks_of(name).items():
         config = DecodeConfig(skip_mask=mask.narrowed(None).in_int8(int8=False), gamma=3)
         out = wrapped.generate(zoo.prompt_of(5), config=config, max_new_tokens=10)

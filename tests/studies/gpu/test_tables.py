@@ -15,14 +15,16 @@ from tests.studies.gpu.fakes import Mishaps, run
 
 def test_the_rounds_table_by_hand() -> None:
     rows = [
-        {"kept": 1.0, "gamma": 0, "ms": 2.0},
-        {"kept": 0.25, "gamma": 1, "ms": 3.0},
-        {"kept": 0.25, "gamma": 4, "ms": 4.0},
-        {"kept": 0.5, "gamma": 1, "ms": None},
+        {"kept": 1.0, "int8": False, "gamma": 0, "ms": 2.0},
+        {"kept": 1.0, "int8": True, "gamma": 4, "ms": 5.0},
+        {"kept": 0.25, "int8": False, "gamma": 1, "ms": 3.0},
+        {"kept": 0.25, "int8": False, "gamma": 4, "ms": 4.0},
+        {"kept": 0.5, "int8": False, "gamma": 1, "ms": None},
     ]
     text = tables.rounds(rows, {})
     assert "A plain token takes 2.000 ms" in text
     assert "| 25.0 % | 3.000 | 4.000 |" in text
+    assert "| 100.0 %, 8 bits |" in text
     # At .6: 1.6 tokens in 3 ms, or 2.3056 in 4; at .9: 1.9, or 4.0951.
     assert "| 25.0 % | 1.15x (gamma 4) |" in text
     assert "2.05x (gamma 4)" in text
