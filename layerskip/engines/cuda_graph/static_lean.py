@@ -25,8 +25,9 @@ class LeanExecutor:
     copies the keys for every query head.
 
     compiled: run what lies before attention, what follows it, and the MLP through torch.compile. Attention itself is
-    left to a kernel of the library, so what is compiled depends on the number of tokens and the size of the cache's
-    buffers alone: it serves every layer, every mask and every number of visible positions. None runs all as it is.
+    left to a kernel of the library, so what is compiled depends on the number of tokens, the size of the cache's
+    buffers and whether weights have 8 bits: it serves every layer, every mask and every number of visible positions.
+    None runs all as it is.
     attention: None is what may be tried on the device.
     """
 

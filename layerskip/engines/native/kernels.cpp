@@ -30,7 +30,9 @@ constexpr int OUTPUTS = 4, ROWS_IN_PLACE = LANES / 4;  // at once where weights 
 constexpr long BYTES_AHEAD = 8192;      // that are fetched there
 constexpr int INPUTS_AT_ONCE = 1024;    // of a block that further rows read again, so that it stays in the cache
 constexpr int ROWS_AT_ONCE = 256;       // of a prompt, so that room for its numbers stays small
-constexpr int KEYS_AT_ONCE = 64, MOST_QUERIES = 32;
+constexpr int KEYS_AT_ONCE = 64, MOST_QUERIES = 30;
+constexpr long KEYS_AHEAD = 4096;       // bytes that are fetched of keys and values
+constexpr long KEYS_OF_PART = 512;      // summed up by themselves, so that threads may share a long text
 constexpr float MOST_DIGITS = 32000;    // of 16 bits
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
@@ -129,30 +131,56 @@ inline void sums_of_four(const Floats* x, float* out) {
 }
 #endif
 
-// The sums of LANES vectors' numbers.
+// Of LANES vectors, rows of a square of 32-bit numbers, its columns.
 #ifdef __AVX512F__
-inline Floats sums_of(const Floats* x) {
-  __m512 halves[2];
-  for (int i = 0; i < 2; i++) {
-    __m512 a = fours(x + 8 * i), b = fours(x + 8 * i + 4);
-    halves[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+inline void transpose(const Floats* rows, Floats* columns) {
+  __m512 pairs[16], fours[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
   }
-  return _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd);
+  for (int i = 0; i < 16; i++) {  // in each quarter the numbers of four rows in one column
+    __m512d a = _mm512_castps_pd(pairs[i / 4 * 4 + i % 4 / 2]), b = _mm512_castps_pd(pairs[i / 4 * 4 + i % 4 / 2 + 2]);
+    fours[i] = _mm512_castpd_ps(i % 2 ? _mm512_unpackhi_pd(a, b) : _mm512_unpacklo_pd(a, b));
+  }
+  for (int i = 0; i < 4; i++) {
+    __m512 a = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0x44);
+    __m512 b = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0xee);
+    __m512 c = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0x44);
+    __m512 d = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0xee);
+    columns[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+    columns[i + 4] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    columns[i + 8] = _mm512_shuffle_f32x4(b, d, 0x88);
+    columns[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
 }
 #else
-inline Floats sums_of(const Floats* x) {
-  __m256 a = fours(x), b = fours(x + 4);
-  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+inline void transpose(const Floats* rows, Floats* columns) {
+  __m256 pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 8; i++) {  // in each half the numbers of four rows in one column
+    __m256d a = _mm256_castps_pd(pairs[i / 4 * 4 + i % 4 / 2]), b = _mm256_castps_pd(pairs[i / 4 * 4 + i % 4 / 2 + 2]);
+    fours[i] = _mm256_castpd_ps(i % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b));
+  }
+  for (int i = 0; i < 4; i++) {
+    columns[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+    columns[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+  }
 }
 #endif
 
 // e^x, off by at most two units in the last place. Ref: Cephes.
 inline Floats exp(Floats x) {
-  Floats low = all(-87.0f), high = all(88.0f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
-  Floats shift = all(12582912.0f);  // adding it rounds to an integer
-  Floats n = (x * 1.44269504f + shift) - shift;
+#ifdef __AVX512F__
+  x = _mm512_min_ps(all(88.0f), _mm512_max_ps(all(-87.0f), x));  // of a number and none they give the second
+  Floats n = _mm512_roundscale_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  x = _mm256_min_ps(all(88.0f), _mm256_max_ps(all(-87.0f), x));
+  Floats n = _mm256_round_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
   Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Floats p = all(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -161,6 +189,9 @@ inline Floats exp(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#ifdef __AVX512F__
+  return _mm512_scalef_ps(p, n);
+#endif
   Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
   Floats scale;
   memcpy(&scale, &bits, sizeof scale);
@@ -698,96 +729,227 @@ inline Floats activated(Floats x, int activation) {
   return x * sigmoid(activation ? 1.5957691216f * (x + 0.044715f * x * x * x) : x);
 }
 
-// Of a head's keys, or values, those from `first` on as floats (count, padded), zeros where there is none.
-template <class T>
-inline void read_keys(const T* keys, const int* seen, long first, long count, long width, long padded, float* out) {
-  for (long j = 0; j < count; j++) {
-    const T* from = keys + (seen ? seen[first + j] : first + j) * width;
-    float* to = out + j * padded;
-    long i = 0;
-    for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
-    for (; i < padded; i++) to[i] = i < width ? number(from[i]) : 0.0f;
+// What keys and values of T are multiplied as: pairs of bfloat16 where the processor takes them, else floats.
+template <class T> constexpr bool IS_PAIRED = IN_PAIRS && std::is_same<T, bfloat16>::value;
+template <class T> constexpr int TOGETHER = IS_PAIRED<T> ? 2 : 1;
+template <class T> using Factor = std::conditional_t<IS_PAIRED<T>, Pair, float>;
+
+// LANES factors, those that there are of them and zeros. Those of a later row are fetched meanwhile.
+template <class T> inline Floats factors(const T* p, long count) {
+  constexpr int ALL = LANES * TOGETHER<T>;
+  __builtin_prefetch((const char*)p + KEYS_AHEAD);
+  T own[ALL];
+  if (__builtin_expect(count < ALL, 0)) {
+    memset(own, 0, sizeof own);
+    memcpy(own, p, count * sizeof(T)), p = own;
   }
-  for (long j = count; j % LANES; j++) memset(out + j * padded, 0, padded * sizeof(float));
+  if constexpr (IS_PAIRED<T>) {
+    Floats out;
+    memcpy(&out, p, sizeof out);
+    return out;
+  } else {
+    return load(p);
+  }
 }
 
-// A query's products with LANES keys.
-inline Floats products(const float* query, const float* keys, long padded) {
-  Floats sums[LANES];
+// LANES numbers of 16 bits, those that there are of them, as integers.
+#ifdef __AVX512F__
+inline Ints halves(const bfloat16* p, long count) {
+  __builtin_prefetch((const char*)p + KEYS_AHEAD);
+  bfloat16 own[LANES];
+  if (__builtin_expect(count < LANES, 0)) {
+    memset(own, 0, sizeof own);
+    memcpy(own, p, count * sizeof(bfloat16)), p = own;
+  }
+  return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+}
+#endif
+
+template <class T> inline void to_factors(const float* from, long count, Factor<T>* to) {
+#ifdef __AVX512BF16__
+  if constexpr (IS_PAIRED<T>) return round_pairs(from, count, to);
+#endif
+  if constexpr (!IS_PAIRED<T>) memcpy(to, from, count * sizeof(float));
+}
+
+template <class T> struct Head {
+  const T *keys, *values;  // (positions, width)
+  const int* seen;         // those of them that count; null: the first ones
+  long width;
+  float scaling;
+
+  const T* row(const T* of, long j) const { return of + (seen ? seen[j] : j) * width; }
+  long inputs() const { return (width + LANES * TOGETHER<T> - 1) / (LANES * TOGETHER<T>) * LANES; }
+  long blocks() const { return (width + BLOCK - 1) / BLOCK; }
+};
+
+// Keys from `first` on, side by side: blocks of (inputs, BLOCK) factors.
+template <class T> inline void read_keys(const Head<T>& head, long first, long count, Factor<T>* out) {
+  long inputs = head.inputs(), width = head.width;
+  for (long j = 0; j < count; j += LANES) {
+    const T* from[LANES] = {};
+    for (int k = 0; k < LANES && j + k < count; k++) from[k] = head.row(head.keys, first + j + k);
+    Factor<T>* to = out + j / BLOCK * inputs * BLOCK + j % BLOCK;
+    for (long i = 0; i < width; i += LANES * TOGETHER<T>, to += LANES * BLOCK) {
+      Floats rows[LANES], columns[LANES];
 #pragma GCC unroll 16
-  for (int j = 0; j < LANES; j++) sums[j] = Floats{};
-  for (long i = 0; i < padded; i += LANES) {
-    Floats part = load(query + i);
+      for (int k = 0; k < LANES; k++) rows[k] = from[k] ? factors(from[k] + i, width - i) : Floats{};
+      transpose(rows, columns);
 #pragma GCC unroll 16
-    for (int j = 0; j < LANES; j++) sums[j] += part * load(keys + j * padded + i);
-  }
-  return sums_of(sums);
-}
-
-// Adds `count` weighted values, V vectors of each.
-template <int V> inline void add_values(const float* weights, const float* values, long count, long padded, float* out) {
-  Floats sums[V];
-  for (int v = 0; v < V; v++) sums[v] = load(out + v * LANES);
-  for (long j = 0; j < count; j++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sums[v] += all(weights[j]) * load(values + j * padded + v * LANES);
-  for (int v = 0; v < V; v++) store(out + v * LANES, sums[v]);
-}
-
-// Some queries over the keys and values of one head: those at `seen`, or the first ones where it is null.
-template <class T>
-inline void attend(
-    const std::vector<Query>& queries, const T* keys, const T* values, const int* seen, long width, float scaling,
-    std::vector<float>& room
-) {
-  long padded = (width + LANES - 1) / LANES * LANES, most = 0;
-  for (const Query& query : queries) most = query.count > most ? query.count : most;
-  long columns = (most + LANES - 1) / LANES * LANES, count = queries.size();
-  room.resize(KEYS_AT_ONCE * padded + count * (columns + 2 * padded));
-  float *part = room.data(), *scores = part + KEYS_AT_ONCE * padded, *own = scores + count * columns;
-  float* outs = own + count * padded;
-  memset(own, 0, 2 * count * padded * sizeof(float));
-  for (long q = 0; q < count; q++) memcpy(own + q * padded, queries[q].x, width * sizeof(float));
-  for (long first = 0; first < most; first += KEYS_AT_ONCE) {
-    long n = most - first < KEYS_AT_ONCE ? most - first : KEYS_AT_ONCE;
-    read_keys(keys, seen, first, n, width, padded, part);
-    for (long q = 0; q < count; q++)
-      for (long j = 0; j < n && first + j < queries[q].count; j += LANES)
-        store(scores + q * columns + first + j, products(own + q * padded, part + j * padded, padded) * scaling);
-  }
-  std::vector<float> totals(count);
-  for (long q = 0; q < count; q++) {
-    float* row = scores + q * columns;
-    Floats highest = all(-INFINITY), total = {};
-    for (long j = queries[q].count; j % LANES; j++) row[j] = -INFINITY;
-    for (long j = 0; j < queries[q].count; j += LANES) highest = load(row + j) > highest ? load(row + j) : highest;
-    for (int i = 1; i < LANES; i++) highest[0] = highest[i] > highest[0] ? highest[i] : highest[0];
-    for (long j = 0; j < queries[q].count; j += LANES) {
-      Floats left = load(row + j), weight = exp(left - highest[0]);
-      weight = left == all(-INFINITY) ? Floats{} : weight;
-      store(row + j, weight);
-      total += weight;
+      for (int k = 0; k < LANES; k++) memcpy(to + k * BLOCK, &columns[k], sizeof columns[k]);
     }
-    totals[q] = sum(total);
   }
-  for (long first = 0; first < most; first += KEYS_AT_ONCE) {
-    long n = most - first < KEYS_AT_ONCE ? most - first : KEYS_AT_ONCE;
-    read_keys(values, seen, first, n, width, padded, part);
+}
+
+// Values from `first` on: blocks of (KEYS_AT_ONCE / TOGETHER, BLOCK) factors.
+template <class T> inline void read_values(const Head<T>& head, long first, long count, Factor<T>* out) {
+  constexpr long SIZE = KEYS_AT_ONCE / TOGETHER<T> * BLOCK;
+  for (long j = 0; j < count; j += TOGETHER<T>, out += BLOCK) {
+    const T *from = head.row(head.values, first + j), *after = nullptr;
+    if (j + 1 < count) after = head.row(head.values, first + j + 1);
+    for (long i = 0; i < head.width; i += LANES) {
+      Factor<T>* to = out + i / BLOCK * SIZE + i % BLOCK;
+      if constexpr (IS_PAIRED<T>) {
+        Ints pairs = halves(from + i, head.width - i);
+        if (after) pairs |= halves(after + i, head.width - i) << 16;
+        memcpy(to, &pairs, sizeof pairs);
+      } else {
+        Floats row = factors(from + i, head.width - i);
+        memcpy(to, &row, sizeof row);
+      }
+    }
+  }
+}
+
+inline float exp(float x) { return exp(all(x))[0]; }
+
+// A query's sums over some keys: the highest product, all weights, and (width,) weighted values, both relative to it.
+struct Sums {
+  float highest, total;
+  float* values;
+
+  // After others, in the order of the keys.
+  void add(const Sums& next, long width) {
+    float most = next.highest > highest ? next.highest : highest;
+    float own = exp(highest - most), others = exp(next.highest - most);
+    total = total * own + next.total * others;
+    for (long i = 0; i < width; i++) values[i] = values[i] * own + next.values[i] * others;
+    highest = most;
+  }
+};
+
+// Room for what `attend` makes of some queries.
+template <class T> struct Room {
+  Factor<T> *own, *part, *weights;
+  float *scores, *outs, *highest, *totals;
+
+  Room(const Head<T>& head, long count) {
+    long inputs = head.inputs(), blocks = head.blocks(), most = inputs > blocks * BLOCK ? inputs : blocks * BLOCK;
+    thread_local std::vector<float> numbers;
+    size_t size = count * inputs + KEYS_AT_ONCE * most + count * (2 * KEYS_AT_ONCE + blocks * BLOCK + LANES + 1);
+    if (numbers.size() < size) numbers.resize(size);
+    own = (Factor<T>*)numbers.data(), part = own + count * inputs, weights = part + KEYS_AT_ONCE * most;
+    scores = (float*)weights + count * KEYS_AT_ONCE, outs = scores + count * KEYS_AT_ONCE;
+    totals = outs + count * blocks * BLOCK, highest = totals + count * LANES;
+  }
+};
+
+// What some queries, whose factors are in `room.own`, make of the keys from `begin` to `end`.
+template <class T>
+inline void attend(const Head<T>& head, const std::vector<Query>& queries, long begin, long end, Room<T>& room, Sums* out) {
+  long inputs = head.inputs(), blocks = head.blocks(), count = queries.size();
+  memset(room.outs, 0, count * (blocks * BLOCK + LANES) * sizeof(float));  // and the totals behind them
+  std::fill_n(room.highest, count, -INFINITY);
+  Ints lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = i;
+  for (long first = begin; first < end; first += KEYS_AT_ONCE) {
+    long n = end - first < KEYS_AT_ONCE ? end - first : KEYS_AT_ONCE;
+    read_keys(head, first, n, room.part);
+    memset(room.scores, 0, count * KEYS_AT_ONCE * sizeof(float));
+    for (long j = 0; j < n; j += BLOCK)
+      for_rows(count, [&](auto rows, int q) {
+        block<Factor<T>, rows.value>(
+            room.part + j * inputs, inputs, room.own + q * inputs, inputs, room.scores + (j / BLOCK * count + q) * BLOCK
+        );
+      });
     for (long q = 0; q < count; q++) {
-      long m = queries[q].count - first < n ? queries[q].count - first : n, i = 0;
-      const float* weights = scores + q * columns + first;
-      float* out = outs + q * padded;
-      for (; i + 4 * LANES <= padded; i += 4 * LANES) add_values<4>(weights, part + i, m, padded, out + i);
-      for (; i + 2 * LANES <= padded; i += 2 * LANES) add_values<2>(weights, part + i, m, padded, out + i);
-      for (; i < padded; i += LANES) add_values<1>(weights, part + i, m, padded, out + i);
+      long left = queries[q].count - first;
+      auto at = [&](long j) { return room.scores + (j / BLOCK * count + q) * BLOCK + j % BLOCK; };
+      Floats top = all(-INFINITY), total = load(room.totals + q * LANES);
+      for (long j = 0; j < n; j += LANES) {
+        Floats x = load(at(j)) * head.scaling;
+        if (left < j + LANES) x = lanes < int(left - j) ? x : all(-INFINITY);
+        store(at(j), x);
+        top = x > top ? x : top;
+      }
+      float highest = room.highest[q];
+      for (int i = 0; i < LANES; i++) highest = top[i] > highest ? top[i] : highest;
+      if (highest > room.highest[q]) {
+        float kept = exp(room.highest[q] - highest);
+        for (long b = 0; b < blocks; b++)
+          for (long i = 0; i < BLOCK; i += LANES) {
+            float* place = room.outs + (b * count + q) * BLOCK + i;
+            store(place, load(place) * kept);
+          }
+        total *= kept;
+        room.highest[q] = highest;
+      }
+      for (long j = 0; j < n; j += LANES) {
+        Floats weight = exp(load(at(j)) - highest);
+        if (left < j + LANES) weight = lanes < int(left - j) ? weight : Floats{};
+        store(at(j), weight);
+        total += weight;
+      }
+      store(room.totals + q * LANES, total);
     }
+    to_factors<T>(room.scores, count * KEYS_AT_ONCE, room.weights);
+    read_values(head, first, n, room.part);
+    for (long b = 0; b < blocks; b++)
+      for (long j = 0; j < n; j += BLOCK) {
+        long some = n - j < BLOCK ? n - j : BLOCK, stride = BLOCK / TOGETHER<T>;
+        for_rows(count, [&](auto rows, int q) {
+          block<Factor<T>, rows.value>(
+              room.part + (b * KEYS_AT_ONCE + j) / TOGETHER<T> * BLOCK, (some + TOGETHER<T> - 1) / TOGETHER<T>,
+              room.weights + (j / BLOCK * count + q) * stride, stride, room.outs + (b * count + q) * BLOCK
+          );
+        });
+      }
   }
-  for (long q = 0; q < count; q++)
-    for (long i = 0; i < width; i += LANES) {
-      Floats out = load(outs + q * padded + i) / totals[q];
-      if (queries[q].gate) out *= sigmoid(load_some(queries[q].gate + i, width - i));
-      store_some(queries[q].out + i, out, width - i);
-    }
+  for (long q = 0; q < count; q++) {
+    out[q].highest = room.highest[q];
+    out[q].total = sum(load(room.totals + q * LANES));
+    for (long i = 0; i < head.width; i++) out[q].values[i] = room.outs[(i / BLOCK * count + q) * BLOCK + i % BLOCK];
+  }
+}
+
+// The same of the keys of parts `from` to `to`, one after the other; from the queries themselves, with room for their
+// values.
+template <class T>
+inline void attend_parts(const Head<T>& head, const std::vector<Query>& queries, long from, long to, Sums* out) {
+  long count = queries.size(), most = 0;
+  for (const Query& query : queries) most = query.count > most ? query.count : most;
+  Room<T> room(head, count);
+  memset(room.own, 0, count * head.inputs() * sizeof(Factor<T>));
+  std::vector<float> numbers(count * head.width);
+  std::vector<Sums> sums(count);
+  for (long q = 0; q < count; q++) {
+    to_factors<T>(queries[q].x, head.width, room.own + q * head.inputs());
+    sums[q].values = numbers.data() + q * head.width;
+    out[q].highest = -INFINITY, out[q].total = 0.0f;
+    std::fill_n(out[q].values, head.width, 0.0f);
+  }
+  for (long begin = from * KEYS_OF_PART; begin < to * KEYS_OF_PART && begin < most; begin += KEYS_OF_PART) {
+    attend(head, queries, begin, begin + KEYS_OF_PART < most ? begin + KEYS_OF_PART : most, room, sums.data());
+    for (long q = 0; q < count; q++) out[q].add(sums[q], head.width);
+  }
+}
+
+inline void write_attended(const Query& query, const Sums& sums, long width) {
+  for (long i = 0; i < width; i += LANES) {
+    Floats out = load_some(sums.values + i, width - i) / sums.total;
+    if (query.gate) out *= sigmoid(load_some(query.gate + i, width - i));
+    store_some(query.out + i, out, width - i);
+  }
 }
 
 // Scratch of the calling thread, which all threads of its parallel regions share.
@@ -804,14 +966,31 @@ void attention_rows(const Attention& part, const Rows& rows, const Look& look, b
   long num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
   long attended_width = part.num_queries * head;
   long stop = look.place + rows.count, num_seen = stop - look.first;
-  float* x = scratch(rows.count * (width + num_heads * head + attended_width + part.out.out.outputs));
+  // Several queries of a key head share one reading of it, yet no thread waits for another.
+  long group = part.num_queries / part.num_keys, num_queries = rows.count * group;
+  long parts = (num_seen + KEYS_OF_PART - 1) / KEYS_OF_PART;
+  long share = parts > 1 ? MOST_QUERIES : num_queries * part.num_keys / (2 * rows.num_threads);
+  share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
+  long shares = (num_queries + share - 1) / share;
+  bool apart = parts > 1 && part.num_keys * shares < 4 * rows.num_threads;  // whether a part of the keys is one task
+  long num_sums = part.num_keys * num_queries * (apart ? parts : 1);
+  float* x = scratch(rows.count * (width + num_heads * head + part.out.out.outputs + attended_width) + num_sums * head);
   float *heads = x + rows.count * width, *attended = heads + rows.count * num_heads * head;
+  float *room_of_out = attended + rows.count * attended_width, *values = room_of_out + rows.count * part.out.out.outputs;
+  std::vector<Sums> sums(num_sums);  // (parts, key heads, queries)
+  for (long i = 0; i < num_sums; i++) sums[i].values = values + i * head;
   std::vector<std::vector<int>> seen(look.visible ? rows.count : 0);
   for (size_t r = 0; r < seen.size(); r++)
     for (long j = 0; j < num_seen; j++)
       if (look.visible[r * look.visible_stride + j]) seen[r].push_back(int(j));
   T* states = (T*)look.states;
   long head_stride = look.positions * head;
+  auto query_of = [&](long key, long q) {
+    long r = q / group, h = key * group + q % group;
+    long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
+    const float *own = heads + (r * num_heads + h) * head, *gate = own + first_gate * head;
+    return Query{own, count, attended + r * attended_width + h * head, part.is_gated ? gate : nullptr};
+  };
   read_rows<T>(rows, part.norm, width, x);
 #pragma omp parallel num_threads(rows.num_threads)
   {
@@ -829,28 +1008,28 @@ void attention_rows(const Attention& part, const Rows& rows, const Look& look, b
         keep_value(part.value_norm, own, head, kept);
     }
     if (!keys_only) {
-      // Several queries of a key head share one reading of it, yet no thread waits for another.
-      long group = part.num_queries / part.num_keys, num_queries = rows.count * group;
-      long share = num_queries * part.num_keys / (2 * rows.num_threads);
-      share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
-      long shares = (num_queries + share - 1) / share;
-      std::vector<Query> queries;
-      std::vector<float> room;
 #pragma omp for schedule(dynamic)
-      for (long i = 0; i < part.num_keys * shares; i++) {
-        long first = i % shares * share, key = i / shares;
+      for (long i = 0; i < part.num_keys * shares * (apart ? parts : 1); i++) {
+        long which = apart ? i / parts : i, from = apart ? i % parts : 0;
+        long first = which % shares * share, key = which / shares;
         const T* keys = states + key * head_stride + look.first * head;
         const int* of_row = look.visible ? seen[first / group].data() : nullptr;
-        queries.clear();
-        for (long q = first; q < first + share && q < num_queries; q++) {
-          long r = q / group, h = key * group + q % group;
-          long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
-          const float *own = heads + (r * num_heads + h) * head, *gate = own + first_gate * head;
-          queries.push_back({own, count, attended + r * attended_width + h * head, part.is_gated ? gate : nullptr});
-        }
-        attend(queries, keys, keys + part.num_keys * head_stride, of_row, head, part.scaling, room);
+        std::vector<Query> queries;
+        for (long q = first; q < first + share && q < num_queries; q++) queries.push_back(query_of(key, q));
+        Sums* own = sums.data() + (from * part.num_keys + key) * num_queries + first;
+        Head<T> of = {keys, keys + part.num_keys * head_stride, of_row, head, part.scaling};
+        attend_parts(of, queries, from, apart ? from + 1 : parts, own);
+        for (size_t q = 0; q < queries.size() && !apart; q++) write_attended(queries[q], own[q], head);
       }
-      product_out<T>(rows, part.out, attended, attended + rows.count * attended_width);
+      if (apart) {
+#pragma omp for
+        for (long i = 0; i < part.num_keys * num_queries; i++) {
+          Query query = query_of(i / num_queries, i % num_queries);
+          for (long p = 1; p < parts; p++) sums[i].add(sums[p * part.num_keys * num_queries + i], head);
+          write_attended(query, sums[i], head);
+        }
+      }
+      product_out<T>(rows, part.out, attended, room_of_out);
     }
   }
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean.layers import Attention, FinishedLinear, Mlp
 from layerskip.engines.native import library
@@ -94,6 +95,42 @@ def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtyp
             found.append(torch.cat([engine.forward(one, num_logits=len(one)).clone() for one in ids.split(sizes)]))
     assert found[0].isfinite().all()
     assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 16), (6, 1, 40), (2, 2, 130)], ids=str)
+def test_long_texts_are_shared_by_threads_in_parts_of_the_same_bits(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Their keys are summed up in parts of 512, each a thread's task or one after the other, of few queries or many."""
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+    engine = engine_of("qwen3", dtype, max_position_embeddings=2048, **sizes)
+    ids, tree = torch.tensor(zoo.prompt_of(1300)), DraftTree((0, 1, 0, 2, 2))
+    found, threads = [], torch.get_num_threads()
+    try:
+        for num_threads, pieces in (
+            (1, [1290, *[1] * 10]),
+            (2, [1290, 9, 1]),
+            (5, [1000, 24, 1, 265, 10]),
+            (3, [1300]),
+        ):
+            torch.set_num_threads(num_threads)
+            with engine.session(1310):
+                rows = [engine.forward(one, num_logits=len(one)).clone() for one in ids.split(pieces)]
+                rows.append(engine.verify_tree(ids[: tree.num_rows], tree)[[0, 1, 2, 4]])
+                engine.cache.rollback_to(1300)
+                path = [engine.forward(one) for one in ids[[0, 1, 2, 4]].split(1)]
+                assert torch.equal(torch.cat(path), rows[-1])
+            found.append(torch.cat(rows))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].isfinite().all()
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    eager = EagerEngine(engine._adapter)
+    with eager.session(1300):
+        difference, tolerance = logit_difference(found[0][:1300], eager.forward(ids, num_logits=1300))
+    assert difference <= tolerance
 
 
 @needs_kernels

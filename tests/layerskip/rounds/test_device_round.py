@@ -54,6 +54,9 @@ class TableExecutor:
     def session(self) -> Iterator[None]:
         yield
 
+    def prepare_draft(self, mask: SkipMask) -> None:
+        """Tables are there."""
+
     def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:
         start = self._cache.length
         self._cache.advance(len(ids))
