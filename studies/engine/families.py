@@ -80,6 +80,8 @@ _LEAN: dict[str, dict[str, bool]] = {
 """In place there are no 8-bit weights but those copies that `kernels` has, too: not measured again."""
 _FIRST_IDS = 1000
 STEPS = ("plain", "verify", "int8")
+PROMPT = "prompt"
+"""Once on each engine, one after the other, so without an interval."""
 """A token, some at once, and a token drafted with 8-bit weights."""
 
 
@@ -109,8 +111,8 @@ class Step:
     times_faster: float
     """Than the same step by the model's modules, with its interval: the geometric mean over rounds, each of which runs
     all engines after one another."""
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: int, rounds: int) -> list[Step]:
@@ -133,10 +135,15 @@ def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: 
     seconds: dict[tuple[str, str], list[float]] = {
         (engine, step): [] for step in STEPS for engine in engines if step != "int8" or "in place" not in engine
     }
+    prompts = {}
     with ExitStack() as stack:
-        for one in engines.values():
+        for how, one in engines.items():
+            with one.session(1):
+                one.forward(ids[:1])
             stack.enter_context(one.session(len(ids)))
+            start = time.perf_counter()
             one.forward(ids[:context])
+            prompts[how] = [time.perf_counter() - start]
         for number in range(rounds + 1):
             for (engine, step), found in seconds.items():
                 own = engines[engine]
@@ -146,15 +153,15 @@ def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: 
                 if number:  # the first round makes what the others use
                     found.append(time.perf_counter() - start)
                 own.cache.rollback_to(context)
+    seconds |= {(how, PROMPT): found for how, found in prompts.items()}
     return [_compared(name, engine, step, found, seconds["modules", step]) for (engine, step), found in seconds.items()]
 
 
 def _compared(model: str, engine: str, step: str, own: Sequence[float], modules: Sequence[float]) -> Step:
     ratios = [b / a for a, b in zip(own, modules, strict=True)]
-    interval = ratio_interval(ratios, seed=0)
-    assert interval is not None
-    times_faster = geometric_mean(ratios)
-    return Step(model, engine, step, 1000 * statistics.median(own), times_faster, interval.low, interval.high)
+    interval, times_faster = ratio_interval(ratios, seed=0), geometric_mean(ratios)
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    return Step(model, engine, step, 1000 * statistics.median(own), times_faster, low, high)
 
 
 def table(found: Sequence[Step], num_rows: int) -> str:
@@ -162,9 +169,13 @@ def table(found: Sequence[Step], num_rows: int) -> str:
     by_line: dict[tuple[str, str], dict[str, Step]] = {}
     for one in found:
         by_line.setdefault((one.model, one.engine), {})[one.step] = one
-    header = ["model", "by", "plain step, ms", f"{num_rows} rows", "8-bit draft", "times faster, plain"]
+    header = ["model", "by", "prompt, ms", "plain step", f"{num_rows} rows", "8-bit draft", "times faster, plain"]
     lines = [
-        [model, engine, *(f"{steps[name].ms:.1f}" if name in steps else "" for name in STEPS), _times(steps["plain"])]
+        [
+            *(model, engine, f"{steps[PROMPT].ms:.0f}"),
+            *(f"{steps[name].ms:.1f}" if name in steps else "" for name in STEPS),
+            _times(steps["plain"]),
+        ]
         for (model, engine), steps in by_line.items()
     ]
     return markdown_table(header, lines)

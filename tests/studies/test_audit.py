@@ -143,7 +143,7 @@ def test_the_committed_result_holds_what_is_claimed() -> None:
     assert record.by_dtype["float32"]["tie"] == record.by_dtype["float32"]["failure"] == 0
     assert set(record.by_architecture) == set(zoo.NAMES)
     for found in record.ties:
-        assert found["case"]["dtype"] == "bfloat16"
+        assert found["dtype"] == "bfloat16"
         assert found["report"]["logit_gap"] <= found["report"]["tolerance"]
     drafted, accepted = record.decoded["num_drafted"], record.decoded["num_accepted"]
     assert 0.1 < accepted / drafted < 0.9

@@ -150,10 +150,16 @@ def test_families_tells_each_step_on_every_engine(tmp_path: Path, monkeypatch, c
     kernels = ("modules", "kernels", "kernels, in place")
     ways = [("gemma3", one) for one in ("torch", *kernels)] + [("lfm2", one) for one in kernels]
     assert sorted((one["model"], one["engine"], one["step"]) for one in steps) == sorted(
-        (*way, step) for way in ways for step in families.STEPS if "in place" not in way[1] or step != "int8"
+        (*way, step)
+        for way in ways
+        for step in (*families.STEPS, families.PROMPT)
+        if "in place" not in way[1] or step != "int8"
     )
     for one in steps:
-        assert 0 < one["low"] <= one["times_faster"] <= one["high"]
+        if one["step"] == families.PROMPT:
+            assert one["low"] is one["high"] is None
+        else:
+            assert 0 < one["low"] <= one["times_faster"] <= one["high"]
         assert one["engine"] != "modules" or one["times_faster"] == pytest.approx(1.0)
     said = capsys.readouterr().out
     assert (tmp_path / "families.md").read_text() in said
