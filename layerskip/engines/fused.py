@@ -98,6 +98,9 @@ class FusedEngine(StatesEngine):
         scale = 1.0 / getattr(adapter.text_config, "logits_scaling", 1.0)
         self.norm = Norm(first_of(decoder, "norm", "embedding_norm", "final_layernorm"), scale=scale)
         self._no_skip = SkipMask.none(adapter.num_layers)
+        own = [i for i in range(adapter.num_layers) if i not in adapter.sources]
+        self._first_reader = own[-1] + 1
+        """From this layer on all read others' keys, and leave nothing of a row for those after it."""
         self._runs: dict[tuple[SkipMask, range], NativeRun] = {}
         self._held: list[Any] = []
         """Of every layer keys and values (1, 2 * key heads, positions, head_dim), or a `NativeState`; as the former of
@@ -136,7 +139,7 @@ class FusedEngine(StatesEngine):
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         step = self._step(self.cache.length, input_ids.shape[0])
-        return self.logits(self._all_layers(input_ids, step, mask)[-num_logits:], mask)
+        return self.logits(self._all_layers(input_ids, step, mask, num_logits)[-num_logits:], mask)
 
     @torch.inference_mode()
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
@@ -144,10 +147,10 @@ class FusedEngine(StatesEngine):
         step = self._step(self.cache.length, tree.num_rows)
         positions = tree.positions(step.start, self.device)
         step.tree, step.rotary = tree, rotary_rows(self._rotations, positions)
-        return self.logits(self._all_layers(input_ids, step, None), None)
+        return self.logits(self._all_layers(input_ids, step, None, tree.num_rows), None)
 
-    def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None) -> torch.Tensor:
-        """(T, hidden); the cache advances."""
+    def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None, num_last: int) -> torch.Tensor:
+        """(T, hidden), or of the last rows alone, at least so many; the cache advances."""
         x = self._entered(input_ids, step)
         if mask is None and self._keeps_states:
             kept = []
@@ -155,7 +158,12 @@ class FusedEngine(StatesEngine):
                 kept.append(x := self._run(x, step, self._no_skip, range(first + 1, last + 1)))
             self._keep(step.start, kept)
         else:
-            x = self._run(x, step, mask or self._no_skip, range(len(self.layers)))
+            own = self._first_reader if num_last < step.num_tokens else len(self.layers)
+            x = self._run(x, step, mask or self._no_skip, range(own))
+            if own < len(self.layers):
+                rest = self._step(step.stop - num_last, num_last)
+                rest.gates = None if step.gates is None else step.gates[-num_last:]
+                x = self._run(x[-num_last:], rest, mask or self._no_skip, range(own, len(self.layers)))
         self.cache.advance(step.num_tokens)
         return x
 

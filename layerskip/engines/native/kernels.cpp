@@ -830,6 +830,7 @@ struct Sums {
 
   // After others, in the order of the keys.
   void add(const Sums& next, long width) {
+    if (next.highest == -INFINITY) return;  // of no keys, as others' keys are more than a query's own
     float most = next.highest > highest ? next.highest : highest;
     float own = exp(highest - most), others = exp(next.highest - most);
     total = total * own + next.total * others;

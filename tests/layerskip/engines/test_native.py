@@ -103,7 +103,8 @@ def test_a_prompts_bits_do_not_depend_on_its_pieces(name: str, dtype: torch.dtyp
 def test_long_texts_are_shared_by_threads_in_parts_of_the_same_bits(
     heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Their keys are summed up in parts of 512, each a thread's task or one after the other, of few queries or many."""
+    """Their keys are summed up in parts of 512, each a thread's task or one after the other, of few queries or many, of
+    which the first may not see the last part."""
     sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
     engine = engine_of("qwen3", dtype, max_position_embeddings=2048, **sizes)
     ids, tree = torch.tensor(zoo.prompt_of(1300)), DraftTree((0, 1, 0, 2, 2))
@@ -112,7 +113,7 @@ def test_long_texts_are_shared_by_threads_in_parts_of_the_same_bits(
         for num_threads, pieces in (
             (1, [1290, *[1] * 10]),
             (2, [1290, 9, 1]),
-            (5, [1000, 24, 1, 265, 10]),
+            (5, [1020, 9, 261, 10]),
             (3, [1300]),
         ):
             torch.set_num_threads(num_threads)
@@ -131,6 +132,29 @@ def test_long_texts_are_shared_by_threads_in_parts_of_the_same_bits(
     with eager.session(1300):
         difference, tolerance = logit_difference(found[0][:1300], eager.forward(ids, num_logits=1300))
     assert difference <= tolerance
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_that_read_others_keys_compute_the_rows_asked_for_alone(dtype: torch.dtype, monkeypatch: Any) -> None:
+    engine, ids, computed = engine_of("gemma4", dtype), torch.tensor(zoo.prompt_of(30)), []
+
+    def run(x: torch.Tensor, step: Any, mask: SkipMask, layers: range) -> torch.Tensor:
+        computed.append((len(x), layers))
+        return FusedEngine._run(engine, x, step, mask, layers)
+
+    monkeypatch.setattr(engine, "_run", run)
+    readers = engine._adapter.sources
+    assert min(readers) == zoo.NUM_LAYERS - len(readers) < zoo.NUM_LAYERS
+    for mask in (None, NONE.in_int8(), SkipMask.from_layers(zoo.NUM_LAYERS, [1])):
+        found = []
+        for num_logits in (20, 3, 1):
+            with engine.session(40):
+                engine.forward(ids[:10], mask, num_logits=num_logits)
+                rows = engine.forward(ids[10:], mask, num_logits=num_logits)
+                assert computed[-1] == (num_logits, range(0 if num_logits == 20 else min(readers), zoo.NUM_LAYERS))
+                found.append(torch.cat([rows[-1:], engine.forward(ids[:1], mask)]).clone())
+        assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
 @needs_kernels
