@@ -41,7 +41,7 @@ class GpuInt8Linear:
         self.num_outputs = weight.shape[0]
         self._outputs_at_once = max(1, _AT_ONCE // weight.shape[1])
         with torch.inference_mode(mode=False), torch.no_grad():
-            parts = [_rounded(one) for one in torch.split(weight.detach(), self._outputs_at_once)]
+            parts = [rounded_weights(one) for one in torch.split(weight.detach(), self._outputs_at_once)]
             self._weight, self._scales = torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
         self._bias = None if bias is None else bias.detach()
 
@@ -63,8 +63,8 @@ class GpuInt8Linear:
         return out.to(x.dtype)
 
 
-def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs, inputs) int8, and (outputs,) scales in float32."""
+def rounded_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights (outputs, inputs) those in int8, and (outputs,) scales in float32."""
     whole = weight.float()
     scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
     return (whole / scales[:, None]).round_().to(torch.int8), scales

@@ -191,11 +191,12 @@ inline Floats exp(Floats x) {
   p = p * r * r + r + 1.0f;
 #ifdef __AVX512F__
   return _mm512_scalef_ps(p, n);
-#endif
+#else
   Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
   Floats scale;
   memcpy(&scale, &bits, sizeof scale);
   return p * scale;
+#endif
 }
 
 enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };

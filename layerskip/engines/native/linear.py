@@ -16,6 +16,7 @@ from transformers.activations import GELUTanh
 from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
+from layerskip.huggingface.int8 import rounded_weights
 
 _QUAD = 4
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -63,9 +64,7 @@ class NativeLinear:
             return cls(kernels, len(rows), held[0].shape[1], tuple(held), rows, None, bias)
         weight, scales = joined(weights, order).detach(), None
         if int8:
-            whole = weight.float()
-            scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
-            weight = (whole / scales[:, None]).round_().to(torch.int8)
+            weight, scales = rounded_weights(weight)
         num_outputs, num_inputs = weight.shape
         block, together = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(_KINDS[weight.dtype])
         weight = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % block))
