@@ -19,8 +19,10 @@ namespace {
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, VECTORS = 4;  // of 32 registers, 24 sum up six rows
+constexpr long BLOCK_AHEAD = 0;         // bytes that are fetched of a block
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
+constexpr long BLOCK_AHEAD = 1024;
 #else
 #error "this CPU lacks AVX2 and FMA"
 #endif
@@ -33,7 +35,8 @@ constexpr int ROWS_AT_ONCE = 256;       // of a prompt, so that room for its num
 constexpr int KEYS_AT_ONCE = 64, MOST_QUERIES = 30;
 constexpr long KEYS_AHEAD = 4096;       // bytes that are fetched of keys and values
 constexpr long KEYS_OF_PART = 512;      // summed up by themselves, so that threads may share a long text
-constexpr float MOST_DIGITS = 32000;    // of 16 bits
+constexpr float MOST_INTEGER = 32000;   // of 16 bits
+constexpr long PAIRS_AT_ONCE = 256;     // whose products with 8-bit weights 32 bits hold
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -50,9 +53,7 @@ constexpr bool IN_PAIRS = true;  // two inputs of a bfloat16 weight lie together
 constexpr bool IN_PAIRS = false;
 #endif
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-constexpr bool IN_QUADS = true;  // four inputs of an 8-bit weight lie together
-#else
-constexpr bool IN_QUADS = false;
+#define IN_QUADS  // four inputs of an 8-bit weight lie together, else two
 #endif
 
 inline float number(float x) { return x; }
@@ -87,16 +88,10 @@ inline Floats load(const bfloat16* p) {
   __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
-inline Floats load(const int8_t* p) {
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
 #else
 inline Floats load(const bfloat16* p) {
   __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   return (Floats)_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-}
-inline Floats load(const int8_t* p) {
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 #endif
 
@@ -310,12 +305,19 @@ struct Layer {
 
 namespace {
 
+// What these bytes of a block are followed by. With little to do for each the processor is as fast by itself.
+template <long BYTES> inline void fetch(const void* p) {
+  if constexpr (BLOCK_AHEAD > 0)
+    for (long i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)p + i + BLOCK_AHEAD, _MM_HINT_T0);
+}
+
 // Adds to R rows' outputs of one block what further inputs say: x (R, stride), out (R, BLOCK).
 template <class W, int R> inline void block(const W* weight, long inputs, const float* x, long stride, float* out) {
   Floats sums[VECTORS][R];
   for (int v = 0; v < VECTORS; v++)
     for (int r = 0; r < R; r++) sums[v][r] = load(out + r * BLOCK + v * LANES);
   for (long k = 0; k < inputs; k++) {
+    if (R > 1 || sizeof(W) < 4) fetch<BLOCK * sizeof(W)>(weight + k * BLOCK);
     Floats w[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) w[v] = load(weight + k * BLOCK + v * LANES);
@@ -487,32 +489,48 @@ inline void rows_in_place(const Matrix& m, long first, int n, const InputsInPlac
   }
 }
 
-// Rows as integers of 16 bits, in two digits, with a scale each: for 8-bit weights, whose products with them are exact.
-struct Digits {
-  long num_quads;
-  std::vector<int8_t> bytes;      // (count, 2, 4 * num_quads): high digits, low digits
-  std::vector<int32_t> numbers;
-  std::vector<float> scales;      // (count,)
-  std::vector<int32_t> sums;      // (count, 2): of a row's digits
+// A row as integers of 16 bits, and how much one of them is: its products with 8-bit weights are exact.
+inline float to_integers(const float* row, long inputs, int16_t* out) {
+  Floats highest = {};
+  long whole = inputs - inputs % LANES;
+  for (long i = 0; i < whole; i += LANES) {
+    Floats one = load(row + i), size = one < 0.0f ? -one : one;
+    highest = size > highest ? size : highest;
+  }
+  float most = 0;
+  for (int i = 0; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
+  for (long i = whole; i < inputs; i++) most = std::fabs(row[i]) > most ? std::fabs(row[i]) : most;
+  float inverse = most > 0 ? MOST_INTEGER / most : 0.0f, shift = 12582912.0f;  // adding it rounds to an integer
+  for (long i = 0; i < inputs; i++) out[i] = int16_t(row[i] * inverse + shift - shift);
+  return most / MOST_INTEGER;
+}
 
-  Digits(const float* x, long inputs, int count)
-      : num_quads((inputs + 3) / 4), bytes(count * num_quads * 8), numbers(inputs), scales(count), sums(count * 2) {
+#ifdef IN_QUADS
+
+#ifdef __AVX512VNNI__
+inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)quads, _mm512_set1_epi32(digits));
+}
+#else
+inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)quads, _mm256_set1_epi32(digits));
+}
+#endif
+
+// Rows for 8-bit weights: of their integers two digits.
+struct Integers {
+  long num_quads;
+  std::vector<int8_t> bytes;   // (count, 2, 4 * num_quads): high digits, low digits
+  std::vector<float> scales;   // (count,)
+  std::vector<int32_t> sums;   // (count, 2): of a row's digits
+
+  Integers(const float* x, long inputs, int count)
+      : num_quads((inputs + 3) / 4), bytes(count * num_quads * 8), scales(count), sums(count * 2) {
+    std::vector<int16_t> numbers(inputs);
     for (int r = 0; r < count; r++) {
-      const float* row = x + r * inputs;
+      scales[r] = to_integers(x + r * inputs, inputs, numbers.data());
       int8_t *high = bytes.data() + r * num_quads * 8, *low = high + num_quads * 4;
-      Floats highest = {};
-      long whole = inputs - inputs % LANES;
-      for (long i = 0; i < whole; i += LANES) {
-        Floats one = load(row + i), size = one < 0.0f ? -one : one;
-        highest = size > highest ? size : highest;
-      }
-      float most = 0;
-      for (int i = 0; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
-      for (long i = whole; i < inputs; i++) most = std::fabs(row[i]) > most ? std::fabs(row[i]) : most;
-      float inverse = most > 0 ? MOST_DIGITS / most : 0.0f, shift = 12582912.0f;  // adding it rounds to an integer
-      scales[r] = most / MOST_DIGITS;
       int32_t high_sum = 0, low_sum = 0;
-      for (long i = 0; i < inputs; i++) numbers[i] = int32_t(row[i] * inverse + shift - shift);
       for (long i = 0; i < inputs; i++) {
         int32_t digit = (numbers[i] + 128) >> 8, rest = numbers[i] - digit * 256;
         high_sum += digit, low_sum += rest;
@@ -523,20 +541,8 @@ struct Digits {
   }
 };
 
-#if defined(__AVX512VNNI__)
-inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)quads, _mm512_set1_epi32(digits));
-}
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)quads, _mm256_set1_epi32(digits));
-}
-#else
-inline Ints plus_products(Ints sums, Ints, int32_t) { return sums; }
-#endif
-
 // Of R rows, V vectors of outputs of one block of 8-bit weights, each 128 too large, in quads.
-template <int R, int V> inline void block(const uint8_t* weight, const Digits& x, int row, float* out) {
+template <int R, int V> inline void block(const uint8_t* weight, const Integers& x, int row, float* out) {
   const int8_t* digits = x.bytes.data() + row * x.num_quads * 8;
   Ints high[V][R], low[V][R];
   for (int v = 0; v < V; v++)
@@ -566,14 +572,71 @@ template <int R, int V> inline void block(const uint8_t* weight, const Digits& x
     }
 }
 
-// Of `count` rows the outputs of one block of 8-bit weights.
-inline void rows_of_block(const uint8_t* weight, const Digits& x, int count, float* out) {
+// Of `count` rows the outputs of block b of 8-bit weights.
+inline void rows_of_block(const void* weights, long b, const Integers& x, int count, float* out) {
+  const uint8_t* weight = (const uint8_t*)weights + b * BLOCK * x.num_quads * 4;
   for_rows(count, [&](auto rows, int row) {
     constexpr int R = rows.value, V = R <= MOST_ROWS / 2 ? VECTORS : VECTORS / 2;
     for (int first = 0; first < VECTORS; first += V)
       block<R, V>(weight + first * LANES * 4, x, row, out + first * LANES);
   });
 }
+
+#else
+
+#ifdef __AVX512F__
+inline Ints widened(const int8_t* p) { return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints products(Ints w, int32_t pair) { return (Ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(pair)); }
+#else
+inline Ints widened(const int8_t* p) { return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline Ints products(Ints w, int32_t pair) { return (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(pair)); }
+#endif
+
+// Rows for 8-bit weights.
+struct Integers {
+  long num_pairs;
+  std::vector<int16_t> numbers;  // (count, 2 * num_pairs)
+  std::vector<float> scales;     // (count,)
+
+  Integers(const float* x, long inputs, int count)
+      : num_pairs((inputs + 1) / 2), numbers(count * num_pairs * 2), scales(count) {
+    for (int r = 0; r < count; r++) scales[r] = to_integers(x + r * inputs, inputs, numbers.data() + r * num_pairs * 2);
+  }
+};
+
+// Of R rows the outputs of one block of 8-bit weights, in pairs.
+template <int R> inline void block(const int8_t* weight, const Integers& x, int row, float* out) {
+  Floats found[VECTORS][R] = {};
+  for (long first = 0; first < x.num_pairs; first += PAIRS_AT_ONCE) {
+    long last = first + PAIRS_AT_ONCE < x.num_pairs ? first + PAIRS_AT_ONCE : x.num_pairs;
+    Ints sums[VECTORS][R] = {};
+    for (long k = first; k < last; k++) {
+      fetch<BLOCK * 2>(weight + k * BLOCK * 2);
+      Ints w[VECTORS];
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) w[v] = widened(weight + (k * BLOCK + v * LANES) * 2);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        memcpy(&pair, x.numbers.data() + ((row + r) * x.num_pairs + k) * 2, 4);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[v][r] += products(w[v], pair);
+      }
+    }
+    for (int v = 0; v < VECTORS; v++)
+      for (int r = 0; r < R; r++) found[v][r] += __builtin_convertvector(sums[v][r], Floats);
+  }
+  for (int v = 0; v < VECTORS; v++)
+    for (int r = 0; r < R; r++) store(out + (row + r) * BLOCK + v * LANES, found[v][r] * x.scales[row + r]);
+}
+
+// Of `count` rows the outputs of block b of 8-bit weights.
+inline void rows_of_block(const void* weights, long b, const Integers& x, int count, float* out) {
+  const int8_t* weight = (const int8_t*)weights + b * BLOCK * x.num_pairs * 2;
+  for_rows(count, [&](auto rows, int row) { block<rows.value>(weight, x, row, out); });
+}
+
+#endif
 
 // Inside a parallel region: this thread's blocks of a product for `count` rows, computed by find(block, first output, how
 // many, room) and each handed on as done(first output, how many, (count, BLOCK) of them).
@@ -610,7 +673,7 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
 #ifdef __AVX512BF16__
   for (int r = 0; r < count && !pairs.empty(); r++) round_pairs(x + r * m.inputs, m.inputs, pairs.data() + r * num_pairs);
 #endif
-  Digits digits(x, m.inputs, IN_QUADS && m.kind == INT8 ? count : 0);
+  Integers integers(x, m.inputs, m.kind == INT8 ? count : 0);
   auto find = [&](long b, long first, int, float* out) {
     long at = first * m.inputs;
     if (m.kind == FLOAT32) rows_of_block((const float*)m.weight + at, m.inputs, x, count, out);
@@ -620,10 +683,7 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
 #else
     if (m.kind == BFLOAT16) rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, out);
 #endif
-    if (m.kind == INT8 && IN_QUADS)
-      rows_of_block((const uint8_t*)m.weight + b * BLOCK * digits.num_quads * 4, digits, count, out);
-    else if (m.kind == INT8)
-      rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, out);
+    if (m.kind == INT8) rows_of_block(m.weight, b, integers, count, out);
   };
   for_blocks(m, count, find, done);
 }
@@ -1493,7 +1553,10 @@ extern "C" {
 int layerskip_outputs_together() { return BLOCK; }
 
 int layerskip_inputs_together(int kind) {
-  return IN_PAIRS && kind == BFLOAT16 ? 2 : IN_QUADS && kind == INT8 ? 4 : 1;
+#ifdef IN_QUADS
+  if (kind == INT8) return 4;
+#endif
+  return kind == INT8 || (IN_PAIRS && kind == BFLOAT16) ? 2 : 1;
 }
 
 void layerskip_attention(const Attention* part, const Rows* rows, const Look* look, int keys_only) {
