@@ -165,7 +165,8 @@ class LayerSkipModel:
         allow_lossy: bool = False,
         **hub_arguments: Any,
     ) -> LayerSkipModel:
-        """Load model and tokenizer as `AutoModelForCausalLM` does, safetensors only, in evaluation mode.
+        """Load model and tokenizer as `AutoModelForCausalLM` does, safetensors only, in evaluation mode; what that does
+        not know and sees pictures too, such as Mistral 3 and Qwen3-VL, as `AutoModelForImageTextToText`.
 
         config: None takes the `decode_config.json` that lies next to the model (`DecodeConfig.save_pretrained`), as
         Hugging Face takes a `generation_config.json`; where there is none, or with looks_for_config=False, the model

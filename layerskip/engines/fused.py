@@ -22,7 +22,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp, Norm, first_of
 from layerskip.engines.lean.linear import DenseLinear, Linear, fused
 from layerskip.engines.lean.models import (
-    COMPILED_CLASSES,
+    COMPILED_DECODERS,
     check_supported,
     embedding_scale,
     rotary_of,
@@ -86,9 +86,9 @@ class FusedEngine(StatesEngine):
             self._make_layers()
         except ValueError as error:
             raise UnsupportedModelError(f"engine fused: {type(model).__name__}: {error}") from error
-        if type(model).__name__ in COMPILED_CLASSES and not self.batch_invariant:
+        if type(decoder).__name__ in COMPILED_DECODERS and not self.batch_invariant:
             raise UnsupportedModelError(
-                f"engine fused: {type(model).__name__} with parts that are not compiled for a CPU"
+                f"engine fused: {type(decoder).__name__} with parts that are not compiled for a CPU"
             )
         attentions = [one for one, _ in self.layers if isinstance(one, Attention)]
         self._rotated = {one.rotation: one.head_dim for one in attentions}

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from layerskip.huggingface.device_map import DeviceMap, check_device_map, refuse_tensor_parallel
 from layerskip.huggingface.placement import stored_weight
@@ -79,9 +83,11 @@ def load_pretrained(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The following device_map keys", category=UserWarning)  # below
-            model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=target_dtype, use_safetensors=True, **placed, **hub_arguments
-            ).eval()
+            model = (
+                _auto_class(name, hub_arguments)
+                .from_pretrained(name, dtype=target_dtype, use_safetensors=True, **placed, **hub_arguments)
+                .eval()
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model: cannot load {name}: {_one_line(error)}") from None
     if device_map is None:
@@ -89,6 +95,15 @@ def load_pretrained(
     else:
         _look_at_placed(model, name, device_map)
     return model, _load_tokenizer(name, hub_arguments)
+
+
+def _auto_class(name: str, hub_arguments: dict[str, Any]) -> Any:
+    """What loads it: some models that see pictures too, such as Mistral 3 and Qwen3-VL, are no causal LM's by name."""
+    config, _ = PreTrainedConfig.get_config_dict(name, **hub_arguments)
+    kind = config.get("model_type")
+    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in config.get("auto_map", {})
+    sees_pictures = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees_pictures and not is_causal else AutoModelForCausalLM
 
 
 def main_device(device_map: DeviceMap) -> torch.device:

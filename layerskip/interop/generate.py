@@ -214,16 +214,23 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> N
     if length == 0:
         raise ValueError("input_ids: must hold at least one token, got none (inputs_embeds are not supported)")
     for name, value in model_kwargs.items():
-        if value is None or name in _HARMLESS_INPUTS:
+        if value is None or name in _HARMLESS_INPUTS or (isinstance(value, Mapping) and not value):
             continue
         if name == "attention_mask":
             if not bool((value == 1).all()) or value.shape != input_ids.shape:
                 raise ValueError("attention_mask: must be all ones, padding is not supported; got other values")
         elif name == "position_ids":
-            if not torch.equal(value.reshape(-1), torch.arange(length, device=value.device)):
+            # Of models that see pictures several rows, alike where there is none.
+            if not bool((value.reshape(-1, length) == torch.arange(length, device=value.device)).all()):
                 raise ValueError("position_ids: must count from 0, got other values")
+        elif name in ("token_type_ids", "mm_token_type_ids"):
+            if bool(value.any()):
+                raise ValueError(f"{name}: must be all 0, pictures are not decoded here; got other values")
         else:
-            raise ValueError(f"{name}: is an input of the model that this decoder does not pass on, got one")
+            raise ValueError(
+                f"{name}: is an input of the model that this decoder does not pass on (pictures are not decoded here), "
+                "got one"
+            )
 
 
 def _request(input_ids: torch.Tensor, criteria: Iterable[Any], wrapped: LayerSkipModel) -> DecodeRequest:

@@ -11,14 +11,14 @@ from layerskip.engines.lean.layers import first_of
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
 from layerskip.huggingface.memory import lack_of_room
 
-_MODEL_CLASSES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+_DECODERS = (
+    *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "GraniteModel"),
+    *("Gemma3TextModel", "Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3VLTextModel"),
 )
-COMPILED_CLASSES = (
-    *("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
-    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "MixtralForCausalLM", "Qwen2MoeForCausalLM"),
-    *("Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Glm4MoeForCausalLM", "Lfm2MoeForCausalLM"),
+"""Classes of decoders, alone or in a model that sees pictures too."""
+COMPILED_DECODERS = (
+    *("Qwen3_5TextModel", "Lfm2Model", "GraniteMoeHybridModel", "BambaModel", "Gemma4TextModel", "MixtralModel"),
+    *("Qwen2MoeModel", "Qwen3MoeModel", "Qwen3_5MoeTextModel", "Qwen3VLMoeTextModel", "Glm4MoeModel", "Lfm2MoeModel"),
 )
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 
@@ -43,15 +43,15 @@ def weight_bytes(adapter: ModelAdapter) -> int:
 def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
     """refusal: why sublayers are not compiled for this CPU, None if they are.
 
-    Raises: UnsupportedModelError for a model of another class or with weights that are not plain, for one on several
+    Raises: UnsupportedModelError for a decoder of another class or with weights that are not plain, for one on several
     devices or offloaded, and by torch where a copy would take more than half of the free memory.
     """
     adapter.placement.check_whole("fused")
-    name = type(adapter.model).__name__
-    if name not in (*_MODEL_CLASSES, *COMPILED_CLASSES):
-        supported = ", ".join((*_MODEL_CLASSES, *COMPILED_CLASSES))
+    name = type(adapter.decoder).__name__
+    if name not in (*_DECODERS, *COMPILED_DECODERS):
+        supported = ", ".join((*_DECODERS, *COMPILED_DECODERS))
         raise UnsupportedModelError(f"engine fused: supports {supported}, got {name}")
-    if name in COMPILED_CLASSES and refusal is not None:
+    if name in COMPILED_DECODERS and refusal is not None:
         detail = f": {refusal}" if refusal else ""
         raise UnsupportedModelError(f"engine fused: {name} needs sublayers compiled for a CPU{detail}")
     rope_types = getattr(rotary_of(adapter.decoder), "rope_type", "default")
