@@ -221,7 +221,7 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> N
                 raise ValueError("attention_mask: must be all ones, padding is not supported; got other values")
         elif name == "position_ids":
             # Of models that see pictures several rows, alike where there is none.
-            if not bool((value.reshape(-1, length) == torch.arange(length, device=value.device)).all()):
+            if value.shape[-1] != length or not bool((value == torch.arange(length, device=value.device)).all()):
                 raise ValueError("position_ids: must count from 0, got other values")
         elif name in ("token_type_ids", "mm_token_type_ids"):
             if bool(value.any()):

@@ -19,7 +19,7 @@ namespace {
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, VECTORS = 4;  // of 32 registers, 24 sum up six rows
-constexpr long BLOCK_AHEAD = 0;         // bytes that are fetched of a block
+constexpr long BLOCK_AHEAD = 0;         // how many bytes ahead a block is fetched, 0: not
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
 constexpr long BLOCK_AHEAD = 1024;
@@ -305,7 +305,7 @@ struct Layer {
 
 namespace {
 
-// What these bytes of a block are followed by. With little to do for each the processor is as fast by itself.
+// What comes so far after these bytes of a block. With little to do for each the processor is as fast by itself.
 template <long BYTES> inline void fetch(const void* p) {
   if constexpr (BLOCK_AHEAD > 0)
     for (long i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)p + i + BLOCK_AHEAD, _MM_HINT_T0);
