@@ -24,7 +24,7 @@ def test_all_ways_to_run_the_stock_model_agree(name: str) -> None:
     tokens, one_by_one = stock.continued(prompt, NUM_TOKENS)
     assert tuple(tokens) == zoo.greedy_reference(name, prompt, NUM_TOKENS)
     text = [*prompt, *tokens[:-1]]
-    atol = 2e-5 if name != "gemma4" else 1e-4  # embeddings that each layer adds round further
+    atol = 2e-5 if name != "gemma4" else 2e-4  # embeddings that each layer adds round further, most without AVX-512
     for chunked in (stock.in_chunks(text, NUM_TOKENS, itertools.cycle([4, 2, 9])), stock.logits(text, NUM_TOKENS)):
         torch.testing.assert_close(chunked, one_by_one, atol=atol, rtol=1e-5)
 
