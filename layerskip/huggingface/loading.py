@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
 from layerskip.huggingface.device_map import DeviceMap, check_device_map, refuse_tensor_parallel
@@ -88,7 +88,7 @@ def load_pretrained(
                 .from_pretrained(name, dtype=target_dtype, use_safetensors=True, **placed, **hub_arguments)
                 .eval()
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model: cannot load {name}: {_one_line(error)}") from None
     if device_map is None:
         model = model.to(target_device)
@@ -99,11 +99,17 @@ def load_pretrained(
 
 def _auto_class(name: str, hub_arguments: dict[str, Any]) -> Any:
     """What loads it: some models that see pictures too, such as Mistral 3 and Qwen3-VL, are no causal LM's by name."""
-    config, _ = PreTrainedConfig.get_config_dict(name, **hub_arguments)
-    kind = config.get("model_type")
-    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in config.get("auto_map", {})
-    sees_pictures = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    config = AutoConfig.from_pretrained(name, **_for_any_part(hub_arguments))
+    own = getattr(config, "auto_map", None) or {}
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own
+    sees_pictures = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees_pictures and not is_causal else AutoModelForCausalLM
+
+
+def _for_any_part(hub_arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those that go with a config and a tokenizer too."""
+    names = ("revision", "trust_remote_code", "local_files_only")
+    return {name: hub_arguments[name] for name in names if name in hub_arguments}
 
 
 def main_device(device_map: DeviceMap) -> torch.device:
@@ -153,11 +159,8 @@ def _look_at_placed(model: nn.Module, name: str, device_map: DeviceMap) -> None:
 
 
 def _load_tokenizer(name: str, hub_arguments: dict[str, Any]) -> Any:
-    known = {
-        key: hub_arguments[key] for key in ("revision", "trust_remote_code", "local_files_only") if key in hub_arguments
-    }
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **known)
+        tokenizer = AutoTokenizer.from_pretrained(name, **_for_any_part(hub_arguments))
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         logger.warning("no tokenizer for %s (%s): prompts must be token ids", name, _one_line(error))
         return None

@@ -302,6 +302,9 @@ def test_what_cannot_be_loaded_is_said_in_one_line(saved: Path, tmp_path: Path) 
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
     assert refused(tmp_path / "strange").startswith("model: cannot load ")
+    for text in ("[]", '{"model_type": ["llama"]}', '{"model_type": "llama", "auto_map": null}'):
+        (tmp_path / "strange" / "config.json").write_text(text)
+        assert refused(tmp_path / "strange").startswith("model: cannot load ")
     assert refused(saved, dtype="int3").startswith("dtype: must be 'auto' or one of float32, bfloat16, float16, got")
     assert refused(saved, device="gpu").startswith("device: must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'")
 

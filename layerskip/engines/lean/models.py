@@ -18,7 +18,7 @@ _DECODERS = (
 """Classes of decoders, alone or in a model that sees pictures too."""
 COMPILED_DECODERS = (
     *("Qwen3_5TextModel", "Lfm2Model", "GraniteMoeHybridModel", "BambaModel", "Gemma4TextModel", "MixtralModel"),
-    *("Qwen2MoeModel", "Qwen3MoeModel", "Qwen3_5MoeTextModel", "Qwen3VLMoeTextModel", "Glm4MoeModel", "Lfm2MoeModel"),
+    *("Qwen2MoeModel", "Qwen3MoeModel", "Qwen3_5MoeTextModel", "Glm4MoeModel", "Lfm2MoeModel"),
 )
 """Served by sublayers compiled for a CPU alone: torch's operations are not written here."""
 

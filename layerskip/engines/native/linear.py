@@ -30,8 +30,9 @@ class NativeLinear:
     num_outputs: int
     num_inputs: int
     weights: tuple[torch.Tensor, ...]
-    """Packed, one (blocks, inputs / n, outputs of a block, n): n inputs lie together, 1, or 2 of bfloat16, or 4 of 8
-    bits, where this CPU multiplies so many at once; of those 4 each weight is 128 too large, as unsigned numbers."""
+    """Packed, one (blocks, inputs / n, outputs of a block, n): n inputs lie together: of 8 bits 4 or 2, of
+    bfloat16 2 or 1, as many as this CPU multiplies at once; of those 4 each weight is 128 too large, as unsigned
+    numbers."""
     rows: torch.Tensor | None
     """In place, (outputs,), int64: the addresses of their weights."""
     scales: torch.Tensor | None

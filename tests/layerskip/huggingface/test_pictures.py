@@ -22,6 +22,7 @@ _MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral3": ({"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", "head_dim": 8}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", "projection_dim": 16}),
     "smolvlm": ({"model_type": "llama"}, {}),
+    "qwen2_vl": (_GRIDS, _QWEN_EYE),
     "qwen2_5_vl": (_GRIDS, _QWEN_EYE),
     "qwen3_vl": (_GRIDS, {**_QWEN_EYE, "deepstack_visual_indexes": [0]}),
     "gemma3": (zoo.SPECS["gemma3"].arguments, {"model_type": "siglip_vision_model"}),

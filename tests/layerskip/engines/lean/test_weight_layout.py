@@ -74,6 +74,8 @@ def test_each_shape_is_measured_once_and_kept_in_its_fastest_form() -> None:
 
 def test_a_number_format_that_cannot_be_packed_is_not() -> None:
     assert PackedLinear.serves(torch.ones(2, 2))
+    in_bfloat16 = PackedLinear.serves(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert in_bfloat16 == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert not PackedLinear.serves(torch.ones(2, 2, dtype=torch.float64))
     assert not PackedLinear.serves(torch.ones(2, 2, device="meta"))
 
