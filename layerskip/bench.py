@@ -12,7 +12,7 @@ from layerskip.benchmark.names import ALL_ROWS, ROW_NAMES
 from layerskip.command_line.by_hand import add_setting_arguments, setting_by_hand
 from layerskip.command_line.cli import CommandError, OneLineParser, check_least, print_error, run_command
 from layerskip.command_line.command_model import add_model_arguments, load_model, max_new_tokens, read_config
-from layerskip.config.decode_config import DecodeConfig, write_atomically
+from layerskip.config.decode_config import DecodeConfig, number_format, write_atomically
 from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.usual_lookups import NUM_TOKENS
@@ -166,9 +166,10 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, 
 
 def _facts_line(facts: dict[str, Any]) -> str:
     tuned = "" if facts["regime"] is None else f"; the config's setting for {facts['regime']}"
+    numbers = number_format(facts["dtype"], facts["quantization"])
     lossy = "" if facts["lossy"] is None else f"; row lossy: {facts['lossy']}"
     return (
-        f"{facts['model_class']}, {facts['num_layers']} layers, {facts['dtype']} on {facts['device']}, "
+        f"{facts['model_class']}, {facts['num_layers']} layers, {numbers} on {facts['device']}, "
         f"{facts['num_threads']} threads, engine {facts['engine']}; {facts['num_prompts']} prompts × "
         f"{facts['repeats']} repeats × {facts['max_new_tokens']} tokens, batch 1, greedy{tuned}{lossy}"
     )

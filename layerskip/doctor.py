@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
-from layerskip.command_line.command_model import add_device_map_argument, device_map_of
+from layerskip.command_line.command_model import add_device_map_argument, add_quantization_argument, device_map_of
 from layerskip.config.decode_config import ENGINE_NAMES, DecodeConfig
 from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.config.skip_mask import SkipMask
@@ -37,6 +37,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_device_map_argument(parser)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add_quantization_argument(parser)
     parser.add_argument("--engine", default="auto", choices=ENGINE_NAMES, help="how a forward is executed")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to decode per check")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -59,6 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
+        quantization=arguments.quantization,
         engine=arguments.engine,
         device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,
@@ -85,7 +87,12 @@ def _proof(model: LayerSkipModel, given: argparse.Namespace) -> str | None:
 
     if not is_reduced(model.dtype):
         return None
-    return float32_command(given.model, device=given.device, trust_remote_code=given.trust_remote_code)
+    return float32_command(
+        given.model,
+        device=given.device,
+        trust_remote_code=given.trust_remote_code,
+        quantization=given.quantization,
+    )
 
 
 def describe(model: LayerSkipModel) -> dict[str, Any]:
@@ -98,6 +105,7 @@ def describe(model: LayerSkipModel) -> dict[str, Any]:
         "decoder_stack": adapter.stack_path,
         "device": str(model.placement),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
         "engine": f"{model.engine_name} ({model.engine_reason})",
         "max_positions": model.max_positions,
         "sliding_window_layers": sum(window is not None for window in adapter.windows),

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from layerskip.config.decode_config import DecodeConfig, DraftWeights
+from layerskip.config.decode_config import DecodeConfig, DraftWeights, QuantizationName, number_format
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.prefix_cache import PrefixCache
@@ -26,7 +26,8 @@ from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
-from layerskip.huggingface.int8 import lack_of_int8_room
+from layerskip.huggingface.int8.products import lack_of_int8_room
+from layerskip.huggingface.int8.quantized import quantization_of
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
@@ -159,6 +160,7 @@ class LayerSkipModel:
         config: DecodeConfig | str | os.PathLike[str] | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        quantization: QuantizationName | None = None,
         engine: str = "auto",
         device_map: DeviceMap | None = None,
         looks_for_config: bool = True,
@@ -173,6 +175,10 @@ class LayerSkipModel:
         decodes plainly.
         device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
         checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class.
+        quantization: `int8` rounds the weights of linear modules to 8 bits with a scale for each output, the output
+        embedding's among them (torchao's `Int8WeightOnlyConfig`; needs the extra `quantized`). What is decoded is then
+        that model's output. None: what the config was tuned with, or else the checkpoint as it is, which may be
+        quantised by itself.
         device_map: for a model larger than one device, in place of `device`: `auto`, `balanced`, `balanced_low_0`,
         `sequential`, or module names and their devices (a number, `cuda:N`, `cpu`, `disk`). Needs the extra `large`.
         Whole layers go to several devices and, what they cannot hold, to main memory and disk; the engine is `eager`.
@@ -188,8 +194,15 @@ class LayerSkipModel:
             config = _config_next_to(name_or_path, hub_arguments)
         if config is not None:
             config.check_consent(allow_lossy=allow_lossy)  # loading may take minutes
+            if quantization is None and config.provenance is not None:
+                quantization = config.provenance.quantization
         model, tokenizer = load_pretrained(
-            name_or_path, device=device, dtype=dtype, device_map=device_map, **hub_arguments
+            name_or_path,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            device_map=device_map,
+            **hub_arguments,
         )
         return cls(model, tokenizer, config, engine=engine, allow_lossy=allow_lossy)
 
@@ -365,6 +378,16 @@ class LayerSkipModel:
     @property
     def engine_name(self) -> str:
         return self._engine.name
+
+    @property
+    def quantization(self) -> QuantizationName | None:
+        """What its weights were rounded to after loading; None for a checkpoint as it is."""
+        return quantization_of(self.model)
+
+    @property
+    def number_format(self) -> str:
+        """See `decode_config.number_format`."""
+        return number_format(str(self.dtype).removeprefix("torch."), self.quantization)
 
     @property
     def model_class(self) -> str:

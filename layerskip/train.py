@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
+from layerskip.command_line.command_model import add_quantization_argument
 
 PROG = "layerskip.train"
 
@@ -74,6 +75,7 @@ def build_parser() -> OneLineParser:
         help="of the model: auto, float32, bfloat16 or float16; the weights are float32, but computed with in bfloat16 "
         "where the model is in it",
     )
+    add_quantization_argument(parser)
     add("--threads", type=int, help="CPU threads")
     add("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
     return parser
@@ -112,6 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
+        quantization=arguments.quantization,
         engine="eager",
         trust_remote_code=arguments.trust_remote_code,
         looks_for_config=False,

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, get_args
 
 from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
-from layerskip.config.decode_config import WAYS
+from layerskip.config.decode_config import ABOUT_QUANTIZATION, WAYS, QuantizationName
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
 from search.command_line import add_output_flags, demo_folder
@@ -66,6 +66,7 @@ _ABOUT_NUMBERS = {
 }
 _ABOUT_CHOICES = {
     "dtype": (DTypeName, "number format"),
+    "quantization": (QuantizationName, ABOUT_QUANTIZATION),
     "engine": (EngineName, "how one forward is executed"),
     "granularity": (Granularity, "what a bit of the mask skips"),
     "objective": (ObjectiveName, "what is maximised; unlike devices can share a study of the speedup"),

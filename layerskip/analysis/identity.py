@@ -105,7 +105,10 @@ def _gaps(
     return temperature * torch.maximum(best - scores, (last_kept - uncut).clamp_min(0.0))
 
 
-def float32_command(model: str, *, device: str = "auto", trust_remote_code: bool = False) -> str:
+def float32_command(
+    model: str, *, device: str = "auto", trust_remote_code: bool = False, quantization: str | None = None
+) -> str:
     """The command that proves the code on this model: in float32, where a difference is a difference."""
     flags = ["--device", device] * (device != "auto") + ["--trust-remote-code"] * trust_remote_code
+    flags += [] if quantization is None else ["--quantization", quantization]
     return shlex.join(["python", "-m", "layerskip.doctor", model, *flags, "--dtype", "float32"])

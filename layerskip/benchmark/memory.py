@@ -12,6 +12,7 @@ from torch import nn
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
+from layerskip.huggingface.int8.quantized import stored_bytes
 from layerskip.model import LayerSkipModel
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
@@ -130,5 +131,5 @@ def _token_bytes(buffer: torch.Tensor) -> int:
 
 
 def _parameter_bytes(modules: Iterable[nn.Module]) -> int:
-    unique = {id(parameter): parameter.nbytes for module in modules for parameter in module.parameters()}
+    unique = {id(parameter): stored_bytes(parameter) for module in modules for parameter in module.parameters()}
     return sum(unique.values())

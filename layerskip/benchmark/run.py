@@ -143,6 +143,7 @@ def _facts(model: LayerSkipModel, plan: Plan, cases: Sequence[Case]) -> dict[str
         "num_layers": model.num_layers,
         "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
         "num_threads": torch.get_num_threads(),
         "engine": model.engine_name,
         "engine_reason": model.engine_reason,

@@ -100,6 +100,10 @@ class _OnStderr(logging.Handler):
 def quiet_libraries() -> None:
     """No progress bars or advice from the libraries underneath; our own warnings as plain lines."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", handlers=[_OnStderr()])
+    # Where torchao is installed, Transformers loads it with any model: it tells which of its kernels are for GPUs that
+    # are not here, and torch has advice for its authors.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
     # The hub client repeats every failed attempt; the error that ends them says it once.

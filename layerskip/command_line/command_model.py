@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from layerskip.command_line.cli import quiet_libraries
-from layerskip.config.decode_config import ENGINE_NAMES, DecodeConfig
+from layerskip.config.decode_config import ABOUT_QUANTIZATION, ENGINE_NAMES, DecodeConfig, QuantizationName
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, DeviceMap, parse_device_map, refuse_torchrun
 
 if TYPE_CHECKING:
@@ -33,12 +33,17 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_device_map_argument(parser)
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: what the config was tuned for")
+    add_quantization_argument(parser)
     parser.add_argument("--engine", choices=ENGINE_NAMES, help="default: what the config was tuned with, else auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: what the config was tuned for")
     parser.add_argument(
         "--allow-lossy", action="store_true", help="take a config with a lossy rule; its output is not the model's own"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's repository run its own code")
+
+
+def add_quantization_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantization", choices=get_args(QuantizationName), help=ABOUT_QUANTIZATION)
 
 
 def add_device_map_argument(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +108,7 @@ def load_model(
         config=config,
         device=arguments.device,
         dtype=arguments.dtype or (tuned.dtype if tuned is not None else "auto"),
+        quantization=arguments.quantization,
         engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
         device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,

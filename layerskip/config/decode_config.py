@@ -167,6 +167,21 @@ BY_GIVEN_WEIGHTS = tuple(one for one in BY_WEIGHTS if trained_by(one) != "mtp")
 """Ways whose weights do not lie with the model."""
 
 
+QuantizationName = Literal["int8"]
+"""What a model's weights are rounded to when it is loaded."""
+
+
+ABOUT_QUANTIZATION = (
+    "what the model's weights are rounded to when it is loaded (needs the extra quantized); what is decoded is then "
+    "that model's output (default: the checkpoint as it is, or what the config was tuned with)"
+)
+
+
+def number_format(dtype: str, quantization: str | None) -> str:
+    """In words, such as `bfloat16, int8 weights`."""
+    return f"{dtype}, {quantization} weights" if quantization else dtype
+
+
 class Provenance(Frozen):
     """Where a config comes from and what it was measured on."""
 
@@ -175,6 +190,8 @@ class Provenance(Frozen):
     weights_fingerprint: str
     device: str
     dtype: str
+    quantization: QuantizationName | None = None
+    """What the weights were rounded to when the model was loaded: it decodes as that model does."""
     num_layers: Annotated[int, Field(ge=1)]
     versions: dict[str, str] = Field(default_factory=dict)
     study: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,6 +32,8 @@ _CONTEXT = 8
 _NUM_TIMED = 5
 _VERIFIED = 4
 """Tokens of the verification that engines are compared by."""
+_MOST_OF_OWN = 4.0
+"""Of how far the reference is from itself run token by token. Of SmolLM2 in bfloat16 under two masks 1 to 3."""
 _TREE = DraftTree((0, 1, 2, 0, 0, 2, 2, 7, 7))
 """A chain of three, two beside its first and two beside its last, of which the latter is gone on from twice."""
 _COMPILED_GAIN = 0.97
@@ -223,7 +226,8 @@ def _first_line(error: Exception) -> str:
 def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) -> None:
     """Same logits on the same ids, whole and under a mask, in one forward and in steps.
 
-    Of the two steps of one token, a recording engine replays at the second what it recorded at the first.
+    Of the two steps of one token, a recording engine replays at the second what it recorded at the first. Under a mask
+    a stock model says little, and rounding alone may move that far: then as far as it moves the reference.
 
     Raises: UnsupportedModelError with the largest difference where it exceeds rounding.
     """
@@ -234,19 +238,25 @@ def check_agreement(engine: Engine, reference: Engine, adapter: ModelAdapter) ->
     mask = SkipMask.from_sublayers(num_layers, attention=range(0, num_layers, 2), mlp=range(1, num_layers, 3))
     if not all(adapter.sublayers_skippable):
         mask = SkipMask.from_layers(num_layers, range(0, num_layers, 2))
+    pieces = (_CONTEXT, 1, 1, _VERIFIED)
     for skip in (None, mask):
-        rows = []
-        for each in (engine, reference):
-            with each.session(len(ids)):
-                start = each.forward(ids[:_CONTEXT], skip, num_logits=_CONTEXT)
-                steps = [each.forward(ids[i : i + 1], skip) for i in (_CONTEXT, _CONTEXT + 1)]
-                rows.append(torch.cat([start, *steps, each.forward(ids[_CONTEXT + 2 :], skip, num_logits=_VERIFIED)]))
-        difference, tolerance = logit_difference(rows[0], rows[1])
+        rows = _logits_of(reference, ids, skip, pieces)
+        difference, tolerance = logit_difference(_logits_of(engine, ids, skip, pieces), rows)
+        if not difference <= tolerance:
+            one_by_one = _logits_of(reference, ids, skip, (1,) * len(ids))
+            tolerance = max(tolerance, _MOST_OF_OWN * logit_difference(one_by_one, rows)[0])
         if not difference <= tolerance:
             raise UnsupportedModelError(
                 f"engine {engine.name}: its logits differ from the model's by {difference:.3g} of their norm (rounding "
                 f"explains {tolerance:.3g})"
             )
+
+
+def _logits_of(engine: Engine, ids: torch.Tensor, mask: SkipMask | None, pieces: Sequence[int]) -> torch.Tensor:
+    """(T, V), forward by forward over so many tokens each."""
+    with engine.session(len(ids)):
+        parts = torch.split(ids, list(pieces))
+        return torch.cat([engine.forward(part, mask, num_logits=len(part)) for part in parts])
 
 
 def _decode_and_verify_ms(engine: Engine) -> float:

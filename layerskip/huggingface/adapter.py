@@ -15,7 +15,9 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.growing_keys import over_growing_keys
-from layerskip.huggingface.int8 import Int8Modules, int8_refusal
+from layerskip.huggingface.int8.modules import Int8Modules
+from layerskip.huggingface.int8.products import int8_refusal
+from layerskip.huggingface.int8.quantized import is_quantized
 from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
@@ -232,6 +234,8 @@ class ModelAdapter:
         """What drafts with 8-bit weights need that there is not; None where they can be."""
         if not self.placement.is_whole:
             return f"a model that is whole on one device, got one on {self.placement}"
+        if is_quantized(self.model):
+            return "weights that are not quantised already"
         return int8_refusal(self.device)
 
     @property

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from layerskip.config.decode_config import QuantizationName
 from layerskip.huggingface.device_map import DeviceMap, check_device_map, refuse_tensor_parallel
+from layerskip.huggingface.int8.quantized import is_plain, quantize
 from layerskip.huggingface.placement import stored_weight
 
 logger = logging.getLogger(__name__)
@@ -61,11 +63,18 @@ def load_pretrained(
     *,
     device: str,
     dtype: str,
+    quantization: QuantizationName | None = None,
     device_map: DeviceMap | None = None,
     **hub_arguments: Any,
 ) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer or None). See `LayerSkipModel.from_pretrained`."""
     refuse_tensor_parallel(hub_arguments)
+    if quantization is not None:
+        if quantization not in get_args(QuantizationName):
+            names = ", ".join(get_args(QuantizationName))
+            raise ValueError(f"quantization: must be one of {names}, got {quantization!r}")
+        if device_map is not None:
+            raise ValueError(f"quantization: {quantization} needs a model on one device, got a device_map")
     if device_map is not None:
         device_map = check_device_map(device_map, device)
         _check_accelerate()
@@ -92,6 +101,8 @@ def load_pretrained(
         raise ValueError(f"model: cannot load {name}: {_one_line(error)}") from None
     if device_map is None:
         model = model.to(target_device)
+        if quantization is not None:
+            quantize(model)
     else:
         _look_at_placed(model, name, device_map)
     return model, _load_tokenizer(name, hub_arguments)
@@ -198,6 +209,8 @@ def weights_fingerprint(model: nn.Module) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if parameter.is_floating_point() and parameter.numel():
             values = stored_weight(model, name) if parameter.device.type == "meta" else parameter.detach()
+            if not is_plain(parameter):
+                values = values.dequantize()
             flat = values.reshape(-1)
             index = torch.linspace(0, flat.numel() - 1, _SAMPLES_PER_TENSOR, dtype=torch.float64).long()
             sample = flat[index.to(flat.device)].to(torch.bfloat16).view(torch.int16).cpu()

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.adapter import UnsupportedModelError
+from layerskip.huggingface.int8.quantized import is_quantized
 from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
 
@@ -137,7 +138,7 @@ def _renumber_experts(data: dict[str, Any], num_layers: int, kept: Sequence[int]
 def _cut(model: LayerSkipModel, kept: Sequence[int]) -> Any:
     """The smaller model; it shares the weights of the whole one."""
     whole = cast(Any, model.model)
-    if getattr(whole, "hf_quantizer", None) is not None:
+    if is_quantized(whole):
         raise UnsupportedModelError("model: quantised weights cannot be cut, export from the unquantised model")
     if not model.placement.is_whole:
         raise UnsupportedModelError(f"model: must be whole on one device to be cut, this one is on {model.placement}")

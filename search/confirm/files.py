@@ -33,6 +33,7 @@ def make_provenance(
         weights_fingerprint=known["weights"],
         device=known["device"],
         dtype=known["dtype"],
+        quantization=known.get("quantization"),
         versions=versions,
         study=study.study_name,
         num_trials=counted(study.get_trials(deepcopy=False)),

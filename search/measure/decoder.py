@@ -209,6 +209,7 @@ def load_model(spec: StudySpec) -> Any:
         device=spec.device,
         device_map=spec.device_map,
         dtype=spec.dtype,
+        quantization=spec.quantization,
         engine=spec.engine,
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,

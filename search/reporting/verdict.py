@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.analysis.repetition import NGRAM
+from layerskip.config.decode_config import number_format
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from search.confirm.regime_settings import sampling_of
 from search.reporting.record import StudyRecord
@@ -129,7 +130,10 @@ def device_of(attrs: Mapping[str, Any]) -> str:
     """Device, number format, engine and threads in words."""
     print_ = attrs.get(FINGERPRINT, {})
     device, cpu = str(print_.get("device", "?")), print_.get("cpu")
-    words = [f"{cpu} CPU" if device == "cpu" and cpu else device, str(print_.get("dtype", "?"))]
+    words = [
+        f"{cpu} CPU" if device == "cpu" and cpu else device,
+        number_format(str(print_.get("dtype", "?")), print_.get("quantization")),
+    ]
     if device == "cpu" and (threads := print_.get("num_threads")):
         words.append(f"{threads} thread{'s' * (threads != 1)}")
     return ", ".join([*words, f"engine {print_.get('engine', '?')}"])

@@ -54,6 +54,8 @@ class Fingerprint:
     """Which layers are on which device; None for a model that is whole on one."""
     attention_backend: str = TORCHS_CHOICE
     """What computed attention, and on a CPU whole sublayers."""
+    quantization: str | None = None
+    """What the weights were rounded to after loading."""
 
 
 DEVICE_FIELDS = ("device", "cpu", "num_threads", "attention_backend")
@@ -75,6 +77,7 @@ def take_fingerprint(
         model_class=model.model_class,
         device=device_names(model.placement.devices),
         dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
         engine=model.engine_name,
         attention_backend=model.engine.attention_backend,
         num_threads=torch.get_num_threads(),
@@ -109,6 +112,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "share_prefix": False,
         "objective": "tokens_per_s",
         "device_map": None,
+        "quantization": None,
         "draft_weights": None,
         "draft_vocabs": [],
         "int8": False,

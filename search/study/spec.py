@@ -18,6 +18,7 @@ from layerskip.config.decode_config import (
     MAX_REGIMES,
     MAX_THREADS,
     UNTRAINED,
+    QuantizationName,
     check_ways,
 )
 from layerskip.config.sampling_regime import Sampling
@@ -79,6 +80,8 @@ class StudySpec(OneLineErrors):
     their devices. The map that comes of it is part of the fingerprint."""
     dtype: DTypeName = "auto"
     """Number format of weights and arithmetic."""
+    quantization: QuantizationName | None = None
+    """What the weights are rounded to when the model is loaded: what is decoded is then that model's output."""
     engine: EngineName = "auto"
     """How one forward is executed; plain and speculative decoding always use the same one."""
     max_new_tokens: Annotated[int, Field(ge=2, le=MAX_NEW_TOKENS)] = 64

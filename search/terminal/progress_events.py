@@ -9,6 +9,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.config.decode_config import number_format
 from search.budget.pace import Pace
 from search.budget.plan import Plan
 from search.measure.reference import Reference
@@ -20,6 +21,7 @@ from search.study.trials import tokens_per_s_of
 from search.terminal.event import Event, Line, Told, config_fields
 from search.terminal.text import duration, trial_line
 
+_OF_FINGERPRINT = ("model_class", "dtype", "quantization", "device", "num_threads", "engine")
 _NOTABLE_DRIFT = 0.1
 LONG_S = 1800.0
 """A run that will take longer is told that it need not."""
@@ -42,8 +44,9 @@ def preflight_passed(
     threads = "thread" if print_.num_threads == 1 else "threads"
     split = " (split off, by content hash)" if is_split else ""
     texts = [
-        f"{subject.model}: {print_.model_class}, {space.num_layers} layers, {print_.dtype} on "
-        f"{print_.device}, {print_.num_threads} {threads}, engine {print_.engine}",
+        f"{subject.model}: {print_.model_class}, {space.num_layers} layers, "
+        f"{number_format(print_.dtype, print_.quantization)} on {print_.device}, {print_.num_threads} {threads}, "
+        f"engine {print_.engine}",
         f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
         f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
         + (", a shared prefix or none" if space.share_prefix else "")
@@ -62,7 +65,7 @@ def preflight_passed(
         texts.append(f"tuning and held-out prompts by {group_field!a}: {counts}")
     facts = {
         "model": subject.model,
-        **{name: getattr(print_, name) for name in ("model_class", "dtype", "device", "num_threads", "engine")},
+        **{name: getattr(print_, name) for name in _OF_FINGERPRINT},
         **{name: getattr(space, name) for name in ("num_layers", "gamma_max", "share_prefix", "int8", "siblings_max")},
         "trees": list(space.trees),
         "ms_by_threads": None if subject.threads is None else dict(subject.threads.ms_by_threads),

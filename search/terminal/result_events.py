@@ -137,7 +137,9 @@ def ties_among(
     num_held_out = measured.num_ties if measured else 0
     if num_in_trials + num_held_out == 0:
         return None
-    command = float32_command(spec.model, device=spec.device, trust_remote_code=spec.trust_remote_code)
+    command = float32_command(
+        spec.model, device=spec.device, trust_remote_code=spec.trust_remote_code, quantization=spec.quantization
+    )
     text = f"logit ties: {num_in_trials} outputs of trials, {num_held_out} held-out prompts"
     if rounding is not None:
         text += f"; a token may lie {describe_rounding(rounding)}"

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from layerskip import DecodeConfig, SkipMask
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.huggingface import memory
 from layerskip.huggingface.adapter import ModelAdapter
 from search import run
 from search.predict.costs import CostModel, pool_costs
+from search.study.space import DRAFT_INT8
 from tests.search.helpers.rivals import make_cost
 from tests.search.helpers.studies import trials_of
 
@@ -73,3 +74,20 @@ def test_a_config_says_it_in_its_mask() -> None:
         DecodeConfig(
             drafter="suffix", skip_mask=SkipMask.none(4).in_int8(), gamma=2, lookup={"method": "suffix", "min_match": 1}
         )
+
+
+def test_a_model_of_8_bits_is_searched_as_such_and_its_config_loads_it_so(
+    tiny_study: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    pytest.importorskip("torchao", reason="needs the extra `quantized`")
+    assert run.main([*tiny_study, "--force", "--quantization", "int8", "--trials", "3"]) in (0, 1)
+    assert "float32, int8 weights on cpu" in capsys.readouterr().out
+    study = tmp_path / "study"
+    assert not any(DRAFT_INT8 in trial.params for trial in trials_of(study)), "they are all of 8 bits already"
+    config = DecodeConfig.load(study / "best.json")
+    assert config.provenance is not None
+    assert config.provenance.quantization == "int8"
+    model = LayerSkipModel.from_config(study / "best.json", device="cpu")
+    assert model.quantization == "int8"
+    assert run.main([*tiny_study, "--force", "--trials", "4"]) in (0, 1)
+    assert "float32, int8 weights on cpu" in capsys.readouterr().out, "a study goes on as it was begun"

@@ -9,6 +9,7 @@ from torch import nn
 
 from layerskip.engines.lean.layers import first_of
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface.int8.quantized import int8_weights, is_plain, stored_bytes
 from layerskip.huggingface.memory import lack_of_room
 
 _DECODERS = (
@@ -37,7 +38,7 @@ def embedding_scale(decoder: Any) -> float:
 def weight_bytes(adapter: ModelAdapter) -> int:
     """Of what a second copy is made of: experts are read in place."""
     own = [*(one for one in adapter.matrices if one.ndim == 2), adapter.head.weight]
-    return sum(one.nbytes for one in own)
+    return sum(stored_bytes(one) for one in own)
 
 
 def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
@@ -62,9 +63,13 @@ def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
             )
     for layer in adapter.layers:
         for module in layer.modules():
-            if isinstance(module, nn.Linear) and (
-                type(module) is not nn.Linear or not module.weight.is_floating_point()
-            ):
-                raise UnsupportedModelError(f"engine fused: weights must be plain, got {type(module).__name__}")
+            if not isinstance(module, nn.Linear):
+                continue
+            has_read = is_plain(module.weight) or int8_weights(module.weight) is not None
+            if type(module) is not nn.Linear or not has_read:
+                kind = type(module.weight if type(module) is nn.Linear else module).__name__
+                raise UnsupportedModelError(
+                    f"engine fused: weights must be plain or of 8 bits with a scale for each output, got {kind}"
+                )
     if refusal is not None and (lack := lack_of_room(weight_bytes(adapter), adapter.device)):
         raise UnsupportedModelError(f"engine fused: needs a second copy of the weights ({lack})")

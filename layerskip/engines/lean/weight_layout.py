@@ -11,7 +11,8 @@ import torch
 from layerskip.engines.lean.layers import LayerMaker
 from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined, reordered
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
-from layerskip.huggingface.int8 import int8_linear
+from layerskip.huggingface.int8.products import GpuInt8Linear, int8_linear
+from layerskip.huggingface.int8.quantized import joined_int8
 
 _FEW_ROWS = 5
 """A verification of four drafts. It counts half as much as products of one row, of which a round has more."""
@@ -53,7 +54,12 @@ class TorchLayers(LayerMaker):
     def linear(
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
     ) -> Linear:
-        """See `MakeLinear`: in the fastest form, a copy or two, or a view of a single weight."""
+        """See `MakeLinear`: in the fastest form, a copy or two, or a view of a single weight; weights of 8 bits as a
+        kernel for GPUs reads them."""
+        if (own := joined_int8(weights, order)) is not None:
+            if self._device.type != "cuda":
+                raise ValueError("weights of 8 bits need sublayers compiled for a CPU, or a CUDA device")
+            return GpuInt8Linear(own, None if bias is None else reordered(bias, order))
         weight = joined(weights, order)
         bias = None if bias is None else reordered(bias, order)
         shape = (weight.shape[0], weight.shape[1])

@@ -84,11 +84,17 @@ inline Floats load(const float* p) {
 inline void store(float* p, Floats x) { memcpy(p, &x, sizeof x); }
 
 #ifdef __AVX512F__
+inline Floats load(const int8_t* p) {
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 inline Floats load(const bfloat16* p) {
   __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 #else
+inline Floats load(const int8_t* p) {
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 inline Floats load(const bfloat16* p) {
   __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   return (Floats)_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
@@ -194,7 +200,8 @@ inline Floats exp(Floats x) {
 #endif
 }
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+// INT8: by activations rounded to 16 bits; INT8_BY_FLOATS: by activations as they are.
+enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_BY_FLOATS = 3 };
 
 }  // namespace
 
@@ -684,6 +691,7 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
     if (m.kind == BFLOAT16) rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, out);
 #endif
     if (m.kind == INT8) rows_of_block(m.weight, b, integers, count, out);
+    if (m.kind == INT8_BY_FLOATS) rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, out);
   };
   for_blocks(m, count, find, done);
 }

@@ -16,10 +16,12 @@ from transformers.activations import GELUTanh
 from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
-from layerskip.huggingface.int8 import rounded_weights
+from layerskip.huggingface.int8.products import rounded_weights
+from layerskip.huggingface.int8.quantized import joined_int8
 
 _QUAD = 4
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_INT8, _INT8_BY_FLOATS = 2, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +31,12 @@ class NativeLinear:
     kernels: ctypes.CDLL
     num_outputs: int
     num_inputs: int
+    kind: int
+    """How they are stored and multiplied, see `Kind` in kernels.cpp."""
     weights: tuple[torch.Tensor, ...]
     """Packed, one (blocks, inputs / n, outputs of a block, n): n inputs lie together: of 8 bits 4 or 2, of
     bfloat16 2 or 1, as many as this CPU multiplies at once; of those 4 each weight is 128 too large, as unsigned
-    numbers."""
+    numbers. Those of 8 bits that are multiplied as floats lie one by one."""
     rows: torch.Tensor | None
     """In place, (outputs,), int64: the addresses of their weights."""
     scales: torch.Tensor | None
@@ -51,28 +55,34 @@ class NativeLinear:
         int8: bool = False,
         in_place: bool = False,
     ) -> NativeLinear:
-        """See `MakeLinear`. int8: rounded to 8 bits with a scale for each output, and packed.
+        """See `MakeLinear`. int8: rounded to 8 bits with a scale for each output, and packed, with activations rounded
+        to 16. Weights that have 8 bits already are packed; of a float32 model activations then stay whole.
 
         Cost: a copy of the weights, unless they are read in place. Raises: ValueError for another number format.
         """
-        if weights[0].dtype not in _KINDS:
+        if (kind := _KINDS.get(weights[0].dtype)) is None:
             raise ValueError(f"weights of {str(weights[0].dtype).removeprefix('torch.')}")
         bias = None if bias is None else reordered(bias.detach(), order).float()
-        if in_place and not int8:
+        own = joined_int8(weights, order)
+        if in_place and not int8 and own is None:
             held = [one if one.stride(1) == 1 else one.contiguous() for one in (one.detach() for one in weights)]
             places = [one.data_ptr() + torch.arange(len(one)) * (one.stride(0) * one.itemsize) for one in held]
             rows = reordered(torch.cat(places), order)
-            return cls(kernels, len(rows), held[0].shape[1], tuple(held), rows, None, bias)
-        weight, scales = joined(weights, order).detach(), None
-        if int8:
-            weight, scales = rounded_weights(weight)
+            return cls(kernels, len(rows), held[0].shape[1], kind, tuple(held), rows, None, bias)
+        if own is not None and not int8 and kind == _KINDS[torch.float32]:
+            kind = _INT8_BY_FLOATS
+        elif own is not None or int8:
+            kind = _INT8
+        if own is None and int8:
+            own = rounded_weights(joined(weights, order).detach())
+        weight, scales = (joined(weights, order).detach(), None) if own is None else (own.numbers, own.scales)
         num_outputs, num_inputs = weight.shape
-        block, together = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(_KINDS[weight.dtype])
+        block, together = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(kind)
         weight = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % block))
         packed = weight.view(-1, block, weight.shape[1] // together, together).transpose(1, 2).contiguous()
         if together == _QUAD:
             packed.view(torch.uint8).bitwise_xor_(128)  # the processor's instruction multiplies unsigned ones
-        return cls(kernels, num_outputs, num_inputs, (packed,), None, scales, bias)
+        return cls(kernels, num_outputs, num_inputs, kind, (packed,), None, scales, bias)
 
     @cached_property
     def matrix(self) -> library.Matrix:
@@ -80,7 +90,7 @@ class NativeLinear:
         own = self.weights[0]
         tensors = (own if self.rows is None else None, self.rows, self.scales, self.bias)
         places = [None if one is None else one.data_ptr() for one in tensors]
-        return library.Matrix(*places, self.num_outputs, self.num_inputs, _KINDS[own.dtype])
+        return library.Matrix(*places, self.num_outputs, self.num_inputs, self.kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -250,6 +251,31 @@ def test_an_engine_with_wrong_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FusedEngine, "rotations", unsigned)
     with pytest.raises(UnsupportedModelError, match="its logits differ from the model's"):
         check_agreement(fused, eager, ModelAdapter(zoo.build("qwen3")))
+
+
+class Shaken:
+    """Logits of ones, off by so much under a mask; `alone`: in forwards over a single token."""
+
+    name = "fused"
+
+    def __init__(self, off: float, alone: float = 0.0) -> None:
+        self._off, self._alone = off, alone
+
+    def session(self, _capacity: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, ids: torch.Tensor, mask: SkipMask | None, *, num_logits: int) -> torch.Tensor:
+        off = self._off + (self._alone if len(ids) == 1 else 0.0)
+        return torch.full((num_logits, 4), 1.0 + (off if mask is not None else 0.0), dtype=torch.bfloat16)
+
+
+def test_under_a_mask_an_engine_may_be_off_by_more_where_rounding_moves_the_reference_itself() -> None:
+    adapter = ModelAdapter(zoo.build("llama"))
+    for off, alone, passes in ((0.05, 0.0, True), (0.2, 0.0, False), (0.2, 0.2, True), (2.0, 0.2, False)):
+        engine, reference = Shaken(off), Shaken(0.0, alone)
+        context = nullcontext() if passes else pytest.raises(UnsupportedModelError, match="its logits differ")
+        with context:
+            check_agreement(engine, reference, adapter)  # type: ignore[arg-type]
 
 
 @zoo.each(("llama", "llama fused", *(f"{name}" for name in sorted(zoo.NAMES) if name != "llama")))

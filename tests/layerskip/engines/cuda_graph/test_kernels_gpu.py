@@ -19,9 +19,9 @@ from layerskip.engines.lean import weight_layout as layout_module
 from layerskip.engines.lean.linear import DenseLinear, Linear
 from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.engines.recording.stopwatch import Stopwatch
-from layerskip.huggingface import int8
 from layerskip.huggingface.adapter import ModelAdapter
-from layerskip.huggingface.int8 import GpuInt8Linear
+from layerskip.huggingface.int8 import products
+from layerskip.huggingface.int8.products import GpuInt8Linear
 from tests.layerskip import zoo
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_products_with_8_bit_weights_are_right_on_a_gpu(dtype: torch.dtype, shap
         rounded = linear._weight.double() * linear._scales.double()[:, None]
         expected = x.double() @ rounded.t() + weight[:, 0].double() + residual.double()
         off = (linear.add_to(residual, x).double() - expected).norm() / expected.norm()
-        assert float(off) < 4 * max(torch.finfo(dtype).eps, 1e-3 * (num_rows > int8._ROWS_OF_KERNEL))
+        assert float(off) < 4 * max(torch.finfo(dtype).eps, 1e-3 * (num_rows > products._ROWS_OF_KERNEL))
     x = x[:1]
     assert torch.equal(linear(x), linear(x.repeat(5, 1))[:1])
 

@@ -9,13 +9,14 @@ import torch
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.engines.lean import weight_layout
-from layerskip.huggingface import int8
-from layerskip.huggingface.int8 import GpuInt8Linear
+from layerskip.huggingface.int8 import modules as by_modules
+from layerskip.huggingface.int8 import products
+from layerskip.huggingface.int8.products import GpuInt8Linear
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
 
 IN_INT8 = SkipMask.none(zoo.NUM_LAYERS).in_int8()
-FEW, MANY = int8._ROWS_OF_KERNEL, int8._ROWS_OF_KERNEL + 3
+FEW, MANY = products._ROWS_OF_KERNEL, products._ROWS_OF_KERNEL + 3
 
 
 pytest.importorskip("triton", reason="needs Triton, which torch's packages for GPUs bring")
@@ -58,7 +59,7 @@ def test_a_row_is_the_same_among_others() -> None:
 def test_a_large_matrix_is_rounded_and_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(50, 24), torch.randn(MANY, 24)
     whole = GpuInt8Linear(weight, None)
-    monkeypatch.setattr(int8, "_AT_ONCE", 24 * 7)
+    monkeypatch.setattr(products, "_AT_ONCE", 24 * 7)
     parts = GpuInt8Linear(weight, None)
     assert torch.equal(whole._weight, parts._weight)
     torch.testing.assert_close(whole(x), parts(x))
@@ -79,25 +80,25 @@ def test_compiled_functions_keep_it_as_one_operation() -> None:
 
 @pytest.mark.parametrize("modules", [False, True], ids=["lean layers", "the model's modules"])
 def test_drafts_by_it_are_recorded_and_the_output_is_the_models(modules: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    products = []
+    made = []
 
     def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> GpuInt8Linear:
-        products.append(GpuInt8Linear(weight, bias))
-        return products[-1]
+        made.append(GpuInt8Linear(weight, bias))
+        return made[-1]
 
-    monkeypatch.setattr(int8, "int8_linear", linear)
+    monkeypatch.setattr(by_modules, "int8_linear", linear)
     monkeypatch.setattr(weight_layout, "int8_linear", linear)
     model, prompt = graph_model("qwen3", modules=modules), zoo.prompt_of(5)
     # Whatever the shared model was rounded to before is another kind.
-    monkeypatch.setattr(model.adapter, "_int8", int8.Int8Modules(model.adapter.layers, model.adapter.head))
+    monkeypatch.setattr(model.adapter, "_int8", by_modules.Int8Modules(model.adapter.layers, model.adapter.head))
     out = model.generate(prompt, config=DecodeConfig(skip_mask=IN_INT8, gamma=3), max_new_tokens=16)
     assert tuple(out.ids) == zoo.greedy_reference("qwen3", prompt)[:16]
     assert out.stats.num_accepted > 0.5 * out.stats.num_drafted
-    assert len(products) > 2 * zoo.NUM_LAYERS
+    assert len(made) > 2 * zoo.NUM_LAYERS
 
 
 def test_where_there_is_no_gpu_it_says_what_is_missing() -> None:
-    refusal = int8.int8_refusal(torch.device("cuda"))
+    refusal = products.int8_refusal(torch.device("cuda"))
     assert refusal is not None
     assert refusal.startswith("Triton and its compiler, got ")
-    assert int8.int8_refusal(torch.device("mps")) == "a CPU or a CUDA device, got mps"
+    assert products.int8_refusal(torch.device("mps")) == "a CPU or a CUDA device, got mps"

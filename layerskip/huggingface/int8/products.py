@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from layerskip.config.skip_mask import SkipMask
+from layerskip.huggingface.int8.quantized import Int8Weights
 from layerskip.huggingface.memory import lack_of_room
 
 _SMALLEST_SCALE = 6.1e-5
@@ -33,16 +30,16 @@ class GpuInt8Linear:
     Cost: a byte for every weight.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """weight: (outputs, inputs)."""
-        from layerskip.huggingface.gpu_products import int8_product  # where there is Triton alone
+    def __init__(self, weight: torch.Tensor | Int8Weights, bias: torch.Tensor | None) -> None:
+        """weight: (outputs, inputs), which is rounded, or is so already."""
+        from layerskip.huggingface.int8.gpu_products import int8_product  # where there is Triton alone
 
         self._kernel = int8_product._opoverload
-        self.num_outputs = weight.shape[0]
-        self._outputs_at_once = max(1, _AT_ONCE // weight.shape[1])
         with torch.inference_mode(mode=False), torch.no_grad():
-            parts = [rounded_weights(one) for one in torch.split(weight.detach(), self._outputs_at_once)]
-            self._weight, self._scales = torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
+            own = weight if isinstance(weight, Int8Weights) else rounded_weights(weight.detach())
+        self._weight, self._scales = own.numbers, own.scales
+        self.num_outputs, num_inputs = own.numbers.shape
+        self._outputs_at_once = max(1, _AT_ONCE // num_inputs)
         self._bias = None if bias is None else bias.detach()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,11 +60,14 @@ class GpuInt8Linear:
         return out.to(x.dtype)
 
 
-def rounded_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights (outputs, inputs) those in int8, and (outputs,) scales in float32."""
-    whole = weight.float()
-    scales = whole.abs().amax(dim=1).clamp_min(1e-8) / 127
-    return (whole / scales[:, None]).round_().to(torch.int8), scales
+def rounded_weights(weight: torch.Tensor) -> Int8Weights:
+    """Of weights (outputs, inputs), some outputs at a time."""
+    numbers, scales = [], []
+    for part in torch.split(weight, max(1, _AT_ONCE // weight.shape[1])):
+        whole = part.float()
+        scales.append(whole.abs().amax(dim=1).clamp_min(1e-8) / 127)
+        numbers.append((whole / scales[-1][:, None]).round_().to(torch.int8))
+    return Int8Weights(torch.cat(numbers), torch.cat(scales))
 
 
 def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear | GpuInt8Linear:
@@ -140,67 +140,6 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     zero = torch.where((low / scale).abs() < most - (high / scale).abs(), by_low, by_high).round().clamp(0, most)
     scale, zero = scale.float(), zero.float()
     return ((x * (1.0 / scale)).round() + zero).clamp(0, most).sub_(zero).mul_(scale)
-
-
-class Int8Modules:
-    """A model's linear modules in its decoder layers, and its output embedding, with 8-bit weights for a while.
-
-    Cost: see `Int8Linear` and `GpuInt8Linear`; made at the first draft. What is no linear module, as a mixture's
-    experts in one tensor, stays as it is.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], head: nn.Module) -> None:
-        self._layers, self._head = layers, head
-        self._twins: list[tuple[nn.Module, _Twin]] = []
-        self._heads: dict[int | None, _Twin] = {}
-
-    def make(self, mask: SkipMask) -> int:
-        """Of what drafts under this mask need, what is not there yet; returns how many it made."""
-        made = 0
-        if not self._twins:
-            modules: list[Any] = [one for layer in self._layers for one in layer.modules() if _is_linear(one)]
-            check_room([one.weight for one in modules])
-            self._twins = [(one, _Twin(one)) for one in modules]
-            made += 1
-        if mask.draft_vocab not in self._heads and _is_linear(self._head):
-            self._heads[mask.draft_vocab] = _Twin(self._head, mask.draft_vocab)
-            made += 1
-        return made
-
-    @contextmanager
-    def instead(self, mask: SkipMask) -> Iterator[None]:
-        """Inside, they compute with 8-bit weights; the modules are themselves again on every exit."""
-        self.make(mask)
-        twins = list(self._twins)
-        if (head := self._heads.get(mask.draft_vocab)) is not None:
-            twins.append((self._head, head))
-        before = [module.__dict__.get("forward") for module, _ in twins]
-        try:
-            for module, twin in twins:
-                module.__dict__["forward"] = twin
-            yield
-        finally:
-            for (module, _), forward in zip(twins, before, strict=True):
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.__dict__["forward"] = forward
-
-
-class _Twin:
-    """Takes a linear module's place: (..., inputs) to (..., outputs)."""
-
-    def __init__(self, module: Any, num_outputs: int | None = None) -> None:
-        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-        bias = module.bias
-        self._linear = int8_linear(weight[:num_outputs], None if bias is None else bias[:num_outputs])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
-def _is_linear(module: object) -> bool:
-    return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"  # the same product
 
 
 def check_room(weights: Sequence[torch.Tensor]) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.huggingface import int8, memory
-from layerskip.huggingface.int8 import Int8Linear, rounded_rows
+from layerskip.huggingface import memory
+from layerskip.huggingface.int8 import products
+from layerskip.huggingface.int8.modules import Int8Modules
+from layerskip.huggingface.int8.products import Int8Linear, rounded_rows
 from tests.layerskip import zoo
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)
@@ -23,7 +25,7 @@ def by_hand(weight: torch.Tensor, bias: torch.Tensor | None, row: torch.Tensor) 
     scales = weight.abs().amax(dim=1).double() / 127
     weights = (weight.double() / scales[:, None]).round().clamp(-127, 127).long()
     low, high = min(0.0, float(row.min())), max(0.0, float(row.max()))
-    scale = (high - low) / (127 if int8._REDUCED else 255)
+    scale = (high - low) / (127 if products._REDUCED else 255)
     zero = round(-low / scale)
     activations = (row.double() / scale).round().long() + zero
     sums = weights @ (activations - zero)
@@ -120,13 +122,13 @@ def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @zoo.each(ENGINES)
 def test_every_architecture_has_layers_that_compute_in_8_bits(name: str) -> None:
     """Falcon's linear modules are of a class of their own, and all but its output embedding stayed as they were."""
-    modules = int8.Int8Modules(zoo.layerskip_of(name).adapter.layers, nn.Embedding(4, 4))
+    modules = Int8Modules(zoo.layerskip_of(name).adapter.layers, nn.Embedding(4, 4))
     modules.make(IN_INT8)
     assert len(modules._twins) >= 4 * zoo.NUM_LAYERS
 
 
 def test_what_is_no_linear_module_stays_as_it_is() -> None:
-    modules = int8.Int8Modules([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))], nn.Embedding(4, 4))
+    modules = Int8Modules([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))], nn.Embedding(4, 4))
     assert modules.make(IN_INT8) == 1
     with modules.instead(IN_INT8):
         pass
