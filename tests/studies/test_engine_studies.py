@@ -164,6 +164,12 @@ def test_families_tells_each_step_on_every_engine(tmp_path: Path, monkeypatch, c
     said = capsys.readouterr().out
     assert (tmp_path / "families.md").read_text() in said
     assert said.count("| lfm2 |") == 3
+    (tmp_path / "rounded").mkdir()
+    assert families.main([*sizes, "--quantization", "int8", "--out", str(tmp_path / "rounded")]) == 0
+    steps = json.loads((tmp_path / "rounded" / "families.json").read_text())["steps"]
+    assert {(one["engine"], one["step"]) for one in steps} == {
+        (how, step) for how in ("modules", "kernels") for step in (*families.STEPS, families.PROMPT) if step != "int8"
+    }
 
 
 def test_a_conversation_is_computed_whole_and_from_where_it_was(tmp_path: Path, capsys) -> None:
@@ -192,20 +198,24 @@ def test_llama_cpp_is_compared_prompt_by_prompt_in_turns() -> None:
 
     ways = {
         llama_cpp.LLAMA_CPP: way("theirs", 0.2, 7, 1),
+        llama_cpp.IN_8_BITS: way("rounded", 0.1, 7, 1),
         llama_cpp.PLAIN: way("plain", 0.1),
         llama_cpp.CONFIG: way("own", 0.05),
     }
     found = llama_cpp.compare(ways, [[1], [2], [3]], 4, 2)
-    assert asked[3:9] == [("theirs", 1), ("plain", 1), ("own", 1), ("plain", 2), ("own", 2), ("theirs", 2)]
-    assert [round(one["tokens_per_s"]) for one in found.values()] == [5, 10, 20]
+    first = ["theirs", "rounded", "plain", "own"]
+    assert asked[4:12] == [(one, 1) for one in first] + [(one, 2) for one in [*first[1:], *first[:1]]]
+    assert [round(one["tokens_per_s"]) for one in found.values()] == [5, 10, 10, 20]
     assert found[llama_cpp.CONFIG]["ratio_to_llama_cpp"] == pytest.approx([4.0, 4.0, 4.0])
-    assert [one["tokens_like_plain"] for one in found.values()] == [0.25, 1.0, 1.0]
+    assert found[llama_cpp.CONFIG]["ratio_to_8_bits"] == pytest.approx([2.0, 2.0, 2.0])
+    assert [one["tokens_like_plain"] for one in found.values()] == [0.25, 0.25, 1.0, 1.0]
     row = {"dtype": "bfloat16", "num_threads": 2, "ways": found}
     told = llama_cpp.table([row]).splitlines()
     assert told[2:] == [
-        "| bfloat16, 2 threads: llama.cpp | 5.0 | 1 | 25% |",
-        "| bfloat16, 2 threads: ours, plain | 10.0 | 2.00 (2.00..2.00) | 100% |",
-        "| bfloat16, 2 threads: ours, under the config | 20.0 | 4.00 (4.00..4.00) | 100% |",
+        "| bfloat16, 2 threads: llama.cpp | 5.0 | 1 | 0.50 (0.50..0.50) | 25% |",
+        "| bfloat16, 2 threads: llama.cpp with weights of 8 bits | 10.0 | 2.00 (2.00..2.00) | 1 | 25% |",
+        "| bfloat16, 2 threads: ours, plain | 10.0 | 2.00 (2.00..2.00) | 1.00 (1.00..1.00) | 100% |",
+        "| bfloat16, 2 threads: ours, under the config | 20.0 | 4.00 (4.00..4.00) | 2.00 (2.00..2.00) | 100% |",
     ]
 
 
