@@ -64,8 +64,10 @@ def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
     assert table(record) in README
 
 
-SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "demo", "demo/t0.7")
+SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "smollm2/int8", "smollm2/int8/t0.7")
 SEARCHED += (
+    "demo",
+    "demo/t0.7",
     "mtp",
     "mtp/t0.7",
     "hybrid",

@@ -11,7 +11,7 @@ import torch
 from layerskip.engines.lean.layers import LayerMaker
 from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined, reordered
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
-from layerskip.huggingface.int8.products import GpuInt8Linear, int8_linear
+from layerskip.huggingface.int8.products import GpuInt8Linear, int8_linear, int8_refusal
 from layerskip.huggingface.int8.quantized import joined_int8
 
 _FEW_ROWS = 5
@@ -57,8 +57,9 @@ class TorchLayers(LayerMaker):
         """See `MakeLinear`: in the fastest form, a copy or two, or a view of a single weight; weights of 8 bits as a
         kernel for GPUs reads them."""
         if (own := joined_int8(weights, order)) is not None:
-            if self._device.type != "cuda":
-                raise ValueError("weights of 8 bits need sublayers compiled for a CPU, or a CUDA device")
+            elsewhere = "sublayers compiled for a CPU, or a CUDA device"
+            if (lack := int8_refusal(self._device) if self._device.type == "cuda" else elsewhere) is not None:
+                raise ValueError(f"weights of 8 bits need {lack}")
             return GpuInt8Linear(own, None if bias is None else reordered(bias, order))
         weight = joined(weights, order)
         bias = None if bias is None else reordered(bias, order)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TorchAoConfig
 
 from layerskip import DecodeConfig, LayerSkipModel, Provenance, SkipMask
+from layerskip.engines.lean import weight_layout
 from layerskip.engines.lean.weight_layout import TorchLayers
 from layerskip.engines.native.library import load_kernels
 from layerskip.engines.native.linear import NativeLinear
@@ -139,12 +140,15 @@ def test_without_kernels_its_own_modules_decode_it(monkeypatch: pytest.MonkeyPat
     assert "need sublayers compiled for a CPU, or a CUDA device" in model.engine_reason
 
 
-def test_on_a_gpu_lean_layers_read_what_is_stored() -> None:
+def test_on_a_gpu_lean_layers_read_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs Triton, which torch's packages for GPUs bring")
+    refusals = iter(("Triton and its compiler, got ImportError: none", None))
+    monkeypatch.setattr(weight_layout, "int8_refusal", lambda _device: next(refusals))
     linear, x = linear_of(40, 24, torch.float32), torch.randn(3, 24)
-    found = TorchLayers(torch.device("cuda"), lambda _run: []).linear(
-        [linear.weight.detach()], None, torch.arange(39, -1, -1)
-    )
+    layers = TorchLayers(torch.device("cuda"), lambda _runs: [])
+    with pytest.raises(ValueError, match="weights of 8 bits need Triton and its compiler, got ImportError: none"):
+        layers.linear([linear.weight.detach()], None)
+    found = layers.linear([linear.weight.detach()], None, torch.arange(39, -1, -1))
     torch.testing.assert_close(found(x), linear(x).flip(1))
 
 
