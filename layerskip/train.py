@@ -152,8 +152,9 @@ def _run(arguments: argparse.Namespace) -> int:
         f"written {arguments.out} ({trained.facts['parameters']} parameters, {trained.facts['steps']} steps in "
         f"{trained.facts['seconds']:.0f} s)"
     )
+    rounded = f"--quantization {arguments.quantization} " if arguments.quantization else ""
     _tell(
-        f"try it: python -m layerskip.generate --model {arguments.model} --drafter eagle --gamma 4 "
+        f"try it: python -m layerskip.generate --model {arguments.model} {rounded}--drafter eagle --gamma 4 "
         f'--draft-weights {arguments.out} --prompt "..." --compare'
     )
     return 0
