@@ -203,7 +203,8 @@ def test_failures_in_a_row_are_raised(bench: Bench, per_group: bool) -> None:
 
 
 def test_the_options_are_those_of_a_study_but_for_what_the_model_itself_says() -> None:
-    of_the_model = {"model", "device", "device_map", "dtype", "num_threads", "revision", "trust_remote_code"}
+    of_the_model = {"model", "device", "device_map", "dtype", "quantization", "num_threads", "revision"}
+    of_the_model |= {"trust_remote_code"}
     of_the_folder = {"storage", "study_name"}
     options = StudySpec.model_fields.keys() - of_the_model - of_the_folder - {"prompts", "trials"}
     assert TuneOptions.__annotations__.keys() == options | {"study", "quiet"}
