@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self, cast
 
 import torch
@@ -234,9 +235,14 @@ class ModelAdapter:
         """What drafts with 8-bit weights need that there is not; None where they can be."""
         if not self.placement.is_whole:
             return f"a model that is whole on one device, got one on {self.placement}"
-        if is_quantized(self.model):
+        if self._is_quantized:
             return "weights that are not quantised already"
         return int8_refusal(self.device)
+
+    @cached_property
+    def _is_quantized(self) -> bool:
+        """A look at every parameter takes two milliseconds, and every config is checked before it is followed."""
+        return is_quantized(self.model)
 
     @property
     def matrices(self) -> list[torch.Tensor]:

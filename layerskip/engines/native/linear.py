@@ -64,18 +64,18 @@ class NativeLinear:
             raise ValueError(f"weights of {str(weights[0].dtype).removeprefix('torch.')}")
         bias = None if bias is None else reordered(bias.detach(), order).float()
         own = joined_int8(weights, order)
-        if in_place and not int8 and own is None:
+        is_whole = own is None and not int8
+        if in_place and is_whole:
             held = [one if one.stride(1) == 1 else one.contiguous() for one in (one.detach() for one in weights)]
             places = [one.data_ptr() + torch.arange(len(one)) * (one.stride(0) * one.itemsize) for one in held]
             rows = reordered(torch.cat(places), order)
             return cls(kernels, len(rows), held[0].shape[1], kind, tuple(held), rows, None, bias)
-        if own is not None and not int8 and kind == _KINDS[torch.float32]:
-            kind = _INT8_BY_FLOATS
-        elif own is not None or int8:
-            kind = _INT8
-        if own is None and int8:
-            own = rounded_weights(joined(weights, order).detach())
-        weight, scales = (joined(weights, order).detach(), None) if own is None else (own.numbers, own.scales)
+        if is_whole:
+            weight, scales = joined(weights, order).detach(), None
+        else:
+            kind = _INT8 if int8 or weights[0].dtype == torch.bfloat16 else _INT8_BY_FLOATS
+            own = own or rounded_weights(joined(weights, order).detach())
+            weight, scales = own.numbers, own.scales
         num_outputs, num_inputs = weight.shape
         block, together = kernels.layerskip_outputs_together(), kernels.layerskip_inputs_together(kind)
         weight = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % block))
