@@ -41,10 +41,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
 
     2 for bad input (ValueError, OSError, CommandError), 130 for Ctrl-C, 141 for a closed pipe.
     """
-    # Transformers loads torchao where it is installed, which tells what of it is for GPUs that are not here, and torch
-    # has advice for its authors.
-    for library in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    quiet_torchao()
     try:
         code = command()
         sys.stdout.flush()
@@ -99,6 +96,12 @@ class _OnStderr(logging.Handler):
             sys.stderr.write(f"{self.format(record)}\n")
         except Exception:  # noqa: BLE001 (what cannot be told must not end a run; the base class shows why)
             self.handleError(record)
+
+
+def quiet_torchao() -> None:
+    """No word of what torchao has for other devices, nor torch's advice to its authors: Transformers loads it unasked."""
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def quiet_libraries() -> None:

@@ -27,6 +27,8 @@ from tests.search.test_search import history
 
 RUN = """
 import sys, time, pathlib
+from layerskip.command_line.cli import quiet_torchao
+quiet_torchao()
 from search.reporting.publish import Publisher
 from search.stop import StopSignal
 from search.workers.heartbeats import Patience
