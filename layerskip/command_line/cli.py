@@ -99,7 +99,7 @@ class _OnStderr(logging.Handler):
 
 
 def quiet_torchao() -> None:
-    """No word of what torchao has for other devices, nor torch's advice to its authors: Transformers loads it unasked."""
+    """No word of what torchao has for other devices, nor torch's advice to authors: Transformers loads it unasked."""
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
