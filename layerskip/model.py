@@ -26,10 +26,10 @@ from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
-from layerskip.huggingface.int8.products import lack_of_int8_room
-from layerskip.huggingface.int8.quantized import quantization_of
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
+from layerskip.huggingface.quantization.products import lack_of_int8_room
+from layerskip.huggingface.quantization.weights import quantization_of
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
@@ -176,9 +176,9 @@ class LayerSkipModel:
         device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
         checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class.
         quantization: `int8` rounds the weights of linear modules to 8 bits with a scale for each output, the output
-        embedding's among them (torchao's `Int8WeightOnlyConfig`; needs the extra `quantized`). What is decoded is then
-        that model's output. None: what the config was tuned with, or else the checkpoint as it is, which may be
-        quantised by itself.
+        embedding's among them, `int4` to 4 bits with a scale and a zero for 32 inputs, and the output embedding's to 8
+        (as torchao does; needs the extra `quantized`). What is decoded is then that model's output. None: what the
+        config was tuned with, or else the checkpoint as it is, which may be quantised by itself.
         device_map: for a model larger than one device, in place of `device`: `auto`, `balanced`, `balanced_low_0`,
         `sequential`, or module names and their devices (a number, `cuda:N`, `cpu`, `disk`). Needs the extra `large`.
         Whole layers go to several devices and, what they cannot hold, to main memory and disk; the engine is `eager`.

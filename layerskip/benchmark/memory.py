@@ -12,7 +12,7 @@ from torch import nn
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
-from layerskip.huggingface.int8.quantized import stored_bytes
+from layerskip.huggingface.quantization.weights import stored_bytes
 from layerskip.model import LayerSkipModel
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30

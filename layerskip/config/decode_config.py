@@ -167,7 +167,7 @@ BY_GIVEN_WEIGHTS = tuple(one for one in BY_WEIGHTS if trained_by(one) != "mtp")
 """Ways whose weights do not lie with the model."""
 
 
-QuantizationName = Literal["int8"]
+QuantizationName = Literal["int8", "int4"]
 """What a model's weights are rounded to when it is loaded."""
 
 

@@ -39,9 +39,9 @@ from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
-from layerskip.huggingface.int8.products import check_room
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.huggingface.memory import lack_of_room
+from layerskip.huggingface.quantization.products import check_room
 from layerskip.rounds.preparation import ForwardPlan
 
 LOG = logging.getLogger(__name__)

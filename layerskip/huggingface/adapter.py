@@ -16,12 +16,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.growing_keys import over_growing_keys
-from layerskip.huggingface.int8.modules import Int8Modules
-from layerskip.huggingface.int8.products import int8_refusal
-from layerskip.huggingface.int8.quantized import is_quantized
 from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.placement import UnsupportedModelError as UnsupportedModelError
+from layerskip.huggingface.quantization.modules import Int8Modules
+from layerskip.huggingface.quantization.products import int8_refusal
+from layerskip.huggingface.quantization.weights import is_quantized
 from layerskip.huggingface.recurrent import (
     RECURRENT_LAYER_TYPES,
     RecurrentCall,

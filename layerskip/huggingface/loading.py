@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import (
 
 from layerskip.config.decode_config import QuantizationName
 from layerskip.huggingface.device_map import DeviceMap, check_device_map, refuse_tensor_parallel
-from layerskip.huggingface.int8.quantized import is_plain, quantize
 from layerskip.huggingface.placement import stored_weight
+from layerskip.huggingface.quantization.weights import is_plain, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def load_pretrained(
     if device_map is None:
         model = model.to(target_device)
         if quantization is not None:
-            quantize(model)
+            quantize(model, quantization)
     else:
         _look_at_placed(model, name, device_map)
     return model, _load_tokenizer(name, hub_arguments)

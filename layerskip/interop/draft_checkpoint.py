@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.adapter import UnsupportedModelError
-from layerskip.huggingface.int8.quantized import is_quantized
+from layerskip.huggingface.quantization.weights import is_quantized
 from layerskip.huggingface.rounding import logit_difference
 from layerskip.model import LayerSkipModel
 

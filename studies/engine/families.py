@@ -21,12 +21,13 @@ import transformers
 from layerskip.analysis.intervals import geometric_mean, ratio_interval
 from layerskip.command_line.cli import OneLineParser, check_folders, check_least
 from layerskip.command_line.command_model import add_quantization_argument
+from layerskip.config.decode_config import QuantizationName
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.huggingface.int8.quantized import quantize
+from layerskip.huggingface.quantization.weights import quantize
 from studies.results import ENGINE, facts, finish, markdown_table, run_study
 
 PROG = "studies.engine.families"
@@ -118,21 +119,28 @@ class Step:
 
 
 def measure(
-    name: str, config: Any, dtype: torch.dtype, context: int, num_rows: int, rounds: int, *, rounded: bool = False
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    context: int,
+    num_rows: int,
+    rounds: int,
+    *,
+    quantization: QuantizationName | None = None,
 ) -> list[Step]:
-    """rounded: with weights of 8 bits, of which there are no drafts of 8 bits, and no engine reads them in place.
+    """Of rounded weights there are no drafts of 8 bits, and no engine reads them in place.
 
     Cost: the model four times in memory, of a mixture of experts these twice, and so many rounds of three steps on each
     engine."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    if rounded:
-        quantize(model)
+    if quantization is not None:
+        quantize(model, quantization)
     adapter = ModelAdapter(model)
     engines: dict[str, Engine] = {"modules": EagerEngine(adapter)}
     for how, ways in _LEAN.items():
-        if rounded and "in place" in how:
+        if quantization and "in place" in how:
             continue
         try:
             engines[how] = FusedEngine(adapter, **ways)
@@ -146,7 +154,7 @@ def measure(
         (engine, step): []
         for step in STEPS
         for engine in engines
-        if step != "int8" or not (rounded or "in place" in engine)
+        if step != "int8" or not (quantization or "in place" in engine)
     }
     prompts = {}
     with ExitStack() as stack:
@@ -220,8 +228,11 @@ def _run(arguments: argparse.Namespace) -> int:
     check_folders(arguments, "out")
     torch.set_num_threads(arguments.threads)
     sizes = (getattr(torch, arguments.dtype), arguments.context, arguments.rows, arguments.rounds)
-    rounded = arguments.quantization is not None
-    found = [step for name in arguments.models for step in measure(name, MODELS[name](), *sizes, rounded=rounded)]
+    found = [
+        step
+        for name in arguments.models
+        for step in measure(name, MODELS[name](), *sizes, quantization=arguments.quantization)
+    ]
     record = {name: getattr(arguments, name) for name in ("dtype", "quantization")}
     record |= {"num_threads": arguments.threads, "steps": [asdict(one) for one in found]}
     finish(arguments.out / "families.json", facts(arguments.command) | record, table(found, arguments.rows))

@@ -9,8 +9,8 @@ from torch import nn
 
 from layerskip.engines.lean.layers import first_of
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError
-from layerskip.huggingface.int8.quantized import int8_weights, is_plain, stored_bytes
 from layerskip.huggingface.memory import lack_of_room
+from layerskip.huggingface.quantization.weights import is_plain, quantization_of_weight, stored_bytes
 
 _DECODERS = (
     *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "GraniteModel"),
@@ -65,11 +65,12 @@ def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
         for module in layer.modules():
             if not isinstance(module, nn.Linear):
                 continue
-            has_read = is_plain(module.weight) or int8_weights(module.weight) is not None
+            has_read = is_plain(module.weight) or quantization_of_weight(module.weight) is not None
             if type(module) is not nn.Linear or not has_read:
                 kind = type(module.weight if type(module) is nn.Linear else module).__name__
                 raise UnsupportedModelError(
-                    f"engine fused: weights must be plain or of 8 bits with a scale for each output, got {kind}"
+                    "engine fused: weights must be plain, of 8 bits with a scale for each output or of 4 with one for "
+                    f"32 inputs, got {kind}"
                 )
     if refusal is not None and (lack := lack_of_room(weight_bytes(adapter), adapter.device)):
         raise UnsupportedModelError(f"engine fused: needs a second copy of the weights ({lack})")

@@ -11,8 +11,8 @@ import torch
 from layerskip.engines.lean.layers import LayerMaker
 from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined, reordered
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
-from layerskip.huggingface.int8.products import GpuInt8Linear, int8_linear, int8_refusal
-from layerskip.huggingface.int8.quantized import joined_int8
+from layerskip.huggingface.quantization.products import GpuInt8Linear, int8_linear, int8_refusal
+from layerskip.huggingface.quantization.weights import Int8Weights, joined_quantized
 
 _FEW_ROWS = 5
 """A verification of four drafts. It counts half as much as products of one row, of which a round has more."""
@@ -56,7 +56,9 @@ class TorchLayers(LayerMaker):
     ) -> Linear:
         """See `MakeLinear`: in the fastest form, a copy or two, or a view of a single weight; weights of 8 bits as a
         kernel for GPUs reads them."""
-        if (own := joined_int8(weights, order)) is not None:
+        if (own := joined_quantized(weights, order)) is not None:
+            if not isinstance(own, Int8Weights):
+                raise ValueError("weights of 4 bits need sublayers compiled for a CPU")
             elsewhere = "sublayers compiled for a CPU, or a CUDA device"
             if (lack := int8_refusal(self._device) if self._device.type == "cuda" else elsewhere) is not None:
                 raise ValueError(f"weights of 8 bits need {lack}")

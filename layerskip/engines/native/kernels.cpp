@@ -37,6 +37,7 @@ constexpr long KEYS_AHEAD = 4096;       // bytes that are fetched of keys and va
 constexpr long KEYS_OF_PART = 512;      // summed up by themselves, so that threads may share a long text
 constexpr float MOST_INTEGER = 32000;   // of 16 bits
 constexpr long PAIRS_AT_ONCE = 256;     // whose products with 8-bit weights 32 bits hold
+constexpr int GROUP = 32;               // inputs whose 4-bit weights share a scale and a zero, see `Group`
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -87,6 +88,9 @@ inline void store(float* p, Floats x) { memcpy(p, &x, sizeof x); }
 inline Floats load(const int8_t* p) {
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+inline Floats load(const uint8_t* p) {
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 inline Floats load(const bfloat16* p) {
   __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
@@ -94,6 +98,9 @@ inline Floats load(const bfloat16* p) {
 #else
 inline Floats load(const int8_t* p) {
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline Floats load(const uint8_t* p) {
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline Floats load(const bfloat16* p) {
   __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -200,8 +207,8 @@ inline Floats exp(Floats x) {
 #endif
 }
 
-// INT8: by activations rounded to 16 bits; INT8_BY_FLOATS: by activations as they are.
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_BY_FLOATS = 3 };
+// INT8, INT4: by activations rounded to 16 bits; INT8_BY_FLOATS, INT4_BY_FLOATS: by activations as they are.
+enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_BY_FLOATS = 3, INT4 = 4, INT4_BY_FLOATS = 5 };
 
 }  // namespace
 
@@ -512,6 +519,39 @@ inline float to_integers(const float* row, long inputs, int16_t* out) {
   return most / MOST_INTEGER;
 }
 
+// Rows as such integers, in pairs, and what one of them is.
+struct Integers {
+  long num_pairs;
+  std::vector<int16_t> numbers;  // (count, 2 * num_pairs)
+  std::vector<float> scales;     // (count,)
+
+  Integers(const float* x, long inputs, int count)
+      : num_pairs((inputs + 1) / 2), numbers(count * num_pairs * 2), scales(count) {
+    for (int r = 0; r < count; r++) scales[r] = to_integers(x + r * inputs, inputs, numbers.data() + r * num_pairs * 2);
+  }
+  int32_t pair(int r, long k) const {
+    int32_t both;
+    memcpy(&both, numbers.data() + (r * num_pairs + k) * 2, 4);
+    return both;
+  }
+};
+
+#ifdef __AVX512F__
+inline Ints widened(const int8_t* p) { return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints plus_products(Ints sums, Ints w, Ints pair) {
+#ifdef __AVX512VNNI__
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, (__m512i)pair);
+#else
+  return sums + (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)pair);
+#endif
+}
+#else
+inline Ints widened(const int8_t* p) { return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline Ints plus_products(Ints sums, Ints w, Ints pair) {
+  return sums + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)pair);
+}
+#endif
+
 #ifdef IN_QUADS
 
 #ifdef __AVX512VNNI__
@@ -525,13 +565,13 @@ inline Ints plus_products(Ints sums, Ints quads, int32_t digits) {
 #endif
 
 // Rows for 8-bit weights: of their integers two digits.
-struct Integers {
+struct Digits {
   long num_quads;
   std::vector<int8_t> bytes;   // (count, 2, 4 * num_quads): high digits, low digits
   std::vector<float> scales;   // (count,)
   std::vector<int32_t> sums;   // (count, 2): of a row's digits
 
-  Integers(const float* x, long inputs, int count)
+  Digits(const float* x, long inputs, int count)
       : num_quads((inputs + 3) / 4), bytes(count * num_quads * 8), scales(count), sums(count * 2) {
     std::vector<int16_t> numbers(inputs);
     for (int r = 0; r < count; r++) {
@@ -549,7 +589,9 @@ struct Integers {
 };
 
 // Of R rows, V vectors of outputs of one block of 8-bit weights, each 128 too large, in quads.
-template <int R, int V> inline void block(const uint8_t* weight, const Integers& x, int row, float* out) {
+typedef Digits InputsOf8Bits;
+
+template <int R, int V> inline void block(const uint8_t* weight, const Digits& x, int row, float* out) {
   const int8_t* digits = x.bytes.data() + row * x.num_quads * 8;
   Ints high[V][R], low[V][R];
   for (int v = 0; v < V; v++)
@@ -580,7 +622,7 @@ template <int R, int V> inline void block(const uint8_t* weight, const Integers&
 }
 
 // Of `count` rows the outputs of block b of 8-bit weights.
-inline void rows_of_block(const void* weights, long b, const Integers& x, int count, float* out) {
+inline void rows_of_block(const void* weights, long b, const Digits& x, int count, float* out) {
   const uint8_t* weight = (const uint8_t*)weights + b * BLOCK * x.num_quads * 4;
   for_rows(count, [&](auto rows, int row) {
     constexpr int R = rows.value, V = R <= MOST_ROWS / 2 ? VECTORS : VECTORS / 2;
@@ -591,25 +633,7 @@ inline void rows_of_block(const void* weights, long b, const Integers& x, int co
 
 #else
 
-#ifdef __AVX512F__
-inline Ints widened(const int8_t* p) { return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
-inline Ints products(Ints w, int32_t pair) { return (Ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(pair)); }
-#else
-inline Ints widened(const int8_t* p) { return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
-inline Ints products(Ints w, int32_t pair) { return (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(pair)); }
-#endif
-
-// Rows for 8-bit weights.
-struct Integers {
-  long num_pairs;
-  std::vector<int16_t> numbers;  // (count, 2 * num_pairs)
-  std::vector<float> scales;     // (count,)
-
-  Integers(const float* x, long inputs, int count)
-      : num_pairs((inputs + 1) / 2), numbers(count * num_pairs * 2), scales(count) {
-    for (int r = 0; r < count; r++) scales[r] = to_integers(x + r * inputs, inputs, numbers.data() + r * num_pairs * 2);
-  }
-};
+typedef Integers InputsOf8Bits;
 
 // Of R rows the outputs of one block of 8-bit weights, in pairs.
 template <int R> inline void block(const int8_t* weight, const Integers& x, int row, float* out) {
@@ -624,10 +648,9 @@ template <int R> inline void block(const int8_t* weight, const Integers& x, int 
       for (int v = 0; v < VECTORS; v++) w[v] = widened(weight + (k * BLOCK + v * LANES) * 2);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        int32_t pair;
-        memcpy(&pair, x.numbers.data() + ((row + r) * x.num_pairs + k) * 2, 4);
+        Ints pair = x.pair(row + r, k) - Ints{};
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[v][r] += products(w[v], pair);
+        for (int v = 0; v < VECTORS; v++) sums[v][r] = plus_products(sums[v][r], w[v], pair);
       }
     }
     for (int v = 0; v < VECTORS; v++)
@@ -644,6 +667,111 @@ inline void rows_of_block(const void* weights, long b, const Integers& x, int co
 }
 
 #endif
+
+// What a block has of GROUP inputs, whose weights are (number - zero) * scale. Of each output 32 bits hold the numbers
+// of eight inputs, the first of each two in their lower half, so that shifts leave pairs of 16 bits.
+template <class Scale> struct Group {
+  uint32_t eights[GROUP / 8][BLOCK];
+  Scale scales[BLOCK];
+  uint8_t zeros[BLOCK];
+};
+
+// Rows for 4-bit weights.
+struct GroupedIntegers : Integers {
+  long num_groups;
+  std::vector<float> sums;  // (count, num_groups): of a row's integers
+
+  GroupedIntegers(const float* x, long inputs, int count)
+      : Integers(x, inputs, count), num_groups(inputs / GROUP), sums(count * num_groups) {
+    for (long g = 0; g < count * num_groups; g++) {
+      int32_t sum = 0;
+      for (int i = 0; i < GROUP; i++) sum += numbers[g * GROUP + i];
+      sums[g] = float(sum);
+    }
+  }
+};
+
+// Of R rows the outputs of one block of 4-bit weights.
+template <int R>
+inline void block(const Group<bfloat16>* weight, const GroupedIntegers& x, int row, float* out) {
+  Floats found[VECTORS][R] = {};
+  for (long g = 0; g < x.num_groups; g++, weight++) {
+    fetch<sizeof *weight>(weight);
+    Ints sums[VECTORS][R] = {};
+#pragma GCC unroll 1
+    for (int e = 0; e < GROUP / 8; e++) {
+      Ints eights[VECTORS];
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) memcpy(&eights[v], weight->eights[e] + v * LANES, sizeof eights[v]);
+#pragma GCC unroll 1
+      for (int k = 0; k < 4; k++) {
+        Ints w[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) w[v] = eights[v] & 0x000f000f, eights[v] >>= 4;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          Ints pair = x.pair(row + r, g * (GROUP / 2) + e * 4 + k) - Ints{};
+#pragma GCC unroll 8
+          for (int v = 0; v < VECTORS; v++) sums[v][r] = plus_products(sums[v][r], w[v], pair);
+        }
+      }
+    }
+    for (int v = 0; v < VECTORS; v++) {
+      Floats scale = load(weight->scales + v * LANES), zero = load(weight->zeros + v * LANES);
+      for (int r = 0; r < R; r++) {  // up to the scale these are integers that floats hold
+        Floats number = __builtin_convertvector(sums[v][r], Floats);
+        found[v][r] += (number - zero * x.sums[(row + r) * x.num_groups + g]) * scale;
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++) store(out + (row + r) * BLOCK + v * LANES, found[v][r] * x.scales[row + r]);
+}
+
+// Of `count` rows the outputs of block b of 4-bit weights.
+inline void rows_of_block(const void* weights, long b, const GroupedIntegers& x, int count, float* out) {
+  const Group<bfloat16>* weight = (const Group<bfloat16>*)weights + b * x.num_groups;
+  for_rows(count, [&](auto rows, int row) { block<rows.value>(weight, x, row, out); });
+}
+
+// Of R rows x (R, inputs) the outputs of one block of 4-bit weights, by activations as they are.
+template <int R> inline void block(const Group<float>* weight, long inputs, const float* x, float* out) {
+  Floats found[VECTORS][R] = {};
+  for (long g = 0; g < inputs / GROUP; g++, weight++) {
+    fetch<sizeof *weight>(weight);
+    Floats sums[VECTORS][R] = {}, zeros[VECTORS];
+    for (int v = 0; v < VECTORS; v++) zeros[v] = load(weight->zeros + v * LANES);
+#pragma GCC unroll 1
+    for (int e = 0; e < GROUP / 8; e++) {
+#pragma GCC unroll 8
+      for (int k = 0; k < 8; k++) {
+        Floats w[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+          Ints eights;
+          memcpy(&eights, weight->eights[e] + v * LANES, sizeof eights);
+          w[v] = __builtin_convertvector((eights >> (k / 2 * 4 + k % 2 * 16)) & 15, Floats) - zeros[v];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          Floats one = all(x[r * inputs + g * GROUP + e * 8 + k]);
+#pragma GCC unroll 8
+          for (int v = 0; v < VECTORS; v++) sums[v][r] += w[v] * one;
+        }
+      }
+    }
+    for (int v = 0; v < VECTORS; v++)
+      for (int r = 0; r < R; r++) found[v][r] += sums[v][r] * load(weight->scales + v * LANES);
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++) store(out + r * BLOCK + v * LANES, found[v][r]);
+}
+
+inline void rows_of_block(const Group<float>* weight, long inputs, const float* x, int count, float* out) {
+  for_rows(count, [&](auto rows, int row) {
+    block<rows.value>(weight, inputs, x + row * inputs, out + row * BLOCK);
+  });
+}
 
 // Inside a parallel region: this thread's blocks of a product for `count` rows, computed by find(block, first output, how
 // many, room) and each handed on as done(first output, how many, (count, BLOCK) of them).
@@ -680,7 +808,8 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
 #ifdef __AVX512BF16__
   for (int r = 0; r < count && !pairs.empty(); r++) round_pairs(x + r * m.inputs, m.inputs, pairs.data() + r * num_pairs);
 #endif
-  Integers integers(x, m.inputs, m.kind == INT8 ? count : 0);
+  InputsOf8Bits integers(x, m.inputs, m.kind == INT8 ? count : 0);
+  GroupedIntegers grouped(x, m.inputs, m.kind == INT4 ? count : 0);
   auto find = [&](long b, long first, int, float* out) {
     long at = first * m.inputs;
     if (m.kind == FLOAT32) rows_of_block((const float*)m.weight + at, m.inputs, x, count, out);
@@ -692,6 +821,9 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
 #endif
     if (m.kind == INT8) rows_of_block(m.weight, b, integers, count, out);
     if (m.kind == INT8_BY_FLOATS) rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, out);
+    if (m.kind == INT4) rows_of_block(m.weight, b, grouped, count, out);
+    if (m.kind == INT4_BY_FLOATS)
+      rows_of_block((const Group<float>*)m.weight + b * (m.inputs / GROUP), m.inputs, x, count, out);
   };
   for_blocks(m, count, find, done);
 }

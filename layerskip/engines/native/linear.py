@@ -16,12 +16,12 @@ from transformers.activations import GELUTanh
 from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
-from layerskip.huggingface.int8.products import rounded_weights
-from layerskip.huggingface.int8.quantized import joined_int8
+from layerskip.huggingface.quantization.products import rounded_weights
+from layerskip.huggingface.quantization.weights import GROUP, Int4Weights, joined_quantized
 
 _QUAD = 4
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _INT8_BY_FLOATS = 2, 3
+_INT8, _INT8_BY_FLOATS, _INT4, _INT4_BY_FLOATS = range(2, 6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,8 @@ class NativeLinear:
     weights: tuple[torch.Tensor, ...]
     """Packed, one (blocks, inputs / n, outputs of a block, n): n inputs lie together: of 8 bits 4 or 2, of
     bfloat16 2 or 1, as many as this CPU multiplies at once; of those 4 each weight is 128 too large, as unsigned
-    numbers. Those of 8 bits that are multiplied as floats lie one by one."""
+    numbers. Those of 8 bits that are multiplied as floats lie one by one. Of 4 bits (blocks, inputs / 32, bytes of a
+    `Group` in kernels.cpp)."""
     rows: torch.Tensor | None
     """In place, (outputs,), int64: the addresses of their weights."""
     scales: torch.Tensor | None
@@ -56,14 +57,20 @@ class NativeLinear:
         in_place: bool = False,
     ) -> NativeLinear:
         """See `MakeLinear`. int8: rounded to 8 bits with a scale for each output, and packed, with activations rounded
-        to 16. Weights that have 8 bits already are packed; of a float32 model activations then stay whole.
+        to 16. Weights that have 8 or 4 bits already are packed; of a float32 model activations then stay whole.
 
         Cost: a copy of the weights, unless they are read in place. Raises: ValueError for another number format.
         """
         if (kind := _KINDS.get(weights[0].dtype)) is None:
             raise ValueError(f"weights of {str(weights[0].dtype).removeprefix('torch.')}")
         bias = None if bias is None else reordered(bias.detach(), order).float()
-        own = joined_int8(weights, order)
+        own = joined_quantized(weights, order)
+        is_float32 = weights[0].dtype == torch.float32
+        if isinstance(own, Int4Weights):
+            packed = _groups(own, kernels.layerskip_outputs_together())
+            kind = _INT4_BY_FLOATS if is_float32 else _INT4
+            outputs, inputs = own.numbers.shape
+            return cls(kernels, outputs, inputs, kind, (packed,), None, None, bias)
         is_whole = own is None and not int8
         if in_place and is_whole:
             held = [one if one.stride(1) == 1 else one.contiguous() for one in (one.detach() for one in weights)]
@@ -73,7 +80,7 @@ class NativeLinear:
         if is_whole:
             weight, scales = joined(weights, order).detach(), None
         else:
-            kind = _INT8 if int8 or weights[0].dtype == torch.bfloat16 else _INT8_BY_FLOATS
+            kind = _INT8 if int8 or not is_float32 else _INT8_BY_FLOATS
             own = own or rounded_weights(joined(weights, order).detach())
             weight, scales = own.numbers, own.scales
         num_outputs, num_inputs = weight.shape
@@ -128,6 +135,17 @@ class NativeEnding:
     def part(self) -> library.Ending:
         """For the kernels."""
         return library.Ending(self.linear.matrix, norm_part(*self.norm), self.scale, self.total)
+
+
+def _groups(own: Int4Weights, block: int) -> torch.Tensor:
+    """As `Group` in kernels.cpp has them."""
+    padding = -len(own.numbers) % block
+    numbers, scales, zeros = (F.pad(one, (0, 0, 0, padding)) for one in (own.numbers, own.scales, own.zeros))
+    # Of eight inputs the first of each two are the lower 16 bits, a byte for two of them, the others the upper ones.
+    eights = numbers.view(-1, block, numbers.shape[1] // GROUP, GROUP // 8, 2, 2, 2).movedim(-1, -3)
+    pairs = (eights[..., 0] | eights[..., 1] << 4).permute(0, 2, 3, 1, 4, 5)
+    parts = [pairs, *(one.view(-1, block, one.shape[1]).transpose(1, 2) for one in (scales, zeros))]
+    return torch.cat([one.contiguous().view(torch.uint8).flatten(2) for one in parts], dim=2)
 
 
 def norm_weight(norm: Any) -> tuple[torch.Tensor | None, float]:

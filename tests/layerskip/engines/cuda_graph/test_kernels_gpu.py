@@ -20,8 +20,8 @@ from layerskip.engines.lean.linear import DenseLinear, Linear
 from layerskip.engines.recording.recorder import CudaRecorder
 from layerskip.engines.recording.stopwatch import Stopwatch
 from layerskip.huggingface.adapter import ModelAdapter
-from layerskip.huggingface.int8 import products
-from layerskip.huggingface.int8.products import GpuInt8Linear
+from layerskip.huggingface.quantization import products
+from layerskip.huggingface.quantization.products import GpuInt8Linear
 from tests.layerskip import zoo
 
 pytestmark = [

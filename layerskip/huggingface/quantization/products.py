@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from layerskip.huggingface.int8.quantized import Int8Weights
 from layerskip.huggingface.memory import lack_of_room
+from layerskip.huggingface.quantization.weights import Int8Weights
 
 _SMALLEST_SCALE = 6.1e-5
 """Of activations, as the library has it."""
@@ -32,7 +32,7 @@ class GpuInt8Linear:
 
     def __init__(self, weight: torch.Tensor | Int8Weights, bias: torch.Tensor | None) -> None:
         """weight: (outputs, inputs), which is rounded, or is so already."""
-        from layerskip.huggingface.int8.gpu_products import int8_product  # where there is Triton alone
+        from layerskip.huggingface.quantization.gpu_products import int8_product  # where there is Triton alone
 
         self._kernel = int8_product._opoverload
         with torch.inference_mode(mode=False), torch.no_grad():

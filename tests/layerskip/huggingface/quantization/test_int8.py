@@ -10,9 +10,9 @@ from torch import nn
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.huggingface import memory
-from layerskip.huggingface.int8 import products
-from layerskip.huggingface.int8.modules import Int8Modules
-from layerskip.huggingface.int8.products import Int8Linear, rounded_rows
+from layerskip.huggingface.quantization import products
+from layerskip.huggingface.quantization.modules import Int8Modules
+from layerskip.huggingface.quantization.products import Int8Linear, rounded_rows
 from tests.layerskip import zoo
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)

@@ -9,9 +9,9 @@ import torch
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.engines.lean import weight_layout
-from layerskip.huggingface.int8 import modules as by_modules
-from layerskip.huggingface.int8 import products
-from layerskip.huggingface.int8.products import GpuInt8Linear
+from layerskip.huggingface.quantization import modules as by_modules
+from layerskip.huggingface.quantization import products
+from layerskip.huggingface.quantization.products import GpuInt8Linear
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.huggingface.int8.products import check_room, int8_linear
+from layerskip.huggingface.quantization.products import check_room, int8_linear
 
 
 class Int8Modules:
