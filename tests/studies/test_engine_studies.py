@@ -196,26 +196,32 @@ def test_llama_cpp_is_compared_prompt_by_prompt_in_turns() -> None:
 
         return decode
 
+    of_8, of_4 = llama_cpp.ROUNDED
     ways = {
         llama_cpp.LLAMA_CPP: way("theirs", 0.2, 7, 1),
-        llama_cpp.IN_8_BITS: way("rounded", 0.1, 7, 1),
+        of_8.theirs: way("rounded", 0.1, 7, 1),
+        of_4.theirs: way("more", 0.05, 7, 1),
         llama_cpp.PLAIN: way("plain", 0.1),
         llama_cpp.CONFIG: way("own", 0.05),
     }
     found = llama_cpp.compare(ways, [[1], [2], [3]], 4, 2)
-    first = ["theirs", "rounded", "plain", "own"]
-    assert asked[4:12] == [(one, 1) for one in first] + [(one, 2) for one in [*first[1:], *first[:1]]]
-    assert [round(one["tokens_per_s"]) for one in found.values()] == [5, 10, 10, 20]
-    assert found[llama_cpp.CONFIG]["ratio_to_llama_cpp"] == pytest.approx([4.0, 4.0, 4.0])
-    assert found[llama_cpp.CONFIG]["ratio_to_8_bits"] == pytest.approx([2.0, 2.0, 2.0])
-    assert [one["tokens_like_plain"] for one in found.values()] == [0.25, 0.25, 1.0, 1.0]
+    first = ["theirs", "rounded", "more", "plain", "own"]
+    assert asked[5:15] == [(one, 1) for one in first] + [(one, 2) for one in [*first[1:], *first[:1]]]
+    assert [round(one["tokens_per_s"]) for one in found.values()] == [5, 10, 20, 10, 20]
+    ratios = found[llama_cpp.CONFIG]["ratio_to"]
+    assert ratios[llama_cpp.LLAMA_CPP] == pytest.approx([4.0, 4.0, 4.0])
+    assert ratios[of_8.theirs] == pytest.approx([2.0, 2.0, 2.0])
+    assert ratios[of_4.theirs] == pytest.approx([1.0, 1.0, 1.0])
+    assert [one["tokens_like_plain"] for one in found.values()] == [0.25, 0.25, 0.25, 1.0, 1.0]
     row = {"dtype": "bfloat16", "num_threads": 2, "ways": found}
     told = llama_cpp.table([row]).splitlines()
+    where = "| bfloat16, 2 threads:"
     assert told[2:] == [
-        "| bfloat16, 2 threads: llama.cpp | 5.0 | 1 | 0.50 (0.50..0.50) | 25% |",
-        "| bfloat16, 2 threads: llama.cpp with weights of 8 bits | 10.0 | 2.00 (2.00..2.00) | 1 | 25% |",
-        "| bfloat16, 2 threads: ours, plain | 10.0 | 2.00 (2.00..2.00) | 1.00 (1.00..1.00) | 100% |",
-        "| bfloat16, 2 threads: ours, under the config | 20.0 | 4.00 (4.00..4.00) | 2.00 (2.00..2.00) | 100% |",
+        f"{where} llama.cpp | 5.0 | 1 | 0.50 (0.50..0.50) | 0.25 (0.25..0.25) | 25% |",
+        f"{where} llama.cpp with weights of 8 bits | 10.0 | 2.00 (2.00..2.00) | 1 | 0.50 (0.50..0.50) | 25% |",
+        f"{where} llama.cpp with weights of 4 bits | 20.0 | 4.00 (4.00..4.00) | 2.00 (2.00..2.00) | 1 | 25% |",
+        f"{where} ours, plain | 10.0 | 2.00 (2.00..2.00) | 1.00 (1.00..1.00) | 0.50 (0.50..0.50) | 100% |",
+        f"{where} ours, under the config | 20.0 | 4.00 (4.00..4.00) | 2.00 (2.00..2.00) | 1.00 (1.00..1.00) | 100% |",
     ]
 
 
