@@ -41,7 +41,7 @@ def test_cases_reach_everything_and_follow_from_their_number() -> None:
     assert {case.budget for case in cases} == set(range(1, LONGEST + 1))
     assert {case.config.drafter for case in cases} == {"layer_skip", "prompt_lookup", "suffix", "hybrid"}
     for name in (
-        *("share_prefix", "draft_threshold", "target_threshold", "gamma", "eos"),
+        *("draft_threshold", "target_threshold", "gamma", "eos"),
         *("lookup", "has_store"),
     ):
         some = Counter(bool(getattr(case, name)) for case in cases)
