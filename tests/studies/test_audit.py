@@ -65,7 +65,7 @@ def test_a_record_of_cases_that_were_drawn_otherwise_is_read_but_not_continued(t
     (tmp_path / "result.json").write_text(json.dumps(old | {"failures": [{"case": draw_case(0, 0).to_dict()}]}))
     assert Record.load(tmp_path / "result.json").found_cases == [draw_case(0, 0)]
     assert main(tmp_path, "--replay") == 0
-    assert "cases_version: must be 4 to be continued, got None; start anew with --fresh" in refused(main, tmp_path)
+    assert "cases_version: must be 5 to be continued, got None; start anew with --fresh" in refused(main, tmp_path)
 
 
 def test_the_reference_is_generates_own_with_end_of_text() -> None:
