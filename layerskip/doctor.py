@@ -130,9 +130,6 @@ def examine(model: LayerSkipModel, *, num_tokens: int) -> list[Check]:
     masks = _masks(model)
     configs = [("plain decoding", DecodeConfig.plain(model.num_layers))]
     configs += [(f"{name}, gamma {g}", DecodeConfig(skip_mask=m, gamma=g)) for name, m in masks for g in (1, 4)]
-    half = max(1, model.num_layers // 2)
-    shared = DecodeConfig(skip_mask=SkipMask.early_exit(model.num_layers, half), gamma=16, share_prefix=True)
-    configs.append((f"exit at layer {half}, gamma 16, verified behind the kept layers", shared))
     checks = [_check_identity(model, name, prompt_ids, reference, config=config) for name, config in configs]
     checks += _check_lookups(model, prompt_ids, reference)
     checks += _check_own_layer(model, prompt_ids, reference)

@@ -65,7 +65,6 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
         encoded[1],
         take_fingerprint(model, spec, space, tuning, held_out),
         portable_model_name(spec.model, paths.folder),
-        can_share_prefix=model.engine.shares_prefix,
         rounding=lambda: model.rounding,
     )
     for name in spec.regimes or ():
@@ -78,9 +77,6 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
 
     Raises: ValueError if something is asked for that the engine or the model cannot.
     """
-    can_share = model.engine.shares_prefix
-    if spec.share_prefix and not can_share:
-        raise ValueError(f"share_prefix: engine {model.engine_name} cannot verify behind the kept layers, use another")
     if spec.draft_vocab and not (model.can_narrow and vocabs_of(model.vocab_size)):
         raise ValueError(
             "draft_vocab: needs a plain output embedding of a thousand token ids or more, this model has "
@@ -110,7 +106,6 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         model,
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
         granularity=spec.granularity,
-        share_prefix=can_share if spec.share_prefix is None else spec.share_prefix,
         draft_vocab=model.can_narrow if spec.draft_vocab is None else spec.draft_vocab,
         int8=refusal is None and not lack if spec.int8 is None else spec.int8,
         drafters=_ways(spec, weights),

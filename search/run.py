@@ -81,7 +81,6 @@ _ABOUT_LISTS = {
     "trials and given a setting of its own (default: the one of the model's generation_config)",
 }
 _ABOUT_SEARCHED = {
-    "share_prefix": "search over verification behind the kept layers too (default: where the engine can)",
     "draft_vocab": "search too over how many of the first token ids a draft chooses from (default: where the model "
     "can)",
     "int8": "search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",

@@ -38,7 +38,6 @@ class TuneOptions(TypedDict, total=False):
     max_new_tokens: int
     gamma_max: int
     granularity: Granularity
-    share_prefix: bool
     draft_vocab: bool
     int8: bool
     siblings: bool

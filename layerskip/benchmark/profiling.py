@@ -52,9 +52,7 @@ def profile_steps(model: LayerSkipModel, config: DecodeConfig, case: Case, *, to
     engine, sampler = model.engine, Sampler(SamplingParams(), None)
     text = middle_of(case)
     gamma = config.max_gamma
-    settings = LayerSkipSettings(
-        gamma, config.draft_threshold, skip_mask=config.skip_mask, share_prefix=config.share_prefix
-    )
+    settings = LayerSkipSettings(gamma, config.draft_threshold, skip_mask=config.skip_mask)
     drafter = LayerSkipDrafter(engine, sampler, settings)
     ids = torch.tensor(text[:1] * (gamma + 1), device=engine.device)
 

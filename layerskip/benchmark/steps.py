@@ -137,8 +137,7 @@ def allowed_s(stats: DecodeStats, steps: StepSeconds) -> float:
 def attained(row: Row, steps: StepTurn) -> Estimate | None:
     """Share of the decode seconds that the steps explain, paired: same prompt, same repeat. 1 minus it is the loop's.
 
-    Above 1 where the steps, timed one by one, came out slower than within the run: by chance, or because the run makes
-    more than single steps of them (a shared prefix).
+    Above 1 where the steps, timed one by one, came out slower than within the run, by chance.
     """
     by_prompt = []
     for samples, step_samples in zip(row.samples, steps.samples, strict=True):
@@ -195,7 +194,7 @@ def forward_share(
 
     Both clocks run in the same run, so a machine's moods cancel. On a GPU the device is synchronised around every
     forward, which a run does not do: there it is the share of a run made so. None where the engine takes more than a
-    forward into its hands (whole rounds on the device, a shared prefix, siblings): forwards cannot be told apart then.
+    forward into its hands (whole rounds on the device, siblings): forwards cannot be told apart then.
     """
     by_prompt = []
     for case in cases:

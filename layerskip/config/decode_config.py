@@ -264,7 +264,7 @@ class _Versioned(Frozen):
     schema_version: Literal[1] = 1
 
 
-_RETIRED = ("continue_lookup",)
+_RETIRED = ("continue_lookup", "share_prefix")
 """Fields that files from before may have, and that decide nothing any more."""
 
 
@@ -287,9 +287,6 @@ class _Setting(_LosslessAsBefore):
     what is less likely than this is not gone on from."""
     target_threshold: Probability = 0.0
     """While the target's probability of the token it just emitted is below this, it decodes alone; 0 = off."""
-    share_prefix: bool = False
-    """Verification starts behind the layers that the mask keeps whole from layer 0 on, with the hidden states that
-    drafting left there. Saves compute, not weight traffic; where an engine cannot, it verifies from layer 0."""
     siblings: Annotated[int, Field(ge=0, le=MAX_SIBLINGS)] = 0
     """Of a drafted token so many that the draft holds next best are verified too, in the same forward: where the
     token is wrong and one of them is right, the round goes on by one token. 0 = off."""
@@ -339,14 +336,12 @@ class _Setting(_LosslessAsBefore):
             raise ValueError(
                 f"draft_weights.drafter: must be the drafter, {self.drafter}, got {self.draft_weights.drafter}"
             )
-        self._check_left_out("skip_mask", "share_prefix", where="draft_weights are given, they draft in its place")
+        self._check_left_out("skip_mask", where="draft_weights are given, they draft in its place")
 
     def _check_siblings(self) -> None:
-        """They branch off drafts that are computed, and are verified from layer 0 on."""
+        """They branch off drafts that are computed."""
         if self.siblings and self.gamma == 0:
             raise ValueError(f"siblings: must be 0 where gamma is 0, got {self.siblings}")
-        if self.siblings and self.share_prefix:
-            raise ValueError(f"siblings: must be 0 where share_prefix is on, got {self.siblings}")
         if self.siblings and self.tree_tokens:
             raise ValueError(f"siblings: must be 0 where draft_weights.tree_tokens are given, got {self.siblings}")
         if self.sibling_threshold < 1.0 and not self.siblings:
@@ -355,7 +350,7 @@ class _Setting(_LosslessAsBefore):
     def _check_lookup_alone(self) -> None:
         """What belongs to layer skipping, or tells it and a lookup apart, is left out."""
         alone = f"the drafter is {self.drafter}, which drafts alone"
-        self._check_left_out("skip_mask", "draft_threshold", "share_prefix", "siblings", where=alone)
+        self._check_left_out("skip_mask", "draft_threshold", "siblings", where=alone)
         for name in ("gamma", "target_threshold"):
             if getattr(self.lookup, name) is not None:
                 raise ValueError(f"lookup.{name}: must be left out where {alone}")

@@ -161,15 +161,6 @@ class SkipMask:
         is_exit = (self.attention, self.mlp) == (exits.attention, exits.mlp)
         return first if is_exit and self.num_skipped else None
 
-    @property
-    def num_kept_first(self) -> int:
-        """Layers kept whole before the first that is not: the draft computes what they give as the target does. With
-        weights of 8 bits there is none."""
-        if self.int8:
-            return 0
-        flags = zip(self.attention, self.mlp, strict=True)
-        return next((i for i, (attention, mlp) in enumerate(flags) if attention or mlp), self.num_layers)
-
     def picture(self) -> str:
         """Two rows of one character per layer, for terminals: `.` kept, `x` skipped."""
         rows = (("attn", self.attention), ("mlp ", self.mlp))

@@ -30,7 +30,7 @@ def computed_alone(config: DecodeConfig) -> DecodeConfig:
     """The part of a config that computes its drafts, by mask or trained weights. Raises: ValueError if it has none."""
     if not config.computes_drafts:
         raise ValueError(f"drafter: must draft by a mask or weights, got {config.drafter} with gamma {config.gamma}")
-    names = ["skip_mask", "gamma", "draft_threshold", "target_threshold", "share_prefix", "draft_weights"]
+    names = ["skip_mask", "gamma", "draft_threshold", "target_threshold", "draft_weights"]
     names += ["siblings", "sibling_threshold"]
     drafter = "layer_skip" if config.draft_weights is None else config.draft_weights.drafter
     return DecodeConfig(**{name: getattr(config, name) for name in names} | {"drafter": drafter})

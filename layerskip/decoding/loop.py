@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 
@@ -17,7 +16,6 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.engines import Engine
-from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import Starts, plan_forwards
@@ -237,11 +235,7 @@ class DecodeLoop:
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)
         ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
-        if draft.prefix is None:
-            logits = engine.forward(ids, num_logits=len(ids))
-        else:
-            logits = cast(StatesEngine, engine).verify_shared(ids, draft.prefix)
-        shaped = self._sampler.shape(logits, context, draft_ids)
+        shaped = self._sampler.shape(engine.forward(ids, num_logits=len(ids)), context, draft_ids)
         verdict = verify(
             draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob, lossy=self._config.lossy
         )

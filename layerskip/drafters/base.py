@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from layerskip.engines.prefix import PrefixStates
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import Starts
 from layerskip.rounds.verifier import TreeDraft
@@ -25,8 +24,6 @@ class Draft:
     ids: torch.Tensor
     looked_up: bool = False
     """Found in text and not computed."""
-    prefix: PrefixStates | None = None
-    """Hidden states that the verification may start from."""
     tree: TreeDraft | None = None
     """What is verified in their place where other branches are besides: a first part of them, and those."""
 

@@ -46,7 +46,6 @@ def make_drafter(
         config.siblings,
         config.sibling_threshold,
         skip_mask=config.skip_mask,
-        share_prefix=config.share_prefix,
     )
     asks = lookup is not None and lookup.needs_target_prob
     layer_skip = LayerSkipDrafter(engine, sampler, settings, with_prob=True if asks else None)

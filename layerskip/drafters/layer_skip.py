@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,8 +11,6 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft, DraftOnDevice, Proposal
 from layerskip.drafters.chain import ChainDrafter, ChainSettings
 from layerskip.engines.base import Engine
-from layerskip.engines.prefix import PrefixStates
-from layerskip.engines.states import StatesEngine
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import ForwardPlan, Starts
 from layerskip.rounds.round_work import RoundPlan
@@ -25,7 +22,6 @@ class LayerSkipSettings(ChainSettings):
     """What a layer-skip draft follows; fields as in `DecodeConfig`."""
 
     skip_mask: SkipMask = field(kw_only=True)
-    share_prefix: bool = False
 
 
 class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
@@ -72,23 +68,11 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
         """Draft up to `limit` tokens on the host."""
         cache = self._engine.cache
         start = cache.length
-        prefix = self._new_prefix()
         first = torch.tensor([context[-1]], device=self._engine.device)
 
         def next_logits(last: torch.Tensor | None) -> torch.Tensor:
-            return self._forward(first if last is None else last, prefix)
+            return self._engine.forward(first if last is None else last, self._settings.skip_mask)
 
         draft = self.chain(context, limit, next_logits)
         cache.rollback_to(start)
-        return replace(draft, prefix=prefix)
-
-    def _new_prefix(self) -> PrefixStates | None:
-        """None where the config does not share, and where the engine cannot: the output is the same."""
-        if not self._settings.share_prefix or not self._engine.shares_prefix:
-            return None
-        return PrefixStates.of(self._settings.skip_mask)
-
-    def _forward(self, ids: torch.Tensor, prefix: PrefixStates | None) -> torch.Tensor:
-        if prefix is None:
-            return self._engine.forward(ids, self._settings.skip_mask)
-        return cast(StatesEngine, self._engine).draft_shared(ids, self._settings.skip_mask, prefix)
+        return draft

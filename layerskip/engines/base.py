@@ -44,11 +44,6 @@ class Engine(ABC):
         return self._adapter.device
 
     @property
-    def shares_prefix(self) -> bool:
-        """Whether verification can start where the draft left the target's path, see `StatesEngine.verify_shared`."""
-        return False
-
-    @property
     def attention_backend(self) -> str:
         """What computes attention in the steps of decoding; to be recorded with every number."""
         return growing_keys_backend(self._adapter.placement.devices)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ForcedPositions
@@ -60,31 +59,3 @@ class EagerEngine(StatesEngine):
             logits = self._adapter.forward(input_ids, self.cache, num_logits=num_logits, forced=forced)
         self._keep(start, [one[0] for one in states])
         return logits
-
-    @torch.inference_mode()
-    def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
-        """See `StatesEngine`."""
-        with self._adapter.entrance(prefix.depth, _kept_in(prefix)):
-            return self.forward(input_ids, mask)
-
-    @torch.inference_mode()
-    def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
-        """See `StatesEngine`. The embedding is computed in both parts, the head for one row too many."""
-        cache, num_layers = self.cache, self._adapter.num_layers
-        start, num_held = cache.length, prefix.num_tokens
-        first = SkipMask.from_layers(num_layers, range(prefix.depth))
-        if num_held < len(input_ids):
-            cache.advance(num_held)
-            with self._adapter.entrance(prefix.depth, _kept_in(prefix)):
-                self.forward(input_ids[num_held:], SkipMask.early_exit(num_layers, prefix.depth))
-            cache.rollback_to(start)
-        with self._adapter.entrance(prefix.depth, lambda _states: prefix.all()):
-            return self.forward(input_ids, first, num_logits=len(input_ids))
-
-
-def _kept_in(prefix: PrefixStates) -> Callable[[torch.Tensor], torch.Tensor]:
-    def keep(states: torch.Tensor) -> torch.Tensor:
-        prefix.add(states)
-        return states
-
-    return keep

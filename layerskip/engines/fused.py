@@ -34,7 +34,6 @@ from layerskip.engines.native.experts import NativeExperts
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
 from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
-from layerskip.engines.prefix import PrefixStates
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
@@ -263,31 +262,6 @@ class FusedEngine(StatesEngine):
         """Make what it needs that is not there yet."""
         self.layers_of(mask)
         self._head_of(mask)
-
-    @torch.inference_mode()
-    def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
-        """See `StatesEngine`."""
-        step = self._step(self.cache.length, input_ids.shape[0])
-        x = self._run(self._entered(input_ids, step), step, mask, range(prefix.depth))
-        prefix.add(x)
-        x = self._run(x, step, mask, range(prefix.depth, len(self.layers)))
-        self.cache.advance(step.num_tokens)
-        return self.logits(x[-1:], mask)
-
-    @torch.inference_mode()
-    def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
-        """See `StatesEngine`."""
-        start, num_tokens, num_held = self.cache.length, input_ids.shape[0], prefix.num_tokens
-        if num_held < num_tokens:
-            rest = self._step(start + num_held, num_tokens - num_held)
-            x = self._entered(input_ids[num_held:], rest)
-            prefix.add(self._run(x, rest, self._no_skip, range(prefix.depth)))
-        step = self._step(start, num_tokens)
-        if self._token_projection is not None:
-            self._entered(input_ids, step)  # for what the ids say; the rows that it gives are held already
-        x = self._run(prefix.all(), step, self._no_skip, range(prefix.depth, len(self.layers)))
-        self.cache.advance(num_tokens)
-        return self.logits(x, None)
 
     def _step(self, start: int, num_tokens: int) -> _Step:
         stop = start + num_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,28 +10,17 @@ import torch.nn.functional as F
 
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
-from layerskip.engines.prefix import PrefixStates
 from layerskip.huggingface.adapter import ModelAdapter, widened
 from layerskip.rounds.preparation import ForwardPlan
 
 
 class StatesEngine(Engine):
-    """What drafting from hidden states needs of an engine: the target's states, and the ends of the model.
-
-    A verification can start where the draft left the target's path.
-    """
+    """What drafting from hidden states needs of an engine: the target's states, and the ends of the model."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         super().__init__(adapter)
         self._states: torch.Tensor | None = None
         self._kept_layers: tuple[int, ...] = ()
-
-    @property
-    def shares_prefix(self) -> bool:
-        """See `Engine`. Not where layers keep a state, as that of the first would be taken back with the others', nor
-        where layers read others' keys, which a step of those alone does not hand on."""
-        adapter = self._adapter
-        return not adapter.recurrent_layers and adapter.num_keyed == adapter.num_layers
 
     @property
     def states(self) -> torch.Tensor:
@@ -79,15 +67,6 @@ class StatesEngine(Engine):
             return F.linear(hidden, head.weight, head.bias)
         bias = None if head.bias is None else head.bias[:draft_vocab]
         return widened(F.linear(hidden, head.weight[:draft_vocab], bias), len(head.weight))
-
-    @abstractmethod
-    def draft_shared(self, input_ids: torch.Tensor, mask: SkipMask, prefix: PrefixStates) -> torch.Tensor:
-        """`Engine.forward` under a mask that keeps the first layers, whose states are added to `prefix`."""
-
-    @abstractmethod
-    def verify_shared(self, input_ids: torch.Tensor, prefix: PrefixStates) -> torch.Tensor:
-        """`Engine.forward` of the whole model with logits (T, V) for all tokens, the first layers run for those alone
-        that `prefix` does not hold; what it holds are the first of `input_ids`."""
 
     @property
     def _ends(self) -> tuple[Any, Any]:

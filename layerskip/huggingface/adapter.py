@@ -54,8 +54,6 @@ class _Gate:
     skip: bool = False
     arity: int = 0
     residual_index: int | None = None
-    entrance: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Given the hidden states that come to the module, says which go in."""
     recurrent: int | None = None
     """Which layer's state it goes on from, of a module that keeps one."""
     is_read: bool = False
@@ -65,11 +63,6 @@ class _Gate:
         names = list(inspect.signature(forward).parameters) if self.recurrent is not None else []
 
         def gated(*args: Any, **kwargs: Any) -> Any:
-            if self.entrance is not None:
-                if args:
-                    args = (self.entrance(args[0]), *args[1:])
-                else:
-                    kwargs["hidden_states"] = self.entrance(kwargs["hidden_states"])
             if self.skip:
                 if self.is_read:
                     forward(*args, **kwargs)
@@ -353,16 +346,6 @@ class ModelAdapter:
             logits: torch.Tensor = self.model(**arguments).logits[0, -num_logits:]
         cache.advance(num_tokens)
         return logits if self._mask.draft_vocab is None else widened(logits, self.vocab_size)
-
-    @contextmanager
-    def entrance(self, layer: int, states: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        """Inside, `states` is called with the hidden states (T, hidden) that come to a layer and says which go in."""
-        gate = self._gates[layer].layer
-        gate.entrance = lambda hidden: states(hidden[0]).unsqueeze(0)
-        try:
-            yield
-        finally:
-            gate.entrance = None
 
     @contextmanager
     def states_of(self, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.config.decode_config import DecodeConfig, write_atomically
 from layerskip.config.validated import describe_validation_error
@@ -28,7 +28,7 @@ from search.study.attributes import (
     STOPPED_EARLY,
     VIOLATION,
 )
-from search.study.space import SearchSpace
+from search.study.space import RETIRED, SearchSpace
 
 FILE = "record.jsonl.xz"
 RESULTS = ("results.json", "table.md", "plot.html")
@@ -85,6 +85,10 @@ class Record:
         ]
 
 
+def _without_retired(space: object) -> object:
+    return {name: one for name, one in space.items() if name not in RETIRED} if isinstance(space, dict) else space
+
+
 class _Header(BaseModel):
     """The first line."""
 
@@ -92,7 +96,7 @@ class _Header(BaseModel):
 
     facts: dict[str, Any]
     title: str
-    space: SearchSpace
+    space: Annotated[SearchSpace, BeforeValidator(_without_retired)]
     prompt_ids: tuple[str, ...]
     ngrams: DecodeConfig | None = None
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import optuna
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -29,7 +29,7 @@ from search.measure.subject import Subject
 from search.rivals import STRATEGIES, Setup
 from search.study.attributes import FAILURE
 from search.study.leaderboard import Entry, make_standings
-from search.study.space import SearchSpace
+from search.study.space import RETIRED, SearchSpace
 from search.study.spec import StudySpec
 from search.study.trials import counted
 from search.terminal.comparison_events import ComparisonBegins, RunAdvanced
@@ -68,7 +68,7 @@ class TrialRecord:
             state=TrialState[self.state],
             value=self.value,
             params=self.params,
-            distributions={name: one for name, one in space.distributions.items() if name in self.params},
+            distributions={name: one for name, one in _known(space).items() if name in self.params},
             user_attrs=self.user_attrs,
             intermediate_values=dict(self.steps),
         )
@@ -101,7 +101,7 @@ class Run:
             state=TrialState[record.state],
             value=record.value,
             params=record.params,
-            distributions=self.space.distributions,
+            distributions=_known(self.space),
             user_attrs=record.user_attrs,
             system_attrs={},
             intermediate_values={},
@@ -256,11 +256,16 @@ def trials_of(
     return stored
 
 
+def _known(space: SearchSpace) -> dict[str, BaseDistribution]:
+    """What trials may have, those of earlier versions among them."""
+    return RETIRED | space.distributions
+
+
 def _check_params(record: TrialRecord, space: SearchSpace) -> None:
     for name, value in record.params.items():
-        if name not in space.distributions:
+        if name not in _known(space):
             raise ValueError(f"params.{printable(name)}: is no parameter of it")
-        distribution = space.distributions[name]
+        distribution = _known(space)[name]
         is_switch = isinstance(distribution, CategoricalDistribution)
         try:
             fits = isinstance(value, bool) == is_switch and distribution._contains(distribution.to_internal_repr(value))

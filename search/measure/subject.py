@@ -33,8 +33,6 @@ class Subject:
     """With the prompts of all regimes, where this is in one."""
     threads: ThreadChoice | None = None
     """How the number of CPU threads was measured; None where it was given."""
-    can_share_prefix: bool = True
-    """Whether the engine can verify behind the layers that a draft keeps."""
     rounding: Callable[[], RoundingSpread | None] = lambda: None
     """What this process has judged logit ties by so far; None where nothing had to be judged."""
 

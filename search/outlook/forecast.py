@@ -12,7 +12,6 @@ import numpy as np
 
 from layerskip.config.decode_config import DecodeConfig, DrafterName, DraftWeights, ways_by
 from layerskip.config.skip_mask import SkipMask
-from layerskip.engines.prefix import PrefixStates
 from search.outlook.warm_starts import warm_starts
 from search.predict.costs import named
 from search.predict.predictor import Predicted, Predictor
@@ -75,29 +74,19 @@ class Candidates:
         return self._candidate(self._best(mask, full_fidelity=full_fidelity), full_fidelity=full_fidelity)
 
     def variants(self, mask: SkipMask, count: int, *, full_fidelity: bool = False) -> list[Candidate]:
-        """The mask at its `count` best settings; each with and without a shared prefix, and with siblings where they
-        are worth it, where the space has them."""
+        """The mask at its `count` best settings, and each with siblings where the space has them and they are worth
+        it."""
         found = self.predictor.best_settings(mask, count, full_fidelity=full_fidelity)
         return [
             self._candidate(one, full_fidelity=full_fidelity)
             for best in found
-            for one in (
-                best,
-                *self._shared(best, full_fidelity=full_fidelity),
-                *self._siblings(best, full_fidelity=full_fidelity),
-            )
+            for one in (best, *self._siblings(best, full_fidelity=full_fidelity))
         ]
 
     def _best(self, mask: SkipMask, *, full_fidelity: bool) -> Predicted:
         best = self.predictor.best_setting(mask, full_fidelity=full_fidelity)
-        others = *self._shared(best, full_fidelity=full_fidelity), *self._siblings(best, full_fidelity=full_fidelity)
+        others = self._siblings(best, full_fidelity=full_fidelity)
         return max(best, *others, key=lambda one: one.speedup) if others else best
-
-    def _shared(self, one: Predicted, *, full_fidelity: bool) -> list[Predicted]:
-        """A hybrid's too: rounds that it drafts under the mask share, those that it looks up verify from layer 0."""
-        if not self._space.share_prefix or PrefixStates.of(one.config.skip_mask) is None:
-            return []
-        return [self.predictor.shared(one, full_fidelity=full_fidelity)]
 
     def _siblings(self, one: Predicted, *, full_fidelity: bool) -> list[Predicted]:
         found = self.predictor.with_siblings(one, self._space.siblings_max, full_fidelity=full_fidelity)
@@ -153,9 +142,9 @@ class Candidates:
         return Candidate(key, log, full_fidelity=full_fidelity or not self.predictor.has_more)
 
     def write(self, candidates: Iterable[Candidate]) -> list[list[Any]]:
-        """JSON values: mask in text form, gamma, thresholds, log speedup; `share_prefix` and siblings, where the space
-        has them; true for a mask that was read on all texts, where there are more than the first ones; and the lookup,
-        alone where it has no gamma of its own."""
+        """JSON values: mask in text form, gamma, thresholds, log speedup; siblings, where the space has them; true for
+        a mask that was read on all texts, where there are more than the first ones; and the lookup, alone where it has
+        no gamma of its own."""
         rows: list[list[Any]] = []
         for one in candidates:
             config = self._space.to_config(one.params)
@@ -164,11 +153,10 @@ class Candidates:
             if weights is not None:
                 by = ":".join([_WEIGHTS, *named(weights).split()])
             row = [by, config.gamma, config.draft_threshold, config.target_threshold]
-            share = [config.share_prefix] if self._space.share_prefix else []
             on_all = [True] if self.predictor.has_more and config.drafts_by_mask and one.full_fidelity else []
             lookup = [] if config.lookup is None else [config.lookup.model_dump(exclude_none=True)]
             siblings = [[config.siblings, config.sibling_threshold]] if self._space.siblings_max else []
-            rows.append([*row, round(one.log_speedup, 5), *share, *siblings, *on_all, *lookup])
+            rows.append([*row, round(one.log_speedup, 5), *siblings, *on_all, *lookup])
         return rows
 
     def read(self, rows: Iterable[Sequence[Any]]) -> list[Candidate]:
@@ -176,7 +164,6 @@ class Candidates:
         found = []
         for mask, gamma, draft_threshold, target_threshold, log_speedup, *more in rows:
             lookup = more.pop() if more and isinstance(more[-1], dict) else None
-            share = bool(more and more.pop(0)) if self._space.share_prefix else False
             siblings, below = more.pop(0) if self._space.siblings_max else (0, 1.0)
             weights = self._weights_called(mask)
             alone: DrafterName = "layer_skip" if weights is None else weights.drafter
@@ -187,7 +174,6 @@ class Candidates:
                 gamma=gamma,
                 draft_threshold=draft_threshold,
                 target_threshold=target_threshold,
-                share_prefix=share,
                 siblings=siblings,
                 sibling_threshold=below,
                 lookup=lookup,

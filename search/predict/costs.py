@@ -84,19 +84,6 @@ class CostModel:
         """One draft token of trained weights of this name, see `named`, without a look at its confidence."""
         return self.weights_s[_ANY if _ANY in self.weights_s else name]
 
-    def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
-        """`verify_s`; with `share_prefix`, less what the layers kept from layer 0 on cost for all rows but one.
-
-        A layer's share of a verification is taken to grow with its rows as the whole does.
-        """
-        depth = mask.num_kept_first
-        if not share_prefix or depth in (0, mask.num_layers):
-            return self.verify_s
-        kept_s = sum(self.attention_s[:depth]) + sum(self.mlp_s[:depth])
-        if kept_s == 0.0:
-            return self.verify_s  # where nothing costs anything, there is no share to tell either
-        return tuple(s - kept_s * max(0.0, s / self.verify_s[0] - 1.0) for s in self.verify_s)
-
     def to_json(self) -> str:
         """One line, for a study's attributes."""
         return json.dumps(asdict(self), separators=(",", ":"))

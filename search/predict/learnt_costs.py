@@ -20,7 +20,6 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip.config.decode_config import DraftWeights
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.stats import DecodeStats
-from layerskip.engines.prefix import PrefixStates
 from search.predict.costs import CostModel, kept_of, named, pool_costs
 from search.study.attributes import (
     COUNTS,
@@ -39,8 +38,6 @@ Floats = NDArray[np.float64]
 
 _MOMENT = 0.05
 """Standard deviation, relative, of what a step costs from one trial to the next, in plain steps."""
-_MOST_SHARED = 0.9
-"""Of a step: behind a longer prefix a verification tells little of one without."""
 _SINGLE = 0.15
 """Of a single step."""
 _COMMON, _OWN = 0.1, 0.05
@@ -67,8 +64,6 @@ class _Steps:
     """(drafts, how many rounds had so many, one such round), all drafted under the mask."""
     siblings: float
     """Of each of these drafts on average, verified beside it."""
-    prefix: int
-    """Layers behind which these verify, 0 where they share none."""
     lookups: tuple[tuple[int, int, float], ...]
     """The same of rounds that were looked up, which verify alone."""
 
@@ -127,12 +122,13 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     plain_s, round_s, positions = (attrs.get(name) for name in (PLAIN_STEP, ROUNDS, "drafted_by_position"))
     if not plain_s or not round_s or not positions or not sum(positions):
         return None
+    if trial.params.get(SHARE_PREFIX, False):  # its verifications cost less than those of today
+        return None
     mask = SkipMask.parse(attrs[SKIP_MASK])
     # Without counts of their own, all rounds drafted under the mask, and as many drafted exactly n as reached position
     # n - 1 and not n.
     counts = attrs.get(COUNTS) or [here - there for here, there in zip(positions, [*positions[1:], 0], strict=True)]
     num_drafted = sum(n * m for n, m in enumerate(counts, 1))
-    prefix = PrefixStates.of(mask) if trial.params.get(SHARE_PREFIX, False) else None
     draft = attrs[DRAFT_S] / num_drafted / plain_s if attrs.get(DRAFT_S) and num_drafted else None
     return _Steps(
         weights=named(DraftWeights(**weights)) if (weights := attrs.get(DRAFT_WEIGHTS)) else None,
@@ -142,7 +138,6 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
         num_drafted=num_drafted,
         rounds=_rounds(counts, round_s, plain_s),
         siblings=attrs.get(NUM_SIBLINGS, 0) / max(1, num_drafted),
-        prefix=0 if prefix is None else prefix.depth,
         lookups=_rounds(attrs.get(LOOKUP_COUNTS, ()), attrs.get(LOOKUP_ROUNDS, ()), plain_s),
     )
 
@@ -226,7 +221,6 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps]) -> CostModel
     the measured ones the most likely, where an error is partly that of all numbers and partly one's own."""
     alone, size = cost.verify_s[0], len(cost.verify_s)
     certainties, sums = np.zeros((2, size))
-    layer = (cost.attention_s[0] + cost.mlp_s[0]) / alone
     for one in trials:
         by_terms = (
             (float(np.dot(_terms(cost, one.mask), one.kept)) - cost.saved_s(one.mask)) / alone
@@ -234,16 +228,10 @@ def _learn_verifications(cost: CostModel, trials: Sequence[_Steps]) -> CostModel
             else cost.by_weights_s(one.weights) / alone
         )
         draft = one.draft if one.draft is not None else by_terms
-        # Behind a prefix that is `shared` of a step, a verification of `v` steps costs v - shared * (v - 1).
-        shared = one.prefix * layer
-        by_mask = [
-            (round(n * (1 + one.siblings)), count, (seconds - n * draft - shared) / (1 - shared), (1 - shared) ** 2)
-            for n, count, seconds in one.rounds
-            if shared < _MOST_SHARED
-        ]
-        for n, count, seconds, certain in (*by_mask, *((*lookup, 1.0) for lookup in one.lookups)):
+        by_mask = [(round(n * (1 + one.siblings)), count, seconds - n * draft) for n, count, seconds in one.rounds]
+        for n, count, seconds in (*by_mask, *one.lookups):
             if n < size:
-                certainty = certain / (_MOMENT**2 + _SINGLE**2 / count)
+                certainty = 1 / (_MOMENT**2 + _SINGLE**2 / count)
                 certainties[n] += certainty
                 sums[n] += certainty * (seconds * alone / cost.verify_s[n] - 1.0)
     seen = np.flatnonzero(certainties)

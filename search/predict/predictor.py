@@ -264,12 +264,6 @@ class Predictor:
         mean = float(np.exp(logs.mean()))
         return [math.exp(at[step]) for step in steps], mean
 
-    def shared(self, one: Predicted, *, full_fidelity: bool = False) -> Predicted:
-        """The same with `share_prefix`: the same rounds, cheaper verifications."""
-        config = one.config.model_copy(update={"share_prefix": True})
-        log = self._config_logs(config, full_fidelity=full_fidelity).mean()
-        return Predicted(config, float(np.exp(log)))
-
     def with_siblings(self, one: Predicted, most: int, *, full_fidelity: bool = False) -> Predicted | None:
         """The same thresholds with the best number of siblings, 1..most, where to have them, and the gamma that suits,
         as far as costs of verifying so many are known; None where not even one is worth it.
@@ -306,8 +300,7 @@ class Predictor:
         gammas = np.arange(1, self._most_drafts(config.siblings) + 1)
         grid = Settings.grid(gammas.tolist(), thresholds.tolist(), [config.target_threshold])
         grid = replace(grid, siblings=config.siblings, sibling_threshold=config.sibling_threshold)
-        share_prefix = config.share_prefix
-        logs = self._text_logs(config.skip_mask, grid, full_fidelity=True, share_prefix=share_prefix).mean(axis=1)
+        logs = self._text_logs(config.skip_mask, grid, full_fidelity=True).mean(axis=1)
         values = np.exp(logs).reshape(len(gammas), len(thresholds))
         return gammas.astype(np.float64), thresholds, values
 
@@ -364,7 +357,7 @@ class Predictor:
             reading,
             self._rows.select(places),
             settings,
-            _verifications_s(self.cost, config.drafted_by, share_prefix=config.share_prefix),
+            self.cost.verify_s,
             lambda one: self._lookup(one).select(places),
         )
 
@@ -383,7 +376,6 @@ class Predictor:
             )
         )
         siblings = None if config.siblings == 0 else SiblingRows(reading, Settings.of(config))
-        by_mask_s, looked_up_s = _verifications_s(self.cost, config.drafted_by, share_prefix=config.share_prefix)
         drafted, looked_up, num_rounds, alone, verify_s = np.zeros((5, 1, len(places)))
         for one in rounds:
             by_mask = one.drafted + added.get(id(one), 0)
@@ -395,7 +387,7 @@ class Predictor:
             verified = by_mask + one.looked_up
             if siblings is not None:
                 verified += int(siblings.count(one.text, one.row, by_mask))
-            verify_s[0, one.text] += (looked_up_s if one.looked_up else by_mask_s)[verified] if count else 0.0
+            verify_s[0, one.text] += self.cost.verify_s[verified] if count else 0.0
         return Counts(drafted, looked_up, num_rounds, alone, verify_s)
 
     @staticmethod
@@ -436,32 +428,23 @@ class Predictor:
 
     def _config_logs(self, config: DecodeConfig, *, full_fidelity: bool) -> Floats:
         """(P,): log speedup on each text."""
-        settings, share_prefix = Settings.of(config), config.share_prefix
-        logs = self._text_logs(config.drafted_by, settings, full_fidelity=full_fidelity, share_prefix=share_prefix)
-        one: Floats = logs[0]
+        one: Floats = self._text_logs(config.drafted_by, Settings.of(config), full_fidelity=full_fidelity)[0]
         return one
 
-    def _text_logs(
-        self,
-        drafted_by: DraftedBy,
-        grid: Settings,
-        *,
-        full_fidelity: bool,
-        share_prefix: bool = False,
-    ) -> Floats:
+    def _text_logs(self, drafted_by: DraftedBy, grid: Settings, *, full_fidelity: bool) -> Floats:
         """(S, P): log speedup on each text."""
         readings, rows, cost = (
             self._reading_for(drafted_by, grid, full_fidelity=full_fidelity),
             self._rows_of(full_fidelity=full_fidelity),
             self.cost,
         )
-        table = _verifications_s(cost, drafted_by, share_prefix=share_prefix)
+        table = np.array(cost.verify_s)
         texts = range(len(rows.lengths))
         width = rows.target_probs.shape[1]
         parts = [self._first] if self._more is None or not full_fidelity else [self._first, self._more]
         able = [one for one in parts if isinstance(one, Replays)]
         if len(able) == len(parts):
-            counts = Counts.join([one.replay(drafted_by, grid, table[0]) for one in able])
+            counts = Counts.join([one.replay(drafted_by, grid, table) for one in able])
         else:
             counts = replay(
                 readings,
@@ -550,14 +533,6 @@ def lookup_grid(method: str, gamma_max: int) -> list[LookupChoice]:
     ]
     gammas = sorted({min(gamma, gamma_max) for gamma in _LOOKUP_GAMMAS})
     return [LookupChoice(one, gamma, at) for one in settings for gamma in gammas for at in _LOOKUP_THRESHOLDS]
-
-
-def _verifications_s(cost: CostModel, drafted_by: DraftedBy, *, share_prefix: bool) -> Floats:
-    """(2, G + 1): of rounds that compute their drafts, and of those looked up, which leave no prefix."""
-    computed = cost.verify_s
-    if isinstance(drafted_by, SkipMask):
-        computed = cost.verifications_s(drafted_by, share_prefix=share_prefix)
-    return np.array([computed, cost.verify_s])
 
 
 def _logs_at(cost: CostModel, counts: Counts, rows: TextRows, draft_s: Floats) -> Floats:

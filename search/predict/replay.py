@@ -173,16 +173,15 @@ def replay(
     """Counts of every setting on every text.
 
     reading: on the texts of `rows`; of lookups alone it is not looked at.
-    verify_s: seconds of verifying n tokens, siblings too, n = 0..most of a round; or two rows, for rounds drafted under
-    the mask and for those looked up. read_lookup: needed where settings look up.
+    verify_s: seconds of verifying n tokens, siblings too, n = 0..most of a round. read_lookup: needed where settings
+    look up.
     Cost: 1,000 settings x 2,000 positions take some tenths of a second on one core.
     Raises: ValueError if the shapes do not fit.
     """
     drafts = _Trees(reading, rows, settings) if isinstance(reading, TreeReadings) else _Chains(reading, rows, settings)
-    given = np.zeros(settings.most_verified + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
-    table = np.broadcast_to(given, (2, given.shape[-1]))
-    if table.shape[1] <= settings.most_verified:
-        raise ValueError(f"verify_s: must reach gamma {settings.most_verified}, has {table.shape[1]} entries")
+    table = np.zeros(settings.most_verified + 1) if verify_s is None else np.asarray(verify_s, dtype=np.float64)
+    if len(table) <= settings.most_verified:
+        raise ValueError(f"verify_s: must reach gamma {settings.most_verified}, has {len(table)} entries")
     lookups = _Lookups(rows, settings.lookups, read_lookup)
     return _run(_Steps(drafts, rows, settings, lookups), table)
 
@@ -444,7 +443,7 @@ def _run(steps: _Steps, table: Floats) -> Counts:
         looked_up[alive] += step.looked_up
         rounds[alive] += ~alone
         target_only[alive] += alone
-        verify_s[alive] += np.where(alone, 0.0, table[(step.looked_up > 0).astype(np.int64), step.verified])
+        verify_s[alive] += np.where(alone, 0.0, table[step.verified])
         emitted[alive] = at + step.kept + 1
         alive = alive[emitted[alive] < lengths[alive]]
     return Counts(*(one.reshape(shape) for one in (drafted, looked_up, rounds, target_only, verify_s)))

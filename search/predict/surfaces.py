@@ -51,5 +51,5 @@ def surface_around(stored: str | None, config: DecodeConfig) -> dict[str, Any] |
 
 def _place(config: DecodeConfig) -> dict[str, Any]:
     """What a surface does not vary."""
-    names = {"target_threshold", "share_prefix", "siblings", "sibling_threshold"}
+    names = {"target_threshold", "siblings", "sibling_threshold"}
     return {"skip_mask": str(config.skip_mask), **config.model_dump(include=names)}

@@ -53,14 +53,11 @@ class RawTpe:
 
 
 class EarlyExitGrid(Listed):
-    """LayerSkip (2404.16710): all exit layers times all gammas, both thresholds off, in random order.
-
-    Verification starts behind the exit layer, with the states that drafting left there, where the space has it.
-    """
+    """LayerSkip (2404.16710): all exit layers times all gammas, both thresholds off, in random order."""
 
     DEPARTURES = (
         Departure("the model is what it is; the paper trains its models to exit early", "hurts it"),
-        Departure("where the space has no share_prefix, verification runs the exit's layers again", "hurts it"),
+        Departure("verification runs the exit's layers again", "hurts it"),
         Departure("exit and gamma are tuned on the prompts at hand instead of set by hand", "helps it"),
     )
 
@@ -75,7 +72,7 @@ class EarlyExitGrid(Listed):
         for i in np.random.default_rng(self._setup.seed).permutation(len(grid)):
             exit_layer, gamma = grid[i]
             mask = SkipMask.early_exit(count, exit_layer)
-            yield DecodeConfig(skip_mask=mask, gamma=gamma, share_prefix=space.share_prefix)
+            yield DecodeConfig(skip_mask=mask, gamma=gamma)
 
 
 def _reduced(trial: FrozenTrial, names: Sequence[str]) -> FrozenTrial:

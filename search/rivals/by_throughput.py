@@ -30,7 +30,7 @@ class ByThroughput(Listed):
             cost, estimates = self._setup.hints.cost, []
             for config in (self.config(mask, gamma) for gamma in range(1, self._setup.space.gamma_max + 1)):
                 draft_s = cost.draft_s(mask, threshold=config.draft_threshold > 0)
-                verify_s = cost.verifications_s(mask, share_prefix=config.share_prefix)[config.gamma]
+                verify_s = cost.verify_s[config.gamma]
                 estimates.append((throughput(agreement, draft_s, config.gamma, verify_s), config))
             best = max(value for value, _ in estimates)
             first = next(config for value, config in estimates if value == best)
@@ -43,8 +43,7 @@ class DynamicExit(ByThroughput):
     """DEL (2504.05598): early exits, ordered by the tokens/s expected of each at every gamma.
 
     What every exit would have drafted (the paper's shadow tokens) gives its acceptance rate, and how sure it was there
-    when it ends a draft: midway between its mean confidence where it was right and where it was wrong. Verification
-    starts behind the exit layer where the space has it.
+    when it ends a draft: midway between its mean confidence where it was right and where it was wrong.
     Cost, once: a reading per exit layer.
     """
 
@@ -73,8 +72,7 @@ class DynamicExit(ByThroughput):
 
     def config(self, mask: SkipMask, gamma: int) -> DecodeConfig:
         """At the exit's own threshold."""
-        threshold, share_prefix = self._threshold[mask], self._setup.space.share_prefix
-        return DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=threshold, share_prefix=share_prefix)
+        return DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=self._threshold[mask])
 
 
 class LeaveOneOut(ByThroughput):

@@ -46,7 +46,7 @@ class Hints(Protocol):
         """The draft's mean confidence where its choice is the target's token, and where it is not; 0 of no position."""
 
     def best_setting(self, mask: SkipMask) -> DecodeConfig:
-        """This mask of the space at the best gamma, thresholds and prefix that the study's own predictor knows."""
+        """This mask of the space at the best gamma and thresholds that the study's own predictor knows."""
 
     def layer_plan(self) -> Plan:
         """CLaSp's, see `hidden_states.layer_plan`. Raises: ValueError where there are no hidden states."""

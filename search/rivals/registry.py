@@ -14,7 +14,7 @@ from search.trials.proposals import Proposer
 
 OURS = "ours"
 WITH_SETTINGS = "+settings"
-"""Ends the name of a rival that chooses masks alone: gamma, thresholds and prefix are the best predicted for each."""
+"""Ends the name of a rival that chooses masks alone: gamma and thresholds are the best predicted for each."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,6 @@ def departures_table() -> str:
     every = [
         "| all | leaders are measured again on further prompts as often as ours, and ranked by one rule | helps it |",
         "| all | no forecasts, towards which that rule draws what ours has measured | hurts it |",
-        f"| all {WITH_SETTINGS} | gamma, thresholds and prefix by the predictor of `search.run` | helps it |",
+        f"| all {WITH_SETTINGS} | gamma and thresholds by the predictor of `search.run` | helps it |",
     ]
     return "\n".join(["| strategy | departs from its paper | which |", "|---|---|---|", *rows, *every]) + "\n"

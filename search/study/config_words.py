@@ -42,4 +42,4 @@ def _describe_computed(config: DecodeConfig) -> str:
     if config.siblings:
         where = "each" if config.sibling_threshold == 1.0 else f"where below {config.sibling_threshold:g}"
         text += f", {config.siblings} sibling{'s' if config.siblings > 1 else ''} {where}"
-    return text + (", share_prefix" if config.share_prefix else "")
+    return text

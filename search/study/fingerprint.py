@@ -37,7 +37,6 @@ class Fingerprint:
     max_new_tokens: int
     gamma_max: int
     granularity: str
-    share_prefix: bool = False
     space_version: int = SPACE_VERSION
     objective: str = "tokens_per_s"
     drafters: tuple[str, ...] = ("layer_skip",)
@@ -90,7 +89,6 @@ def take_fingerprint(
         max_new_tokens=spec.max_new_tokens,
         gamma_max=space.gamma_max,
         granularity=spec.granularity,
-        share_prefix=space.share_prefix,
         objective=spec.objective,
         drafters=space.drafters,
         draft_vocabs=space.draft_vocabs,
@@ -109,7 +107,6 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     """
     # Studies from before there was the choice:
     before: dict[str, Any] = {
-        "share_prefix": False,
         "objective": "tokens_per_s",
         "device_map": None,
         "quantization": None,
@@ -121,6 +118,8 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
     }
     before |= {"drafters": ["layer_skip"], "sampling": "greedy", "attention_backend": TORCHS_CHOICE}
     stored = before | dict(stored)
+    if not stored.get("share_prefix"):  # in the space of earlier versions; a study that had it off goes on
+        stored.pop("share_prefix", None)
     for name in ("drafters", "draft_vocabs", "trees"):
         stored[name] = tuple(stored[name])  # JSON made a list of it
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()

@@ -32,12 +32,14 @@ from search.study.lookup_choice import LookupChoice
 GAMMA = "gamma"
 DRAFT_THRESHOLD = "draft_threshold"
 TARGET_THRESHOLD = "target_threshold"
-SHARE_PREFIX = "share_prefix"
 SIBLINGS, WEIGHTS_SIBLINGS = "siblings", "weights.siblings"
 SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD = "sibling_threshold", "weights.sibling_threshold"
 WEIGHTS_TREE = "weights.tree_tokens"
-_NEWER = {"drafter", SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD}
-"""Parameters that trials of studies from before there were such do not have."""
+SHARE_PREFIX = "share_prefix"
+RETIRED: dict[str, BaseDistribution] = {SHARE_PREFIX: CategoricalDistribution([False, True])}
+"""Parameters that trials of earlier versions have besides; they are read as if they had not."""
+_MAY_DIFFER = {"drafter", SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD, *RETIRED}
+"""Parameters that only some trials have: those of earlier versions, and those that have come since."""
 DRAFT_VOCAB = "draft_vocab"
 DRAFT_INT8 = "draft_int8"
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
@@ -96,8 +98,6 @@ class SearchSpace:
     """Layers whose MLP alone may be skipped."""
     layer_bits: tuple[int, ...]
     """Layers that are skipped whole or not at all."""
-    share_prefix: bool = False
-    """Whether to verify behind the layers that the draft keeps is searched too."""
     draft_vocabs: tuple[int, ...] = ()
     """Of how many of the first token ids a computed draft chooses, the first entry being all; without any, of all."""
     int8: bool = False
@@ -110,8 +110,8 @@ class SearchSpace:
     narrows_weights: bool = field(default=True, repr=False)
     """Whether `draft_vocabs` and siblings are for these too: not if one of them has another tokenizer."""
     siblings_max: int = 0
-    """Most siblings of a computed draft token; 0: not searched. Behind a shared prefix there are none, and never more
-    than `gamma_limit` tokens verified: so a config may have fewer than its parameter says."""
+    """Most siblings of a computed draft token; 0: not searched. Never more than `gamma_limit` tokens are verified: so a
+    config may have fewer than its parameter says."""
     trees: tuple[int, ...] = ()
     """`tree_tokens` of drafts by `eagle` and `mtp`, from 0 on, in place of siblings; without any, chains alone. None
     are more than `gamma_limit`."""
@@ -130,7 +130,6 @@ class SearchSpace:
         *,
         gamma_max: int,
         granularity: str,
-        share_prefix: bool = False,
         draft_vocab: bool = False,
         int8: bool = False,
         drafters: Sequence[str] = ("layer_skip",),
@@ -152,7 +151,6 @@ class SearchSpace:
             attention_bits=apart,
             mlp_bits=apart,
             layer_bits=tuple(i for i, one in enumerate(whole) if one),
-            share_prefix=share_prefix,
             draft_vocabs=vocabs_of(model.vocab_size) if draft_vocab else (),
             int8=int8,
             drafters=tuple(drafters),
@@ -249,8 +247,6 @@ class SearchSpace:
                 DRAFT_THRESHOLD: threshold,
                 TARGET_THRESHOLD: threshold,
             }
-            if self.share_prefix:
-                found[SHARE_PREFIX] = CategoricalDistribution([False, True])
             if self.draft_vocabs:
                 found[DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
             if self.int8:
@@ -293,7 +289,6 @@ class SearchSpace:
         names = [DRAFTER] if DRAFTER in self.distributions else []
         if drafter in ("layer_skip", "hybrid"):
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
-            names += [SHARE_PREFIX] if self.share_prefix else []
             names += [DRAFT_VOCAB] if self.draft_vocabs else []
             names += [DRAFT_INT8] if self.int8 else []
             names += [SIBLINGS, SIBLING_THRESHOLD] if self.siblings_max else []
@@ -318,7 +313,7 @@ class SearchSpace:
         if drafter not in self.drafters:
             return False
         expected = set(self.names_for(drafter, params.get(LOOKUP_METHOD)))
-        return params.keys() | _NEWER == expected | _NEWER
+        return params.keys() | _MAY_DIFFER == expected | _MAY_DIFFER
 
     def reduce(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Of a value for every parameter, those that the drafter has."""
@@ -359,8 +354,8 @@ class SearchSpace:
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         fields = {"skip_mask": self.to_mask(params), **self._computed_fields(params, "")}
-        if params.get(SHARE_PREFIX, False):
-            fields |= {"share_prefix": True, "siblings": 0, "sibling_threshold": 1.0}
+        if params.get(SHARE_PREFIX, False):  # beside which there were none
+            fields |= {"siblings": 0, "sibling_threshold": 1.0}
         return fields
 
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -442,7 +437,6 @@ class SearchSpace:
         if config.way in ("layer_skip", "hybrid"):
             params = self.to_bits(config.skip_mask)
             params |= self._computed_params(config, "", siblings=self.siblings_max > 0)
-            params |= {SHARE_PREFIX: config.share_prefix} if self.share_prefix else {}
         if DRAFTER in self.distributions:
             params[DRAFTER] = config.way
         if (choice := LookupChoice.of(config)) is None:

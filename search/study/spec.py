@@ -38,6 +38,10 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
+_RETIRED = ("share_prefix",)
+"""Fields that a study.toml from before may have, and that decide nothing any more."""
+
+
 def _as_tuple(value: object) -> object:
     """TOML and JSON have lists only; one name may stand by itself."""
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
@@ -91,10 +95,6 @@ class StudySpec(OneLineErrors):
     one 16, or as many as the longest continuation has room for if that is fewer."""
     granularity: Granularity = "sublayer"
     """Skip attention and MLP apart, or whole layers only."""
-    share_prefix: bool | None = None
-    """Search over `share_prefix` too: to verify behind the layers that the draft keeps whole. None = what an existing
-    study has; of a new one, where the engine can. Little to gain where reading the weights is what costs (see
-    layerskip/README.md)."""
     draft_vocab: bool | None = None
     """Search over `SkipMask.draft_vocab` too: of how many of the first token ids a draft under a mask chooses. None =
     what an existing study has; of a new one, where the model has a thousand ids or more and a plain output embedding.
@@ -158,6 +158,11 @@ class StudySpec(OneLineErrors):
     """Search each prompt group apart as well, `trials` trials each, and export a setting per group."""
     group_field: Annotated[str, Field(min_length=1, max_length=64)] = "category"
     """Field of a prompt's record that names its group; of no account without `per_group`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, data: object) -> object:
+        return {key: value for key, value in data.items() if key not in _RETIRED} if isinstance(data, dict) else data
 
     @field_validator("drafters")
     @classmethod

@@ -84,7 +84,7 @@ class Stopped(Warned):
 
 def config_fields(config: DecodeConfig) -> dict[str, Any]:
     """A config, flat."""
-    names = ["drafter", "gamma", "draft_threshold", "target_threshold", "share_prefix", "siblings", "sibling_threshold"]
+    names = ["drafter", "gamma", "draft_threshold", "target_threshold", "siblings", "sibling_threshold"]
     flat = {"skip_mask": str(config.skip_mask)} | {name: getattr(config, name) for name in names}
     weights = {}
     if config.draft_weights is not None:

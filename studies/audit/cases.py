@@ -9,7 +9,7 @@ from typing import Any
 from layerskip import DecodeConfig, SkipMask
 from tests.layerskip import zoo
 
-VERSION = 4
+VERSION = 5
 """Of what is drawn for a number: a record goes on only with cases of the version that it began with."""
 DTYPES = ("float32", "float32", "bfloat16")
 """Every third case is in reduced precision: there a difference may be a tie, so the claim is weaker."""
@@ -40,7 +40,6 @@ class Case:
     gamma: int
     draft_threshold: float
     target_threshold: float
-    share_prefix: bool
     drafter: str = "layer_skip"
     lookup: dict[str, Any] | None = None
     has_store: bool = False
@@ -49,7 +48,7 @@ class Case:
     @property
     def config(self) -> DecodeConfig:
         """How the case decodes."""
-        names = ("gamma", "draft_threshold", "target_threshold", "share_prefix", "drafter", "lookup")
+        names = ("gamma", "draft_threshold", "target_threshold", "drafter", "lookup")
         fields = {name: getattr(self, name) for name in names}
         return DecodeConfig(skip_mask=SkipMask.parse(self.skip_mask), **fields)
 
@@ -98,7 +97,6 @@ def draw_case(seed: int, number: int) -> Case:
         gamma=draw.choice(_GAMMAS),
         draft_threshold=draw.choice(_DRAFT_THRESHOLDS),
         target_threshold=draw.choice(_TARGET_THRESHOLDS),
-        share_prefix=draw.random() < 0.3,
     )
     drafter = draw.choice(_DRAFTERS)
     if drafter == "layer_skip" or case.gamma == 0:
@@ -119,7 +117,7 @@ def _with_lookup(draw: random.Random, case: Case, drafter: str) -> Case:
     case = replace(case, prompt=prompt, drafter=drafter, lookup=lookup, has_store=draw.random() < 0.5)
     if drafter != "hybrid":
         none = str(SkipMask.none(zoo.NUM_LAYERS))
-        return replace(case, skip_mask=none, draft_threshold=0.0, share_prefix=False)
+        return replace(case, skip_mask=none, draft_threshold=0.0)
     if draw.random() < 0.7:
         lookup |= {"gamma": draw.choice(_GAMMAS[1:]), "target_threshold": draw.choice(_TARGET_THRESHOLDS)}
     return case

@@ -81,14 +81,15 @@ class Prices:
         """One draft token under a mask."""
         return self.terms.draft_s(mask, threshold=threshold) * math.exp(self.quirk * _luck(self.label, mask))
 
-    def verifications_s(self, mask: SkipMask, *, share_prefix: bool) -> tuple[float, ...]:
+    @property
+    def verify_s(self) -> tuple[float, ...]:
         """Entry n: verifying n draft tokens, entry 0 the target alone."""
-        return self.terms.verifications_s(mask, share_prefix=share_prefix)
+        return self.terms.verify_s
 
     @property
     def alone_s(self) -> float:
         """A step of the target alone."""
-        return self.terms.verify_s[0]
+        return self.verify_s[0]
 
 
 @lru_cache(maxsize=1 << 11)

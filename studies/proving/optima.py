@@ -17,7 +17,7 @@ from studies.proving.truth import Optimum, optima_of, worth_of_tuning_optima
 
 FILE = "optima.json"
 _NUMBERS = ("speedup", "share_faster", "on_tuning")
-_FIELDS = ("gamma", "draft_threshold", "target_threshold", "share_prefix")
+_FIELDS = ("gamma", "draft_threshold", "target_threshold")
 
 
 def table_names(folder: Path, suffix: str) -> list[str]:

@@ -57,9 +57,9 @@ class ModelRecipe:
 
     @property
     def space(self) -> SearchSpace:
-        """What is searched: exactly the masks that are enumerated, with gamma, both thresholds and `share_prefix`."""
+        """What is searched: exactly the masks that are enumerated, with gamma and both thresholds."""
         apart = tuple(range(self.layers)) if self.bits is None else ()
-        return SearchSpace(self.layers, GAMMA_MAX, apart, apart, self.bits or (), share_prefix=True)
+        return SearchSpace(self.layers, GAMMA_MAX, apart, apart, self.bits or ())
 
     @property
     def settings(self) -> Settings:

@@ -132,7 +132,6 @@ class Table:
             "attention_bits": space.attention_bits,
             "mlp_bits": space.mlp_bits,
             "layer_bits": space.layer_bits,
-            "share_prefix": space.share_prefix,
             "num_tuning": self.num_tuning,
             "num_confirming": self.num_confirming,
             "facts": dict(self.facts),
@@ -147,7 +146,7 @@ class Table:
             arrays = np.load(io.BytesIO(lzma.decompress(file.read_bytes())), allow_pickle=False)
             told = json.loads(str(arrays["told"]))
             bits = {name: tuple(told[name]) for name in ("attention_bits", "mlp_bits", "layer_bits")}
-            space = SearchSpace(told["num_layers"], told["gamma_max"], **bits, share_prefix=told["share_prefix"])
+            space = SearchSpace(told["num_layers"], told["gamma_max"], **bits)
             rest = {name: told[name] for name in ("num_tuning", "num_confirming", "facts")}
             return cls(space, **{name: arrays[name] for name in _ARRAYS}, **rest)
         except (lzma.LZMAError, EOFError, KeyError, TypeError, ValueError) as error:

@@ -64,11 +64,11 @@ class SimulatedMachine:
             return 1.0
         return math.exp(self.noise.pair_sigma / math.sqrt(2) * self.rng.standard_normal())
 
-    def verify_s(self, count: int, table: Sequence[float] | None = None) -> float:
-        """Verifying so many draft tokens, 0 for a target step; by these prices, else those of all layers."""
-        alone, table_s = self.prices.alone_s, (self.prices.terms.verify_s if table is None else table)[count]
+    def verify_s(self, count: int) -> float:
+        """Verifying so many draft tokens, 0 for a target step."""
+        alone = self.prices.alone_s
         swing = self.noise.drift * math.sin(2 * math.pi * self.now / _DRIFT_PERIOD_S)
-        return alone + (table_s - alone) * (1.0 + swing)
+        return alone + (self.prices.verify_s[count] - alone) * (1.0 + swing)
 
     def pass_time(self, seconds: float) -> None:
         """So much later."""
@@ -165,7 +165,7 @@ class TabularDecoder:
         for i, rounds in enumerate(counts.rounds_by_drafted):
             if rounds:
                 draft_s = rounds * (i + 1) * known.draft_s * factor
-                verify_s = rounds * machine.verify_s(i + 1, known.verify_s) * factor
+                verify_s = rounds * machine.verify_s(i + 1) * factor
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
                 seconds[i] = draft_s + verify_s
@@ -259,7 +259,6 @@ class _KnownConfig:
     """What one config costs at a machine's prices, and does on each text that it has decoded."""
 
     draft_s: float
-    verify_s: tuple[float, ...]
     counts: dict[int, DecodeStats] = field(default_factory=dict)
 
     @classmethod
@@ -267,7 +266,7 @@ class _KnownConfig:
         """No text yet."""
         mask = config.skip_mask
         draft_s = prices.draft_s(mask, threshold=config.draft_threshold > 0) if config.speculates else 0.0
-        return cls(draft_s, prices.verifications_s(mask, share_prefix=config.share_prefix))
+        return cls(draft_s)
 
 
 @lru_cache(maxsize=1 << 14)

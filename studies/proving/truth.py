@@ -53,10 +53,10 @@ class Steps:
             at, base, end = at[goes_on], base[goes_on], end[goes_on]
         return cls(settings, counts, width - 1)
 
-    def log_speedups(self, prices: Prices, mask: SkipMask, *, share_prefix: bool = False) -> Floats:
+    def log_speedups(self, prices: Prices, mask: SkipMask) -> Floats:
         """(S,): mean over texts of the log of plain over speculative seconds."""
         drafts = np.arange(self.counts.shape[-1])
-        verify_s = np.array(prices.verifications_s(mask, share_prefix=share_prefix))[: len(drafts)]
+        verify_s = np.array(prices.verify_s)[: len(drafts)]
         logs = np.empty(len(self.settings))
         for threshold in (False, True):
             here = (self.settings.draft_threshold > 0) == threshold
@@ -155,7 +155,7 @@ def speedup_of(table: Table, prices: Prices, config: DecodeConfig, places: Seque
     if not config.speculates:
         return 1.0
     steps = Steps.of(table, config.skip_mask, Settings.of(config), places)
-    return float(np.exp(steps.log_speedups(prices, config.skip_mask, share_prefix=config.share_prefix)[0]))
+    return float(np.exp(steps.log_speedups(prices, config.skip_mask)[0]))
 
 
 def grid_of(table: Table) -> Settings:
@@ -167,28 +167,26 @@ def grid_of(table: Table) -> Settings:
 def optima_of(
     table: Table, prices: Mapping[str, Prices], places: Sequence[int], grid: Settings | None = None
 ) -> dict[str, Optimum]:
-    """The best of every mask, setting and way to verify, at each of these prices: nothing is left out or sampled.
+    """The best of every mask and setting, at each of these prices: nothing is left out or sampled.
 
     grid: settings to go through, all of the space's without it. Cost: `Steps.of` and a product for each price, a mask;
     about half a minute for 256 masks on 100 texts.
     """
     settings = grid_of(table) if grid is None else grid
-    best: dict[str, tuple[float, SkipMask, int, bool]] = {}
+    best: dict[str, tuple[float, SkipMask, int]] = {}
     num_faster, total = dict.fromkeys(prices, 0), 0
     for mask in table.masks:
         steps = Steps.of(table, mask, settings, places)
-        shares = (False, True) if table.space.share_prefix and can_share(mask) else (False,)
-        total += len(shares) * len(settings)
+        total += len(settings)
         for name, one in prices.items():
-            for share in shares:
-                logs = steps.log_speedups(one, mask, share_prefix=share)
-                top = int(np.argmax(logs))
-                num_faster[name] += int((logs > 0.0).sum())
-                if name not in best or logs[top] > best[name][0]:
-                    best[name] = (float(logs[top]), mask, top, share)
+            logs = steps.log_speedups(one, mask)
+            top = int(np.argmax(logs))
+            num_faster[name] += int((logs > 0.0).sum())
+            if name not in best or logs[top] > best[name][0]:
+                best[name] = (float(logs[top]), mask, top)
     return {
-        name: Optimum(_config(settings, mask, i, share), float(np.exp(log)), num_faster[name] / total)
-        for name, (log, mask, i, share) in best.items()
+        name: Optimum(_config(settings, mask, i), float(np.exp(log)), num_faster[name] / total)
+        for name, (log, mask, i) in best.items()
     }
 
 
@@ -201,16 +199,10 @@ def worth_of_tuning_optima(table: Table, prices: Mapping[str, Prices]) -> dict[s
     }
 
 
-def can_share(mask: SkipMask) -> bool:
-    """Whether the draft keeps layers before the first that it touches."""
-    return 0 < mask.num_kept_first < mask.num_layers
-
-
-def _config(settings: Settings, mask: SkipMask, i: int, share_prefix: bool) -> DecodeConfig:
+def _config(settings: Settings, mask: SkipMask, i: int) -> DecodeConfig:
     return DecodeConfig(
         skip_mask=mask,
         gamma=int(settings.gamma[i]),
         draft_threshold=snap_threshold(float(settings.draft_threshold[i])),
         target_threshold=snap_threshold(float(settings.target_threshold[i])),
-        share_prefix=share_prefix,
     )

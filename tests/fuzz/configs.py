@@ -21,7 +21,7 @@ def read_config_file(data: bytes, folder: Path) -> DecodeConfig:
 
 def check_config(config: DecodeConfig, folder: Path) -> None:
     said = json.loads((folder / "best.json").read_text(encoding="utf-8"))
-    for name in ("gamma", "draft_threshold", "target_threshold", "share_prefix", "reason", "drafter"):
+    for name in ("gamma", "draft_threshold", "target_threshold", "reason", "drafter"):
         assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
     if "sampling" in said:
         assert config.sampling.model_dump(include=set(said["sampling"])) == said["sampling"]
@@ -86,7 +86,7 @@ def _settings(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
     """One of every drafter, with these fields beside its own."""
     optional |= {"target_threshold": st.floats(0, 1)}
     drafting = optional | {"lossy": _LOSSY}
-    by_mask = optional | {"draft_threshold": st.floats(0, 1), "share_prefix": st.booleans()}
+    by_mask = optional | {"draft_threshold": st.floats(0, 1)}
     alone = {"skip_mask": st.just("4:none"), "gamma": st.integers(1, 64)}
     both = {"drafter": st.just("hybrid"), "skip_mask": _MASKS, "gamma": st.integers(1, 64)}
     ngrams = st.fixed_dictionaries(_NGRAMS, optional=_NGRAMS_OPTIONS)

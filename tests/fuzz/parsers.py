@@ -99,7 +99,6 @@ STUDIES = st.fixed_dictionaries(
         "sampler": st.sampled_from(["replay", "tpe"]),
         "seed": st.integers(0, 2**32 - 1),
         "num_threads": st.integers(1, 8),
-        "share_prefix": st.booleans(),
         "group_field": st.sampled_from(["category", "kind of text"]),
         "study_name": st.text(min_size=1, max_size=8),
     },

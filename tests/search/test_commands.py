@@ -120,14 +120,6 @@ def test_cuda_where_there_is_none(tiny_study: list[str], refused: Any) -> None:
     assert "cuda" in error.lower()
 
 
-@pytest.mark.parametrize("flags", [[], ["--share-prefix"], ["--no-share-prefix"]])
-def test_a_shared_prefix_can_be_left_out(
-    flags: list[str], tiny_study: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_main([*tiny_study, *flags, "--dry-run"]) == 0
-    assert ("a shared prefix or none" in capsys.readouterr().out) == (flags != ["--no-share-prefix"])
-
-
 @pytest.fixture
 def browsed(bench: Bench) -> str:
     bench.in_sqlite = True

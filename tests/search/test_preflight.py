@@ -20,27 +20,7 @@ def model_on(engine: str) -> Any:
     cannot = {"can_narrow": False, "int8_refusal": "a CPU or a CUDA device, got mps"}
     refusal = None if engine == "eager" else f"the engine eager or fused, got {engine}"
     cannot |= {"siblings_refusal": refusal, "lossy_refusal": refusal}
-    told = SimpleNamespace(shares_prefix=engine == "eager")
-    return SimpleNamespace(engine=told, engine_name=engine, **cannot, **layers)
-
-
-@pytest.mark.parametrize(
-    ("given", "engine", "searched"),
-    [
-        (None, "eager", True),
-        (None, "cuda_graph", False),
-        (False, "eager", False),
-        (False, "cuda_graph", False),
-        (True, "eager", True),
-    ],
-)
-def test_a_shared_prefix_is_searched_where_the_engine_can(given: bool | None, engine: str, searched: bool) -> None:
-    assert space_for(model_on(engine), make_spec(share_prefix=given)).share_prefix is searched
-
-
-def test_a_shared_prefix_that_is_asked_for_and_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="share_prefix: engine cuda_graph cannot verify behind the kept layers"):
-        space_for(model_on("cuda_graph"), make_spec(share_prefix=True))
+    return SimpleNamespace(engine=SimpleNamespace(), engine_name=engine, **cannot, **layers)
 
 
 @pytest.mark.parametrize(("given", "searched"), [(None, 3), (True, 3), (False, 0)])
@@ -77,13 +57,9 @@ def told(**changes: Any) -> list[str]:
     return [line.text for line in event.lines()]
 
 
-CANNOT = "engine eager cannot verify behind the kept layers: no shared prefix is searched"
-
-
 def test_what_is_searched_is_told() -> None:
-    sharing, lookups = replace(SPACE, share_prefix=True), replace(SPACE, drafters=("suffix",))
-    assert told(space=sharing)[1].endswith("12 mask bits, gamma 1..6, two thresholds, a shared prefix or none")
+    with_8_bits = replace(SPACE, int8=True)
+    assert told(space=with_8_bits)[1].endswith(
+        "12 mask bits, gamma 1..6, two thresholds, weights as they are or of 8 bits"
+    )
     assert told()[1].endswith("12 mask bits, gamma 1..6, two thresholds")
-    assert told(can_share_prefix=False).count(CANNOT) == 1
-    assert CANNOT not in told()
-    assert CANNOT not in told(space=lookups, can_share_prefix=False), "nothing is drafted under a mask"

@@ -242,7 +242,6 @@ def by_weights(*drafters: str) -> SearchSpace:
         draft_vocabs=(61, 30),
         siblings_max=2,
         trees=(0, 4),
-        share_prefix=True,
         int8=True,
     )
 

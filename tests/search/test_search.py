@@ -275,34 +275,40 @@ def test_another_fingerprint_is_refused_by_name(bench: Bench, change: dict[str, 
     assert len(bench.trials()) == 3
 
 
-def test_a_study_from_before_prefixes_were_shared_resumes_without_them() -> None:
+def test_a_study_that_searched_what_is_gone_is_refused_by_name(bench: Bench) -> None:
+    """One that could have searched it and did not goes on."""
     stored = asdict(FINGERPRINT)
-    del stored["share_prefix"]
-    compare(stored, FINGERPRINT)
-    with pytest.raises(FingerprintMismatch, match="share_prefix was False, now True"):
-        compare(stored, replace(FINGERPRINT, share_prefix=True))
+    compare(stored | {"share_prefix": False}, FINGERPRINT)
+    with pytest.raises(FingerprintMismatch, match="something else: share_prefix was True, now None"):
+        compare(stored | {"share_prefix": True}, FINGERPRINT)
+    bench.run(trials=3)
+    storage = open_storage(bench.url)
+    study = optuna.load_study(study_name=bench.folder.name, storage=storage)
+    study.set_user_attr("fingerprint", stored | {"share_prefix": False})
+    assert bench.run(trials=4) == 0
+    assert len(bench.trials()) == 4
 
 
 def test_what_is_left_open_is_as_the_study_has_it(bench: Bench) -> None:
     """A default that changes between versions must not end a study: it goes on with the values it was begun with."""
     bench.run(trials=1)
     open_ = spec_of(bench)
-    assert (open_.gamma_max, open_.share_prefix) == (None, None)
+    assert (open_.gamma_max, open_.int8) == (None, None)
     before = as_before(open_, bench.paths)
-    assert (before.gamma_max, before.share_prefix) == (FINGERPRINT.gamma_max, False)
+    assert (before.gamma_max, before.int8) == (FINGERPRINT.gamma_max, False)
     fixed = spec_of(bench, engine="eager", num_threads=1)
     assert as_before(fixed, bench.paths).gamma_max == FINGERPRINT.gamma_max, "also where all else is given"
-    given = as_before(spec_of(bench, gamma_max=12, share_prefix=True), bench.paths)
-    assert (given.gamma_max, given.share_prefix) == (12, True), "what is given is compared, and refused"
+    given = as_before(spec_of(bench, gamma_max=12, int8=True), bench.paths)
+    assert (given.gamma_max, given.int8) == (12, True), "what is given is compared, and refused"
     new = as_before(spec_of(bench, study_name="other"), bench.paths)
-    assert (new.gamma_max, new.share_prefix) == (None, None)
+    assert (new.gamma_max, new.int8) == (None, None)
 
 
-def test_a_study_on_another_engine_is_not_blamed_on_the_prefix(bench: Bench) -> None:
-    """`share_prefix` of a study on an engine that can, taken over on one that cannot, would be refused first."""
-    bench.run(trials=1, fingerprint=replace(FINGERPRINT, share_prefix=True))
-    assert as_before(spec_of(bench), bench.paths).share_prefix is True
-    assert as_before(spec_of(bench, engine="cuda_graph"), bench.paths).share_prefix is None
+def test_a_study_on_another_engine_is_not_blamed_on_siblings(bench: Bench) -> None:
+    """`siblings` of a study on an engine that can, taken over on one that cannot, would be refused first."""
+    bench.run(trials=1, fingerprint=replace(FINGERPRINT, siblings=3))
+    assert as_before(spec_of(bench), bench.paths).siblings is True
+    assert as_before(spec_of(bench, engine="cuda_graph"), bench.paths).siblings is None
 
 
 def test_a_study_of_somebody_else_is_refused(bench: Bench) -> None:

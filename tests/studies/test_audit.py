@@ -41,7 +41,7 @@ def test_cases_reach_everything_and_follow_from_their_number() -> None:
     assert {case.budget for case in cases} == set(range(1, LONGEST + 1))
     assert {case.config.drafter for case in cases} == {"layer_skip", "prompt_lookup", "suffix", "hybrid"}
     for name in (
-        *("share_prefix", "draft_threshold", "target_threshold", "gamma", "eos"),
+        *("draft_threshold", "target_threshold", "gamma", "eos"),
         *("lookup", "has_store"),
     ):
         some = Counter(bool(getattr(case, name)) for case in cases)
@@ -65,7 +65,7 @@ def test_a_record_of_cases_that_were_drawn_otherwise_is_read_but_not_continued(t
     (tmp_path / "result.json").write_text(json.dumps(old | {"failures": [{"case": draw_case(0, 0).to_dict()}]}))
     assert Record.load(tmp_path / "result.json").found_cases == [draw_case(0, 0)]
     assert main(tmp_path, "--replay") == 0
-    assert "cases_version: must be 4 to be continued, got None; start anew with --fresh" in refused(main, tmp_path)
+    assert "cases_version: must be 5 to be continued, got None; start anew with --fresh" in refused(main, tmp_path)
 
 
 def test_the_reference_is_generates_own_with_end_of_text() -> None:

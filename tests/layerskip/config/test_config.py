@@ -126,9 +126,17 @@ def test_bad_values_name_field_rule_and_value(path: str, value: Any, message: st
     assert "\n" not in str(error.value)
 
 
-def test_a_file_from_before_may_have_a_field_that_decides_nothing_any_more() -> None:
-    now = DecodeConfig(skip_mask=SkipMask.none(4), gamma=2)
-    assert DecodeConfig.from_json(json.dumps({**json.loads(now.to_json()), "continue_lookup": True})) == now
+@pytest.mark.parametrize("field", ["continue_lookup", "share_prefix"])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_file_from_before_may_have_a_field_that_decides_nothing_any_more(field: str, value: bool) -> None:
+    """In every setting: the tokens are the same without it."""
+    sampled = {"sampling": {"do_sample": True, "temperature": 0.7}}
+    before: dict[str, Any] = {"schema_version": 1, "skip_mask": "4:2-3", "gamma": 2, "sampling": {"do_sample": False}}
+    data = {**before, "regimes": [{"skip_mask": "4:1", "gamma": 3, **sampled}]}
+    now = DecodeConfig.from_json(json.dumps(data))
+    old = {**data, field: value, "regimes": [{**data["regimes"][0], field: value}]}
+    assert DecodeConfig.from_json(json.dumps(old)) == now
+    assert field not in now.to_json()
 
 
 def test_several_faults_come_in_one_line() -> None:

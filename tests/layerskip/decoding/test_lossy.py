@@ -110,10 +110,9 @@ def test_a_sibling_is_accepted_where_a_draft_token_is_not() -> None:
     [
         {},
         {"siblings": 2},
-        {"share_prefix": True},
         {"drafter": "hybrid", "lookup": PromptLookup(min_match=1, max_match=3), "target_threshold": 0.05},
     ],
-    ids=["mask", "siblings", "prefix", "hybrid"],
+    ids=["mask", "siblings", "hybrid"],
 )
 def test_every_token_is_the_targets_choice_or_near_it(name: str, params: SamplingParams, fields: Any) -> None:
     model, prompt, far = consenting(name), zoo.prompt_of(7), 0

@@ -434,7 +434,6 @@ def test_what_rows_see(start: int, window: int | None) -> None:
         ({"siblings": 5}, "siblings: input should be less than or equal to 4, got '5'"),
         ({"siblings": -1}, "siblings: input should be greater than or equal to 0, got '-1'"),
         ({"gamma": 0}, "siblings: must be 0 where gamma is 0, got 2"),
-        ({"share_prefix": True}, "siblings: must be 0 where share_prefix is on, got 2"),
         ({"sibling_threshold": 0.0}, "sibling_threshold: input should be greater than 0, got '0.0'"),
         ({"siblings": 0, "sibling_threshold": 0.5}, "sibling_threshold: must be 1 where siblings is 0, got 0.5"),
         (

@@ -144,7 +144,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_weights": None}, "draft_weights: is required where the drafter is eagle"),
     ({"drafter": "layer_skip"}, "draft_weights: must be left out where the drafter is layer_skip"),
     ({"skip_mask": SkipMask.from_layers(4, [1])}, "skip_mask: must be left out where draft_weights are given"),
-    ({"share_prefix": True}, "share_prefix: must be left out where draft_weights are given"),
     ({"gamma": 0}, "gamma: must be at least 1 where the drafter is eagle, got 0"),
     (
         {"draft_weights": {"path": "", "fingerprint": "0"}},

@@ -54,7 +54,6 @@ def test_greedy_output_of_an_offloaded_model_is_generates_own(saved: Path, devic
             gamma=draw.choice([0, 1, 4]),
             draft_threshold=draw.choice([0.0, 0.4]),
             target_threshold=draw.choice([0.0, 0.3]),
-            share_prefix=draw.random() < 0.5,
         )
         out = model.generate(prompt, config=config, max_new_tokens=budget)
         assert tuple(out.ids) == zoo.greedy_reference("llama", prompt)[:budget], config

@@ -72,7 +72,7 @@ def test_any_order_of_rounds_leaves_what_the_text_alone_would(name: str) -> None
 
 
 @zoo.few(zoo.RECURRENT + LEAN, FAST)
-@pytest.mark.parametrize("drafter", ["int8", "int8 and layers", "suffix", "shared prefix", "hybrid"])
+@pytest.mark.parametrize("drafter", ["int8", "int8 and layers", "suffix", "layers", "hybrid"])
 def test_decoding_is_plain_decoding(name: str, drafter: str) -> None:
     model, mask = zoo.layerskip_of(name), zoo.masks_of(name)["interior"]
     lookup = SuffixLookup(min_match=1)
@@ -80,7 +80,7 @@ def test_decoding_is_plain_decoding(name: str, drafter: str) -> None:
         "int8": DecodeConfig(skip_mask=ROUNDED, gamma=6),
         "int8 and layers": DecodeConfig(skip_mask=SkipMask.parse("4:2,int8"), gamma=4, draft_threshold=0.3),
         "suffix": DecodeConfig(drafter="suffix", skip_mask=NONE, gamma=6, lookup=lookup),
-        "shared prefix": DecodeConfig(skip_mask=mask, gamma=3, share_prefix=True),
+        "layers": DecodeConfig(skip_mask=mask, gamma=3),
         "hybrid": DecodeConfig(drafter="hybrid", skip_mask=mask, gamma=3, lookup=lookup),
     }[drafter]
     accepted = drafted = 0

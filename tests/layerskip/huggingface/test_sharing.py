@@ -75,12 +75,11 @@ def test_states_of_a_prompt_are_kept_of_all_its_tokens(name: str) -> None:
 def test_what_they_do_without_and_what_is_refused(name: str) -> None:
     model = zoo.layerskip_of(name)
     assert model.adapter.num_keyed == 2
-    assert not model.engine.shares_prefix
     layers = step_bytes(model).layers
     assert [layer.cached_token > 0 for layer in layers] == [True, True, False, False]
     with pytest.raises(UnsupportedModelError, match="or read others' keys, which is not recorded"):
         ModuleExecutor(model.adapter)
-    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 1), gamma=3, share_prefix=True)
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 1), gamma=3)
     prompt = zoo.prompt_of(5)
     assert model.generate(prompt, max_new_tokens=20, config=config).ids == list(zoo.greedy_reference(name, prompt)[:20])
 
@@ -97,12 +96,11 @@ def test_several_states_a_token_are_refused_by_what_goes_on_from_one() -> None:
 
 def test_a_model_that_shares_none_has_as_many_as_layers() -> None:
     whole = zoo.build("gemma4", num_kv_shared_layers=0)
-    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3, share_prefix=True)
+    config = DecodeConfig(skip_mask=SkipMask.early_exit(zoo.NUM_LAYERS, 2), gamma=3)
     outputs = []
     for engine in ("eager", "fused") if "gemma4" in zoo.COMPILED else ("eager",):
         model = LayerSkipModel(whole, engine=engine)
         assert model.adapter.num_keyed == zoo.NUM_LAYERS
-        assert model.engine.shares_prefix
         out = model.generate(zoo.prompt_of(5), max_new_tokens=20, config=config)
         assert out.ids == model.generate(zoo.prompt_of(5), max_new_tokens=20).ids
         outputs.append(out.ids)

@@ -40,7 +40,6 @@ class TableEngine:
     name = "table"
     device = torch.device("cpu")
     num_preparations = 0
-    shares_prefix = False
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)

@@ -575,15 +575,6 @@ def test_checkpoints_follow_from_the_trials(flags: list[str], checkpoints: tuple
     assert plan.strategies == tuple(STRATEGIES)
 
 
-def test_a_shared_prefix_is_searched_like_anything_else(bench: Comparison) -> None:
-    """It was refused as something that the published strategies do not have; early exits have it."""
-    make_plan(build_parser().parse_args([]), make_spec(share_prefix=True))
-    bench.space = dataclasses.replace(SPACE, share_prefix=True)
-    assert bench.run() == 0
-    assert {record["params"]["share_prefix"] for record in bench.trials()} == {False, True}
-    assert read_record(bench.out / FILE).space.share_prefix
-
-
 def test_a_gamma_limit_that_does_not_fit_is_lowered_for_all_strategies(bench: Comparison) -> None:
     bench.space = dataclasses.replace(SPACE, gamma_max=16)
     assert bench.run() == 0

@@ -113,8 +113,7 @@ class FakeHints:
     def best_setting(self, mask: SkipMask) -> DecodeConfig:
         self.num_settings += 1
         gamma = min(3, self.space.gamma_max)
-        fields = {"draft_threshold": 0.35, "target_threshold": 0.1, "share_prefix": self.space.share_prefix}
-        return DecodeConfig(skip_mask=mask, gamma=gamma, **fields)
+        return DecodeConfig(skip_mask=mask, gamma=gamma, draft_threshold=0.35, target_threshold=0.1)
 
     def layer_plan(self) -> Plan:
         return layer_plan(self.states, self.space)
@@ -151,10 +150,10 @@ class ReadableDecoder(FakeDecoder):
         return self.forcings[-1]
 
 
-def make_space(num_layers: int, *, whole: bool = False, gamma_max: int = 6, share_prefix: bool = False) -> SearchSpace:
+def make_space(num_layers: int, *, whole: bool = False, gamma_max: int = 6) -> SearchSpace:
     every = tuple(range(num_layers))
     apart = () if whole else every
-    return SearchSpace(num_layers, gamma_max, apart, apart, every if whole else (), share_prefix=share_prefix)
+    return SearchSpace(num_layers, gamma_max, apart, apart, every if whole else ())
 
 
 def make_setup(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import optuna
 from optuna.trial import FrozenTrial, create_trial
 
+from search.study.space import RETIRED
 from tests.search.helpers.fakes import Bench
 
 
@@ -17,19 +18,26 @@ def trials_of(folder: Path) -> list[FrozenTrial]:
 
 
 def copy_of(
-    study: optuna.Study, *, name: str | None = None, without: Sequence[str] = (), **attrs: object
+    study: optuna.Study,
+    *,
+    name: str | None = None,
+    without: Sequence[str] = (),
+    more: Mapping[str, object] | None = None,
+    **attrs: object,
 ) -> optuna.Study:
-    """In memory, without some attributes of the study and its trials, and with others of the study."""
+    """In memory, without some attributes of the study and its trials, and with others of the study. more: parameters of
+    earlier versions that its trials have besides."""
     copy = optuna.create_study(direction="maximize", study_name=name or study.study_name)
     for key, value in ({key: one for key, one in study.user_attrs.items() if key not in without} | attrs).items():
         copy.set_user_attr(key, value)
+    retired = dict(more or {})
     for trial in study.get_trials():
         copy.add_trial(
             create_trial(
                 state=trial.state,
                 value=trial.value,
-                params=trial.params,
-                distributions=trial.distributions,
+                params=trial.params | retired,
+                distributions=trial.distributions | {one: RETIRED[one] for one in retired},
                 user_attrs={key: one for key, one in trial.user_attrs.items() if key not in without},
             )
         )

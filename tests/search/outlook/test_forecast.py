@@ -11,13 +11,11 @@ import pytest
 
 from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
-from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from search.outlook.forecast import Candidate, Candidates, Pool, known_masks, make_pool
 from search.predict.costs import CostOptions, measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
-from search.study.lookup_choice import LookupChoice
 from search.study.space import SearchSpace
 from search.study.trials import key_of
 from tests.search.helpers.fakes import FINGERPRINT, SPACE, FakeClock
@@ -187,47 +185,13 @@ def test_variants_are_the_masks_best_settings() -> None:
     assert candidates.of(mask).log_speedup >= found[0].log_speedup - 1e-12
 
 
-@pytest.mark.parametrize(("share_prefix", "siblings_max"), [(False, 0), (True, 0), (False, 2), (True, 2)])
-def test_candidates_are_written_and_read_with_all_that_the_space_has(share_prefix: bool, siblings_max: int) -> None:
-    candidates, _ = candidates_of(dataclasses.replace(SPACE, share_prefix=share_prefix, siblings_max=siblings_max))
+@pytest.mark.parametrize("siblings_max", [0, 2])
+def test_candidates_are_written_and_read_with_all_that_the_space_has(siblings_max: int) -> None:
+    candidates, _ = candidates_of(dataclasses.replace(SPACE, siblings_max=siblings_max))
     found = [candidates.of(mask) for mask in known_masks(SPACE)]
     again = candidates.read(json.loads(json.dumps(candidates.write(found))))
     assert [one.params for one in again] == [one.params for one in found]
-    assert {one.params.get("share_prefix") for one in found} == ({False, True} if share_prefix else {None})
     assert all(("siblings" in one.params) == (siblings_max > 0) for one in found)
-
-
-def test_sharing_is_proposed_where_it_is_predicted_to_pay() -> None:
-    """Its price is that of the verifications less the kept layers' rows; masks that begin with a skip have no say."""
-    space = dataclasses.replace(SPACE, share_prefix=True)
-    candidates, _ = candidates_of(space)
-    early = SkipMask.early_exit(space.num_layers, space.num_layers // 2)
-    one, twin = candidates.of(early), candidates_of(SPACE)[0].of(early)
-    assert one.params == twin.params | {"share_prefix": True}
-    assert one.log_speedup > twin.log_speedup
-    assert one.log_speedup == pytest.approx(
-        math.log(candidates.predictor.forecast(space.to_config(dict(one.params)), [])[1])
-    )
-    assert {two.params["share_prefix"] for two in candidates.variants(early, 2)} == {False, True}
-    late = SkipMask.from_layers(space.num_layers, [0])
-    assert candidates.of(late).params["share_prefix"] is False
-    assert {two.params["share_prefix"] for two in candidates.variants(late, 2)} == {False}
-
-
-def test_a_hybrid_shares_what_it_drafts_under_the_mask() -> None:
-    """What it looks up has no prefix; see `test_rounds_that_are_looked_up_have_seconds_of_their_own`."""
-    space = dataclasses.replace(SPACE, share_prefix=True, drafters=("layer_skip", "hybrid"))
-    candidates, _ = candidates_of(space)
-    early = SkipMask.early_exit(space.num_layers, space.num_layers // 2)
-    lookup = LookupChoice.of(lookup_alone(space.num_layers, NGRAMS))
-    assert lookup is not None
-    candidates.predictor.look_up_with([lookup], or_not=False)
-    best = candidates.predictor.best_settings(early, 1)[0]
-    assert best.config.drafter == "hybrid"
-    shared = candidates.predictor.shared(best)
-    assert shared.config == best.config.model_copy(update={"share_prefix": True})
-    assert shared.speedup > best.speedup
-    assert {two.params["share_prefix"] for two in candidates.variants(early, 2)} == {False, True}
 
 
 def tiers_of(space: SearchSpace, num_first: int = 2, num_more: int = 3) -> Candidates:
@@ -240,10 +204,8 @@ def tiers_of(space: SearchSpace, num_first: int = 2, num_more: int = 3) -> Candi
     return Candidates(Predictor(first, rows[0], cost).with_more(more, rows[1]), space)
 
 
-@pytest.mark.parametrize("share_prefix", [False, True])
-def test_candidates_know_on_which_texts_they_were_predicted(share_prefix: bool) -> None:
-    space = dataclasses.replace(SPACE, share_prefix=share_prefix)
-    tiers, first, together = tiers_of(space), candidates_of(space, 2)[0], candidates_of(space, 5)[0]
+def test_candidates_know_on_which_texts_they_were_predicted() -> None:
+    tiers, first, together = tiers_of(SPACE), candidates_of(SPACE, 2)[0], candidates_of(SPACE, 5)[0]
     mask = SkipMask.early_exit(6, 4)
     coarse, full = tiers.of(mask), tiers.of(mask, full_fidelity=True)
     alone, whole = first.of(mask), together.of(mask)
@@ -255,7 +217,7 @@ def test_candidates_know_on_which_texts_they_were_predicted(share_prefix: bool) 
     ]
     assert [one.params for one in tiers.variants(mask, 3)] == [one.params for one in first.variants(mask, 3)]
     rows = json.loads(json.dumps(tiers.write([coarse, full])))
-    assert rows[1] == [*rows[1][: 5 + share_prefix], True]
+    assert rows[1] == [*rows[1][:5], True]
     as_before = [rows[0], [*rows[1][:-1], 0.25]]  # earlier versions kept the log speedup on the first texts
     for written in (rows, as_before):
         back = tiers.read(written)

@@ -68,10 +68,10 @@ def test_a_setting_is_measured_as_it_will_decode() -> None:
     """It was measured with mask, gamma and thresholds alone, whatever else it said."""
     used: list[DecodeConfig] = []
     decoder = FakeDecoder(break_on=used.append)  # type: ignore[arg-type]
-    shares = BROAD.model_copy(update={"share_prefix": True, "reason": "x"})
-    matrix = measure(decoder, {"default": shares}, {"calm": 2}, repeats=1)
-    assert {config.share_prefix for config in used if config.speculates} == {True}
-    assert matrix["default"]["calm"].config == shares.bare()
+    branches = BROAD.model_copy(update={"siblings": 2, "reason": "x"})
+    matrix = measure(decoder, {"default": branches}, {"calm": 2}, repeats=1)
+    assert {config.siblings for config in used if config.speculates} == {2}
+    assert matrix["default"]["calm"].config == branches.bare()
 
 
 def test_every_setting_goes_first_and_last_and_plain_goes_first_half_of_the_time() -> None:

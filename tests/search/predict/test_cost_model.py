@@ -16,7 +16,6 @@ from search.predict.costs import (
     CostModel,
     CostOptions,
     device_facts,
-    free_costs,
     measure_costs,
     pool_costs,
 )
@@ -216,15 +215,3 @@ def test_unreadable_costs_are_refused_in_one_line(change: Callable[[dict[str, An
 def test_what_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cost_model: cannot be read: "):
         CostModel.from_json(text, FINGERPRINT)
-
-
-def test_a_shared_prefix_saves_the_kept_layers_on_all_rows_but_one() -> None:
-    """Two of four layers kept: a verification that costs 1.5 steps costs half of a layer's step less for each."""
-    cost = CostModel((10.0, 12.0, 15.0), 2.0, (0.8,) * 4, (1.2,) * 4, 0.0, 0.0, 8, {})
-    early = SkipMask.early_exit(4, 2)
-    assert cost.verifications_s(early, share_prefix=True) == pytest.approx((10.0, 12.0 - 4 * 0.2, 15.0 - 4 * 0.5))
-    assert cost.verifications_s(early, share_prefix=False) == cost.verify_s
-    free = free_costs(space_of(6), 2)
-    assert free.verifications_s(SkipMask.early_exit(6, 3), share_prefix=True) == free.verify_s
-    for mask in (SkipMask.none(4), SkipMask.from_sublayers(4, mlp=[0])):
-        assert cost.verifications_s(mask, share_prefix=True) == cost.verify_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from search.measure.pairs import add_up
 from search.predict.costs import CostModel
 from search.predict.learnt_costs import CostLearner, learnt_costs_of, step_times_of
 from search.study.attributes import COUNTS, PLAIN_STEP, ROUNDS
-from search.study.space import SHARE_PREFIX, SearchSpace
+from search.study.space import RETIRED, SearchSpace
 from tests.search.helpers.fakes import SPACE
 
 ALONE = 0.01
@@ -50,10 +50,10 @@ def trial_of(
     pace: float = 1.0,
     noise: float = 0.0,
     space: SearchSpace = SPACE,
-    share_prefix: bool | None = None,
     in_one_piece: bool = False,
     most_drafts: int = 6,
     without: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
 ) -> FrozenTrial:
     """A trial whose steps cost what `cost` says, on a machine `pace` times slower than that, with noise of its own."""
     mask = SkipMask.from_sublayers(
@@ -66,8 +66,7 @@ def trial_of(
     counts[most_drafts - 1] += 1
     counts[most_drafts:] = 0
     draft_s = pace * cost.draft_s(mask, threshold=config.draft_threshold > 0) * float(np.exp(noise * rng.normal()))
-    table = cost.verifications_s(mask, share_prefix=bool(share_prefix))
-    verify_s = pace * np.array(table[1:]) * float(np.exp(noise * rng.normal()))
+    verify_s = pace * np.array(cost.verify_s[1:]) * float(np.exp(noise * rng.normal()))
     drafts = np.arange(1, 7)
     attrs: dict[str, Any] = {
         "skip_mask": str(mask),
@@ -76,14 +75,13 @@ def trial_of(
         PLAIN_STEP: pace * cost.verify_s[0],
         ROUNDS: (counts * (verify_s + drafts * draft_s)).tolist(),
     }
-    params = space.to_params(config)
-    if share_prefix is not None:
-        params[SHARE_PREFIX] = share_prefix
+    params = space.to_params(config) | dict(more or {})
+    distributions = RETIRED | space.distributions
     trial = create_trial(
         state=TrialState.COMPLETE,
         value=1.0,
         params=params,
-        distributions={name: space.distributions[name] for name in params},
+        distributions={name: distributions[name] for name in params},
         user_attrs={name: value for name, value in attrs.items() if name not in without},
     )
     trial.number = number
@@ -150,15 +148,11 @@ def test_rounds_in_one_piece_teach_what_verification_costs_beyond_the_drafts_ter
     assert (learnt.fixed_s, learnt.attention_s, learnt.mlp_s) == (start.fixed_s, start.attention_s, start.mlp_s)
 
 
-def test_verifications_behind_a_shared_prefix_teach_what_whole_ones_cost() -> None:
-    """Most trials share one where they can; told apart from the kept layers' share they teach as much."""
-    space = dataclasses.replace(SPACE, share_prefix=True)
-    trials = trials_of(60, space=space, share_prefix=True)
-    shared = [SkipMask.parse(trial.user_attrs["skip_mask"]).num_kept_first for trial in trials]
-    assert min(shared) == 0 < max(shared), "some begin with a skip, and share nothing"
-    assert max(relative_errors(CostLearner().learn(CHEAP, trials))) < 0.03
-    deep = [trial for trial, depth in zip(trials, shared, strict=True) if depth]
-    assert max(relative_errors(CostLearner().learn(CHEAP, deep))) < 0.03
+def test_trials_of_earlier_versions_whose_verifications_were_cheaper_teach_nothing() -> None:
+    """Those that could have shared a prefix and did not teach as all others do."""
+    assert CostLearner().learn(CHEAP, trials_of(5, more={"share_prefix": True})) is CHEAP
+    without, before = trials_of(5), trials_of(5, more={"share_prefix": False})
+    assert CostLearner().learn(CHEAP, before) == CostLearner().learn(CHEAP, without)
 
 
 @pytest.mark.parametrize("without", [PLAIN_STEP, ROUNDS, "drafted_by_position"])

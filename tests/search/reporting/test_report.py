@@ -39,7 +39,7 @@ from search.reporting.tables import to_csv, to_json
 from search.storages.opening import close_storage, open_storage
 from search.study.attributes import HELD_OUT, SURFACES
 from search.terminal.reporter import Reporter
-from tests.search.helpers.fakes import SPACE, Bench, FakeClock
+from tests.search.helpers.fakes import Bench, FakeClock
 from tests.search.helpers.studies import copy_of
 from tests.search.reporting.test_figures import stored_figures
 
@@ -315,18 +315,19 @@ def test_the_surface_around_the_chosen_config_is_kept_and_drawn(record: StudyRec
         surface_figure(altered(record, without=[SURFACES]))
 
 
-def test_a_study_that_searched_share_prefix_is_read_whole(tmp_path: Path) -> None:
-    space = replace(SPACE, share_prefix=True)
-    assert Bench(tmp_path, space=space).run(trials=8, share_prefix=True) == 0
-    storage = open_storage(Bench(tmp_path).url)
-    record = read_record(optuna.load_study(study_name=tmp_path.name, storage=storage))
-    assert space_of(record.measured) == space
-    assert record.leader is not None
-    config = DecodeConfig(**record.attrs["config"])
-    assert record.held_out.config == config
-    assert record.trials_of(config)
-    assert surface_figure(record).data
-    close_storage(storage)
+def test_a_study_of_earlier_versions_that_searched_share_prefix_is_read_whole(record: StudyRecord) -> None:
+    """With its own parameters its trials are told; what is derived from them is of configs without it."""
+    space = space_of(record.measured)
+    before = read_record(copy_of(record.study, more={"share_prefix": True}))
+    assert {trial.params["share_prefix"] for trial in before.trials} == {True}
+    assert space_of(before.measured) == space
+    assert before.leader is not None
+    assert before.leader.config == record.leader.config
+    assert before.leader.speedup == record.leader.speedup
+    config = DecodeConfig(**before.attrs["config"] | {"share_prefix": True})
+    assert [one.number for one in before.trials_of(config)] == [one.number for one in record.trials_of(config)] != []
+    assert surface_figure(before).data
+    assert to_markdown(before) == to_markdown(record)
 
 
 def test_masks_are_drawn_layer_by_layer(record: StudyRecord) -> None:

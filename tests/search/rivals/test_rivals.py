@@ -29,7 +29,7 @@ from search.rivals.hidden_states import (
     plan_facts,
     sublayer_plan,
 )
-from search.study.space import DRAFT_THRESHOLD, GAMMA, SHARE_PREFIX, TARGET_THRESHOLD, SearchSpace
+from search.study.space import DRAFT_THRESHOLD, GAMMA, TARGET_THRESHOLD, SearchSpace
 from search.study.trials import counted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys
 from tests.search.helpers.fakes import SPACE
@@ -51,8 +51,7 @@ SPACES = {
     "two layers": make_space(2, gamma_max=2),
     "whole layers": make_space(6, whole=True),
     "six layers": SPACE,
-    "some of eight layers": SearchSpace(8, 4, (), (), (2, 3, 5, 6), share_prefix=True),
-    "shared prefix": make_space(4, gamma_max=3, share_prefix=True),
+    "some of eight layers": SearchSpace(8, 4, (), (), (2, 3, 5, 6)),
 }
 
 
@@ -411,16 +410,14 @@ def test_knapspec_drafts_with_the_whole_model_where_no_mask_survives(monkeypatch
 
 
 @pytest.mark.parametrize("name", [one for one in RIVALS if STRATEGIES[one].with_settings])
-@pytest.mark.parametrize("space", [SPACE, SPACES["shared prefix"]], ids=["plain", "shared prefix"])
-def test_with_settings_masks_are_the_methods_and_the_rest_is_predicted(name: str, space: SearchSpace) -> None:
+def test_with_settings_masks_are_the_methods_and_the_rest_is_predicted(name: str) -> None:
     """Every new config has the predicted setting of its mask, each asked for once; and masks are not all the same."""
-    hints = FakeHints(space)
-    proposer = STRATEGIES[name].proposer(make_setup(space, hints))
-    proposals, _ = follow(proposer, space, 12)
-    configs = [space.to_config(one.params or {}) for one in proposals if one.origin != "repeat"]
+    hints = FakeHints(SPACE)
+    proposer = STRATEGIES[name].proposer(make_setup(SPACE, hints))
+    proposals, _ = follow(proposer, SPACE, 12)
+    configs = [SPACE.to_config(one.params or {}) for one in proposals if one.origin != "repeat"]
     for config in configs:
         assert (config.gamma, config.draft_threshold, config.target_threshold) == (3, 0.35, 0.1)
-        assert config.share_prefix == space.share_prefix
     masks = {config.skip_mask for config in configs}
     assert len(masks) > 1 or name.startswith("swift"), "SWIFT measures its best mask so far"
     assert hints.num_settings == len(masks)
@@ -443,14 +440,6 @@ def test_every_fourth_trial_measures_a_leader_again(name: str) -> None:
         assert again is not None
         assert again < index
         assert trials[again].params == proposals[index].params
-
-
-@pytest.mark.parametrize("name", ["layerskip", "del"])
-def test_early_exits_verify_behind_their_exit_where_the_space_has_it(name: str) -> None:
-    space = SPACES["shared prefix"]
-    for proposal in follow(make(name, space), space, 6)[0]:
-        assert proposal.params[SHARE_PREFIX]
-        assert space.to_config(proposal.params).skip_mask.exit_layer in (1, 2, 3)
 
 
 def test_del_orders_exits_by_expected_tokens_and_stops_between_sure_and_unsure() -> None:

@@ -26,7 +26,6 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
         model,
         gamma_max=draw(st.integers(1, 12)),
         granularity=granularity,
-        share_prefix=draw(st.booleans()),
         draft_vocab=draw(st.booleans()),
         int8=draw(st.booleans()),
         siblings_max=draw(st.integers(0, 3)),
@@ -46,7 +45,7 @@ def points(draw: st.DrawFn) -> tuple[SearchSpace, dict[str, Any]]:
         else:
             params[name] = snap_threshold(draw(st.integers(0, 19)) * 0.05)
     if "siblings" in params:
-        most = 0 if params.get("share_prefix") else space.gamma_limit // params["gamma"] - 1
+        most = space.gamma_limit // params["gamma"] - 1
         params["siblings"] = min(params["siblings"], max(0, most))
         params["sibling_threshold"] = draw(st.sampled_from([0.05, 0.35, 1.0])) if params["siblings"] else 1.0
     return space, space.reduce(params)
@@ -58,6 +57,19 @@ def test_params_to_config_and_back(point: tuple[SearchSpace, dict[str, Any]]) ->
     config = space.to_config(params)
     assert space.to_params(config) == params
     assert DecodeConfig.from_json(config.to_json()) == config
+
+
+@given(points(), st.booleans())
+def test_a_trial_of_earlier_versions_is_read_as_its_config_without_what_went(
+    point: tuple[SearchSpace, dict[str, Any]], shares: bool
+) -> None:
+    """Beside a shared prefix there were no siblings, whatever the trial's parameters said."""
+    space, params = point
+    before = params | ({"share_prefix": shares} if "gamma" in params else {})
+    assert space.holds(before)
+    none = {"siblings": 0, "sibling_threshold": 1.0} if shares and "siblings" in params else {}
+    assert space.to_config(before) == space.to_config(params | none)
+    assert "share_prefix" not in space.distributions
 
 
 @given(points())

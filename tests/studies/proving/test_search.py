@@ -30,9 +30,9 @@ from studies.proving.runner import Case, run_case
 from studies.proving.scores import Score, summarise, table_of
 from studies.proving.table import THRESHOLDS, Table, confidence_of, decode, encode, levels_of, masks_of
 from studies.proving.tabular import Noise, SimulatedMachine, TabularDecoder, TabularForcing
-from studies.proving.truth import GridSteps, Steps, can_share, grid_of, optima_of, speedup_of
+from studies.proving.truth import GridSteps, Steps, grid_of, optima_of, speedup_of
 
-SPACE = SearchSpace(2, 8, (0, 1), (0, 1), (), share_prefix=True)
+SPACE = SearchSpace(2, 8, (0, 1), (0, 1), ())
 LENGTH = 16
 SILENT = Noise()
 
@@ -150,12 +150,10 @@ def test_the_optimum_is_the_best_of_configs_taken_one_by_one() -> None:
                     gamma=int(grid.gamma[i]),
                     draft_threshold=float(grid.draft_threshold[i]),
                     target_threshold=float(grid.target_threshold[i]),
-                    share_prefix=share,
                 ),
                 table.reporting,
             )
             for mask in table.masks
-            for share in ((False, True) if can_share(mask) else (False,))
             for i in range(len(grid))
         ]
         assert found[name].speedup == pytest.approx(max(every))
@@ -313,7 +311,7 @@ def test_the_committed_tables_and_optima_belong_together() -> None:
         assert stored[name]["fingerprint"] == fingerprint_of(table)
         for costs, best in stored[name]["optima"].items():
             mask = SkipMask.parse(best["skip_mask"])
-            fields = {key: best[key] for key in ("gamma", "draft_threshold", "target_threshold", "share_prefix")}
+            fields = {key: best[key] for key in ("gamma", "draft_threshold", "target_threshold")}
             prices = COSTS[costs].prices(name, table.space.num_layers)
             value = speedup_of(table, prices, DecodeConfig(skip_mask=mask, **fields), table.reporting)
             assert value == pytest.approx(best["speedup"], abs=1e-5)
