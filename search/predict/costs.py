@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.05
 """Of a draft step that is left whatever its `draft_vocab` is measured to save."""
 _ANY = ""
 """Stands for the name where a study keeps one number of all weights."""
-_DEVICE_FIELDS = ("device", "cpu", "dtype", "engine", "num_threads", "weights")
+_DEVICE_FIELDS = ("device", "cpu", "dtype", "quantization", "engine", "num_threads", "weights")
 
 
 def _by_name(stored: object) -> object:

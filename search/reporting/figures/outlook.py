@@ -9,6 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from layerskip.config.decode_config import number_format
 from layerskip.config.skip_mask import SkipMask
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.sensitivity import Sensitivity, SublayerWorth
@@ -195,6 +196,7 @@ def _told(one: SublayerWorth) -> str:
     return f"{_KINDS[kind_of(one.name)][0]} {layer_of(one.name)} ({one.leave_one_out:.2f})"
 
 
-def _device(measured_on: Mapping[str, object]) -> str:
+def _device(measured_on: Mapping[str, Any]) -> str:
     where = measured_on.get("cpu") if measured_on.get("device") == "cpu" else measured_on.get("device")
-    return f"{where}, {measured_on.get('dtype')}, engine {measured_on.get('engine')}"
+    numbers = number_format(str(measured_on.get("dtype")), measured_on.get("quantization"))
+    return f"{where}, {numbers}, engine {measured_on.get('engine')}"

@@ -83,7 +83,7 @@ def cost(**changes: object) -> CostModel:
         threshold_s=0.0005,
         fit_error=0.02,
         context_tokens=31,
-        measured_on={"device": "cpu", "cpu": "a CPU", "dtype": "float32", "engine": "eager"},
+        measured_on={"device": "cpu", "cpu": "a CPU", "dtype": "float32", "quantization": "int8", "engine": "eager"},
     )
     return replace(model, **changes)
 
@@ -110,7 +110,8 @@ def test_costs_are_drawn_in_steps_of_their_own_target() -> None:
     assert drawn["2 MLPs"].customdata == pytest.approx([4.0, 12.0])
     assert drawn["fixed"].y == ("first", "latest")
     assert len(drawn) == 6
-    assert facts(figure).startswith("3 measurements on texts of about 31 tokens, a CPU, float32, engine eager; ")
+    where = "a CPU, float32, int8 weights, engine eager; "
+    assert facts(figure).startswith(f"3 measurements on texts of about 31 tokens, {where}")
     assert "2.0 % (median)" in facts(figure)
 
 
