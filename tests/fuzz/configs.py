@@ -25,7 +25,7 @@ def check_config(config: DecodeConfig, folder: Path) -> None:
         assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
     if "sampling" in said:
         assert config.sampling.model_dump(include=set(said["sampling"])) == said["sampling"]
-    assert len(config.regimes or ()) == len(said.get("regimes", ()))
+    assert len(config.regimes or ()) == len(said.get("regimes") or ())  # null is none
     lookup = said.get("lookup")
     assert (None if config.lookup is None else config.lookup.model_dump(exclude_unset=True)) == lookup
     text = config.to_json()
