@@ -162,7 +162,7 @@ def test_a_checkpoint_that_torchao_has_quantised_is_decoded_as_it_is(tmp_path: P
             assert auto.engine_name == "fused"
         else:
             assert auto.engine_name == "eager"
-            assert "of 8 bits" in auto.engine_reason
+            assert ("of 4 bits" if name == "int4" else "of 8 bits") in auto.engine_reason
 
 
 def test_rounded_when_loaded_as_the_config_says(tmp_path: Path) -> None:
