@@ -33,7 +33,7 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling, nearest
 from layerskip.config.skip_mask import MAX_VOCABULARY, SkipMask
 from layerskip.config.strict_json import parse_json
-from layerskip.config.validated import MAX_GAMMA, Count, Frozen, OneLineErrors, Probability, Rate
+from layerskip.config.validated import MAX_GAMMA, Count, Frozen, OneLineErrors, Probability, Rate, without
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -274,7 +274,7 @@ class _Setting(_LosslessAsBefore):
     @model_validator(mode="before")
     @classmethod
     def _without_retired(cls, data: object) -> object:
-        return {key: value for key, value in data.items() if key not in _RETIRED} if isinstance(data, dict) else data
+        return without(data, _RETIRED)
 
     drafter: DrafterName = "layer_skip"
     """Who proposes tokens: the target under `skip_mask`, a lookup in the text, or where that finds nothing the mask."""

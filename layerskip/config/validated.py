@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +31,11 @@ class OneLineErrors(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise ValueError(describe_validation_error(error)) from None
+
+
+def without(data: object, retired: Container[str]) -> object:
+    """What a validator is given, less the fields that files from before may have and that decide nothing any more."""
+    return {name: value for name, value in data.items() if name not in retired} if isinstance(data, dict) else data
 
 
 def describe_validation_error(error: ValidationError) -> str:

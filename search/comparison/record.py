@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.config.decode_config import DecodeConfig, write_atomically
-from layerskip.config.validated import describe_validation_error
+from layerskip.config.validated import describe_validation_error, without
 from search.compact import read_lines, write_lines
 from search.comparison.confirm import Confirmed, check_measurement, sum_up
 from search.comparison.plan import ComparisonPlan
@@ -85,10 +85,6 @@ class Record:
         ]
 
 
-def _without_retired(space: object) -> object:
-    return {name: one for name, one in space.items() if name not in RETIRED} if isinstance(space, dict) else space
-
-
 class _Header(BaseModel):
     """The first line."""
 
@@ -96,7 +92,7 @@ class _Header(BaseModel):
 
     facts: dict[str, Any]
     title: str
-    space: Annotated[SearchSpace, BeforeValidator(_without_retired)]
+    space: Annotated[SearchSpace, BeforeValidator(lambda space: without(space, RETIRED))]
     prompt_ids: tuple[str, ...]
     ngrams: DecodeConfig | None = None
 

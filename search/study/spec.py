@@ -22,7 +22,7 @@ from layerskip.config.decode_config import (
     check_ways,
 )
 from layerskip.config.sampling_regime import Sampling
-from layerskip.config.validated import MAX_GAMMA, OneLineErrors
+from layerskip.config.validated import MAX_GAMMA, OneLineErrors, without
 from layerskip.huggingface.device_map import check_device_map
 from search.storages.address import FROM_ENVIRONMENT, JOURNAL, SQLITE, STORAGE_VARIABLE, storage_argument
 
@@ -162,7 +162,7 @@ class StudySpec(OneLineErrors):
     @model_validator(mode="before")
     @classmethod
     def _without_retired(cls, data: object) -> object:
-        return {key: value for key, value in data.items() if key not in _RETIRED} if isinstance(data, dict) else data
+        return without(data, _RETIRED)
 
     @field_validator("drafters")
     @classmethod

@@ -588,9 +588,9 @@ struct Digits {
   }
 };
 
-// Of R rows, V vectors of outputs of one block of 8-bit weights, each 128 too large, in quads.
 typedef Digits InputsOf8Bits;
 
+// Of R rows, V vectors of outputs of one block of 8-bit weights, each 128 too large, in quads.
 template <int R, int V> inline void block(const uint8_t* weight, const Digits& x, int row, float* out) {
   const int8_t* digits = x.bytes.data() + row * x.num_quads * 8;
   Ints high[V][R], low[V][R];
