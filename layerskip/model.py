@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.config.decode_config import DecodeConfig, DraftWeights, QuantizationName, number_format
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
+from layerskip.config.skip_mask import DraftBits
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
@@ -28,7 +29,7 @@ from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
 from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
 from layerskip.huggingface.placement import Placement
-from layerskip.huggingface.quantization.products import lack_of_int8_room
+from layerskip.huggingface.quantization.products import lack_of_rounded_room
 from layerskip.huggingface.quantization.weights import quantization_of
 from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
 from layerskip.rounds.sampling import Sampler, SamplingParams
@@ -261,6 +262,9 @@ class LayerSkipModel:
         for path, setting in config.named_settings():
             try:
                 self._adapter.check_mask(setting.skip_mask)
+                bits = setting.skip_mask.bits
+                if bits is not None and (refusal := self._engine.bits_refusal(bits)) is not None:
+                    raise ValueError(f"skip_mask: int{bits} drafts need {refusal}")
             except ValueError as error:
                 raise ValueError(f"{path}{error}") from None
         if config.has_branches and self.siblings_refusal is not None:
@@ -340,16 +344,14 @@ class LayerSkipModel:
         """Whether a mask may have a `draft_vocab`."""
         return self._adapter.can_narrow
 
-    @property
-    def int8_refusal(self) -> str | None:
-        """Why a draft cannot compute with 8-bit weights: what that needs; None where it can."""
-        return self._adapter.int8_refusal
+    def bits_refusal(self, bits: DraftBits) -> str | None:
+        """Why a draft cannot compute with weights of so many bits: what that needs; None where it can."""
+        return self._engine.bits_refusal(bits)
 
-    @property
-    def int8_lack(self) -> str:
-        """Why memory has no room for the 8-bit copy of the weights, which the first such draft makes; empty where it
-        has."""
-        return lack_of_int8_room(self._adapter.matrices)
+    def bits_lack(self, bits: DraftBits) -> str:
+        """Why memory has no room for the copy of the weights in so many bits, which the first such draft makes; empty
+        where it has."""
+        return lack_of_rounded_room(self._adapter.matrices, bits)
 
     @property
     def device(self) -> torch.device:

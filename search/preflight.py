@@ -21,7 +21,7 @@ from layerskip.config.decode_config import (
 )
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DraftBits, SkipMask
 from layerskip.drafters.draft_weights import describe_weights, has_other_tokenizer
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan
@@ -82,16 +82,7 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
             "draft_vocab: needs a plain output embedding of a thousand token ids or more, this model has "
             f"{model.vocab_size}"
         )
-    refusal = model.int8_refusal if spec.int8 is not False else None
-    if spec.int8 and refusal is not None:
-        raise ValueError(f"int8: drafts with 8-bit weights need {refusal}")
-    lack = model.int8_lack if spec.int8 is not False and refusal is None else ""
-    if spec.int8 and lack:
-        raise ValueError(f"int8: drafts with 8-bit weights need a copy of them ({lack})")
-    if refusal is not None:
-        LOG.warning("drafts with 8-bit weights are left out: they need %s", refusal)
-    if lack:
-        LOG.warning("drafts with 8-bit weights are left out: their copy needs %s", lack)
+    int8, int4 = _may_round(model, 8, spec.int8), _may_round(model, 4, spec.int4)
     for name in ("siblings", "trees"):
         if getattr(spec, name) and model.siblings_refusal is not None:
             raise ValueError(f"{name}: need {model.siblings_refusal}")
@@ -107,7 +98,8 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         gamma_max=GAMMA_MAX if spec.gamma_max is None else spec.gamma_max,
         granularity=spec.granularity,
         draft_vocab=model.can_narrow if spec.draft_vocab is None else spec.draft_vocab,
-        int8=refusal is None and not lack if spec.int8 is None else spec.int8,
+        int8=int8,
+        int4=int4,
         drafters=_ways(spec, weights),
         draft_weights=weights,
         narrows_weights=not any(has_other_tokenizer(model.engine, one) for one in weights),
@@ -115,6 +107,24 @@ def space_for(model: Any, spec: StudySpec) -> SearchSpace:
         trees=trees,
         lookup_gamma_max=min(LOOKUP_GAMMA_MAX, max(1, spec.max_new_tokens - 2)),
     )
+
+
+def _may_round(model: Any, bits: DraftBits, asked: bool | None) -> bool:
+    """Whether drafts with weights of so many bits are searched. asked: None = where they can be.
+
+    Raises: ValueError where they are asked for and cannot be.
+    """
+    if asked is False:
+        return False
+    refusal = model.bits_refusal(bits)
+    if refusal is None and (lack := model.bits_lack(bits)):
+        refusal = f"a copy of them ({lack})"
+    if refusal is None:
+        return True
+    if asked:
+        raise ValueError(f"int{bits}: drafts with {bits}-bit weights need {refusal}")
+    LOG.warning("drafts with %d-bit weights are left out: they need %s", bits, refusal)
+    return False
 
 
 def _draft_weights(model: Any, spec: StudySpec) -> list[DraftWeights]:

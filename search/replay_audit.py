@@ -93,7 +93,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     """Decode `num_prompts` tuning prompts under every random config, and replay the same.
 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
-    look at drafts after a wrong token), and both `in int8`, of drafts with 8-bit weights, which can be right on average
+    look at drafts after a wrong token), and both `in int8`, of drafts with rounded weights, which can be right on average
     alone (`replay_check_of`). Cost: settings x prompts decodings.
     """
     from search.measure.reference import Continuing, make_cases
@@ -133,11 +133,11 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
             }
         )
     checks = {}
-    for name, in_int8 in itertools.product(("sharp", "ranked"), (False, True)):
-        of_kind = [one for one in records if ("int8" in one["config"]["skip_mask"]) is in_int8]
-        if of_kind or not in_int8:
+    for name, rounded in itertools.product(("sharp", "ranked"), (False, True)):
+        of_kind = [one for one in records if ("int" in one["config"]["skip_mask"]) is rounded]
+        if of_kind or not rounded:
             check = check_replay([(record[name], record["live"]) for record in of_kind])
-            checks[f"{name} in int8" if in_int8 else name] = asdict(check) if check else {}
+            checks[f"{name} in int8" if rounded else name] = asdict(check) if check else {}
     facts = {"checks": checks, "violations": violations, "keys": predictor.keys, "num_parted": num_parted}
     return facts | {"num_prompts": len(cases), "seed": seed, "settings": records}
 

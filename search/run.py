@@ -84,6 +84,7 @@ _ABOUT_SEARCHED = {
     "draft_vocab": "search too over how many of the first token ids a draft chooses from (default: where the model "
     "can)",
     "int8": "search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
+    "int4": "and with 4-bit copies (default: where sublayers are compiled for the CPU)",
     "siblings": "search too over what else is verified in each draft token's place (default: where the engine can)",
     "trees": "search too over trees in place of chains of what eagle and mtp draft (default: where the engine can)",
 }

@@ -40,6 +40,7 @@ class TuneOptions(TypedDict, total=False):
     granularity: Granularity
     draft_vocab: bool
     int8: bool
+    int4: bool
     siblings: bool
     trees: bool
     drafters: Sequence[str]

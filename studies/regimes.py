@@ -169,7 +169,7 @@ def _speedup(seconds: Floats, place: int, *, is_sampled: bool) -> tuple[float, f
 def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float]:
     """(Bytes beside the model's own, minutes of training) that a config needs; 8-bit copies have a byte a weight."""
     if config.draft_weights is None:
-        return (model.model.num_parameters() if config.computes_drafts and config.skip_mask.int8 else 0), 0.0
+        return (model.model.num_parameters() if config.computes_drafts and config.skip_mask.bits else 0), 0.0
     own = config.draft_weights.path == OWN_LAYERS
     folder = Path(model.model.config.name_or_path if own else config.draft_weights.path)
     record = folder / "training.json"

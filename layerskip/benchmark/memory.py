@@ -12,6 +12,7 @@ from torch import nn
 from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
+from layerskip.huggingface.quantization.products import BYTES
 from layerskip.huggingface.quantization.weights import stored_bytes
 from layerskip.model import LayerSkipModel
 
@@ -52,23 +53,24 @@ class StepBytes:
     layers: tuple[LayerBytes, ...]
     head: int
     weight_size: int
-    """Bytes of a weight; in 8-bit drafts it is one."""
+    """Bytes of a weight; in rounded drafts it is fewer."""
     chosen_share: float = 1.0
     """Of all experts, what a token takes."""
 
     def of(self, mask: SkipMask | None, num_tokens: int, context: int) -> int:
         """A forward over `num_tokens` after `context` cached tokens under a mask; None skips nothing."""
-        size = self.weight_size if mask is not None and mask.int8 else 1
+        bits = None if mask is None else mask.bits
+        share = 1.0 if bits is None else BYTES[bits] / self.weight_size
         unread = (1 - self.chosen_share) ** num_tokens
-        total = self.head // size
+        total = self.head if bits is None else self.head // self.weight_size
         for i, layer in enumerate(self.layers):
             attention, mlp = (False, False) if mask is None else (mask.attention[i], mask.mlp[i])
             if not attention:
                 visible = context + num_tokens
                 if layer.window is not None:
                     visible = min(visible, layer.window + num_tokens - 1)
-                total += layer.attention // size + layer.state + visible * layer.cached_token
-            total += (0 if mlp else round((layer.mlp - unread * layer.experts) / size)) + (
+                total += round(layer.attention * share) + layer.state + visible * layer.cached_token
+            total += (0 if mlp else round((layer.mlp - unread * layer.experts) * share)) + (
                 0 if attention and mlp else layer.other
             )
         return total

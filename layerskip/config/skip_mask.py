@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 MAX_LAYERS = 1024  # far above any published model; bounds what a config file can make us allocate
 MAX_VOCABULARY = 1 << 24
 _ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>[0-9]{1,4})(?:-(?P<last>[0-9]{1,4}))?")
 
 _VOCABULARY = re.compile(r"v(?P<size>[0-9]{1,8})")
-_INT8 = "int8"
+DraftBits = Literal[8, 4]
+DRAFT_BITS: tuple[DraftBits, ...] = get_args(DraftBits)
+_BITS: dict[str, DraftBits] = {f"int{bits}": bits for bits in DRAFT_BITS}
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,9 @@ class SkipMask:
     """One flag per layer and sublayer; True = skipped while drafting. The target never skips.
 
     The text form is `LAYERS:ITEMS`, items separated by commas: `3` or `4-7` are whole layers, `a2` or `a2-5` attention
-    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `int8` all but eight bits of the weights, `none` nothing.
-    `12:4-7,a2,m9` skips layers 4 to 7, attention 2 and MLP 9 of twelve layers. Layers count from 0.
+    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `int8` or `int4` all but eight or four bits of the
+    weights, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7, attention 2 and MLP 9 of twelve layers. Layers count
+    from 0.
     """
 
     attention: tuple[bool, ...]
@@ -28,9 +32,10 @@ class SkipMask:
     draft_vocab: int | None = None
     """The draft chooses among so many token ids, the first ones; None = all. Tokenizers number their pieces roughly by
     how frequent they are, and a small model with a large vocabulary spends much of a step on its output embedding."""
-    int8: bool = False
-    """The draft computes with 8-bit copies of the weights of what it keeps, see `Int8Linear`: where a step waits for
-    weights to come from memory, it takes a quarter of float32's time and half of bfloat16's."""
+    bits: DraftBits | None = None
+    """The draft computes with copies of the weights of what it keeps, of so many bits: where a step waits for weights
+    to come from memory, 8 take a quarter of float32's time and half of bfloat16's. Of 4, in groups of 32 inputs, are
+    those of layers alone; the output embedding's have 8 then. Small models suffer by 4."""
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):
@@ -39,6 +44,8 @@ class SkipMask:
                 f"{len(self.mlp)}"
             )
         _check_num_layers(len(self.attention))
+        if self.bits is not None and self.bits not in DRAFT_BITS:
+            raise ValueError(f"skip_mask: bits must be one of {', '.join(map(str, DRAFT_BITS))}, got {self.bits}")
         if self.draft_vocab is not None and not 1 <= self.draft_vocab <= MAX_VOCABULARY:
             raise ValueError(f"skip_mask: draft_vocab must be in 1..{MAX_VOCABULARY}, got {self.draft_vocab}")
 
@@ -89,19 +96,19 @@ class SkipMask:
         attention: set[int] = set()
         mlp: set[int] = set()
         draft_vocab: int | None = None
-        int8 = False
+        bits: DraftBits | None = None
         for item in [] if tail == "none" else [one.strip(" ") for one in tail.split(",")]:
             if draft_vocab is None and (size := _VOCABULARY.fullmatch(item)):
                 draft_vocab = int(size["size"])
                 continue
-            if item == _INT8 and not int8:
-                int8 = True
+            if bits is None and item in _BITS:
+                bits = _BITS[item]
                 continue
             match = _ITEM.fullmatch(item)
             if match is None:
                 raise ValueError(
-                    f"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192' or 'int8'; got "
-                    f"{item[:40]!r}"
+                    "skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192' and 'int8' or "
+                    f"'int4'; got {item[:40]!r}"
                 )
             first = int(match["first"])
             last = int(match["last"] or first)
@@ -112,15 +119,15 @@ class SkipMask:
                 attention.update(layers)
             if match["kind"] != "a":
                 mlp.update(layers)
-        return replace(cls.from_sublayers(num_layers, attention=attention, mlp=mlp), draft_vocab=draft_vocab, int8=int8)
+        return replace(cls.from_sublayers(num_layers, attention=attention, mlp=mlp), draft_vocab=draft_vocab, bits=bits)
 
     def narrowed(self, draft_vocab: int | None) -> SkipMask:
         """The same sublayers, with this `draft_vocab`."""
         return replace(self, draft_vocab=draft_vocab)
 
-    def in_int8(self, int8: bool = True) -> SkipMask:
-        """The same sublayers, with weights of 8 bits or as they are."""
-        return replace(self, int8=int8)
+    def rounded(self, bits: DraftBits | None) -> SkipMask:
+        """The same sublayers, with weights of so many bits; None: as they are."""
+        return replace(self, bits=bits)
 
     def __str__(self) -> str:
         both = [a and m for a, m in zip(self.attention, self.mlp, strict=True)]
@@ -128,7 +135,7 @@ class SkipMask:
         items += _ranges("a", [a and not b for a, b in zip(self.attention, both, strict=True)])
         items += _ranges("m", [m and not b for m, b in zip(self.mlp, both, strict=True)])
         items += [] if self.draft_vocab is None else [f"v{self.draft_vocab}"]
-        items += [_INT8] if self.int8 else []
+        items += [] if self.bits is None else [f"int{self.bits}"]
         return f"{self.num_layers}:{','.join(items) or 'none'}"
 
     @property

@@ -81,7 +81,7 @@ class WeightsLoader:
         device = self.adapter.device
         if self._records_lean or NativeLayers.refusal(device, self.adapter.dtype) is not None:
             return TorchLayers(device)
-        return NativeLayers().in_8_bits()
+        return NativeLayers().rounded(8)
 
     def own_layer(self) -> DraftWeights:
         """The first such layer, loaded. Raises: ValueError where there is none, or it cannot draft."""

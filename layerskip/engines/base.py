@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DraftBits, SkipMask
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.growing_keys import growing_keys_backend
@@ -53,6 +53,11 @@ class Engine(ABC):
         """Whether a token's logits are the same to the bit however many tokens its forward computes, drafts or a
         prompt's pieces."""
         return False
+
+    def bits_refusal(self, bits: DraftBits) -> str | None:
+        """What drafts with weights of so many bits need that there is not; None where they can be."""
+        lack = self._adapter.int8_refusal
+        return lack if lack is not None or bits == 8 else "sublayers compiled for the CPU"
 
     @property
     def cache(self) -> SharedLengthCache:

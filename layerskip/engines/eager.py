@@ -30,7 +30,7 @@ class EagerEngine(StatesEngine):
 
     def prepare(self, plans: Iterable[ForwardPlan]) -> None:
         """See `Engine`: 8-bit weights, where a draft computes with them."""
-        for mask in {plan.mask for plan in plans if plan.mask is not None and plan.mask.int8}:
+        for mask in {plan.mask for plan in plans if plan.mask is not None and plan.mask.bits is not None}:
             with self._preparing():
                 self._num_made += self._adapter.prepare_int8(mask)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DraftBits, SkipMask
 from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp, Norm, first_of
 from layerskip.engines.lean.linear import DenseLinear, Linear, fused
 from layerskip.engines.lean.models import (
@@ -78,7 +78,7 @@ class FusedEngine(StatesEngine):
         self.rotary = rotary_of(decoder)
         self.embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._embedding_scale = embedding_scale(decoder)
-        self._int8_layers: list[tuple[Attention, Mlp]] = []
+        self._rounded_layers: dict[DraftBits, list[tuple[Attention, Mlp]]] = {}
         self._heads: dict[tuple[int | None, bool], Linear] = {}
         """By `draft_vocab` and whether of 8 bits."""
         try:
@@ -114,6 +114,11 @@ class FusedEngine(StatesEngine):
     def batch_invariant(self) -> bool:
         mixers = (NativeAttention, NativeRecurrent)
         return all(isinstance(one, mixers) and isinstance(two, NativeMlp | NativeExperts) for one, two in self.layers)
+
+    def bits_refusal(self, bits: DraftBits) -> str | None:
+        if self.refusal is None:  # compiled for this CPU
+            return self._adapter.int8_refusal
+        return super().bits_refusal(bits)
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
@@ -194,7 +199,7 @@ class FusedEngine(StatesEngine):
 
     def _as_drafts(self, draft_vocab: int | None) -> SkipMask:
         """In 8 bits where sublayers are compiled for this CPU."""
-        return self._no_skip.narrowed(draft_vocab).in_int8(self.refusal is None)
+        return self._no_skip.narrowed(draft_vocab).rounded(8 if self.refusal is None else None)
 
     def unembed_under(self, hidden: torch.Tensor, mask: SkipMask) -> torch.Tensor:
         """(T, V) of normed states, as a draft under this mask computes them."""
@@ -207,26 +212,26 @@ class FusedEngine(StatesEngine):
 
     def layers_of(self, mask: SkipMask) -> list[tuple[Attention, Mlp]]:
         """Those that a draft under this mask computes with, skipped ones among them."""
-        if not mask.int8:
+        if (bits := mask.bits) is None:
             return self.layers
-        if not self._int8_layers:
-            check_room(self._adapter.matrices)
+        if bits not in self._rounded_layers:
+            check_room(self._adapter.matrices, bits)
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
-                self._int8_layers = self._made(self.maker.in_8_bits())
+                self._rounded_layers[bits] = self._made(self.maker.rounded(bits))
             self._num_made += 1
-        return self._int8_layers
+        return self._rounded_layers[bits]
 
     def _make_layers(self) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
             self.layers = self._made(self.maker)
             self.head = fused(self.maker.linear, self._adapter.head)
-        self._int8_layers, self._heads = [], {(None, False): self.head}
+        self._rounded_layers, self._heads = {}, {(None, False): self.head}
 
     def round_weights(self) -> None:
         """Where sublayers are compiled for this CPU, compute everything with 8-bit copies from now on, in place of the
         ones that are kept: for a model that only drafts."""
         if self.refusal is None:
-            self.maker = self.maker.in_8_bits()
+            self.maker = self.maker.rounded(8)
             self._make_layers()
 
     def _made(self, maker: LayerMaker) -> list[tuple[Attention, Mlp]]:
@@ -241,13 +246,14 @@ class FusedEngine(StatesEngine):
         return made
 
     def _head_of(self, mask: SkipMask) -> Linear:
-        key = (mask.draft_vocab, mask.int8)
+        is_rounded = mask.bits is not None
+        key = (mask.draft_vocab, is_rounded)
         if key not in self._heads:
-            if isinstance(self.head, DenseLinear | NativeLinear) and mask.draft_vocab is not None and not mask.int8:
+            if isinstance(self.head, DenseLinear | NativeLinear) and mask.draft_vocab is not None and not is_rounded:
                 return self.head.first(mask.draft_vocab)
             own = self._adapter.head
             bias = None if own.bias is None else own.bias.detach()[: mask.draft_vocab]
-            maker = self.maker.in_8_bits() if mask.int8 else self.maker
+            maker = self.maker.rounded(8) if is_rounded else self.maker
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
                 self._heads[key] = maker.linear([own.weight.detach()[: mask.draft_vocab]], bias)
             self._num_made += 1

@@ -251,7 +251,7 @@ class ModelAdapter:
         """Inside, weights have 8 bits where the mask says so, and the output embedding has its first so many rows, of
         which there is no copy."""
         draft_vocab = mask.draft_vocab
-        if mask.int8:
+        if mask.bits is not None:
             with self._int8.instead(mask):
                 yield
             return
@@ -275,8 +275,8 @@ class ModelAdapter:
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have the model's {self.num_layers} layers, got {mask.num_layers}")
         self.check_vocab("skip_mask", mask.draft_vocab)
-        if mask.int8 and (refusal := self.int8_refusal) is not None:
-            raise ValueError(f"skip_mask: int8 drafts need {refusal}")
+        if mask.bits is not None and (refusal := self.int8_refusal) is not None:
+            raise ValueError(f"skip_mask: int{mask.bits} drafts need {refusal}")
         for i, apart in enumerate(self.sublayers_skippable):
             if not apart and mask.attention[i] != mask.mlp[i]:
                 raise ValueError(f"skip_mask: layer {i} of this model can only be skipped whole, got {mask}")

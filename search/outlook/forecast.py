@@ -241,8 +241,8 @@ def make_pool(
     max_readings: int = 400,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pool:
-    """Known shapes, exits, sublayers skipped in order of sensitivity; the best of them with 8-bit weights, and with
-    fewer token ids to choose from; then climbs from the best by single flips.
+    """Known shapes, exits, sublayers skipped in order of sensitivity; the best of them with weights of fewer bits, and
+    with fewer token ids to choose from; then climbs from the best by single flips.
 
     Cost: at most `max_readings` readings, and about `seconds`; three readings in any case.
     """
@@ -255,14 +255,16 @@ def make_pool(
     for mask in (*known_masks(space), *_ordered_masks(space, sensitivity)):
         if mask not in found and not spent():
             found[mask] = candidates.of(mask)
-    if space.int8:
+    best = _elite(found)
+    for fewer in space.draft_bits:
         # With nothing skipped it is a good draft (a warm start), so masks that skip little are worth a look.
-        for mask in (*_ordered_masks(space, sensitivity)[:_NUM_ELITE], *_elite(found)):
-            if mask.in_int8() not in found and not spent():
-                found[mask.in_int8()] = candidates.of(mask.in_int8())
+        for mask in (*_ordered_masks(space, sensitivity)[:_NUM_ELITE], *best):
+            rounded = mask.rounded(fewer)
+            if rounded not in found and not spent():
+                found[rounded] = candidates.of(rounded)
     for mask in _elite(found):
         for size in space.draft_vocabs[1:]:
-            if (mask.num_skipped or mask.int8) and not spent():
+            if (mask.num_skipped or mask.bits) and not spent():
                 found[mask.narrowed(size)] = candidates.of(mask.narrowed(size))
     rng = np.random.default_rng(seed)
     climbed: set[SkipMask] = set()

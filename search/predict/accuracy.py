@@ -21,7 +21,7 @@ from search.study.attributes import (
     RATIOS,
     REPLAYED_FORWARDS,
 )
-from search.study.space import DRAFT_INT8
+from search.study.space import DRAFT_INT4, DRAFT_INT8
 from search.study.trials import is_full, key_of
 
 Floats = NDArray[np.float64]
@@ -73,18 +73,18 @@ class PredictionCheck:
     upper_half: UpperHalf
 
 
-def replay_check_of(trials: Sequence[FrozenTrial], *, int8: bool = False) -> ReplayCheck | None:
+def replay_check_of(trials: Sequence[FrozenTrial], *, rounded: bool = False) -> ReplayCheck | None:
     """Counts over the prompts that each trial really decoded; None where no trial has both.
 
     An output that parted from the target's by a tie goes on as another text, of which replay says nothing.
-    int8: of trials whose draft computed with 8-bit weights, and not of the others. What such a draft says depends on
-    float32's last bits, which differ between one row and many: a bit decides to which of 256 steps a number is rounded,
-    thirty layers make another draft of that, as good as the first. So replay is right on average there.
+    rounded: of trials whose draft computed with weights of 8 or 4 bits, and not of the others. What such a draft says
+    depends on float32's last bits, which differ between one row and many: a bit decides to which step an activation is
+    rounded, thirty layers make another draft of that, as good as the first. So replay is right on average there.
     """
     pairs = []
     for trial in trials:
         replayed, live = trial.user_attrs.get(REPLAYED_FORWARDS), trial.user_attrs.get(FORWARDS)
-        if trial.state != TrialState.COMPLETE or not replayed or not live or _is_int8(trial) is not int8:
+        if trial.state != TrialState.COMPLETE or not replayed or not live or _is_rounded(trial) is not rounded:
             continue
         parted = trial.user_attrs.get(IS_TIE_BY_PROMPT, [])
         whole = [i for i in range(min(len(replayed), len(live))) if not (i < len(parted) and parted[i])]
@@ -93,8 +93,8 @@ def replay_check_of(trials: Sequence[FrozenTrial], *, int8: bool = False) -> Rep
     return check_replay(pairs)
 
 
-def _is_int8(trial: FrozenTrial) -> bool:
-    return bool(trial.params.get(DRAFT_INT8, False))
+def _is_rounded(trial: FrozenTrial) -> bool:
+    return bool(trial.params.get(DRAFT_INT8, False) or trial.params.get(DRAFT_INT4, False))
 
 
 def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> PredictionCheck | None:
@@ -218,13 +218,14 @@ def predicted_and_measured(trial: FrozenTrial) -> tuple[float, float] | None:
 
 
 def check_predictions(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> dict[str, Any]:
-    """`prediction`, `replay` and `replay_int8` of summary.json; each None where there is nothing to compare."""
+    """`prediction`, `replay` and `replay_int8`, which is of 4 bits too, of summary.json; each None where there is
+    nothing to compare."""
     prediction, replayed = prediction_check_of(trials, noise_sigma), replay_check_of(trials)
-    in_int8 = replay_check_of(trials, int8=True)
+    rounded = replay_check_of(trials, rounded=True)
     return {
         "prediction": asdict(prediction) if prediction else None,
         "replay": asdict(replayed) if replayed else None,
-        "replay_int8": asdict(in_int8) if in_int8 else None,
+        "replay_int8": asdict(rounded) if rounded else None,
     }
 
 
@@ -237,10 +238,10 @@ def describe_checks(checks: dict[str, Any]) -> list[str]:
             f"{100 * replayed['exact_share']:.0f} %, error median {100 * replayed['median_error']:.2f} %, "
             f"95th percentile {100 * replayed['p95_error']:.2f} %"
         )
-    if (in_int8 := checks.get("replay_int8")) is not None:
+    if (rounded := checks.get("replay_int8")) is not None:
         lines.append(
-            f"the same of {in_int8['num_settings']} trials with 8-bit weights, which can be right on average alone: "
-            f"error median {100 * in_int8['median_error']:.1f} %, 95th percentile {100 * in_int8['p95_error']:.1f} %"
+            f"the same of {rounded['num_settings']} trials with rounded weights, which can be right on average alone: "
+            f"error median {100 * rounded['median_error']:.1f} %, 95th percentile {100 * rounded['p95_error']:.1f} %"
         )
     if (prediction := checks["prediction"]) is not None:
         lines.append(

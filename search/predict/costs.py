@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.config.decode_config import DraftedBy, DraftWeights
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DRAFT_BITS, DraftBits, SkipMask
 from layerskip.config.validated import describe_validation_error
 from search.measure.decoder import Timer
 from search.study.fingerprint import Fingerprint
@@ -57,20 +57,31 @@ class CostModel:
     measured_on: Mapping[str, object]
     """Device, engine and weights."""
     narrowed_s: Mapping[str, float] = field(default_factory=dict)
-    """What a draft token under a mask takes less with this `draft_vocab`, and with this one and `int8`."""
+    """What a draft token under a mask takes less with this `draft_vocab`, and with this one and weights of fewer
+    bits."""
     weights_s: Annotated[Mapping[str, float], BeforeValidator(_by_name)] = field(default_factory=dict)
     """A draft token of trained weights, or a level of a tree, by name; see `named`."""
     int8_s: tuple[float, float, float] | None = None
     """Under a mask with 8-bit weights: what is fixed of a draft step, an attention and an MLP. None where it is not
     searched."""
+    int4_s: tuple[float, float, float] | None = None
+    """The same with 4-bit weights."""
+
+    def rounded_s(self, bits: DraftBits | None) -> tuple[float, float, float] | None:
+        """`int8_s` or `int4_s`; None where they were not measured, and of weights as they are."""
+        return {8: self.int8_s, 4: self.int4_s, None: None}[bits]
+
+    def with_rounded(self, bits: DraftBits, terms: tuple[float, float, float] | None) -> CostModel:
+        """With these for `int8_s` or `int4_s`."""
+        return replace(self, int8_s=terms) if bits == 8 else replace(self, int4_s=terms)
 
     def draft_s(self, drafted_by: DraftedBy, *, threshold: bool) -> float:
         """One draft token, under a mask by the sum of terms."""
         if not isinstance(drafted_by, SkipMask):
             return self.by_weights_s(named(drafted_by)) + (self.threshold_s if threshold else 0.0)
         mask = drafted_by
-        if mask.int8 and self.int8_s is not None:
-            whole = float(np.dot(self.int8_s, kept_of(mask)))
+        if (rounded_s := self.rounded_s(mask.bits)) is not None:
+            whole = float(np.dot(rounded_s, kept_of(mask)))
         else:
             whole = self.fixed_s + sum(s for s, skip in zip(self.attention_s, mask.attention, strict=True) if not skip)
             whole += sum(s for s, skip in zip(self.mlp_s, mask.mlp, strict=True) if not skip)
@@ -129,7 +140,7 @@ def kept_of(mask: SkipMask) -> tuple[float, float, float]:
 
 
 def _narrowing(mask: SkipMask) -> str:
-    return f"{mask.draft_vocab}{' int8' if mask.int8 else ''}"
+    return f"{mask.draft_vocab}{'' if mask.bits is None else f' int{mask.bits}'}"
 
 
 def named(weights: DraftWeights) -> str:
@@ -148,7 +159,8 @@ def measure_costs(
 ) -> CostModel:
     """Time everything once per repeat, all things in turn, and take medians; texts alternate from repeat to repeat.
 
-    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps, as many again with 8-bit weights).
+    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps, as many again for each
+    number of bits).
     Raises: ValueError without a text.
     """
     if not texts:
@@ -156,10 +168,10 @@ def measure_costs(
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
     trained = [one for weights in space.draft_weights for one in space.variants_of(weights)]
-    in_int8 = [mask.in_int8() for mask in masks] if space.int8 else []
-    whole = [masks[1], *in_int8[1:2]] if space.draft_vocabs else []
+    by_bits = {bits: [mask.rounded(bits) for mask in masks] for bits in (None, *space.draft_bits)}
+    whole = [of_bits[1] for of_bits in by_bits.values()] if space.draft_vocabs else []
     narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]
-    drafts = [*masks, *in_int8, *(mask for row in narrow for mask in row)]
+    drafts = [mask for row in (*by_bits.values(), *narrow) for mask in row]
     verify, plain_draft, watched, weights = [], [], [], []
     for repeat in range(options.repeats + 1):
         text = texts[repeat % len(texts)]
@@ -170,23 +182,25 @@ def measure_costs(
             weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
     weights_s = _median(weights[1:]).tolist() if weights else []
-    masks_s, int8_masks_s, _ = np.split(draft_s, np.cumsum([len(masks), len(in_int8)]))
-    narrowed_s = np.array(plain_draft[1:])[:, len(masks) + len(in_int8) :]
-    fixed_s, attention_s, mlp_s, error = _fit(masks, masks_s)
-    int8_s = _fit(in_int8, int8_masks_s)[:3] if in_int8 else None
-    return CostModel(
+    num_whole = len(by_bits) * len(masks)
+    masks_s = dict(zip(by_bits, draft_s[:num_whole].reshape(len(by_bits), -1), strict=True))
+    narrowed_s = np.array(plain_draft[1:])[:, num_whole:]
+    fixed_s, attention_s, mlp_s, error = _fit(masks, masks_s[None])
+    cost = CostModel(
         verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
         fixed_s=fixed_s,
         attention_s=(attention_s,) * space.num_layers,
         mlp_s=(mlp_s,) * space.num_layers,
-        threshold_s=max(0.0, float(np.median(_median(watched[1:]) - masks_s[:2]))),
+        threshold_s=max(0.0, float(np.median(_median(watched[1:]) - masks_s[None][:2]))),
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
         narrowed_s=_saved(narrow, narrowed_s) if narrow else {},
         weights_s={named(one): s for one, s in zip(trained, weights_s, strict=True)},
-        int8_s=int8_s,
     )
+    for bits in space.draft_bits:
+        cost = cost.with_rounded(bits, _fit(masks, masks_s[bits])[:3])
+    return cost
 
 
 def _saved(masks: Sequence[Sequence[SkipMask]], seconds: np.ndarray) -> dict[str, float]:
@@ -223,7 +237,7 @@ def pool_costs(history: Sequence[CostModel]) -> CostModel:
     def median_of(name: str) -> float:
         return float(np.median([getattr(one, name) for one in latest]))
 
-    return CostModel(
+    cost = CostModel(
         verify_s=tuple(np.median([one.verify_s for one in latest], axis=0).tolist()),
         fixed_s=median_of("fixed_s"),
         attention_s=tuple(np.median([one.attention_s for one in latest], axis=0).tolist()),
@@ -236,12 +250,17 @@ def pool_costs(history: Sequence[CostModel]) -> CostModel:
             name: float(np.median([one.narrowed_s.get(name, 0.0) for one in latest])) for name in newest.narrowed_s
         },
         weights_s={name: float(np.median([one.by_weights_s(name) for one in latest])) for name in newest.weights_s},
-        int8_s=None if newest.int8_s is None else _median_terms([one.int8_s or newest.int8_s for one in latest]),
     )
+    for bits in DRAFT_BITS:
+        cost = cost.with_rounded(bits, _median_terms([one.rounded_s(bits) for one in latest]))
+    return cost
 
 
-def _median_terms(terms: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    fixed, attention, mlp = _median(terms).tolist()
+def _median_terms(terms: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
+    """None where the last ones are."""
+    if terms[-1] is None:
+        return None
+    fixed, attention, mlp = _median([one for one in terms if one is not None]).tolist()
     return fixed, attention, mlp
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config.decode_config import DraftWeights
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DRAFT_BITS, SkipMask
 from layerskip.decoding.stats import DecodeStats
 from search.predict.costs import CostModel, kept_of, named, pool_costs
 from search.study.attributes import (
@@ -154,9 +154,9 @@ def _rounds(counts: Sequence[int], seconds: Sequence[float], plain_s: float) -> 
 
 
 def _learn_drafts(cost: CostModel, trials: Sequence[_Steps]) -> CostModel:
-    """Terms of a draft step, with weights as they are and of 8 bits."""
+    """Terms of a draft step, with weights as they are and of fewer bits."""
     measured = (cost.fixed_s, float(np.mean(cost.attention_s)), float(np.mean(cost.mlp_s)))
-    if (learnt := _learn_terms(cost, measured, [one for one in trials if not one.mask.int8])) is not None:
+    if (learnt := _learn_terms(cost, measured, [one for one in trials if one.mask.bits is None])) is not None:
         fixed, attention, mlp, threshold = learnt
         cost = dataclasses.replace(
             cost,
@@ -165,16 +165,17 @@ def _learn_drafts(cost: CostModel, trials: Sequence[_Steps]) -> CostModel:
             mlp_s=(mlp,) * len(cost.mlp_s),
             threshold_s=threshold,
         )
-    in_int8 = [one for one in trials if one.mask.int8]
-    if cost.int8_s is not None and (learnt := _learn_terms(cost, cost.int8_s, in_int8)) is not None:
-        cost = dataclasses.replace(cost, int8_s=learnt[:3])
+    for bits in DRAFT_BITS:
+        rounded, rounded_s = [one for one in trials if one.mask.bits == bits], cost.rounded_s(bits)
+        if rounded_s is not None and (learnt := _learn_terms(cost, rounded_s, rounded)) is not None:
+            cost = cost.with_rounded(bits, learnt[:3])
     return cost
 
 
 def _terms(cost: CostModel, mask: SkipMask) -> tuple[float, float, float, float]:
     """What is fixed, an attention, an MLP, and a look at the confidence."""
     whole = (cost.fixed_s, cost.attention_s[0], cost.mlp_s[0])
-    return (*(cost.int8_s if mask.int8 and cost.int8_s is not None else whole), cost.threshold_s)
+    return (*(cost.rounded_s(mask.bits) or whole), cost.threshold_s)
 
 
 def _learn_terms(

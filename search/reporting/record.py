@@ -20,6 +20,7 @@ from search.measure.reference import Reference
 from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
 from search.study.space import (
+    DRAFT_INT4,
     DRAFT_INT8,
     DRAFT_VOCAB,
     DRAFTER,
@@ -150,6 +151,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         layers,
         draft_vocabs=vocabs,
         int8=DRAFT_INT8 in seen,
+        int4=DRAFT_INT4 in seen,
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=weights,

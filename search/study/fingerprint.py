@@ -42,6 +42,7 @@ class Fingerprint:
     drafters: tuple[str, ...] = ("layer_skip",)
     draft_vocabs: tuple[int, ...] = ()
     int8: bool = False
+    int4: bool = False
     siblings: int = 0
     """Most of a draft token."""
     trees: tuple[int, ...] = ()
@@ -93,6 +94,7 @@ def take_fingerprint(
         drafters=space.drafters,
         draft_vocabs=space.draft_vocabs,
         int8=space.int8,
+        int4=space.int4,
         siblings=space.siblings_max,
         trees=space.trees,
         draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
@@ -113,6 +115,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
         "draft_weights": None,
         "draft_vocabs": [],
         "int8": False,
+        "int4": False,
         "siblings": 0,
         "trees": [],
     }

@@ -60,15 +60,15 @@ def stored_study(storage: BaseStorage, name: str) -> optuna.Study | None:
 
 def as_before(spec: StudySpec, paths: StudyPaths) -> StudySpec:
     """The spec with what an existing study was measured with, and searches, in place of what is left open."""
-    choices = (spec.gamma_max, spec.draft_vocab, spec.int8, spec.siblings, spec.trees)
+    choices = (spec.gamma_max, spec.draft_vocab, spec.int8, spec.int4, spec.siblings, spec.trees)
     if spec.engine != "auto" and not _leaves_threads_open(spec) and None not in choices:
         return spec
     return with_choices(spec, _stored_fingerprint(paths.storage_url(spec), paths.study_name(spec)))
 
 
 def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> StudySpec:
-    """The spec with a fingerprint's engine, CPU threads, `gamma_max`, `draft_vocab`, `int8`, `siblings` and `trees`,
-    where it leaves them open: a study goes on as it was begun, whatever a new one is like.
+    """The spec with a fingerprint's engine, CPU threads, `gamma_max`, `draft_vocab`, `int8`, `int4`, `siblings` and
+    `trees`, where it leaves them open: a study goes on as it was begun, whatever a new one is like.
 
     Threads are measured anew where workers may differ, and where there are fewer cores than the fingerprint's.
     """
@@ -78,8 +78,7 @@ def with_choices(spec: StudySpec, fingerprint: Mapping[str, Any] | None) -> Stud
         update["gamma_max"] = known["gamma_max"]
     if spec.draft_vocab is None and known:
         update["draft_vocab"] = bool(known.get("draft_vocabs"))
-    if spec.int8 is None and known:
-        update["int8"] = known.get("int8", False)
+    update |= {name: known.get(name, False) for name in ("int8", "int4") if known and getattr(spec, name) is None}
     # On another engine than the study's, what is to be said is that it is another.
     if spec.siblings is None and known and spec.engine in ("auto", known.get("engine")):
         update["siblings"] = known.get("siblings", 0) > 0

@@ -26,7 +26,7 @@ from layerskip.config.decode_config import (
 )
 from layerskip.config.hub import num_draft_ids
 from layerskip.config.lookup_settings import PromptLookup, SuffixLookup
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DRAFT_BITS, DraftBits, SkipMask
 from search.study.lookup_choice import LookupChoice
 
 GAMMA = "gamma"
@@ -41,7 +41,8 @@ RETIRED: dict[str, BaseDistribution] = {SHARE_PREFIX: CategoricalDistribution([F
 _MAY_DIFFER = {"drafter", SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD, *RETIRED}
 """Parameters that only some trials have: those of earlier versions, and those that have come since."""
 DRAFT_VOCAB = "draft_vocab"
-DRAFT_INT8 = "draft_int8"
+DRAFT_INT8, DRAFT_INT4 = "draft_int8", "draft_int4"
+_NAMES_OF_BITS: dict[DraftBits, str] = {8: DRAFT_INT8, 4: DRAFT_INT4}
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
 MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
 FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
@@ -102,6 +103,8 @@ class SearchSpace:
     """Of how many of the first token ids a computed draft chooses, the first entry being all; without any, of all."""
     int8: bool = False
     """Whether a draft under a mask computes with 8-bit weights is searched too."""
+    int4: bool = False
+    """And with 4-bit ones."""
     drafters: tuple[str, ...] = ("layer_skip",)
     """Ways to draft, see `DecodeConfig.way`; with `layer_skip` alone there is no parameter for it."""
     lookup_gamma_max: int = LOOKUP_GAMMA_MAX
@@ -132,6 +135,7 @@ class SearchSpace:
         granularity: str,
         draft_vocab: bool = False,
         int8: bool = False,
+        int4: bool = False,
         drafters: Sequence[str] = ("layer_skip",),
         lookup_gamma_max: int = LOOKUP_GAMMA_MAX,
         draft_weights: Sequence[DraftWeights] = (),
@@ -153,6 +157,7 @@ class SearchSpace:
             layer_bits=tuple(i for i, one in enumerate(whole) if one),
             draft_vocabs=vocabs_of(model.vocab_size) if draft_vocab else (),
             int8=int8,
+            int4=int4,
             drafters=tuple(drafters),
             lookup_gamma_max=lookup_gamma_max,
             draft_weights=tuple(draft_weights),
@@ -160,6 +165,12 @@ class SearchSpace:
             siblings_max=siblings_max,
             trees=TREES if trees and reads_states else (),
         )
+
+    @property
+    def draft_bits(self) -> tuple[DraftBits, ...]:
+        """Of how many bits the weights of a draft under a mask may be besides as they are."""
+        has: dict[DraftBits, bool] = {8: self.int8, 4: self.int4}
+        return tuple(bits for bits in DRAFT_BITS if has[bits])
 
     @property
     def uses_masks(self) -> bool:
@@ -249,8 +260,7 @@ class SearchSpace:
             }
             if self.draft_vocabs:
                 found[DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
-            if self.int8:
-                found[DRAFT_INT8] = CategoricalDistribution([False, True])
+            found |= {_NAMES_OF_BITS[bits]: CategoricalDistribution([False, True]) for bits in self.draft_bits}
             if self.siblings_max:
                 found |= {SIBLINGS: IntDistribution(0, self.siblings_max), SIBLING_THRESHOLD: below}
         if self.uses_weights:
@@ -290,7 +300,7 @@ class SearchSpace:
         if drafter in ("layer_skip", "hybrid"):
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
             names += [DRAFT_VOCAB] if self.draft_vocabs else []
-            names += [DRAFT_INT8] if self.int8 else []
+            names += [_NAMES_OF_BITS[bits] for bits in self.draft_bits]
             names += [SIBLINGS, SIBLING_THRESHOLD] if self.siblings_max else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
@@ -383,14 +393,15 @@ class SearchSpace:
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
-        """The mask of its bits, its `draft_vocab` and `int8`; other parameters are ignored. Without these it skips
-        nothing."""
+        """The mask of its bits, its `draft_vocab` and the bits of its weights, of both the fewer; other parameters are
+        ignored. Without these it skips nothing."""
         chosen = [name for name in self.bit_names if bits.get(name, False)]
         attention, mlp, layers = (
             {layer_of(name) for name in chosen if kind_of(name) == kind} for kind in ("attn", "mlp", "layer")
         )
         mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
-        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).in_int8(bool(bits.get(DRAFT_INT8, False)))
+        asked: list[DraftBits] = [one for one, name in _NAMES_OF_BITS.items() if bits.get(name, False)]
+        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).rounded(min(asked, default=None))
 
     def _narrowing(self, draft_vocab: int | None) -> int | None:
         """None where it is all."""
@@ -401,7 +412,7 @@ class SearchSpace:
         return min(self.draft_vocabs, key=lambda one: abs(one - wanted))
 
     def to_bits(self, mask: SkipMask) -> dict[str, Any]:
-        """The bits of a mask, its `draft_vocab` and `int8`, those that the space has."""
+        """The bits of a mask, its `draft_vocab` and the bits of its weights, those that the space has."""
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have {self.num_layers} layers, got {mask.num_layers}")
         flags = [mask.attention[i] for i in self.attention_bits]
@@ -410,9 +421,11 @@ class SearchSpace:
         bits: dict[str, Any] = dict(zip(self.bit_names, flags, strict=True))
         if self.draft_vocabs:
             bits[DRAFT_VOCAB] = self._nearest_vocab(mask.draft_vocab)
-        if self.int8:
-            bits[DRAFT_INT8] = mask.int8
-        return bits
+        return bits | self.bits_params(mask.bits)
+
+    def bits_params(self, bits: DraftBits | None) -> dict[str, bool]:
+        """The parameters that say of how many bits a draft's weights are."""
+        return {_NAMES_OF_BITS[one]: one == bits for one in self.draft_bits}
 
     def to_params(self, config: DecodeConfig) -> dict[str, Any]:
         """The parameters of a config, moved to the nearest point of the space.

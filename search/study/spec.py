@@ -100,8 +100,10 @@ class StudySpec(OneLineErrors):
     what an existing study has; of a new one, where the model has a thousand ids or more and a plain output embedding.
     """
     int8: bool | None = None
-    """Search over `SkipMask.int8` too: whether a draft under a mask computes with 8-bit copies of the weights. None =
+    """Search over `SkipMask.bits` too: whether a draft under a mask computes with 8-bit copies of the weights. None =
     what an existing study has; of a new one, where the device can."""
+    int4: bool | None = None
+    """The same with 4-bit copies."""
     siblings: bool | None = None
     """Search over `siblings` too: of how many draft tokens next best in each place are verified as well. None = what an
     existing study has; of a new one, where the engine and the model can."""

@@ -50,7 +50,7 @@ def preflight_passed(
         f"{len(subject.tuning)} tuning and {len(subject.held_out)} held-out prompts{split}, "
         f"{len(space.bit_names)} mask bits, gamma 1..{space.gamma_max}, two thresholds"
         + (f", {', '.join(map(str, space.draft_vocabs))} token ids" if space.draft_vocabs else "")
-        + (", weights as they are or of 8 bits" if space.int8 else "")
+        + (f", weights as they are or of {' or '.join(map(str, space.draft_bits))} bits" if space.draft_bits else "")
         + (f", 0..{space.siblings_max} siblings" if space.siblings_max else "")
         + (f", trees of {', '.join(map(str, space.trees[1:]))}" if space.trees else ""),
     ]
@@ -63,7 +63,7 @@ def preflight_passed(
     facts = {
         "model": subject.model,
         **{name: getattr(print_, name) for name in _OF_FINGERPRINT},
-        **{name: getattr(space, name) for name in ("num_layers", "gamma_max", "int8", "siblings_max")},
+        **{name: getattr(space, name) for name in ("num_layers", "gamma_max", "int8", "int4", "siblings_max")},
         "trees": list(space.trees),
         "ms_by_threads": None if subject.threads is None else dict(subject.threads.ms_by_threads),
         "num_tuning_prompts": len(subject.tuning),

@@ -14,7 +14,7 @@ from layerskip.config.skip_mask import SkipMask
 from search.outlook.forecast import Candidate, Candidates, Pool, best_first
 from search.outlook.outlook import Outlook
 from search.study.attributes import CONSIDERED
-from search.study.space import DRAFT_INT8, DRAFT_VOCAB, GAMMA, SearchSpace
+from search.study.space import DRAFT_VOCAB, GAMMA, SearchSpace
 from search.study.trials import Key, was_interrupted
 from search.trials.proposals import Proposal, ProposeOptions, measured_keys, repeat_due
 
@@ -169,8 +169,10 @@ class ReplayProposer:
         weights."""
         if self._space.draft_vocabs and rng.random() < _CHANCE:
             changed: dict[str, Any] = {DRAFT_VOCAB: int(rng.choice(self._space.draft_vocabs))}
-        elif self._space.int8 and rng.random() < _CHANCE:
-            changed = {DRAFT_INT8: not params[DRAFT_INT8]}
+        elif self._space.draft_bits and rng.random() < _CHANCE:
+            before = self._space.to_mask(params).bits
+            others = [bits for bits in (None, *self._space.draft_bits) if bits != before]
+            changed = dict(self._space.bits_params(others[int(rng.integers(len(others)))]))
         else:
             changed = move(params, other, self._space.bit_names, rng)
         return self._space.to_mask(dict(params) | changed)

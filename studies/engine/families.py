@@ -149,7 +149,7 @@ def measure(
     ids = torch.randint(
         min(_FIRST_IDS, adapter.vocab_size), (context + num_rows,), generator=torch.Generator().manual_seed(0)
     )
-    mask = SkipMask.none(adapter.num_layers).in_int8()
+    mask = SkipMask.none(adapter.num_layers).rounded(8)
     seconds: dict[tuple[str, str], list[float]] = {
         (engine, step): []
         for step in STEPS

@@ -64,7 +64,7 @@ def rounds(subject: Subject, job: Job) -> None:
     """Rounds by layers kept and gamma, and with all layers in 8 bits."""
     model = subject.graph()
     job.add(kept=1.0, int8=False, gamma=0, ms=_plain_ms(model, subject))
-    in_int8 = [(1.0, True)] if model.int8_refusal is None and not model.int8_lack else []
+    in_int8 = [(1.0, True)] if model.bits_refusal(8) is None and not model.bits_lack(8) else []
     for kept, int8 in [*in_int8, *((kept, False) for kept in subject.some(KEPT_SHARES))]:
         for gamma in subject.some(GAMMAS):
             if job.left_s < _RESERVE_S:
@@ -150,7 +150,7 @@ def contexts(subject: Subject, job: Job) -> None:
 def draft_of(num_layers: int, kept: float, gamma: int, *, int8: bool = False) -> DecodeConfig:
     """A draft of the first layers, at least one."""
     first = max(round(kept * num_layers), 1)
-    return DecodeConfig(skip_mask=SkipMask.early_exit(num_layers, first).in_int8(int8), gamma=gamma)
+    return DecodeConfig(skip_mask=SkipMask.early_exit(num_layers, first).rounded(8 if int8 else None), gamma=gamma)
 
 
 def kept_share(mask: SkipMask) -> float:

@@ -62,14 +62,15 @@ _NO_TABLE_HAS = ("weights_s", "int8_s")
 
 def fingerprint_of(table: Table) -> str:
     """Of all that the optima follow from: readings, which texts report, and prices. What no table has, trained draft
-    weights, fewer token ids, 8-bit weights and siblings, is left out of space and prices."""
+    weights, fewer token ids, weights of fewer bits and siblings, is left out of space and prices."""
     prices = [
         {name: value for name, value in asdict(one).items() if name not in _NO_TABLE_HAS} for one in COSTS.values()
     ]
     digest = hashlib.sha256(json.dumps(prices, sort_keys=True).encode())
     space = repr(table.space)
-    for absent in (", draft_weights=()", ", draft_vocabs=()", ", int8=False", ", siblings_max=0", ", trees=()"):
-        space = space.replace(absent, "")
+    absent = ("draft_weights=()", "draft_vocabs=()", "int8=False", "int4=False", "siblings_max=0", "trees=()")
+    for one in absent:
+        space = space.replace(f", {one}", "")
     digest.update(f"({space}, {table.num_tuning!r}, {table.reporting!r})".encode())
     digest.update(table.codes.tobytes() + table.target_levels.tobytes())
     return digest.hexdigest()[:16]

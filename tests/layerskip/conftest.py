@@ -29,7 +29,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_whole_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if layers that only draft were not rounded to 8 bits."""
-    monkeypatch.setattr(NativeLayers, "in_8_bits", lambda self: self)
+    monkeypatch.setattr(NativeLayers, "rounded", lambda self, _bits: self)
 
 
 @pytest.fixture(scope="session")

@@ -530,8 +530,8 @@ def masks_of(name: str) -> dict[str, SkipMask]:
         "alternating": SkipMask.alternating(NUM_LAYERS, offset=1),
         "layer 0": SkipMask.from_layers(NUM_LAYERS, [0, 2]),
         "few tokens": SkipMask.early_exit(NUM_LAYERS, 3).narrowed(VOCAB // 2),
-        "eight bits": SkipMask.contiguous(NUM_LAYERS, 2, 1).in_int8(),
-        "eight bits, few tokens": SkipMask.none(NUM_LAYERS).in_int8().narrowed(VOCAB // 2),
+        "eight bits": SkipMask.contiguous(NUM_LAYERS, 2, 1).rounded(8),
+        "eight bits, few tokens": SkipMask.none(NUM_LAYERS).rounded(8).narrowed(VOCAB // 2),
     }
     if spec_of(name).sublayers:
         kinds |= {

@@ -39,7 +39,7 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
     model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
     for trial in trials:
         mask = SkipMask.parse(trial.user_attrs["skip_mask"])
-        assert mask.int8 is trial.params["draft_int8"]
+        assert mask.bits is trial.params["draft_int8"]
         assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
         # Replayed counts are those of decoding, narrowed or not.
         if "replayed_forwards" in trial.user_attrs and mask.draft_vocab is not None:

@@ -49,8 +49,8 @@ def test_where_it_cannot_be_it_is_not_searched_and_refused_if_asked_for(
 
 
 def test_a_draft_step_costs_what_its_own_terms_say() -> None:
-    assert COST.draft_s(FOUR.in_int8(), threshold=False) == pytest.approx(1e-4 + 3 * 2e-4 + 2 * 3e-4)
-    narrow = COST.draft_s(FOUR.in_int8().narrowed(8), threshold=False)
+    assert COST.draft_s(FOUR.rounded(8), threshold=False) == pytest.approx(1e-4 + 3 * 2e-4 + 2 * 3e-4)
+    narrow = COST.draft_s(FOUR.rounded(8).narrowed(8), threshold=False)
     assert narrow == pytest.approx(1e-4 + 3 * 2e-4 + 2 * 3e-4 - 5e-5)
     assert COST.draft_s(FOUR, threshold=False) - COST.draft_s(FOUR.narrowed(8), threshold=False) == pytest.approx(5e-4)
 
@@ -66,13 +66,11 @@ def test_costs_are_pooled_and_read_again_and_those_from_before_are_without() -> 
 
 
 def test_a_config_says_it_in_its_mask() -> None:
-    config = DecodeConfig(skip_mask=FOUR.in_int8(), gamma=2)
+    config = DecodeConfig(skip_mask=FOUR.rounded(8), gamma=2)
     assert json.loads(config.to_json())["skip_mask"] == "4:1,m2,int8"
     assert DecodeConfig.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match="skip_mask: must be left out"):
-        DecodeConfig(
-            drafter="suffix", skip_mask=SkipMask.none(4).in_int8(), gamma=2, lookup={"method": "suffix", "min_match": 1}
-        )
+        DecodeConfig(drafter="suffix", skip_mask=FOUR.rounded(8), gamma=2, lookup={"method": "suffix", "min_match": 1})
 
 
 def test_a_model_of_8_bits_is_searched_as_such_and_its_config_loads_it_so(

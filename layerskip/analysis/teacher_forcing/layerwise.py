@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from layerskip.analysis.teacher_forcing.base import TeacherForcing
 from layerskip.analysis.teacher_forcing.rows import ForcedText, RowGeometry
-from layerskip.config.skip_mask import SkipMask
+from layerskip.config.skip_mask import DraftBits, SkipMask
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean.layers import Attention
 from layerskip.engines.lean.rotary import rotary_rows
@@ -23,8 +23,9 @@ CACHE_BYTES = 1 << 26
 """64 MiB: a draft that wins keeps few sublayers, so that a few dozen states serve most of what a search reads."""
 _MOST_STATES = 256
 """However small they are: more would hardly ever be of use."""
-_Sublayers = tuple[int, ...]
-"""Those that were run, in order: 2 x layer, + 1 for the MLP; one less than the negative of that, with 8-bit weights."""
+_Sublayers = tuple[tuple[int, DraftBits | None], ...]
+"""Those that were run, in order: 2 x layer, + 1 for the MLP; and of how many bits their weights were, None: as they
+are."""
 
 
 class LayerwiseForcing(TeacherForcing):
@@ -49,8 +50,7 @@ class LayerwiseForcing(TeacherForcing):
         super().__init__(texts, engine.device, sampling)
         self._engine = engine
         self.num_layers = len(engine.layers)
-        self._as_it_is = SkipMask.none(self.num_layers)
-        self._in_int8 = self._as_it_is.in_int8()
+        self._no_skip = SkipMask.none(self.num_layers)
         self._capacity = max(len(text.ids) for text in texts)
         self._states: _KeptStates | None = None
         self._cache_bytes = cache_bytes
@@ -69,21 +69,22 @@ class LayerwiseForcing(TeacherForcing):
 
     def target(self, layer: int) -> torch.Tensor:
         """The target's hidden states after its first `layer` layers, 0..num_layers."""
-        return self._state(tuple(range(2 * layer)), 0).clone()
+        return self._state(_kept(self._no_skip)[: 2 * layer], 0).clone()
 
     def attention(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the attention sublayer of `layer`, residual included."""
-        return self._run(2 * layer, hidden, self._layout(0))
+        return self._run((2 * layer, None), hidden, self._layout(0))
 
     def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the MLP sublayer of `layer`, residual included."""
-        return self._run(2 * layer + 1, hidden, self._layout(0))
+        return self._run((2 * layer + 1, None), hidden, self._layout(0))
 
     @torch.inference_mode()
-    def _run(self, sublayer: int, hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    def _run(self, sublayer: tuple[int, DraftBits | None], hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
         """See `_Sublayers`."""
-        layer, is_mlp = divmod(sublayer if sublayer >= 0 else -1 - sublayer, 2)
-        attention, mlp = self._engine.layers_of(self._in_int8 if sublayer < 0 else self._as_it_is)[layer]
+        number, bits = sublayer
+        layer, is_mlp = divmod(number, 2)
+        attention, mlp = self._engine.layers_of(self._no_skip.rounded(bits))[layer]
         return mlp.add_to(hidden) if is_mlp else self._attended(layer, attention, hidden, layout)
 
     def _attended(self, layer: int, part: Attention, hidden: torch.Tensor, layout: _Layout) -> torch.Tensor:
@@ -253,5 +254,4 @@ class _Layout:
 def _kept(mask: SkipMask) -> _Sublayers:
     """The sublayers that a draft runs."""
     pairs = enumerate(zip(mask.attention, mask.mlp, strict=True))
-    kept = [2 * i + part for i, skips in pairs for part in (0, 1) if not skips[part]]
-    return tuple(-1 - one for one in kept) if mask.int8 else tuple(kept)
+    return tuple((2 * i + part, mask.bits) for i, skips in pairs for part in (0, 1) if not skips[part])

@@ -63,7 +63,7 @@ class ModuleExecutor:
         return self._adapter.attached()
 
     def prepare_draft(self, mask: SkipMask) -> None:
-        if mask.int8:
+        if mask.bits is not None:
             self._adapter.prepare_int8(mask)
 
     def forward(self, ids: torch.Tensor, mask: SkipMask, num_logits: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from layerskip.config.skip_mask import DraftBits
 from layerskip.engines.lean.linear import Linear, fused
 from layerskip.engines.lean.rotary import Rotation, rotated_halves
 from layerskip.huggingface.growing_keys import FEW_ROWS, additive, attend_folded
@@ -255,8 +256,8 @@ class LayerMaker(ABC):
         """See `MakeLinear`."""
 
     @abstractmethod
-    def in_8_bits(self) -> LayerMaker:
-        """The same with weights rounded to 8 bits."""
+    def rounded(self, bits: DraftBits) -> LayerMaker:
+        """The same with weights rounded to so many bits; to 4 compiled for a CPU alone."""
 
     def recurrent(self, layer: Any) -> Any:
         """What a decoder layer that keeps a state has in attention's place. Compiled for a CPU alone."""

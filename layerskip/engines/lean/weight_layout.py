@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from layerskip.config.skip_mask import DraftBits
 from layerskip.engines.lean.layers import LayerMaker
 from layerskip.engines.lean.linear import DenseLinear, Linear, PackedLinear, joined, reordered
 from layerskip.engines.recording.stopwatch import SecondsOf, Stopwatch
@@ -84,7 +85,8 @@ class TorchLayers(LayerMaker):
                 parts.append(f"those of {', '.join(named)} {layout}")
         return "; ".join([f"weights {common[0][0]}", *parts])
 
-    def in_8_bits(self) -> LayerMaker:
+    def rounded(self, bits: DraftBits) -> LayerMaker:
+        assert bits == 8
         return _TorchLayersIn8Bits()
 
     def _fastest(self, weight: torch.Tensor) -> Layout:
@@ -112,7 +114,8 @@ class _TorchLayersIn8Bits(LayerMaker):
     ) -> Linear:
         return int8_linear(joined(weights, order), None if bias is None else reordered(bias, order))
 
-    def in_8_bits(self) -> LayerMaker:
+    def rounded(self, bits: DraftBits) -> LayerMaker:
+        assert bits == 8
         return self
 
 

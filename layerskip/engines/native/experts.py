@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from layerskip.config.skip_mask import DraftBits
 from layerskip.engines.lean.layers import LayerMaker, Norm, first_of, gated_modules, plain_activation
 from layerskip.engines.lean.linear import fused
 from layerskip.engines.native import library
@@ -73,7 +74,9 @@ class NativeExperts:
     activation: int
 
     @classmethod
-    def of(cls, maker: LayerMaker, layer: Any, block: Any, kernels: ctypes.CDLL, *, int8: bool) -> NativeExperts:
+    def of(
+        cls, maker: LayerMaker, layer: Any, block: Any, kernels: ctypes.CDLL, *, bits: DraftBits | None
+    ) -> NativeExperts:
         """A decoder layer's. Raises: ValueError if it has parts that are not written here."""
         chooser, own = first_of(block, "gate", "router"), block.experts
         routing, activation = ROUTINGS.get(type(chooser).__name__), activation_number(plain_activation(own.act_fn))
@@ -83,19 +86,19 @@ class NativeExperts:
         beside = first_of(block, "shared_expert", "shared_experts") or getattr(layer, "shared_mlp", None)
         gate = getattr(block, "shared_expert_gate", None)
 
-        def linear(weight: torch.Tensor, *, rounded: bool = int8) -> NativeLinear:
-            return NativeLinear.of(kernels, [weight], None, int8=rounded, in_place=True)
+        def linear(weight: torch.Tensor, bits: DraftBits | None = bits) -> NativeLinear:
+            return NativeLinear.of(kernels, [weight], None, bits=bits, in_place=True)
 
         return cls(
             norm=Norm(first_of(layer, "post_attention_layernorm", "ffn_norm")),
-            router=linear(chooser.weight, rounded=False),
+            router=linear(chooser.weight, None),
             routing=routing,
             chooser=chooser,
             preferences=None if preferences is None else preferences.detach().float(),
             gate_up=tuple(linear(one) for one in own.gate_up_proj.detach()),
             down=tuple(linear(one) for one in own.down_proj.detach()),
             shared=None if beside is None else _shared(maker, beside),
-            shared_router=None if gate is None else linear(gate.weight, rounded=False),
+            shared_router=None if gate is None else linear(gate.weight, None),
             scale=float(getattr(layer, "residual_multiplier", 1.0)),
             activation=activation,
         )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from layerskip.config.skip_mask import DraftBits
 from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp
 from layerskip.engines.lean.rotary import Rotation
 from layerskip.engines.native import library
@@ -32,12 +33,12 @@ class NativeLayers(LayerMaker):
     Cost: a second copy of the weights, unless they are read in place. Raises: ValueError where there are no kernels.
     """
 
-    def __init__(self, *, int8: bool = False, in_place: bool = False) -> None:
-        """in_place: no copy of any but 8-bit weights, at the cost of some speed."""
+    def __init__(self, *, bits: DraftBits | None = None, in_place: bool = False) -> None:
+        """bits: of the weights; None: as they are. in_place: no copy of whole weights, at the cost of some speed."""
         found = library.load_kernels()
         if isinstance(found, str):
             raise ValueError(f"kernels: {found}")
-        self.kernels, self._int8, self._in_place = found, int8, in_place
+        self.kernels, self._bits, self._in_place = found, bits, in_place
 
     @staticmethod
     def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -56,10 +57,10 @@ class NativeLayers(LayerMaker):
     def linear(
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
     ) -> NativeLinear:
-        return NativeLinear.of(self.kernels, weights, bias, order, int8=self._int8, in_place=self._in_place)
+        return NativeLinear.of(self.kernels, weights, bias, order, bits=self._bits, in_place=self._in_place)
 
-    def in_8_bits(self) -> LayerMaker:
-        return NativeLayers(int8=True)
+    def rounded(self, bits: DraftBits) -> LayerMaker:
+        return NativeLayers(bits=bits)
 
     def attention(self, layer: Any, window: int | None, rotation: Rotation = "", count: int | None = None) -> Attention:
         part = super().attention(layer, window, rotation, count)
@@ -73,7 +74,7 @@ class NativeLayers(LayerMaker):
     def mlp(self, layer: Any) -> Any:
         """See `LayerMaker`; or `NativeExperts`. Raises: ValueError for what is not written here."""
         if (block := experts_of(layer)) is not None:
-            return NativeExperts.of(self, layer, block, self.kernels, int8=self._int8)
+            return NativeExperts.of(self, layer, block, self.kernels, bits=self._bits)
         part = super().mlp(layer)
         return part if activation_number(part.activation) is None else NativeMlp(**vars(part))
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import GELUTanh
 
+from layerskip.config.skip_mask import DraftBits
 from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
-from layerskip.huggingface.quantization.products import rounded_weights
+from layerskip.huggingface.quantization.products import rounded_groups, rounded_weights
 from layerskip.huggingface.quantization.weights import GROUP, Int4Weights, joined_quantized
 
 _QUAD = 4
@@ -53,11 +54,12 @@ class NativeLinear:
         bias: torch.Tensor | None,
         order: torch.Tensor | None = None,
         *,
-        int8: bool = False,
+        bits: DraftBits | None = None,
         in_place: bool = False,
     ) -> NativeLinear:
-        """See `MakeLinear`. int8: rounded to 8 bits with a scale for each output, and packed, with activations rounded
-        to 16. Weights that have 8 or 4 bits already are packed; of a float32 model activations then stay whole.
+        """See `MakeLinear`. bits: rounded to 8 with a scale for each output, or to 4 with a scale and a zero for groups
+        of inputs (to 8 where these do not fill groups), and packed, with activations rounded to 16 bits. Weights that
+        have 8 or 4 bits already are packed; of a float32 model activations then stay whole.
 
         Cost: a copy of the weights, unless they are read in place. Raises: ValueError for another number format.
         """
@@ -66,12 +68,14 @@ class NativeLinear:
         bias = None if bias is None else reordered(bias.detach(), order).float()
         own = joined_quantized(weights, order)
         is_float32 = weights[0].dtype == torch.float32
+        if own is None and bits == 4 and weights[0].shape[1] % GROUP == 0:
+            own = rounded_groups(joined(weights, order).detach())
         if isinstance(own, Int4Weights):
             packed = _groups(own, kernels.layerskip_outputs_together())
-            kind = _INT4_BY_FLOATS if is_float32 else _INT4
+            kind = _INT4_BY_FLOATS if is_float32 and bits is None else _INT4
             outputs, inputs = own.numbers.shape
             return cls(kernels, outputs, inputs, kind, (packed,), None, None, bias)
-        is_whole = own is None and not int8
+        is_whole = own is None and bits is None
         if in_place and is_whole:
             held = [one if one.stride(1) == 1 else one.contiguous() for one in (one.detach() for one in weights)]
             places = [one.data_ptr() + torch.arange(len(one)) * (one.stride(0) * one.itemsize) for one in held]
@@ -80,7 +84,7 @@ class NativeLinear:
         if is_whole:
             weight, scales = joined(weights, order).detach(), None
         else:
-            kind = _INT8 if int8 or not is_float32 else _INT8_BY_FLOATS
+            kind = _INT8 if bits is not None or not is_float32 else _INT8_BY_FLOATS
             own = own or rounded_weights(joined(weights, order).detach())
             weight, scales = own.numbers, own.scales
         num_outputs, num_inputs = weight.shape

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from layerskip.config.skip_mask import DraftBits
 from layerskip.huggingface.memory import lack_of_room
-from layerskip.huggingface.quantization.weights import Int8Weights
+from layerskip.huggingface.quantization.weights import GROUP, Int4Weights, Int8Weights
 
 _SMALLEST_SCALE = 6.1e-5
 """Of activations, as the library has it."""
@@ -20,6 +21,8 @@ _ROWS_OF_KERNEL = 8
 """Of more rows the kernel's repeated reading costs more than whole weights."""
 _AT_ONCE = 1 << 25
 """Weights that are whole at a time."""
+BYTES: dict[DraftBits, float] = {8: 1.0, 4: (GROUP / 2 + 2 + 1) / GROUP}
+"""Of a weight of so many bits, with its part of a group's scale and zero."""
 
 
 class GpuInt8Linear:
@@ -68,6 +71,20 @@ def rounded_weights(weight: torch.Tensor) -> Int8Weights:
         scales.append(whole.abs().amax(dim=1).clamp_min(1e-8) / 127)
         numbers.append((whole / scales[-1][:, None]).round_().to(torch.int8))
     return Int8Weights(torch.cat(numbers), torch.cat(scales))
+
+
+def rounded_groups(weight: torch.Tensor) -> Int4Weights:
+    """Of weights (outputs, inputs), inputs a multiple of `GROUP`, some outputs at a time: as `IntxWeightOnlyConfig` of
+    torchao rounds them, scales in bfloat16."""
+    found = []
+    for part in torch.split(weight, max(1, _AT_ONCE // weight.shape[1])):
+        whole = part.float().view(len(part), -1, GROUP)
+        low, high = whole.amin(dim=2).clamp_max(0.0), whole.amax(dim=2).clamp_min(0.0)
+        scales = ((high - low) / 15).clamp_min(1e-8).bfloat16()
+        zeros = (-low / scales.float()).round_().clamp_(0, 15)
+        numbers = (whole / scales.float().unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15)
+        found.append((numbers.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8)))
+    return Int4Weights(*(torch.cat(one) for one in zip(*found, strict=True)))
 
 
 def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear | GpuInt8Linear:
@@ -142,15 +159,16 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     return ((x * (1.0 / scale)).round() + zero).clamp(0, most).sub_(zero).mul_(scale)
 
 
-def check_room(weights: Sequence[torch.Tensor]) -> None:
-    """Raises: ValueError if copies of these in 8 bits would take more than half of the free memory."""
-    if lack := lack_of_int8_room(weights):
-        raise ValueError(f"skip_mask: int8 needs a copy of the weights ({lack})")
+def check_room(weights: Sequence[torch.Tensor], bits: DraftBits = 8) -> None:
+    """Raises: ValueError if copies of these in so many bits would take more than half of the free memory."""
+    if lack := lack_of_rounded_room(weights, bits):
+        raise ValueError(f"skip_mask: int{bits} needs a copy of the weights ({lack})")
 
 
-def lack_of_int8_room(weights: Sequence[torch.Tensor]) -> str:
+def lack_of_rounded_room(weights: Sequence[torch.Tensor], bits: DraftBits) -> str:
     """See `lack_of_room`."""
-    return lack_of_room(sum(one.numel() for one in weights), weights[0].device) if weights else ""
+    size = round(BYTES[bits] * sum(one.numel() for one in weights))
+    return lack_of_room(size, weights[0].device) if weights else ""
 
 
 def _is_reduced() -> bool:

@@ -51,7 +51,7 @@ def live_row(model: LayerSkipModel, text: ForcedText, k: int, mask: SkipMask, de
 
 def closeness(mask: SkipMask) -> float:
     """Activations that differ by float32's rounding may be rounded to different ones of 256 steps."""
-    return 0.1 if mask.int8 else 1e-3
+    return 0.1 if mask.bits else 1e-3
 
 
 def check_rows(model: LayerSkipModel, forcing: TeacherForcing, texts: list[ForcedText]) -> None:

@@ -15,7 +15,9 @@ from layerskip import SkipMask
 def masks(draw: st.DrawFn) -> SkipMask:
     num_layers = draw(st.integers(1, 40))
     flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
-    return SkipMask(draw(flags), draw(flags), draw(st.none() | st.integers(1, 1 << 24)), draw(st.booleans()))
+    return SkipMask(
+        draw(flags), draw(flags), draw(st.none() | st.integers(1, 1 << 24)), draw(st.sampled_from([None, 8, 4]))
+    )
 
 
 @given(masks())
@@ -35,13 +37,13 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
     assert [len(row) for row in mask.picture().split("\n")] == [5 + mask.num_layers] * 2
     if mask.exit_layer is not None:
         exits = SkipMask.early_exit(mask.num_layers, mask.exit_layer)
-        assert exits.narrowed(mask.draft_vocab).in_int8(mask.int8) == mask
+        assert exits.narrowed(mask.draft_vocab).rounded(mask.bits) == mask
     from_sublayers = SkipMask.from_sublayers(
         mask.num_layers,
         attention=[i for i, flag in enumerate(mask.attention) if flag],
         mlp=[i for i, flag in enumerate(mask.mlp) if flag],
     )
-    assert from_sublayers.narrowed(mask.draft_vocab).in_int8(mask.int8) == mask
+    assert from_sublayers.narrowed(mask.draft_vocab).rounded(mask.bits) == mask
 
 
 @pytest.mark.parametrize(
@@ -58,8 +60,9 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
         (SkipMask.alternating(1, offset=0), "1:none"),
         (SkipMask.from_sublayers(3, attention=[0, 1, 2], mlp=[1]), "3:1,a0,a2"),
         (SkipMask.from_layers(4, [1]).narrowed(8192), "4:1,v8192"),
-        (SkipMask.none(4).in_int8(), "4:int8"),
-        (SkipMask.from_layers(4, [1]).narrowed(8192).in_int8(), "4:1,v8192,int8"),
+        (SkipMask.none(4).rounded(8), "4:int8"),
+        (SkipMask.from_layers(4, [1]).rounded(4), "4:1,int4"),
+        (SkipMask.from_layers(4, [1]).narrowed(8192).rounded(8), "4:1,v8192,int8"),
     ],
 )
 def test_constructors_and_text(mask: SkipMask, text: str) -> None:
@@ -93,7 +96,9 @@ def test_a_mask_is_a_value() -> None:
         ("4", "must look like"),
         ("٤:1", "must look like"),
         ("0:none", r"skip_mask: number of layers must be in 1..1024, got 0"),
-        ("4:", r"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192' or 'int8'; got ''"),
+        ("4:", r"skip_mask: item must look like '3', '4-7', 'a2' or 'm9', or once like 'v8192' and 'int8' or 'int4'"),
+        ("4:int8,int4", "got 'int4'"),
+        ("4:int2", "got 'int2'"),
         ("4:v0", r"skip_mask: draft_vocab must be in 1..16777216, got 0"),
         ("4:1,,2", "got ''"),
         ("4:a-1", "got 'a-1'"),

@@ -51,7 +51,7 @@ def test_masks_layers_and_visible_positions_share_what_is_compiled() -> None:
         engine.forward(ids[:1], mixed)
         assert engine.executor.num_compilations == FUNCTIONS
         for mask in zoo.masks_of("mistral-sliding").values():
-            engine.forward(ids[:1], mask.in_int8(False))  # a CPU's products with 8-bit weights are not compiled
+            engine.forward(ids[:1], mask.rounded(None))  # a CPU's products with 8-bit weights are not compiled
             engine.cache.rollback_to(5)
         engine.forward(torch.tensor(zoo.prompt_of(13)))
         sizes = {engine.num_visible_for(length) for length in (6, 19)}

@@ -67,7 +67,7 @@ def test_logits_are_the_models(name: str, overrides: bool) -> None:
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     adapter = ModelAdapter(built(name).model.to(dtype))
     engine, threads = compiled(adapter), torch.get_num_threads()
-    for mask in (None, SkipMask.none(zoo.NUM_LAYERS).in_int8()):
+    for mask in (None, SkipMask.none(zoo.NUM_LAYERS).rounded(8)):
         found = []
         try:
             for sizes, num_threads in (([1] * 70, 1), ([70], 2), ([6] * 11 + [4], 1), ([2, 7, 13, 1, 47], 2)):
@@ -82,7 +82,7 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
 def test_drafts_in_8_bits_compute_with_rounded_experts() -> None:
     adapter = built("qwen3-moe")
     engine = compiled(adapter)
-    found = logits(engine, [70], SkipMask.none(zoo.NUM_LAYERS).in_int8())
+    found = logits(engine, [70], SkipMask.none(zoo.NUM_LAYERS).rounded(8))
     for layer in adapter.layers:  # the shared model is not touched: this one is built here
         weights = [layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj]
         weights += [getattr(layer.self_attn, f"{one}_proj").weight for one in "qkvo"]
@@ -111,7 +111,7 @@ def test_speculative_output_is_plain_decodings_in_bfloat16(name: str) -> None:
     for seed in range(6):
         prompt = zoo.prompt_of(6, seed=seed)
         plain = model.generate(prompt, max_new_tokens=60, config=DecodeConfig.plain(zoo.NUM_LAYERS))
-        for mask, gamma in ((SkipMask.parse("4:1"), 3), (SkipMask.none(4).in_int8(), 6)):
+        for mask, gamma in ((SkipMask.parse("4:1"), 3), (SkipMask.none(4).rounded(8), 6)):
             out = model.generate(prompt, max_new_tokens=60, config=DecodeConfig(skip_mask=mask, gamma=gamma))
             assert out.ids == plain.ids
             drafted += out.stats.num_drafted

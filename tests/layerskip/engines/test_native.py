@@ -19,6 +19,7 @@ from layerskip.engines.native.linear import NativeLinear
 from layerskip.engines.native.recurrent import NativeLinearAttention, NativeShortConv
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.quantization.weights import GROUP
 from layerskip.huggingface.rounding import logit_difference
 from tests.layerskip import zoo
 
@@ -66,7 +67,7 @@ def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype:
     engine = engine_of(name, dtype)
     ids = torch.tensor(zoo.prompt_of(CONTEXT + NUM_ROWS))
     threads = torch.get_num_threads()
-    for mask in (None, NONE.in_int8(), SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])):
+    for mask in (None, NONE.rounded(8), SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])):
         rows = []
         try:
             for count, num_threads in ((1, 1), (1, 2), (2, 1), (5, 2), (6, 1), (7, 1), (13, 2), (NUM_ROWS, 1)):
@@ -146,7 +147,7 @@ def test_layers_that_read_others_keys_compute_the_rows_asked_for_alone(dtype: to
     monkeypatch.setattr(engine, "_run", run)
     readers = engine._adapter.sources
     assert min(readers) == zoo.NUM_LAYERS - len(readers) < zoo.NUM_LAYERS
-    for mask in (None, NONE.in_int8(), SkipMask.from_layers(zoo.NUM_LAYERS, [1])):
+    for mask in (None, NONE.rounded(8), SkipMask.from_layers(zoo.NUM_LAYERS, [1])):
         found = []
         for num_logits in (20, 3, 1):
             with engine.session(40):
@@ -185,17 +186,27 @@ def test_in_bfloat16_speculative_output_is_plain_decodings(name: str) -> None:
     for seed in range(12):
         prompt = zoo.prompt_of(6, seed=seed)
         plain = model.generate(prompt, max_new_tokens=60, config=DecodeConfig.plain(zoo.NUM_LAYERS))
-        for mask, gamma in ((SkipMask.parse("4:1"), 3), (NONE.in_int8(), 6), (SkipMask.early_exit(4, 2), 12)):
+        for mask, gamma in ((SkipMask.parse("4:1"), 3), (NONE.rounded(8), 6), (SkipMask.early_exit(4, 2), 12)):
             out = model.generate(prompt, max_new_tokens=60, config=DecodeConfig(skip_mask=mask, gamma=gamma))
             assert out.ids == plain.ids
             drafted += out.stats.num_drafted
     assert drafted > 1000
 
 
+def in_groups(weight: torch.Tensor) -> torch.Tensor:
+    """What torchao rounds to four bits in groups, float64; scales have bfloat16's precision in both formats."""
+    own = weight.double().unflatten(1, (-1, GROUP))
+    low, high = own.amin(dim=2, keepdim=True).clamp(max=0), own.amax(dim=2, keepdim=True).clamp(min=0)
+    scales = ((high.float() - low.float()) / 15).bfloat16().double()
+    zeros = (-low / scales).round().clamp(0, 15)
+    numbers = ((own / scales).round() + zeros).clamp(0, 15)
+    return ((numbers - zeros) * scales).flatten(1)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["packed", "in place", "8 bits"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 3), (64, 16), (65, 17), (200, 131)])
+@pytest.mark.parametrize("form", ["packed", "in place", "8 bits", "4 bits"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 3), (64, 16), (65, 17), (200, 131), (65, 64)])
 def test_products_of_every_shape(outputs: int, inputs: int, form: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(outputs)
     kernels = library.load_kernels()
@@ -203,20 +214,22 @@ def test_products_of_every_shape(outputs: int, inputs: int, form: str, dtype: to
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
     expected_weight = weight.double()
-    int8, in_place = form == "8 bits", form == "in place"
-    if int8:
+    bits, in_place = {"8 bits": 8, "4 bits": 4}.get(form), form == "in place"
+    if bits == 4 and inputs % GROUP == 0:
+        expected_weight = in_groups(weight)
+    elif bits is not None:
         scales = weight.float().abs().amax(dim=1).clamp_min(1e-8) / 127
         expected_weight = (weight.float() / scales[:, None]).round().double() * scales[:, None].double()
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.15}
-    if int8 and dtype == torch.float32:  # rows of 16 bits, where this CPU multiplies 8-bit weights with them
+    if bits and dtype == torch.float32:  # rows of 16 bits, where this CPU multiplies 8-bit weights with them
         close = {"rtol": 1e-4, "atol": 2e-3}
     halves = [weight[: outputs // 2], weight[outputs // 2 :]] if outputs > 1 else [weight]
-    linear = NativeLinear.of(kernels, halves, bias, int8=int8, in_place=in_place)
+    linear = NativeLinear.of(kernels, halves, bias, bits=bits, in_place=in_place)
     few, order = outputs // 2 + 1, torch.randperm(outputs, generator=generator)
     # Its numbers lie apart, as those of a weight that is given transposed.
     transposed = [weight.t().contiguous().t()]
-    first = NativeLinear.of(kernels, transposed, bias, int8=int8, in_place=in_place).first(few)
-    ordered = NativeLinear.of(kernels, halves, bias, order, int8=int8, in_place=in_place)
+    first = NativeLinear.of(kernels, transposed, bias, bits=bits, in_place=in_place).first(few)
+    ordered = NativeLinear.of(kernels, halves, bias, order, bits=bits, in_place=in_place)
     for num_rows in (1, 2, 6, 7, 32, 33, 300):
         # A column of a wider tensor, as the residual of a draft layer is.
         x = torch.randn(num_rows, inputs + 5, generator=generator).to(dtype)[:, :inputs]

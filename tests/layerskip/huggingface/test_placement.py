@@ -79,7 +79,7 @@ def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     assert not wrapped.can_narrow
     assert wrapped.int8_refusal is not None
     for kind, mask in zoo.masks_of(name).items():
-        config = DecodeConfig(skip_mask=mask.narrowed(None).in_int8(int8=False), gamma=3)
+        config = DecodeConfig(skip_mask=mask.narrowed(None).rounded(None), gamma=3)
         out = wrapped.generate(zoo.prompt_of(5), config=config, max_new_tokens=10)
         assert tuple(out.ids) == zoo.greedy_reference(name, zoo.prompt_of(5))[:10], kind
 

@@ -76,7 +76,7 @@ def test_drafts_with_8_bit_weights_are_captured(modules: bool) -> None:
     model = LayerSkipModel(zoo.build("qwen3").to(CUDA), engine="cuda_graph")
     if modules:
         model._engine = CudaGraphEngine(model.adapter, ModuleExecutor(model.adapter), CudaRecorder(CUDA))
-    prompt, config = zoo.prompt_of(5), DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS).in_int8(), gamma=3)
+    prompt, config = zoo.prompt_of(5), DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS).rounded(8), gamma=3)
     out = model.generate(prompt, config=config, max_new_tokens=16)
     assert tuple(out.ids) == tuple(
         model.generate(prompt, max_new_tokens=16, config=DecodeConfig.plain(zoo.NUM_LAYERS)).ids

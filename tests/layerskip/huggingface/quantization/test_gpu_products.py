@@ -15,7 +15,7 @@ from layerskip.huggingface.quantization.products import GpuInt8Linear
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
 
-IN_INT8 = SkipMask.none(zoo.NUM_LAYERS).in_int8()
+IN_INT8 = SkipMask.none(zoo.NUM_LAYERS).rounded(8)
 FEW, MANY = products._ROWS_OF_KERNEL, products._ROWS_OF_KERNEL + 3
 
 

@@ -16,7 +16,7 @@ from layerskip.huggingface.quantization.products import Int8Linear, rounded_rows
 from tests.layerskip import zoo
 
 NONE = SkipMask.none(zoo.NUM_LAYERS)
-IN_INT8 = NONE.in_int8()
+IN_INT8 = NONE.rounded(8)
 ENGINES = [*zoo.NAMES, "llama fused"]
 
 

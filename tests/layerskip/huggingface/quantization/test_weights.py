@@ -234,6 +234,6 @@ def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_there_are_no_drafts_of_8_bits_nor_smaller_checkpoints_of_it(tmp_path: Path) -> None:
     model = quantized("llama")
     with pytest.raises(ValueError, match="int8 drafts need weights that are not quantised already"):
-        model.check_config(DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS).in_int8(), gamma=3))
+        model.check_config(DecodeConfig(skip_mask=SkipMask.none(zoo.NUM_LAYERS).rounded(8), gamma=3))
     with pytest.raises(UnsupportedModelError, match="quantised weights cannot be cut"):
         write_draft_checkpoint(model, MASKS[0], tmp_path / "draft", {})
