@@ -93,8 +93,8 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
     """Decode `num_prompts` tuning prompts under every random config, and replay the same.
 
     `checks` has `sharp` (as predictions on trials are made) and `ranked` (as candidates are ranked: one reading, no
-    look at drafts after a wrong token), and both `in int8`, of drafts with rounded weights, which can be right on average
-    alone (`replay_check_of`). Cost: settings x prompts decodings.
+    look at drafts after a wrong token), and both `in int8`, of drafts with rounded weights, which can be right on
+    average alone (`replay_check_of`). Cost: settings x prompts decodings.
     """
     from search.measure.reference import Continuing, make_cases
     from search.predict.costs import free_costs

