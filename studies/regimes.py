@@ -23,6 +23,7 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle.head import describe_eagle
 from layerskip.machine.host import cpu_name, git_commit
+from layerskip.huggingface.quantization.products import BYTES
 from layerskip.model import LayerSkipModel
 from search.measure.decoder import ModelDecoder
 from search.measure.pairs import add_up
@@ -167,9 +168,10 @@ def _speedup(seconds: Floats, place: int, *, is_sampled: bool) -> tuple[float, f
 
 
 def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float]:
-    """(Bytes beside the model's own, minutes of training) that a config needs; 8-bit copies have a byte a weight."""
+    """(Bytes beside the model's own, minutes of training) that a config needs; copies of fewer bits count for all weights."""
     if config.draft_weights is None:
-        return (model.model.num_parameters() if config.computes_drafts and config.skip_mask.bits else 0), 0.0
+        bits = config.skip_mask.bits if config.computes_drafts else None
+        return 0 if bits is None else round(BYTES[bits] * model.model.num_parameters()), 0.0
     own = config.draft_weights.path == OWN_LAYERS
     folder = Path(model.model.config.name_or_path if own else config.draft_weights.path)
     record = folder / "training.json"

@@ -1,14 +1,17 @@
-"""A search over drafts with 8-bit weights and over how many token ids a draft chooses from, from command to config."""
+"""A search over drafts with weights of fewer bits and over how many token ids a draft chooses from, from command to config."""
 
 from __future__ import annotations
 
 import json
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.config.skip_mask import DRAFT_BITS
+from layerskip.engines.native.library import load_kernels
 from search import report, run
 from search.study import space as space_module
 from search.study.space import vocabs_of
@@ -30,16 +33,19 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
     assert run.main([*given, "--trials", "4"]) in (0, 1)
     said = capsys.readouterr().out
-    assert "weights as they are or of 8 bits" in said
+    bits = DRAFT_BITS if isinstance(load_kernels(), CDLL) else DRAFT_BITS[:1]
+    assert f"weights as they are or of {' or '.join(map(str, bits))} bits" in said
     assert "64, 32, 16, 8, 4 token ids" in said
     assert run.main(["--study", str(tmp_path / "study"), "--trials", "8"]) in (0, 1)
     trials = trials_of(tmp_path / "study")
-    assert {trial.params["draft_int8"] for trial in trials} >= ({False} if sampler == "replay" else {False, True})
+    for one in bits:
+        found = {trial.params[f"draft_int{one}"] for trial in trials}
+        assert found >= ({False} if sampler == "replay" else {False, True})
     assert {trial.params["draft_vocab"] for trial in trials} <= set(SIZES)
     model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
     for trial in trials:
         mask = SkipMask.parse(trial.user_attrs["skip_mask"])
-        assert mask.bits is trial.params["draft_int8"]
+        assert mask.bits == min((one for one in bits if trial.params[f"draft_int{one}"]), default=None)
         assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
         # Replayed counts are those of decoding, narrowed or not.
         if "replayed_forwards" in trial.user_attrs and mask.draft_vocab is not None:
@@ -50,14 +56,14 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
     if sampler == "replay":
         assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
         costs = json.loads((tmp_path / "study" / "summary.json").read_text())["costs"]["first"]
-        assert len(costs["int8_s"]) == 3
+        assert all(len(costs[f"int{one}_s"]) == 3 for one in bits)
         sizes = {"32", "16", "8", "4"}
-        assert costs["narrowed_s"].keys() == sizes | {f"{size} int8" for size in sizes}
+        assert costs["narrowed_s"].keys() == sizes | {f"{size} int{one}" for size in sizes for one in bits}
     assert report.main([str(tmp_path / "study")]) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flag", "param"), [("--no-int8", "draft_int8"), ("--no-draft-vocab", "draft_vocab")])
+@pytest.mark.parametrize(("flag", "param"), [("--no-int8", "draft_int8"), ("--no-int4", "draft_int4"), ("--no-draft-vocab", "draft_vocab")])
 def test_a_study_from_before_goes_on_without(tiny_study: list[str], tmp_path: Path, flag: str, param: str) -> None:
     given = [*tiny_study, "--drafters", "layer_skip", "--force"]
     assert run.main([*given, "--trials", "1", flag]) in (0, 1)

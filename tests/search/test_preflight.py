@@ -17,7 +17,7 @@ from tests.search.helpers.fakes import FINGERPRINT, MODEL, SPACE, FakeDecoder, m
 def model_on(engine: str) -> Any:
     """A model as far as a search space asks it, on that engine."""
     layers = {"num_layers": 4, "whole_layers_only": (False,) * 4}
-    cannot = {"can_narrow": False, "int8_refusal": "a CPU or a CUDA device, got mps"}
+    cannot: dict[str, Any] = {"can_narrow": False, "bits_refusal": lambda _bits: "a CPU or a CUDA device, got mps"}
     refusal = None if engine == "eager" else f"the engine eager or fused, got {engine}"
     cannot |= {"siblings_refusal": refusal, "lossy_refusal": refusal}
     return SimpleNamespace(engine=SimpleNamespace(), engine_name=engine, **cannot, **layers)
@@ -58,8 +58,8 @@ def told(**changes: Any) -> list[str]:
 
 
 def test_what_is_searched_is_told() -> None:
-    with_8_bits = replace(SPACE, int8=True)
-    assert told(space=with_8_bits)[1].endswith(
-        "12 mask bits, gamma 1..6, two thresholds, weights as they are or of 8 bits"
-    )
+    for int4, bits in ((False, "8"), (True, "8 or 4")):
+        searched = replace(SPACE, int8=True, int4=int4)
+        expected = f"12 mask bits, gamma 1..6, two thresholds, weights as they are or of {bits} bits"
+        assert told(space=searched)[1].endswith(expected)
     assert told()[1].endswith("12 mask bits, gamma 1..6, two thresholds")

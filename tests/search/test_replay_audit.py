@@ -243,6 +243,7 @@ def by_weights(*drafters: str) -> SearchSpace:
         siblings_max=2,
         trees=(0, 4),
         int8=True,
+        int4=True,
     )
 
 

@@ -293,9 +293,9 @@ def test_what_is_left_open_is_as_the_study_has_it(bench: Bench) -> None:
     """A default that changes between versions must not end a study: it goes on with the values it was begun with."""
     bench.run(trials=1)
     open_ = spec_of(bench)
-    assert (open_.gamma_max, open_.int8) == (None, None)
+    assert (open_.gamma_max, open_.int8, open_.int4) == (None, None, None)
     before = as_before(open_, bench.paths)
-    assert (before.gamma_max, before.int8) == (FINGERPRINT.gamma_max, False)
+    assert (before.gamma_max, before.int8, before.int4) == (FINGERPRINT.gamma_max, False, False)
     fixed = spec_of(bench, engine="eager", num_threads=1)
     assert as_before(fixed, bench.paths).gamma_max == FINGERPRINT.gamma_max, "also where all else is given"
     given = as_before(spec_of(bench, gamma_max=12, int8=True), bench.paths)

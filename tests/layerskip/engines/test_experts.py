@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.config.skip_mask import DRAFT_BITS
 from layerskip.engines.choice import make_engine
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
@@ -67,7 +68,7 @@ def test_logits_are_the_models(name: str, overrides: bool) -> None:
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
     adapter = ModelAdapter(built(name).model.to(dtype))
     engine, threads = compiled(adapter), torch.get_num_threads()
-    for mask in (None, SkipMask.none(zoo.NUM_LAYERS).rounded(8)):
+    for mask in (None, *(SkipMask.none(zoo.NUM_LAYERS).rounded(bits) for bits in DRAFT_BITS)):
         found = []
         try:
             for sizes, num_threads in (([1] * 70, 1), ([70], 2), ([6] * 11 + [4], 1), ([2, 7, 13, 1, 47], 2)):
@@ -111,7 +112,8 @@ def test_speculative_output_is_plain_decodings_in_bfloat16(name: str) -> None:
     for seed in range(6):
         prompt = zoo.prompt_of(6, seed=seed)
         plain = model.generate(prompt, max_new_tokens=60, config=DecodeConfig.plain(zoo.NUM_LAYERS))
-        for mask, gamma in ((SkipMask.parse("4:1"), 3), (SkipMask.none(4).rounded(8), 6)):
+        none = SkipMask.none(4)
+        for mask, gamma in ((SkipMask.parse("4:1"), 3), (none.rounded(8), 6), (none.rounded(4), 4)):
             out = model.generate(prompt, max_new_tokens=60, config=DecodeConfig(skip_mask=mask, gamma=gamma))
             assert out.ids == plain.ids
             drafted += out.stats.num_drafted

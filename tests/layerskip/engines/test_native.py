@@ -63,11 +63,12 @@ def engine_of(name: str, dtype: torch.dtype, **overrides: Any) -> FusedEngine:
     ],
 )
 def test_a_rows_bits_do_not_depend_on_what_it_is_computed_with(name: str, dtype: torch.dtype) -> None:
-    """Token by token, several at once, with one thread or two, whole weights and 8-bit ones."""
+    """Token by token, several at once, with one thread or two, whole weights and rounded ones."""
     engine = engine_of(name, dtype)
     ids = torch.tensor(zoo.prompt_of(CONTEXT + NUM_ROWS))
     threads = torch.get_num_threads()
-    for mask in (None, NONE.rounded(8), SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])):
+    some = SkipMask.from_sublayers(zoo.NUM_LAYERS, attention=[1], mlp=[2])
+    for mask in (None, NONE.rounded(8), NONE.rounded(4), some):
         rows = []
         try:
             for count, num_threads in ((1, 1), (1, 2), (2, 1), (5, 2), (6, 1), (7, 1), (13, 2), (NUM_ROWS, 1)):
@@ -186,11 +187,37 @@ def test_in_bfloat16_speculative_output_is_plain_decodings(name: str) -> None:
     for seed in range(12):
         prompt = zoo.prompt_of(6, seed=seed)
         plain = model.generate(prompt, max_new_tokens=60, config=DecodeConfig.plain(zoo.NUM_LAYERS))
-        for mask, gamma in ((SkipMask.parse("4:1"), 3), (NONE.rounded(8), 6), (SkipMask.early_exit(4, 2), 12)):
+        drafts = ((SkipMask.parse("4:1"), 3), (NONE.rounded(8), 6), (NONE.rounded(4), 4), (SkipMask.early_exit(4, 2), 12))
+        for mask, gamma in drafts:
             out = model.generate(prompt, max_new_tokens=60, config=DecodeConfig(skip_mask=mask, gamma=gamma))
             assert out.ids == plain.ids
             drafted += out.stats.num_drafted
     assert drafted > 1000
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drafts_in_4_bits_compute_with_weights_rounded_in_groups(dtype: torch.dtype) -> None:
+    """Those of layers; the output embedding has 8 bits."""
+    wide = {"hidden_size": 64, "intermediate_size": 96}
+    engine = engine_of("llama", dtype, **wide)
+    ids = torch.tensor(zoo.prompt_of(CONTEXT + NUM_ROWS))
+
+    def drafts(one: Any, mask: SkipMask | None) -> torch.Tensor:
+        with one.session(len(ids)):
+            return one.forward(ids, mask, num_logits=len(ids)).clone()
+
+    found = drafts(engine, NONE.rounded(4))
+    adapter = ModelAdapter(zoo.build("llama", **wide).to(dtype))
+    for layer in adapter.layers:
+        for linear in (one for one in layer.modules() if isinstance(one, torch.nn.Linear)):
+            linear.weight.data = in_groups(linear.weight.data).to(dtype)
+    scales = adapter.head.weight.data.float().abs().amax(dim=1, keepdim=True) / 127
+    adapter.head.weight.data = ((adapter.head.weight.data.float() / scales).round() * scales).to(dtype)
+    expected = drafts(EagerEngine(adapter), None)
+    close = 1e-2 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    assert (drafts(engine, None) - expected).abs().max() > 3 * (found - expected).abs().max(), "whole ones are not"
 
 
 def in_groups(weight: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_other_architectures_kept_on_disk(name: str, tmp_path: Path) -> None:
     assert wrapped.whole_layers_only == zoo.layerskip_of(name).whole_layers_only
     assert wrapped.weights_fingerprint() == weights_fingerprint(zoo.model_of(name))
     assert not wrapped.can_narrow
-    assert wrapped.int8_refusal is not None
+    assert wrapped.bits_refusal(8) is not None
     for kind, mask in zoo.masks_of(name).items():
         config = DecodeConfig(skip_mask=mask.narrowed(None).rounded(None), gamma=3)
         out = wrapped.generate(zoo.prompt_of(5), config=config, max_new_tokens=10)

@@ -180,21 +180,21 @@ def test_counts_are_not_compared_on_texts_that_parted_by_a_tie() -> None:
     assert replay_check_of([trial(True, True)]) is None
 
 
-def test_drafts_with_8_bit_weights_are_told_apart() -> None:
-    def trial(live: int, *, int8: bool) -> FrozenTrial:
+def test_drafts_with_rounded_weights_are_told_apart() -> None:
+    def trial(live: int, bits: int | None = None) -> FrozenTrial:
         attributes: dict[str, Any] = {"replayed_forwards": [[5, 2]], "forwards": [[live, 2]]}
-        choice = CategoricalDistribution([False, True])
+        params = {"draft_int8": bits == 8, "draft_int4": bits == 4}
         return create_trial(
             state=TrialState.COMPLETE,
             value=1.0,
-            params={"draft_int8": int8},
-            distributions={"draft_int8": choice},
+            params=params,
+            distributions=dict.fromkeys(params, CategoricalDistribution([False, True])),
             user_attrs=attributes,
         )
 
-    checks = check_predictions([trial(5, int8=False), trial(7, int8=True), trial(7, int8=True)])
+    checks = check_predictions([trial(5), trial(7, 8), trial(7, 4)])
     assert (checks["replay"]["num_settings"], checks["replay"]["exact_share"]) == (1, 1.0)
     assert (checks["replay_int8"]["num_settings"], checks["replay_int8"]["exact_share"]) == (2, 0.0)
     exact, on_average = describe_checks(checks)
     assert "1 trials: exact in 100 %" in exact
-    assert "2 trials with 8-bit weights, which can be right on average alone: error median 22.2 %" in on_average
+    assert "2 trials with rounded weights, which can be right on average alone: error median 22.2 %" in on_average

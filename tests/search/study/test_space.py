@@ -28,6 +28,7 @@ def spaces(draw: st.DrawFn) -> SearchSpace:
         granularity=granularity,
         draft_vocab=draw(st.booleans()),
         int8=draw(st.booleans()),
+        int4=draw(st.booleans()),
         siblings_max=draw(st.integers(0, 3)),
         drafters=draw(st.lists(st.sampled_from(UNTRAINED), min_size=1, unique=True)),
     )

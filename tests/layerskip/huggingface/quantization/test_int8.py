@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.engines.native.layers import NativeLayers
 from layerskip.huggingface import memory
 from layerskip.huggingface.quantization import products
 from layerskip.huggingface.quantization.modules import Int8Modules
@@ -110,13 +111,23 @@ def test_weights_are_made_once_before_the_clock() -> None:
 
 def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = LayerSkipModel(zoo.build("llama"), engine="fused")
-    assert model.int8_refusal is None
+    assert model.bits_refusal(8) is None
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 1000)
     with pytest.raises(ValueError, match=r"skip_mask: int8 needs a copy of the weights \(0 MiB, and 0 MiB are free\)"):
         model.generate(zoo.prompt_of(4), config=DecodeConfig(skip_mask=IN_INT8, gamma=3), max_new_tokens=8)
     monkeypatch.setattr(type(model.adapter), "int8_refusal", "a CPU or a CUDA device, got mps")
     with pytest.raises(ValueError, match="skip_mask: int8 drafts need a CPU or a CUDA device, got mps"):
         model.check_config(DecodeConfig(skip_mask=IN_INT8, gamma=3))
+
+
+def test_four_bits_are_for_sublayers_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecodeConfig(skip_mask=NONE.rounded(4), gamma=3)
+    monkeypatch.setattr(NativeLayers, "refusal", staticmethod(lambda *_: "no compiler"))
+    for engine in ("eager", "fused"):
+        model = LayerSkipModel(zoo.build("llama"), engine=engine)
+        with pytest.raises(ValueError, match="skip_mask: int4 drafts need sublayers compiled for the CPU"):
+            model.check_config(config)
+        assert model.bits_refusal(8) is None
 
 
 @zoo.each(ENGINES)

