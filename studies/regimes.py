@@ -22,8 +22,8 @@ from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from layerskip.decoding.stats import DecodeStats
 from layerskip.drafters.draft_weights import loaded_weights
 from layerskip.drafters.eagle.head import describe_eagle
-from layerskip.machine.host import cpu_name, git_commit
 from layerskip.huggingface.quantization.products import BYTES
+from layerskip.machine.host import cpu_name, git_commit
 from layerskip.model import LayerSkipModel
 from search.measure.decoder import ModelDecoder
 from search.measure.pairs import add_up
@@ -168,7 +168,7 @@ def _speedup(seconds: Floats, place: int, *, is_sampled: bool) -> tuple[float, f
 
 
 def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float]:
-    """(Bytes beside the model's own, minutes of training) that a config needs; copies of fewer bits count for all weights."""
+    """(Bytes beside the model's own, minutes of training) that a config needs; rounded copies are of all weights."""
     if config.draft_weights is None:
         bits = config.skip_mask.bits if config.computes_drafts else None
         return 0 if bits is None else round(BYTES[bits] * model.model.num_parameters()), 0.0

@@ -21,7 +21,7 @@ from search.study.attributes import (
     RATIOS,
     REPLAYED_FORWARDS,
 )
-from search.study.space import DRAFT_INT4, DRAFT_INT8
+from search.study.space import BITS, DRAFT_INT8
 from search.study.trials import is_full, key_of
 
 Floats = NDArray[np.float64]
@@ -94,7 +94,7 @@ def replay_check_of(trials: Sequence[FrozenTrial], *, rounded: bool = False) -> 
 
 
 def _is_rounded(trial: FrozenTrial) -> bool:
-    return bool(trial.params.get(DRAFT_INT8, False) or trial.params.get(DRAFT_INT4, False))
+    return bool(trial.params.get(DRAFT_INT8, False) or trial.params.get(BITS))
 
 
 def prediction_check_of(trials: Sequence[FrozenTrial], noise_sigma: float | None = None) -> PredictionCheck | None:

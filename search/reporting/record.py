@@ -20,7 +20,7 @@ from search.measure.reference import Reference
 from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
 from search.study.space import (
-    DRAFT_INT4,
+    BITS,
     DRAFT_INT8,
     DRAFT_VOCAB,
     DRAFTER,
@@ -142,6 +142,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
     attention, mlp, layers = (tuple(sorted(some)) for some in bits.values())
     drafters = tuple(getattr(seen.get(DRAFTER), "choices", ("layer_skip",)))
     vocabs = tuple(getattr(seen.get(DRAFT_VOCAB) or seen.get(WEIGHTS_DRAFT_VOCAB), "choices", ()))
+    rounded = getattr(seen.get(BITS), "choices", ())
     weights = _weights_of(trials, drafters)
     return SearchSpace(
         SkipMask.parse(trials[0].user_attrs[SKIP_MASK]).num_layers,
@@ -150,8 +151,8 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         mlp,
         layers,
         draft_vocabs=vocabs,
-        int8=DRAFT_INT8 in seen,
-        int4=DRAFT_INT4 in seen,
+        int8=DRAFT_INT8 in seen or 8 in rounded,
+        int4=4 in rounded,
         drafters=drafters,
         lookup_gamma_max=int(getattr(seen.get(LOOKUP_GAMMA), "high", LOOKUP_GAMMA_MAX)),
         draft_weights=weights,

@@ -41,8 +41,9 @@ RETIRED: dict[str, BaseDistribution] = {SHARE_PREFIX: CategoricalDistribution([F
 _MAY_DIFFER = {"drafter", SIBLING_THRESHOLD, WEIGHTS_SIBLING_THRESHOLD, *RETIRED}
 """Parameters that only some trials have: those of earlier versions, and those that have come since."""
 DRAFT_VOCAB = "draft_vocab"
-DRAFT_INT8, DRAFT_INT4 = "draft_int8", "draft_int4"
-_NAMES_OF_BITS: dict[DraftBits, str] = {8: DRAFT_INT8, 4: DRAFT_INT4}
+DRAFT_INT8, BITS = "draft_int8", "draft_bits"
+"""Of the weights that a draft under a mask computes with: whether 8, where no others are searched; else how many, None
+as they are."""
 DRAFTER, LOOKUP_METHOD = "drafter", "lookup.method"
 MIN_MATCH, LOOKUP_GAMMA, LOOKUP_THRESHOLD = "lookup.min_match", "lookup.gamma", "lookup.target_threshold"
 FACTOR, MIN_PROBABILITY = "lookup.factor", "lookup.min_probability"
@@ -260,7 +261,9 @@ class SearchSpace:
             }
             if self.draft_vocabs:
                 found[DRAFT_VOCAB] = CategoricalDistribution(self.draft_vocabs)
-            found |= {_NAMES_OF_BITS[bits]: CategoricalDistribution([False, True]) for bits in self.draft_bits}
+            if self.draft_bits:
+                choices = [False, True] if self._bits_name == DRAFT_INT8 else [None, *self.draft_bits]
+                found[self._bits_name] = CategoricalDistribution(choices)
             if self.siblings_max:
                 found |= {SIBLINGS: IntDistribution(0, self.siblings_max), SIBLING_THRESHOLD: below}
         if self.uses_weights:
@@ -300,7 +303,7 @@ class SearchSpace:
         if drafter in ("layer_skip", "hybrid"):
             names += [*self.bit_names, GAMMA, DRAFT_THRESHOLD, TARGET_THRESHOLD]
             names += [DRAFT_VOCAB] if self.draft_vocabs else []
-            names += [_NAMES_OF_BITS[bits] for bits in self.draft_bits]
+            names += [self._bits_name] if self.draft_bits else []
             names += [SIBLINGS, SIBLING_THRESHOLD] if self.siblings_max else []
         if drafter in BY_WEIGHTS:
             names += _WEIGHTS_NAMES
@@ -393,15 +396,15 @@ class SearchSpace:
         }
 
     def to_mask(self, bits: Mapping[str, Any]) -> SkipMask:
-        """The mask of its bits, its `draft_vocab` and the bits of its weights, of both the fewer; other parameters are
-        ignored. Without these it skips nothing."""
+        """The mask of its bits, its `draft_vocab` and the bits of its weights; other parameters are ignored. Without
+        these it skips nothing."""
         chosen = [name for name in self.bit_names if bits.get(name, False)]
         attention, mlp, layers = (
             {layer_of(name) for name in chosen if kind_of(name) == kind} for kind in ("attn", "mlp", "layer")
         )
         mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
-        asked: list[DraftBits] = [one for one, name in _NAMES_OF_BITS.items() if bits.get(name, False)]
-        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).rounded(min(asked, default=None))
+        rounded: DraftBits | None = 8 if bits.get(DRAFT_INT8, False) else bits.get(BITS)
+        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).rounded(rounded)
 
     def _narrowing(self, draft_vocab: int | None) -> int | None:
         """None where it is all."""
@@ -423,9 +426,16 @@ class SearchSpace:
             bits[DRAFT_VOCAB] = self._nearest_vocab(mask.draft_vocab)
         return bits | self.bits_params(mask.bits)
 
-    def bits_params(self, bits: DraftBits | None) -> dict[str, bool]:
-        """The parameters that say of how many bits a draft's weights are."""
-        return {_NAMES_OF_BITS[one]: one == bits for one in self.draft_bits}
+    def bits_params(self, bits: DraftBits | None) -> dict[str, Any]:
+        """The parameter that says of how many bits a draft's weights are, if the space has it."""
+        if not self.draft_bits:
+            return {}
+        is_searched = bits in self.draft_bits
+        return {self._bits_name: is_searched if self._bits_name == DRAFT_INT8 else bits if is_searched else None}
+
+    @property
+    def _bits_name(self) -> str:
+        return DRAFT_INT8 if self.draft_bits == (8,) else BITS
 
     def to_params(self, config: DecodeConfig) -> dict[str, Any]:
         """The parameters of a config, moved to the nearest point of the space.

@@ -172,7 +172,7 @@ class ReplayProposer:
         elif self._space.draft_bits and rng.random() < _CHANCE:
             before = self._space.to_mask(params).bits
             others = [bits for bits in (None, *self._space.draft_bits) if bits != before]
-            changed = dict(self._space.bits_params(others[int(rng.integers(len(others)))]))
+            changed = self._space.bits_params(others[int(rng.integers(len(others)))])
         else:
             changed = move(params, other, self._space.bit_names, rng)
         return self._space.to_mask(dict(params) | changed)

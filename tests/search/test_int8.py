@@ -15,7 +15,7 @@ from layerskip.huggingface import memory
 from layerskip.huggingface.adapter import ModelAdapter
 from search import run
 from search.predict.costs import CostModel, pool_costs
-from search.study.space import DRAFT_INT4, DRAFT_INT8
+from search.study.space import BITS, DRAFT_INT8
 from tests.search.helpers.rivals import make_cost
 from tests.search.helpers.studies import trials_of
 
@@ -52,7 +52,7 @@ def test_where_it_cannot_be_it_is_not_searched_and_refused_if_asked_for(
         error = refused(run.main, [*given, f"--int{bits}"])
         assert f"int{bits}: drafts with {bits}-bit weights {said}" in error
     assert run.main(given) in (0, 1)
-    assert all(not {DRAFT_INT8, DRAFT_INT4} & trial.params.keys() for trial in trials_of(tmp_path / "study"))
+    assert all(not {DRAFT_INT8, BITS} & trial.params.keys() for trial in trials_of(tmp_path / "study"))
 
 
 def test_a_draft_step_costs_what_its_own_terms_say() -> None:
@@ -94,7 +94,7 @@ def test_a_model_of_8_bits_is_searched_as_such_and_its_config_loads_it_so(
     assert "float32, int8 weights on cpu" in capsys.readouterr().out
     study = tmp_path / "study"
     searched = {name for trial in trials_of(study) for name in trial.params}
-    assert not {DRAFT_INT8, DRAFT_INT4} & searched, "they are all of 8 bits already"
+    assert not {DRAFT_INT8, BITS} & searched, "they are all of 8 bits already"
     config = DecodeConfig.load(study / "best.json")
     assert config.provenance is not None
     assert config.provenance.quantization == "int8"

@@ -183,12 +183,13 @@ def test_counts_are_not_compared_on_texts_that_parted_by_a_tie() -> None:
 def test_drafts_with_rounded_weights_are_told_apart() -> None:
     def trial(live: int, bits: int | None = None) -> FrozenTrial:
         attributes: dict[str, Any] = {"replayed_forwards": [[5, 2]], "forwards": [[live, 2]]}
-        params = {"draft_int8": bits == 8, "draft_int4": bits == 4}
+        choice = CategoricalDistribution([None, 8, 4] if bits == 4 else [False, True])
+        params: dict[str, Any] = {"draft_bits": bits} if bits == 4 else {"draft_int8": bits == 8}
         return create_trial(
             state=TrialState.COMPLETE,
             value=1.0,
             params=params,
-            distributions=dict.fromkeys(params, CategoricalDistribution([False, True])),
+            distributions=dict.fromkeys(params, choice),
             user_attrs=attributes,
         )
 
