@@ -22,7 +22,7 @@ constexpr int LANES = 16, VECTORS = 4;  // of 32 registers, 24 sum up six rows
 constexpr long BLOCK_AHEAD = 0;         // how many bytes ahead a block is fetched, 0: not
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
-constexpr long BLOCK_AHEAD = 1024;
+constexpr long BLOCK_AHEAD = 2048;
 #else
 #error "this CPU lacks AVX2 and FMA"
 #endif
@@ -31,6 +31,7 @@ constexpr int MOST_ROWS = 6;            // that one reading of a block serves
 constexpr int OUTPUTS = 4, ROWS_IN_PLACE = LANES / 4;  // at once where weights are read as they lie
 constexpr long BYTES_AHEAD = 8192;      // that are fetched there
 constexpr int INPUTS_AT_ONCE = 1024;    // of a block that further rows read again, so that it stays in the cache
+constexpr int MOST_SHARING = 24, INPUTS_SHARED = 512;  // rows that wait for weights, and what they read again, see `Share`
 constexpr int ROWS_AT_ONCE = 256;       // of a prompt, so that room for its numbers stays small
 constexpr int KEYS_AT_ONCE = 64, MOST_QUERIES = 30;
 constexpr long KEYS_AHEAD = 4096;       // bytes that are fetched of keys and values
@@ -325,13 +326,26 @@ template <long BYTES> inline void fetch(const void* p) {
     for (long i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)p + i + BLOCK_AHEAD, _MM_HINT_T0);
 }
 
+// What comes BLOCK_AHEAD bytes after what is read.
+struct Nearest {
+  template <long BYTES> void fetch(const void* p, long) const { ::fetch<BYTES>(p); }
+};
+
+// A share of what comes after inputs that are read several times, each time by other rows: so the memory is always busy.
+struct Share {
+  const char* from;
+  long step;  // bytes for each input
+  template <long BYTES> void fetch(const void*, long k) const { _mm_prefetch(from + k * step, _MM_HINT_T0); }
+};
+
 // Adds to R rows' outputs of one block what further inputs say: x (R, stride), out (R, BLOCK).
-template <class W, int R> inline void block(const W* weight, long inputs, const float* x, long stride, float* out) {
+template <class W, int R, class Ahead = Nearest>
+inline void block(const W* weight, long inputs, const float* x, long stride, float* out, Ahead ahead = {}) {
   Floats sums[VECTORS][R];
   for (int v = 0; v < VECTORS; v++)
     for (int r = 0; r < R; r++) sums[v][r] = load(out + r * BLOCK + v * LANES);
   for (long k = 0; k < inputs; k++) {
-    if (R > 1 || sizeof(W) < 4) fetch<BLOCK * sizeof(W)>(weight + k * BLOCK);
+    if (R > 1 || sizeof(W) < 4) ahead.template fetch<BLOCK * sizeof(W)>(weight + k * BLOCK, k);
     Floats w[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) w[v] = load(weight + k * BLOCK + v * LANES);
@@ -401,11 +415,21 @@ template <int MOST = MOST_ROWS, class Some> inline void for_rows(int count, Some
 // Of `count` rows x (count, inputs) the outputs of one block.
 template <class W, class X> inline void rows_of_block(const W* weight, long inputs, const X* x, int count, float* out) {
   memset(out, 0, size_t(count) * BLOCK * sizeof(float));
-  long step = count > MOST_ROWS ? INPUTS_AT_ONCE : inputs;
+  bool share = BLOCK_AHEAD > 0 && count > MOST_ROWS && count <= MOST_SHARING;
+  long step = share ? INPUTS_SHARED : count > MOST_ROWS ? INPUTS_AT_ONCE : inputs;
   for (long first = 0; first < inputs; first += step) {
     long length = inputs - first < step ? inputs - first : step;
+    const W *from = weight + first * BLOCK, *next = from + length * BLOCK;
     for_rows(count, [&](auto rows, int row) {
-      block<W, rows.value>(weight + first * BLOCK, length, x + row * inputs + first, inputs, out + row * BLOCK);
+      constexpr int R = rows.value;
+      const X* some = x + row * inputs + first;
+      if constexpr (BLOCK_AHEAD > 0 && R > 1)
+        if (share) {
+          long bytes = BLOCK * sizeof(W);
+          Share ahead = {(const char*)next + bytes * length * row / count, (bytes * R + count - 1) / count};
+          return block<W, R>(from, length, some, inputs, out + row * BLOCK, ahead);
+        }
+      block<W, R>(from, length, some, inputs, out + row * BLOCK);
     });
   }
 }

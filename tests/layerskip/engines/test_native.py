@@ -272,6 +272,24 @@ def test_products_of_every_shape(outputs: int, inputs: int, form: str, dtype: to
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["packed", "in place", "8 bits", "4 bits"])
+def test_a_row_is_the_same_to_the_bit_however_many_there_are(form: str, dtype: torch.dtype) -> None:
+    kernels = library.load_kernels()
+    assert not isinstance(kernels, str)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(70, 1120, generator=generator).to(
+        dtype
+    )  # more than a cache holds: read in pieces by many rows
+    bits = {"8 bits": 8, "4 bits": 4}.get(form)
+    linear = NativeLinear.of(kernels, [weight], None, bits=bits, in_place=form == "in place")
+    x = torch.randn(300, 1120, generator=generator).to(dtype)
+    alone = torch.cat([linear(row[None]) for row in x])
+    for num_rows in (6, 7, 12, 13, 24, 25, 300):
+        assert torch.equal(linear(x[:num_rows]), alone[:num_rows])
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4", "bamba"])
 def test_weights_in_place_are_the_models_own(name: str) -> None:
     engine, packed = engine_of(name + IN_PLACE, torch.bfloat16), engine_of(name, torch.bfloat16)
