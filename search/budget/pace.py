@@ -25,13 +25,13 @@ class Pace:
         """A target forward over so many tokens after a text."""
         return self.token_s + self.further_s * max(0.0, num_tokens - 1)
 
-    def decoding_s(self, new_tokens: int) -> float:
-        """One prompt decoded plainly."""
-        return self.prompt_s + (new_tokens - 1) * self.token_s
+    def decoding_s(self, new_tokens: int, ways: int = 1) -> float:
+        """One prompt decoded as plainly in so many ways in turn, the forward over it made once."""
+        return self.prompt_s + ways * (new_tokens - 1) * self.token_s
 
     def as_seen(self, pair_s: float, new_tokens: int) -> Pace:
         """Scaled to what a plain pair really took."""
-        expected = 2 * self.decoding_s(new_tokens)
+        expected = self.decoding_s(new_tokens, 2)
         factor = pair_s / expected if expected > 0 else 1.0
         return Pace(factor * self.token_s, factor * self.further_s, factor * self.prompt_s)
 

@@ -157,7 +157,7 @@ class Work:
 
     def amounts(self, pace: Pace, trial_seconds: float | None = None) -> Amounts:
         """All that the spec asks for; `trial_seconds` of its own for the time of a trial."""
-        fitting = prompts_for(trial_seconds or self.trial_seconds, 2 * pace.decoding_s(self.max_new_tokens))
+        fitting = prompts_for(trial_seconds or self.trial_seconds, pace.decoding_s(self.max_new_tokens, 2))
         per_trial = min(self.prompts_per_trial or fitting, self.num_texts)
         num_held_out, num_choosing = self.held_out
         return Amounts(
@@ -201,7 +201,8 @@ class Work:
         if "reference" in self.kept:
             return (2 + per_trial) * pace.decoding_s(tokens)
         both_again = max(0, amounts.num_noise_pairs - amounts.num_texts)
-        return (2 + amounts.num_texts + amounts.num_noise_pairs + both_again) * pace.decoding_s(tokens)
+        again = amounts.num_noise_pairs + both_again
+        return (2 + amounts.num_texts) * pace.decoding_s(tokens) + again * (tokens - 1) * pace.token_s
 
     def costs_s(self, repeats: int, pace: Pace) -> float:
         """Measuring the costs of the steps so often."""
@@ -233,7 +234,7 @@ class Work:
 
     def trial_s(self, amounts: Amounts, pace: Pace) -> float:
         """A full trial."""
-        return TRIAL_OVERHEAD * amounts.prompts_per_trial * 2 * pace.decoding_s(amounts.max_new_tokens)
+        return TRIAL_OVERHEAD * amounts.prompts_per_trial * pace.decoding_s(amounts.max_new_tokens, 2)
 
     def search_s(self, amounts: Amounts, pace: Pace) -> float:
         """All trials, or as many as their own time limit allows."""
@@ -245,9 +246,10 @@ class Work:
     def confirm_s(self, amounts: Amounts, pace: Pace) -> float:
         """The pass that chooses, the fresh passes of the chosen one, and one under each lossy rule."""
         reporting, choosing = amounts.num_held_out, amounts.num_choosing
-        chosen = (choosing or reporting) * (1 + amounts.num_candidates)
+        chosen_s = (choosing or reporting) * pace.decoding_s(amounts.max_new_tokens, 1 + amounts.num_candidates)
         lossy = (self.num_lossy + 2) * reporting if self.num_lossy else 0
-        return (chosen + 2 * amounts.confirm_repeats * reporting + lossy) * pace.decoding_s(amounts.max_new_tokens)
+        others = 2 * amounts.confirm_repeats * reporting + lossy
+        return chosen_s + others * pace.decoding_s(amounts.max_new_tokens)
 
     def seconds(self, amounts: Amounts, pace: Pace) -> dict[str, float]:
         """By phase, each as long as it likes."""

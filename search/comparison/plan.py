@@ -72,12 +72,12 @@ def estimate(
 ) -> str:
     """How long the comparison will take at most, from a few timed steps. Cost: see `measure_pace`."""
     pace = pace_of(subject, spec, clock)
-    pair_s = 2 * pace.decoding_s(spec.max_new_tokens)
+    pair_s = pace.decoding_s(spec.max_new_tokens, 2)
     per_trial = Work.of(spec, subject).amounts(pace).prompts_per_trial
     num_trials = len(plan.runs) * plan.trials
     num_picks = len(plan.runs) * len(plan.checkpoints) + 1  # the one is n-grams
     num_held_out = min(len(subject.held_out), spec.num_confirm_prompts)
-    confirm_s = num_picks * num_held_out * plan.confirm_repeats * pair_s
+    confirm_s = num_picks * num_held_out * plan.confirm_repeats * 2 * pace.decoding_s(spec.max_new_tokens)
     return (
         f"{len(plan.strategies)} strategies x {len(plan.seeds)} seeds x {plan.trials} trials of up to {per_trial} "
         f"prompts: at most about {duration(num_trials * per_trial * pair_s)} of measuring and what the strategies "

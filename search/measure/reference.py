@@ -59,7 +59,7 @@ class Reference(Stored):
     noise_sigma: float
     """Standard deviation of the log of a plain/plain ratio: what a paired ratio owes to the clock alone."""
     pair_s: float
-    """Seconds of a plain/plain pair, both prefills included."""
+    """Seconds of a plain/plain pair, the forward over the prompt, made once, included."""
     dropped: tuple[str, ...]
     """Prompts whose continuation ends before its second token: nothing to time."""
 
@@ -86,12 +86,13 @@ def make_reference(
     row: plain against plain.
 
     The order of prompts is a shuffle from the seed. Sampled prompts are continued anew, from other seeds, while there
-    are not enough. Cost: a plain decoding of every prompt used, and one for each noise pair.
+    are not enough. Cost: a plain decoding of every prompt used, and one more without its prompt for each noise pair.
     Raises: ValueError if no prompt can be timed; LosslessViolation if plain decoding does not repeat itself.
     """
     plain = DecodeConfig.plain(options.num_layers)
     shuffled = [prompts[i] for i in np.random.default_rng(options.seed).permutation(len(prompts))]
     warm_up(decoder, shuffled[0].ids, options.num_layers)
+    decoder = decoder.remembering()
     cases: list[PromptCase] = []
     dropped: dict[str, None] = {}
     seconds: list[float] = []
@@ -115,7 +116,7 @@ def make_reference(
         cases.append(seen[0])
         timed = [one for one in seen[1] if isinstance(one, Timed)]
         rates.append([one.tokens_per_s for one in timed])
-        seconds.append(2 * (timed[0].stats.prefill_s + timed[0].stats.decode_s))
+        seconds.append(timed[0].stats.prefill_s + 2 * timed[0].stats.decode_s)
         ratios += [rates[-1][0] / rates[-1][1]] if twice else []
         if options.prompts_per_trial is None and len(cases) == _NUM_TO_ESTIMATE:
             per_trial = prompts_for(options.trial_seconds, float(np.mean(seconds)))

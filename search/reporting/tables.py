@@ -23,7 +23,6 @@ _FIRST = (
     names.SPEEDUP,
     names.SPEEDUP_CI_LOW,
     names.SPEEDUP_CI_HIGH,
-    names.END_TO_END_SPEEDUP,
     names.SKIP_MASK,
     GAMMA,
     DRAFT_THRESHOLD,

@@ -89,7 +89,7 @@ REPLAYED_FORWARDS, DRAFT_STEP_MS = "replayed_forwards", "draft_step_ms"
 # Of a trial: what it measured.
 SPEEDUP, SPEEDUP_CI_LOW, SPEEDUP_CI_HIGH = "speedup", "speedup_ci_low", "speedup_ci_high"
 """As on the average prompt, see `Standings.standardised`."""
-SPEEDUP_MEASURED, END_TO_END_SPEEDUP = "speedup_measured", "end_to_end_speedup"
+SPEEDUP_MEASURED = "speedup_measured"
 TOKENS_PER_S = "tokens_per_s"
 """Where its value is something else."""
 STOPPED_EARLY, LOSSLESS = "stopped_early", "lossless"

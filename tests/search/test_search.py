@@ -75,8 +75,7 @@ def test_speedup_is_the_ratio_of_the_two_speeds(finished: Bench) -> None:
 
 def test_trial_attributes_are_plain_numbers(finished: Bench) -> None:
     trial = finished.trials()[0]
-    names = ("speedup", "speedup_ci_low", "speedup_ci_high", "end_to_end_speedup")
-    names += ("acceptance_rate", "mean_accepted_length")
+    names = ("speedup", "speedup_ci_low", "speedup_ci_high", "acceptance_rate", "mean_accepted_length")
     assert all(isinstance(trial.user_attrs[name], float) for name in names)
     counts = ("num_skipped_attention", "num_skipped_mlp", "num_prompts")
     assert all(isinstance(trial.user_attrs[name], int) for name in counts)
@@ -84,8 +83,6 @@ def test_trial_attributes_are_plain_numbers(finished: Bench) -> None:
     assert trial.user_attrs["mean_accepted_length"] == 2.0
     assert trial.user_attrs["accepted_by_position"] == [6 * 5, 2 * 5]
     assert len(trial.user_attrs["ratios"]) == trial.user_attrs["num_prompts"] == 5
-    # The fake's prompts take as long either way, so what is gained by drafting is less of the whole.
-    assert 1.0 < trial.user_attrs["end_to_end_speedup"] < trial.user_attrs["speedup"]
     plain = finished.summary()["reference"]["plain_tokens_per_s"]
     assert trial.value == pytest.approx(trial.user_attrs["speedup"] * plain)
 

@@ -257,7 +257,8 @@ def test_the_pace_is_what_the_steps_take() -> None:
     pace = measure_pace(FakeDecoder(clock=FakeClock()), prompts(5), 7, FakeClock())
     assert pace.token_s == pytest.approx(0.01)
     assert pace.further_s == pytest.approx(0.01 * 0.03)
-    seen = pace.as_seen(4 * pace.decoding_s(17), 17)  # each of the pair's decodings takes twice as long
+    assert pace.decoding_s(17, 3) - pace.decoding_s(17, 2) == pytest.approx(16 * pace.token_s)
+    seen = pace.as_seen(2 * pace.decoding_s(17, 2), 17)  # the pair takes twice as long
     assert seen.decoding_s(17) == pytest.approx(2 * pace.decoding_s(17))
 
 

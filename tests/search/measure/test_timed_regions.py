@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import optuna
 import pytest
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
@@ -16,10 +17,16 @@ from layerskip.engines.recording.graph_pool import RerunRecorder
 from layerskip.rounds.device_round import DeviceRound
 from search.confirm.passes import ConfirmOptions, HeldOutPrompts
 from search.confirm.stage import confirm
-from search.measure.decoder import ModelDecoder
+from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.pairs import PromptCase, measure_pair
+from search.measure.reference import ReferenceOptions, make_reference
+from search.stop import StopSignal
 from search.study.leaderboard import Entry
 from search.study.prompts import EncodedPrompt
+from search.study.space import SearchSpace
+from search.trials.objective import Objective
+from search.trials.proposals import ProposeOptions
+from search.trials.sampler import make_sampler
 from tests.layerskip import zoo
 from tests.layerskip.tape import engine_of, graph_model
 
@@ -78,6 +85,32 @@ def test_a_decoder_that_remembers_goes_over_a_prompt_once() -> None:
     assert {one.ids for one in found} == {decoder.decode(prompt, CONFIGS[0]).ids}
     assert [one.stats.num_cached for one in found] == [0, *[len(prompt) - 1] * len(CONFIGS)]
     assert decoder.decode(prompt, CONFIGS[0]).stats.num_cached == 0
+
+
+def test_a_search_goes_over_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[tuple[int, int]] = []
+    decode = ModelDecoder.decode
+
+    def noted(self: ModelDecoder, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
+        out = decode(self, prompt_ids, config, seed)
+        known.append((len(prompt_ids), out.stats.num_cached))
+        return out
+
+    monkeypatch.setattr(ModelDecoder, "decode", noted)
+    decoder = ModelDecoder(zoo.layerskip_of("llama fused"), NEW_TOKENS)
+    prompts = [EncodedPrompt(str(length), None, tuple(zoo.prompt_of(length))) for length in (9, 12)]
+    reference = make_reference(decoder, prompts, ReferenceOptions(zoo.NUM_LAYERS, 0, 1.0, 2, num_noise_pairs=2))
+    once_each = [(9, 0), (9, 8), (12, 0), (12, 11)]
+    assert sorted(known[2:]) == once_each, "after warming up"
+    known.clear()
+    layers = tuple(range(zoo.NUM_LAYERS))
+    space = SearchSpace(zoo.NUM_LAYERS, 2, layers, layers, ())
+    sampler = make_sampler("random", space, ProposeOptions(4, reference.noise_sigma, 2), None)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study.optimize(Objective(decoder, space, reference, sampler, StopSignal()), n_trials=2)
+    assert sorted(known[:4]) == once_each
+    assert len(known) > 4
+    assert all(cached == length - 1 for length, cached in known[4:]), "by the second trial both are known"
 
 
 FLOWS: list[Callable[[LayerSkipModel], None]] = [trial, confirmed, costs, benchmark]
