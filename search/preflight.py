@@ -123,7 +123,13 @@ def _may_round(model: Any, bits: DraftBits, asked: bool | None) -> bool:
         return True
     if asked:
         raise ValueError(f"int{bits}: drafts with {bits}-bit weights need {refusal}")
-    LOG.warning("drafts with %d-bit weights are left out: they need %s", bits, refusal)
+    is_remediable = bits == 8 or model.device.type == "cpu"  # those of 4 bits are for CPUs alone
+    LOG.log(
+        logging.WARNING if is_remediable else logging.INFO,
+        "drafts with %d-bit weights are left out: they need %s",
+        bits,
+        refusal,
+    )
     return False
 
 

@@ -9,7 +9,7 @@ from layerskip.config.lossy_acceptance import LADDER
 from search.budget.pace import Pace
 from search.measure.reference import MAX_CONTINUATIONS, MAX_TRIALS_APART, MIN_NOISE_PAIRS, Reference, prompts_for
 from search.measure.subject import Subject
-from search.predict.costs import NUM_REPEATS
+from search.predict.costs import NUM_REPEATS, num_further
 from search.study.prompts import split_held_out
 from search.study.spec import StudySpec
 
@@ -27,6 +27,9 @@ _FEW_TOKENS = 16
 _DRAFT_STEPS, _DRAFT_SHARE, _STEPS_BEFORE = 40, 0.55, 20
 """Draft tokens that one repeat of measuring the costs times, what one takes in target steps, and how many of these come
 before drafts, untimed."""
+_FURTHER_STEPS = 2
+"""What each further mask takes in target steps: four draft tokens of fewer bits or ids, and what comes before them."""
+_NUM_TIMED_TEXTS = 3
 _LOOKUP_COUNTS = (13, 17, 25)
 MIN_OPENING_S, OPENING_SHARE = 10.0, 0.05
 """What predicting before the first trial may take where no budget says so: about this share of what all trials may."""
@@ -113,6 +116,8 @@ class Work:
     """Phases that this run has behind it."""
     kept: frozenset[str] = frozenset()
     """Phases whose results the study keeps: they are read, which takes little."""
+    num_further: int = 0
+    """Masks whose draft steps are timed, see `search.predict.costs.num_further`."""
     num_lossy: int = 0
     """Lossy rules that are measured on the winner, with plain decoding and the winner beside them."""
 
@@ -134,6 +139,7 @@ class Work:
             confirm_repeats=spec.confirm_repeats,
             num_candidates=spec.num_confirm_candidates + len(subject.space.drafters) - 1,
             kept=kept,
+            num_further=num_further(subject.space),
             num_lossy=len(LADDER) if spec.allow_lossy else 0,
         )
 
@@ -207,8 +213,9 @@ class Work:
     def costs_s(self, repeats: int, pace: Pace) -> float:
         """Measuring the costs of the steps so often."""
         counts = (*range(1, self.gamma_max + 2), *_LOOKUP_COUNTS)
-        once_s = sum(pace.forward_s(count) for count in counts) + 3 * pace.prompt_s
-        return (repeats + 1) * (once_s + (_DRAFT_STEPS * _DRAFT_SHARE + _STEPS_BEFORE) * pace.token_s)
+        steps = _DRAFT_STEPS * _DRAFT_SHARE + _STEPS_BEFORE + _FURTHER_STEPS * self.num_further
+        once_s = sum(pace.forward_s(count) for count in counts) + steps * pace.token_s
+        return _NUM_TIMED_TEXTS * pace.prompt_s + (repeats + 1) * once_s
 
     def outlook_s(self, amounts: Amounts, pace: Pace) -> float:
         """The costs, and predictions that take as long as they like."""

@@ -159,8 +159,8 @@ def measure_costs(
 ) -> CostModel:
     """Time everything once per repeat, all things in turn, and take medians; texts alternate from repeat to repeat.
 
-    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps, as many again for each
-    number of bits).
+    Cost: repeats x (gamma_max + 1 verifications and about 10 masks x 4 draft steps, of `num_further` masks more),
+    each mask's after a target step.
     Raises: ValueError without a text.
     """
     if not texts:
@@ -168,9 +168,10 @@ def measure_costs(
     masks = _fitting_masks(space, options.seed)
     counts = _counts(options.gamma_max, space)
     trained = [one for weights in space.draft_weights for one in space.variants_of(weights)]
-    by_bits = {bits: [mask.rounded(bits) for mask in masks] for bits in (None, *space.draft_bits)}
-    whole = [of_bits[1] for of_bits in by_bits.values()] if space.draft_vocabs else []
-    narrow = [[mask, *(mask.narrowed(size) for size in space.draft_vocabs[1:])] for mask in whole]
+    telling_apart = [*masks[:2], *masks[4:6]]
+    by_bits = {None: masks} | {bits: [mask.rounded(bits) for mask in telling_apart] for bits in space.draft_bits}
+    emptiest = [of_bits[1] for of_bits in by_bits.values()] if space.draft_vocabs else []
+    narrow = [[mask, mask.narrowed(space.draft_vocabs[-1])] for mask in emptiest]
     drafts = [mask for row in (*by_bits.values(), *narrow) for mask in row]
     verify, plain_draft, watched, weights = [], [], [], []
     for repeat in range(options.repeats + 1):
@@ -182,9 +183,9 @@ def measure_costs(
             weights.append(timer.draft_s(text, trained, gamma=_DRAFT_LENGTH, threshold=False))
     draft_s = _median(plain_draft[1:])  # the first repeat warms up
     weights_s = _median(weights[1:]).tolist() if weights else []
-    num_whole = len(by_bits) * len(masks)
-    masks_s = dict(zip(by_bits, draft_s[:num_whole].reshape(len(by_bits), -1), strict=True))
-    narrowed_s = np.array(plain_draft[1:])[:, num_whole:]
+    ends = np.cumsum([len(of_bits) for of_bits in by_bits.values()])
+    masks_s = dict(zip(by_bits, np.split(draft_s[: ends[-1]], ends[:-1]), strict=True))
+    narrowed_s = np.array(plain_draft[1:])[:, ends[-1] :]
     fixed_s, attention_s, mlp_s, error = _fit(masks, masks_s[None])
     cost = CostModel(
         verify_s=tuple(np.interp(np.arange(1, counts[-1] + 1), counts, _median(verify[1:])).tolist()),
@@ -195,22 +196,30 @@ def measure_costs(
         fit_error=error,
         context_tokens=round(float(np.mean([len(text) for text in texts]))),
         measured_on=device_facts(now),
-        narrowed_s=_saved(narrow, narrowed_s) if narrow else {},
+        narrowed_s=_saved(emptiest, narrowed_s, space.draft_vocabs) if narrow else {},
         weights_s={named(one): s for one, s in zip(trained, weights_s, strict=True)},
     )
     for bits in space.draft_bits:
-        cost = cost.with_rounded(bits, _fit(masks, masks_s[bits])[:3])
+        cost = cost.with_rounded(bits, _fit(telling_apart, masks_s[bits])[:3])
     return cost
 
 
-def _saved(masks: Sequence[Sequence[SkipMask]], seconds: np.ndarray) -> dict[str, float]:
-    """What each mask saves of the first of its row, from rows of seconds of all of them, one after the other."""
-    by_row = seconds.reshape(len(seconds), len(masks), -1)
-    saved = np.median(by_row[:, :, :1] - by_row, axis=0)
+def num_further(space: SearchSpace) -> int:
+    """Masks whose draft steps are timed because bits and vocabularies of drafts are searched."""
+    num_bits = len(space.draft_bits)
+    return 4 * num_bits + (2 * (1 + num_bits) if space.draft_vocabs else 0)
+
+
+def _saved(masks: Sequence[SkipMask], seconds: np.ndarray, vocabs: Sequence[int]) -> dict[str, float]:
+    """What each mask saves with each vocabulary but the first, which is whole: as much a token id as with the last.
+
+    seconds: (repeats, 2 * masks), each mask's with the whole vocabulary and with the last.
+    """
+    most = np.median(seconds[:, ::2] - seconds[:, 1::2], axis=0)
     return {
-        _narrowing(mask): max(0.0, float(s))
-        for row, of_row in zip(masks, saved, strict=True)
-        for mask, s in zip(row[1:], of_row[1:], strict=True)
+        _narrowing(mask.narrowed(size)): max(0.0, float(s)) * (vocabs[0] - size) / (vocabs[0] - vocabs[-1])
+        for mask, s in zip(masks, most, strict=True)
+        for size in vocabs[1:]
     }
 
 

@@ -26,6 +26,11 @@ def describe(config: DecodeConfig) -> str:
     return f"{lookup}; else {_describe_computed(config)}"
 
 
+def beside_skipping(mask: str) -> str:
+    """What a mask in text form says besides the sublayers that it skips: of its token ids and bits."""
+    return " ".join(one for one in mask.partition(":")[2].split(",") if one.startswith(("v", "int")))
+
+
 def _describe_computed(config: DecodeConfig) -> str:
     weights = config.draft_weights
     by = f"mask {config.skip_mask}" if weights is None else weights.drafter

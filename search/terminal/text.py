@@ -5,6 +5,7 @@ from __future__ import annotations
 from optuna.trial import FrozenTrial, TrialState
 
 from search.study import attributes as names
+from search.study.config_words import beside_skipping
 from search.study.space import (
     DRAFTER,
     GAMMA,
@@ -53,14 +54,15 @@ def trouble_of(trial: FrozenTrial) -> str | None:
 def _drafting(trial: FrozenTrial) -> list[str]:
     """How a trial drafted: by lookup, under a mask, or both."""
     attrs, params = trial.user_attrs, trial.params
-    layers = attrs.get(names.SKIP_MASK, "?").partition(":")[0]
+    mask = attrs.get(names.SKIP_MASK, "?")
+    layers = mask.partition(":")[0]
     parts = []
     if LOOKUP_GAMMA in params:
         method = params.get(LOOKUP_METHOD, params.get(DRAFTER))
         parts.append(f"{method} {params[MIN_MATCH]}+ gamma {params[LOOKUP_GAMMA]}")
     if GAMMA in params:
         skipped = f"attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2}"
-        parts += [f"skip {skipped} of {layers}", f"gamma {params[GAMMA]}"]
+        parts += [f"skip {skipped} of {layers} {beside_skipping(mask)}".rstrip(), f"gamma {params[GAMMA]}"]
     if siblings := params.get(SIBLINGS, 0) or params.get(WEIGHTS_SIBLINGS, 0):
         below = params.get(SIBLING_THRESHOLD, params.get(WEIGHTS_SIBLING_THRESHOLD, 1.0))
         parts.append(f"siblings {siblings}" + (f" below {below:g}" if below < 1.0 else ""))

@@ -15,7 +15,7 @@ from rich.text import Text
 from layerskip.config.skip_mask import SkipMask
 from search.measure.reference import Reference
 from search.study.attributes import PLAIN_TOKENS_PER_S_BY_PROMPT, PROMPT_STEPS, SPEEDUP, STOPPED_EARLY
-from search.study.config_words import describe
+from search.study.config_words import beside_skipping, describe
 from search.study.leaderboard import Entry
 from search.study.trials import tokens_per_s_of
 from search.terminal.event import Event, Note
@@ -114,8 +114,10 @@ class LiveView:
         if width >= _WIDE:
             speed.append(f"  90 % interval of {leader.num_pairs} pairs, first in trial #{leader.trials[0]}", "dim")
         setting = describe(leader.config)
-        if len(setting) > width:  # the picture shows the mask
-            setting = setting.removeprefix(f"mask {leader.config.skip_mask}, ")
+        by_mask = f"mask {leader.config.skip_mask}, "
+        if len(setting) > width and setting.startswith(by_mask):  # the picture shows what is skipped
+            words = [beside_skipping(str(leader.config.skip_mask)), setting.removeprefix(by_mask)]
+            setting = ", ".join(filter(None, words))
         return [speed, Text(setting), *_picture(leader.config.skip_mask, width)]
 
     def _machine_rows(self, *, wide: bool) -> list[Text]:

@@ -66,6 +66,8 @@ def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
 
 SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "smollm2/int8", "smollm2/int8/t0.7")
 SEARCHED += (
+    "qwen_coder",
+    "qwen_coder/t0.7",
     "demo",
     "demo/t0.7",
     "mtp",

@@ -106,14 +106,15 @@ def test_real_times_are_as_many_as_asked_for_and_positive(name: str) -> None:
 @on_the_host
 @pytest.mark.parametrize("num_warm", [3], indirect=True)
 def test_steps_after_a_text_are_run_and_not_counted(name: str, watch: Watch) -> None:
-    """A step right after a text's forward finds caches cold."""
+    """A step right after a text's forward finds caches cold. Of a text that comes again its last token is computed."""
     timer = StepTimer(zoo.layerskip_of(name), GAMMA_MAX)
     seconds = timer.verify_s(TEXT, [1, 2])
     assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), *[1] * 4, 1, 2]
     assert seconds == pytest.approx([1 + 100 * kept(NONE), 1 + 200 * kept(NONE)])
     watch.forwards.clear()
     timer.draft_s(TEXT, [NONE], gamma=2, threshold=False)
-    assert [len(ids) for _, ids, _ in watch.forwards] == [len(TEXT), *[1] * 4, 1, *[1] * 2]
+    assert [len(ids) for _, ids, _ in watch.forwards] == [1, *[1] * 4, 1, *[1] * 2]
+    assert watch.forwards[0][0] == len(TEXT) - 1
 
 
 @on_the_host

@@ -93,6 +93,13 @@ LINES: list[tuple[Event, list[str]]] = [
         ],
     ),
     (
+        done(trial(skip_mask="12:3,v512,int4", speedup_ci_low=1.142, speedup_ci_high=1.751)),
+        [
+            "trial   1/200    192.8 tok/s  1.41x 1.14..1.75   best 1.44x #0  accept 0.83  len 3.70  "
+            "skip attn  8 mlp 10 of 12 v512 int4  gamma 8  [pool]  eta 3:12"
+        ],
+    ),
+    (
         done(trial(stopped_early=True, repeat_of=4, acceptance_rate=None, speedup_ci_low=1.0, speedup_ci_high=2.0), 12),
         [
             "trial  12/200 <  192.8 tok/s  1.41x              best 1.44x #0  accept   -   len 3.70  "
