@@ -29,7 +29,8 @@ _DRAFT_STEPS, _DRAFT_SHARE, _STEPS_BEFORE = 40, 0.55, 20
 before drafts, untimed."""
 _FURTHER_STEPS = 2
 """What each further mask takes in target steps: four draft tokens of fewer bits or ids, and what comes before them."""
-_NUM_TIMED_TEXTS = 3
+NUM_TIMED_TEXTS = 3
+"""After which steps are timed."""
 _LOOKUP_COUNTS = (13, 17, 25)
 MIN_OPENING_S, OPENING_SHARE = 10.0, 0.05
 """What predicting before the first trial may take where no budget says so: about this share of what all trials may."""
@@ -215,7 +216,7 @@ class Work:
         counts = (*range(1, self.gamma_max + 2), *_LOOKUP_COUNTS)
         steps = _DRAFT_STEPS * _DRAFT_SHARE + _STEPS_BEFORE + _FURTHER_STEPS * self.num_further
         once_s = sum(pace.forward_s(count) for count in counts) + steps * pace.token_s
-        return _NUM_TIMED_TEXTS * pace.prompt_s + (repeats + 1) * once_s
+        return NUM_TIMED_TEXTS * pace.prompt_s + (repeats + 1) * once_s
 
     def outlook_s(self, amounts: Amounts, pace: Pace) -> float:
         """The costs, and predictions that take as long as they like."""

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial
 
 from layerskip.config.decode_config import DecodeConfig
 from search.budget.plan import Plan
+from search.budget.work import NUM_TIMED_TEXTS
 from search.measure.decoder import Forcing, Timer
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidates, Pool
@@ -43,7 +44,6 @@ from search.study.spec import StudySpec
 
 _RECHECK_REPEATS = 7
 RECHECK_EVERY = 20
-_NUM_TIMED_TEXTS = 3
 
 
 @dataclass(frozen=True)
@@ -249,13 +249,13 @@ def texts_to_time(reference: Reference, gamma_max: int, most_new: int | None = N
     room = gamma_max + 1
     cases = [case for case in reference.cases if len(case.reference_ids) > room]
     cases.sort(key=lambda case: len(case.prompt_ids) + len(case.reference_ids))
-    middle = max(0, (len(cases) - _NUM_TIMED_TEXTS) // 2)
+    middle = max(0, (len(cases) - NUM_TIMED_TEXTS) // 2)
 
     def cut(length: int) -> int:
         found = min(length // 2, length - room)
         return found if most_new is None else min(found, most_new)
 
-    chosen = cases[middle : middle + _NUM_TIMED_TEXTS]
+    chosen = cases[middle : middle + NUM_TIMED_TEXTS]
     return tuple(case.prompt_ids + case.reference_ids[: cut(len(case.reference_ids))] for case in chosen)
 
 
