@@ -20,7 +20,16 @@ def model_on(engine: str) -> Any:
     cannot: dict[str, Any] = {"can_narrow": False, "bits_refusal": lambda _bits: "a CPU or a CUDA device, got mps"}
     refusal = None if engine == "eager" else f"the engine eager or fused, got {engine}"
     cannot |= {"siblings_refusal": refusal, "lossy_refusal": refusal}
-    return SimpleNamespace(engine=SimpleNamespace(), engine_name=engine, **cannot, **layers)
+    device = SimpleNamespace(type="cuda" if engine == "cuda_graph" else "cpu")
+    return SimpleNamespace(engine=SimpleNamespace(), engine_name=engine, device=device, **cannot, **layers)
+
+
+def test_on_a_gpu_nobody_is_told_of_what_is_for_cpus(caplog: pytest.LogCaptureFixture) -> None:
+    for engine, told in (("eager", [8, 4]), ("cuda_graph", [8])):
+        caplog.clear()
+        space_for(model_on(engine), make_spec())
+        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert [one.split("-bit")[0] for one in warned] == [f"drafts with {bits}" for bits in told]
 
 
 @pytest.mark.parametrize(("given", "searched"), [(None, 3), (True, 3), (False, 0)])
