@@ -26,7 +26,7 @@ class Pace:
         return self.token_s + self.further_s * max(0.0, num_tokens - 1)
 
     def decoding_s(self, new_tokens: int, ways: int = 1) -> float:
-        """One prompt decoded as plainly in so many ways in turn, the forward over it made once."""
+        """One prompt decoded in so many ways in turn, each as fast as plainly, the forward over it made once."""
         return self.prompt_s + ways * (new_tokens - 1) * self.token_s
 
     def as_seen(self, pair_s: float, new_tokens: int) -> Pace:

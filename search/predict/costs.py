@@ -205,7 +205,7 @@ def measure_costs(
 
 
 def num_further(space: SearchSpace) -> int:
-    """Masks whose draft steps are timed because bits and vocabularies of drafts are searched."""
+    """Masks, at most, whose draft steps are timed because bits and vocabularies of drafts are searched."""
     num_bits = len(space.draft_bits)
     return 4 * num_bits + (2 * (1 + num_bits) if space.draft_vocabs else 0)
 

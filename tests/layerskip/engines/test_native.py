@@ -278,9 +278,7 @@ def test_a_row_is_the_same_to_the_bit_however_many_there_are(form: str, dtype: t
     kernels = library.load_kernels()
     assert not isinstance(kernels, str)
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(70, 1120, generator=generator).to(
-        dtype
-    )  # more than a cache holds: read in pieces by many rows
+    weight = torch.randn(70, 1120, generator=generator).to(dtype)  # so many inputs that rows read them in pieces
     bits = {"8 bits": 8, "4 bits": 4}.get(form)
     linear = NativeLinear.of(kernels, [weight], None, bits=bits, in_place=form == "in place")
     x = torch.randn(300, 1120, generator=generator).to(dtype)
