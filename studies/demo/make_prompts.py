@@ -169,8 +169,26 @@ def repeated_share(prompt: Sequence[int], following: Sequence[int]) -> float:
 def is_similar(a: str, b: str) -> bool:
     """Whether two prompts are near-duplicates."""
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    # The first two are cheap upper bounds of the third.
-    return all(ratio() > MAX_SIMILARITY for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio))
+    # All but the last are cheap upper bounds of it.
+    ratios = (matcher.real_quick_ratio, matcher.quick_ratio, lambda: most_alike(a, b), matcher.ratio)
+    return all(ratio() > MAX_SIMILARITY for ratio in ratios)
+
+
+def most_alike(a: str, b: str) -> float:
+    """What difflib's ratio is at most: by the longest common subsequence, which no sum of its blocks is longer than.
+
+    A bit for each character of `a`, a row of the usual table at a time (Hyyrö, 2004). Cost: a tenth of a millisecond
+    for two prompts.
+    """
+    everything = (1 << len(a)) - 1
+    places: dict[str, int] = {}
+    for place, character in enumerate(a):
+        places[character] = places.get(character, 0) | 1 << place
+    row = everything
+    for character in b:
+        both = row & places.get(character, 0)
+        row = (row + both | row - both) & everything
+    return 2 * (len(a) - row.bit_count()) / (len(a) + len(b))
 
 
 def make_prompts(

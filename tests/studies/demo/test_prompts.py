@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import json
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from studies.demo import corpus, make_prompts
@@ -107,6 +110,17 @@ def test_what_stands_in_the_part_before_is_no_prompt() -> None:
 def test_near_duplicates_are_known() -> None:
     assert make_prompts.is_similar(table("registry"), table("registries"))
     assert not make_prompts.is_similar(table("registry"), prose("compute"))
+
+
+@given(st.text("abc", min_size=1), st.text("abcd", min_size=1))
+def test_no_ratio_is_above_its_bound(one: str, other: str) -> None:
+    ratio = difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
+    assert ratio <= make_prompts.most_alike(one, other) <= 2 * min(len(one), len(other)) / (len(one) + len(other))
+
+
+def test_the_bound_is_by_the_longest_common_subsequence() -> None:
+    assert make_prompts.most_alike("abcbdab", "bdcaba") == 2 * 4 / 13
+    assert make_prompts.most_alike("abc", "xyz") == 0
 
 
 @pytest.mark.parametrize(("first", "last", "overlaps"), [(1, 4, False), (1, 5, True), (6, 7, True), (10, 12, False)])
