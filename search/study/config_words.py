@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, DraftWeights
 from layerskip.config.lookup_settings import SuffixLookup
 
 
@@ -31,10 +31,14 @@ def beside_skipping(mask: str) -> str:
     return " ".join(one for one in mask.partition(":")[2].split(",") if one.startswith(("v", "int")))
 
 
+def name_weights(weights: DraftWeights) -> str:
+    """What drafts, and by which folder's weights where that is not the model's own."""
+    return weights.drafter + ("" if weights.drafter == "mtp" else f" {Path(weights.path).name}")
+
+
 def _describe_computed(config: DecodeConfig) -> str:
     weights = config.draft_weights
-    by = f"mask {config.skip_mask}" if weights is None else weights.drafter
-    by += "" if weights is None or weights.drafter == "mtp" else f" {Path(weights.path).name}"
+    by = f"mask {config.skip_mask}" if weights is None else name_weights(weights)
     if weights is not None and weights.draft_vocab is not None:
         by += f", draft_vocab {weights.draft_vocab}"
     if config.tree_tokens:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.config.decode_config import DraftWeights
 from search.study import attributes as names
-from search.study.config_words import beside_skipping
+from search.study.config_words import beside_skipping, name_weights
 from search.study.space import (
     DRAFTER,
     GAMMA,
@@ -14,6 +15,7 @@ from search.study.space import (
     MIN_MATCH,
     SIBLING_THRESHOLD,
     SIBLINGS,
+    WEIGHTS_GAMMA,
     WEIGHTS_SIBLING_THRESHOLD,
     WEIGHTS_SIBLINGS,
     WEIGHTS_TREE,
@@ -52,7 +54,7 @@ def trouble_of(trial: FrozenTrial) -> str | None:
 
 
 def _drafting(trial: FrozenTrial) -> list[str]:
-    """How a trial drafted: by lookup, under a mask, or both."""
+    """How a trial drafted: by lookup, under a mask or by trained weights, or by a lookup and one of these."""
     attrs, params = trial.user_attrs, trial.params
     mask = attrs.get(names.SKIP_MASK, "?")
     layers = mask.partition(":")[0]
@@ -63,6 +65,9 @@ def _drafting(trial: FrozenTrial) -> list[str]:
     if GAMMA in params:
         skipped = f"attn {attrs[names.NUM_SKIPPED_ATTENTION]:>2} mlp {attrs[names.NUM_SKIPPED_MLP]:>2}"
         parts += [f"skip {skipped} of {layers} {beside_skipping(mask)}".rstrip(), f"gamma {params[GAMMA]}"]
+    if WEIGHTS_GAMMA in params:
+        weights = DraftWeights.model_validate(attrs[names.DRAFT_WEIGHTS])
+        parts += [name_weights(weights), f"gamma {params[WEIGHTS_GAMMA]}"]
     if siblings := params.get(SIBLINGS, 0) or params.get(WEIGHTS_SIBLINGS, 0):
         below = params.get(SIBLING_THRESHOLD, params.get(WEIGHTS_SIBLING_THRESHOLD, 1.0))
         parts.append(f"siblings {siblings}" + (f" below {below:g}" if below < 1.0 else ""))

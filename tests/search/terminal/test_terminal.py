@@ -20,7 +20,7 @@ from rich.console import Console
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.command_line.cli import quiet_libraries
-from layerskip.config.decode_config import UNTRAINED
+from layerskip.config.decode_config import UNTRAINED, DraftWeights
 from search import run
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
@@ -39,10 +39,17 @@ from tests.search.helpers.fakes import Bench, FakeDecoder, Recorder, Terminal
 CASE = PromptCase("p", (1,), (1, 2))
 REFERENCE = Reference((CASE,) * 24, 4, 136.5, 0.034, 1.0, ())
 CONFIG = DecodeConfig(skip_mask=SkipMask.parse("12:3,5-11,m1,m4"), gamma=8, draft_threshold=0.5)
+SMALLER = DraftWeights(drafter="draft_model", path="/models/SmolLM2", fingerprint="f")
 LEADER = Entry(CONFIG, {}, (0, 7), 14, 1.44, 1.38)
 
 
-def trial(number: int = 0, state: TrialState = TrialState.COMPLETE, value: float | None = 192.8, **attrs: Any) -> Any:
+def trial(
+    number: int = 0,
+    state: TrialState = TrialState.COMPLETE,
+    value: float | None = 192.8,
+    gamma: str = "gamma",
+    **attrs: Any,
+) -> Any:
     told = {
         "origin": "pool",
         "speedup": 1.41,
@@ -55,8 +62,8 @@ def trial(number: int = 0, state: TrialState = TrialState.COMPLETE, value: float
     one = create_trial(
         state=state,
         value=value if state == TrialState.COMPLETE else None,
-        params={"gamma": 8},
-        distributions={"gamma": optuna.distributions.IntDistribution(1, 8)},
+        params={gamma: 8},
+        distributions={gamma: optuna.distributions.IntDistribution(1, 8)},
         user_attrs=told | attrs,
     )
     one.number = number
@@ -97,6 +104,13 @@ LINES: list[tuple[Event, list[str]]] = [
         [
             "trial   1/200    192.8 tok/s  1.41x 1.14..1.75   best 1.44x #0  accept 0.83  len 3.70  "
             "skip attn  8 mlp 10 of 12 v512 int4  gamma 8  [pool]  eta 3:12"
+        ],
+    ),
+    (
+        done(trial(gamma="weights.gamma", draft_weights=SMALLER.model_dump(), stopped_early=True)),
+        [
+            "trial   1/200 <  192.8 tok/s  1.41x              best 1.44x #0  accept 0.83  len 3.70  "
+            "draft_model SmolLM2  gamma 8  [pool]  eta 3:12"
         ],
     ),
     (
