@@ -1,8 +1,9 @@
 """python -m studies.qwen_coder.bits: what drafts with weights of 8 and of 4 bits are worth on a model of 1.5 billion.
 
 In turns, on the same prompts: plain decoding, lookups as usual, drafts with weights of 8 and 4 bits alone and after a
-suffix; of other outputs, greedily, the model with its own weights rounded, and llama.cpp with the published file
-(`--gguf`, see `studies.qwen_coder.make_model`), whose most weights have 4 bits.
+suffix, and so those of a small model (`--draft-model`), whatever its tokenizer; of other outputs, greedily, the model
+with its own weights rounded, and llama.cpp with the published file (`--gguf`, see `studies.qwen_coder.make_model`),
+whose most weights have 4 bits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, PrefixCache
 from layerskip.command_line.cli import OneLineParser, check_least
-from layerskip.config.decode_config import QuantizationName
+from layerskip.config.decode_config import DraftWeights, QuantizationName
 from layerskip.config.skip_mask import DRAFT_BITS, SkipMask
 from layerskip.config.usual_lookups import NGRAMS, SUFFIXES, lookup_alone, lookup_else
+from layerskip.drafters.draft_weights import describe_weights
 from layerskip.prompts import encode_prompt, read_prompts
 from studies.engine.llama_cpp import PLAIN, Decode, compare, llama_cpp_at
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
@@ -29,19 +31,22 @@ _REGIMES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "t0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0},
 }
+_SMALLER = "drafts of a small model"
 _PREFIX_BYTES = 1 << 30
 
 
-def ways_of(num_layers: int, gamma: int) -> dict[str, DecodeConfig]:
-    """By name, plain decoding first."""
+def ways_of(num_layers: int, gamma: int, smaller: DraftWeights | None = None) -> dict[str, DecodeConfig]:
+    """By name, plain decoding first. smaller: a model that drafts, too."""
     none = SkipMask.none(num_layers)
-    by_bits = {bits: DecodeConfig(skip_mask=none.rounded(bits), gamma=gamma) for bits in DRAFT_BITS}
+    drafts = {f"{bits}-bit drafts": DecodeConfig(skip_mask=none.rounded(bits), gamma=gamma) for bits in DRAFT_BITS}
+    if smaller is not None:
+        drafts[_SMALLER] = DecodeConfig(drafter="draft_model", skip_mask=none, gamma=gamma, draft_weights=smaller)
     return {
         PLAIN: DecodeConfig.plain(num_layers),
         "n-grams as usual": lookup_alone(num_layers, NGRAMS),
         "a suffix as usual": lookup_alone(num_layers, SUFFIXES),
-        **{f"{bits}-bit drafts": one for bits, one in by_bits.items()},
-        **{f"a suffix, else {bits}-bit drafts": lookup_else(one, SUFFIXES) for bits, one in by_bits.items()},
+        **drafts,
+        **{f"a suffix, else {name}": lookup_else(one, SUFFIXES) for name, one in drafts.items()},
     }
 
 
@@ -93,6 +98,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(_HERE / "model"))
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="of the same model, for llama.cpp")
+    parser.add_argument("--draft-model", type=Path, metavar="FOLDER", help="a smaller model")
+    parser.add_argument("--regimes", nargs="+", default=list(_REGIMES), choices=_REGIMES)
     parser.add_argument("--prompts", type=Path, default=STUDIES / "smollm2" / "held_out.jsonl")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
@@ -111,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, threads=1, gamma=1, num_prompts=1, new_tokens=2, repeats=1)
     check_out(arguments.out)
+    smaller = None if arguments.draft_model is None else describe_weights(arguments.draft_model)
     torch.set_num_threads(arguments.threads)
 
     def loaded(quantization: QuantizationName | None) -> LayerSkipModel:
@@ -122,9 +130,9 @@ def _run(arguments: argparse.Namespace) -> int:
     prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in found]
     bases = (PLAIN, f"{DRAFT_BITS[0]}-bit drafts")
     rows = []
-    for regime, how in _REGIMES.items():
-        own = Ours(model, prompts)
-        configs = ways_of(model.num_layers, arguments.gamma)
+    for regime in arguments.regimes:
+        how, own = _REGIMES[regime], Ours(model, prompts)
+        configs = ways_of(model.num_layers, arguments.gamma, smaller)
         ways = {name: own.by(name, config, how) for name, config in configs.items()}
         if regime == "greedy":
             for name in ("int8", "int4"):

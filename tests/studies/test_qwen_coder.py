@@ -61,6 +61,7 @@ def test_every_way_decodes_what_plain_decoding_does(tmp_path: Path, capsys: pyte
     pytest.importorskip("torchao", reason="needs the extra `quantized`")
     demo, out = STUDIES / "demo", tmp_path / "bits.json"
     given = ["--model", str(demo / "model"), "--prompts", str(demo / "held_out.jsonl"), "--dtype", "float32"]
+    given += ["--draft-model", str(demo / "model")]
     assert bits.main([*given, "--num-prompts", "2", "--new-tokens", "12", "--threads", "1", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     greedy, sampled = record["rows"]
@@ -69,7 +70,7 @@ def test_every_way_decodes_what_plain_decoding_does(tmp_path: Path, capsys: pyte
     for row in record["rows"]:
         lossless = {name: way for name, way in row["ways"].items() if name not in rounded}
         assert all(way["tokens_like_plain"] == 1.0 for way in lossless.values())
-        by_bits = [lossless[f"{number}-bit drafts"] for number in (8, 4)]
-        assert all(way["accepted"][0] > 0.5 * way["accepted"][1] > 0 for way in by_bits)
+        names = ("8-bit drafts", "4-bit drafts", "drafts of a small model")
+        assert all(lossless[name]["accepted"][0] > 0.5 * lossless[name]["accepted"][1] > 0 for name in names)
         assert row["ways"]["8-bit drafts"]["ratio_to"]["8-bit drafts"][0] == 1.0
     assert capsys.readouterr().out.count("t0.7: a suffix, else 4-bit drafts | ") == 2
