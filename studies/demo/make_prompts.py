@@ -177,7 +177,7 @@ def is_similar(a: str, b: str) -> bool:
 def most_alike(a: str, b: str) -> float:
     """What difflib's ratio is at most: by the longest common subsequence, which no sum of its blocks is longer than.
 
-    A bit for each character of `a`, a row of the usual table at a time (Hyyrö, 2004). Cost: a tenth of a millisecond
+    A bit for each character of `a`, a row of the usual table at a time (Hyyrö, 2004). Cost: some tenths of a millisecond
     for two prompts.
     """
     everything = (1 << len(a)) - 1
@@ -226,8 +226,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(
         prog=f"python -m {PROG}",
         description="Write tuning.jsonl and held_out.jsonl for a trained model, from modules that it was not trained "
-        "on: some two minutes on one core, most of them to compare prompts with each other. Exit codes: 0 done, 2 bad "
-        "input.",
+        "on: some ninety seconds on one core. Exit codes: 0 done, 2 bad input.",
     )
     add = parser.add_argument
     add("--model", type=Path, default=HERE / "model", help="folder of tokenizer and training.json [studies/demo/model]")

@@ -99,7 +99,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--model", default=str(_HERE / "model"))
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="of the same model, for llama.cpp")
     parser.add_argument("--draft-model", type=Path, metavar="FOLDER", help="a smaller model")
-    parser.add_argument("--regimes", nargs="+", default=list(_REGIMES), choices=_REGIMES)
     parser.add_argument("--prompts", type=Path, default=STUDIES / "smollm2" / "held_out.jsonl")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
@@ -130,8 +129,8 @@ def _run(arguments: argparse.Namespace) -> int:
     prompts = [encode_prompt(one, model, room=arguments.new_tokens) for one in found]
     bases = (PLAIN, f"{DRAFT_BITS[0]}-bit drafts")
     rows = []
-    for regime in arguments.regimes:
-        how, own = _REGIMES[regime], Ours(model, prompts)
+    for regime, how in _REGIMES.items():
+        own = Ours(model, prompts)
         configs = ways_of(model.num_layers, arguments.gamma, smaller)
         ways = {name: own.by(name, config, how) for name, config in configs.items()}
         if regime == "greedy":
