@@ -177,8 +177,8 @@ def is_similar(a: str, b: str) -> bool:
 def most_alike(a: str, b: str) -> float:
     """What difflib's ratio is at most: by the longest common subsequence, which no sum of its blocks is longer than.
 
-    A bit for each character of `a`, a row of the usual table at a time (Hyyrö, 2004). Cost: some tenths of a millisecond
-    for two prompts.
+    A bit for each character of `a`, a row of the usual table at a time (Hyyrö, 2004). Cost: some tenths of a
+    millisecond for two prompts.
     """
     everything = (1 << len(a)) - 1
     places: dict[str, int] = {}
