@@ -115,8 +115,8 @@ class StudySpec(OneLineErrors):
     by `draft_weights`, `mtp` and its hybrid by what lies with the model. Lookups cost nothing to predict. None, or
     `all` = all that there are weights for, and those that need none."""
     draft_weights: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] = ()
-    """Folders, or hub ids, of weights that `python -m layerskip.train` has made for this model and of smaller models
-    with the same tokenizer; which of them drafts is searched."""
+    """Folders, or hub ids, of weights that `python -m layerskip.train` has made for this model and of smaller
+    models, whatever their tokenizer; which of them drafts is searched."""
     regimes: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] | None = None
     """How tokens are chosen: `greedy`, `t0.7`, `t0.7_p0.9_k40` and so on, see `layerskip.Sampling.name`. Each is
     searched apart, with an equal share of the trials, and all are exported in one config. None = the one that the

@@ -226,7 +226,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"draft_weights: {folder} has no {CONFIG_NAME}; it must be what `python -m layerskip.train` wrote, or a "
-            "smaller model with the same tokenizer"
+            "smaller model, whatever its tokenizer"
         )
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
