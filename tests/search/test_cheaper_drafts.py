@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.config.skip_mask import DRAFT_BITS
@@ -25,6 +26,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "_LEAST_VOCAB", 4)
 
 
+def mask_of(trial: FrozenTrial) -> SkipMask:
+    return SkipMask.parse(trial.user_attrs["skip_mask"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["replay", "random", "tpe"])
 def test_both_are_searched_resumed_replayed_and_decoded_with(
@@ -38,12 +43,13 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
     assert "64, 32, 16, 8, 4 token ids" in said
     assert run.main(["--study", str(tmp_path / "study"), "--trials", "8"]) in (0, 1)
     trials = trials_of(tmp_path / "study")
-    found = {SkipMask.parse(trial.user_attrs["skip_mask"]).bits for trial in trials}
-    assert found >= ({None} if sampler == "replay" else {None, *bits})
+    found = {mask_of(trial).bits for trial in trials}
+    # Which of them `replay` expects to be fast is up to the clock of a model whose drafts all take the same time.
+    assert found and found <= {None, *bits} if sampler == "replay" else found == {None, *bits}
     assert {trial.params["draft_vocab"] for trial in trials} <= set(SIZES)
     model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
     for trial in trials:
-        mask = SkipMask.parse(trial.user_attrs["skip_mask"])
+        mask = mask_of(trial)
         assert mask.bits == (trial.params["draft_bits"] if len(bits) > 1 else 8 if trial.params["draft_int8"] else None)
         assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
         # Replayed counts are those of decoding, narrowed or not.
@@ -53,7 +59,12 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
             ids = [model.generate("w1 w2 w3", max_new_tokens=8, config=one).ids for one in (config, plain)]
             assert ids[0] == ids[1]
     if sampler == "replay":
-        assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
+        said, found = (
+            capsys.readouterr().out,
+            {mask_of(trial).bits for trial in trials if trial.state.name == "COMPLETE"},
+        )
+        assert ("exact in 100 %, error median 0.00 %" in said) is (None in found)
+        assert ("trials with rounded weights" in said) is (found != {None})
         costs = json.loads((tmp_path / "study" / "summary.json").read_text())["costs"]["first"]
         assert all(len(costs[f"int{one}_s"]) == 3 for one in bits)
         sizes = {"32", "16", "8", "4"}
