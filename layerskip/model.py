@@ -159,8 +159,8 @@ class LayerSkipModel:
         name_or_path: str | os.PathLike[str],
         *,
         config: DecodeConfig | str | os.PathLike[str] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
         quantization: QuantizationName | None = None,
         engine: str = "auto",
         device_map: DeviceMap | None = None,
@@ -175,7 +175,7 @@ class LayerSkipModel:
         Hugging Face takes a `generation_config.json`; where there is none, or with looks_for_config=False, the model
         decodes plainly.
         device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
-        checkpoint's own; or `float32`, `bfloat16`, `float16`. engine: see the class.
+        checkpoint's own; or `float32`, `bfloat16`, `float16`, by name or as of torch. engine: see the class.
         quantization: `int8` rounds the weights of linear modules to 8 bits with a scale for each output, the output
         embedding's among them, `int4` to 4 bits with a scale and a zero for 32 inputs, and the output embedding's to 8
         (as torchao does; needs the extra `quantized`). What is decoded is then that model's output. None: what the
@@ -209,7 +209,12 @@ class LayerSkipModel:
 
     @classmethod
     def from_config(
-        cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **arguments: Any
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        **arguments: Any,
     ) -> LayerSkipModel:
         """The model that an exported config names, under that config and on the engine it was tuned with.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,13 +118,14 @@ class GroupReader(Protocol):
     def read(self, record: Mapping[str, Any], source: str) -> str | None: ...
 
 
-def read_prompts(path: Path, grouping: GroupReader | None = None) -> tuple[Prompt, ...]:
+def read_prompts(path: str | os.PathLike[str], grouping: GroupReader | None = None) -> tuple[Prompt, ...]:
     """Every prompt of a JSONL file; blank lines are skipped, each other line has one of the three shapes.
 
     Beside the shape's own fields a line may have the one that `grouping` reads; without it no prompt has a group.
 
     Raises: ValueError naming file and line, FileNotFoundError if there is no such file.
     """
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such prompt file")
     try:

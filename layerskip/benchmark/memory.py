@@ -13,7 +13,6 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.decoding.step_clock import StepClock
 from layerskip.engines import Engine
 from layerskip.huggingface.quantization.products import BYTES
-from layerskip.huggingface.quantization.weights import stored_bytes
 from layerskip.model import LayerSkipModel
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30
@@ -92,14 +91,15 @@ def step_bytes(model: LayerSkipModel) -> StepBytes:
     for layer, (attention, mlp), window, token, state in zip(
         adapter.layers, adapter.sublayers, adapter.windows, cached, states, strict=True
     ):
-        a, m = _parameter_bytes(attention), _parameter_bytes(mlp)
+        a, m = _parameter_bytes(attention, engine), _parameter_bytes(mlp, engine)
         experts = sum(one.nbytes for one in layer.parameters() if one.ndim == _EXPERTS_NDIM and one.shape[1] > 1)
-        layers.append(LayerBytes(a, m, _parameter_bytes([layer]) - a - m, token, window, state, experts))
+        layers.append(LayerBytes(a, m, _parameter_bytes([layer], engine) - a - m, token, window, state, experts))
     head: Any = model.model.get_output_embeddings()
     config = adapter.text_config
     count = next((n for one in _COUNTS if (n := getattr(config, one, None))), None)
     share = 1.0 if count is None else config.num_experts_per_tok / count
-    return StepBytes(tuple(layers), _parameter_bytes([head]), head.weight.itemsize, share)
+    head_bytes = _parameter_bytes([head], engine)
+    return StepBytes(tuple(layers), head_bytes, max(1, head_bytes // head.weight.numel()), share)
 
 
 def read_bandwidth(engine: Engine) -> float:
@@ -132,6 +132,6 @@ def _token_bytes(buffer: torch.Tensor) -> int:
     return buffer[:, :, 0].numel() * buffer.element_size()
 
 
-def _parameter_bytes(modules: Iterable[nn.Module]) -> int:
-    unique = {id(parameter): stored_bytes(parameter) for module in modules for parameter in module.parameters()}
+def _parameter_bytes(modules: Iterable[nn.Module], engine: Engine) -> int:
+    unique = {id(parameter): engine.bytes_read(parameter) for module in modules for parameter in module.parameters()}
     return sum(unique.values())

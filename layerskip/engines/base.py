@@ -15,6 +15,7 @@ from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.growing_keys import growing_keys_backend
 from layerskip.huggingface.kv_cache import SharedLengthCache
+from layerskip.huggingface.quantization.weights import stored_bytes
 from layerskip.rounds.device_free_steps import DeviceFreeSteps
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.preparation import ForwardPlan
@@ -53,6 +54,10 @@ class Engine(ABC):
         """Whether a token's logits are the same to the bit however many tokens its forward computes, drafts or a
         prompt's pieces."""
         return False
+
+    def bytes_read(self, weight: torch.Tensor) -> int:
+        """That a step reads of one of the model's parameters."""
+        return stored_bytes(weight)
 
     def bits_refusal(self, bits: DraftBits) -> str | None:
         """What drafts with weights of so many bits need that there is not; None where they can be."""

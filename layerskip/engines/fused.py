@@ -24,6 +24,7 @@ from layerskip.engines.lean.linear import DenseLinear, Linear, fused
 from layerskip.engines.lean.models import (
     COMPILED_DECODERS,
     check_supported,
+    copied_weights,
     embedding_scale,
     rotary_of,
     weight_bytes,
@@ -32,7 +33,7 @@ from layerskip.engines.lean.rotary import RotaryRows, num_rotated, rotary_rows, 
 from layerskip.engines.lean.weight_layout import TorchLayers
 from layerskip.engines.native.experts import NativeExperts
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
-from layerskip.engines.native.linear import NativeLinear
+from layerskip.engines.native.linear import NativeLinear, packed_bytes
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
@@ -68,7 +69,8 @@ class FusedEngine(StatesEngine):
         """Why they are not compiled, if that was asked for; None where they are."""
         check_supported(adapter, self.refusal)
         if self.refusal is None:
-            if in_place is None and (lack := lack_of_room(weight_bytes(adapter), adapter.device)):
+            needed = sum(map(packed_bytes, copied_weights(adapter)))
+            if in_place is None and (lack := lack_of_room(needed, adapter.device)):
                 LOG.info("weights are read in place: a second copy needs %s", lack)
                 in_place = True
             self.maker: LayerMaker = NativeLayers(in_place=bool(in_place))
@@ -114,6 +116,10 @@ class FusedEngine(StatesEngine):
     def batch_invariant(self) -> bool:
         mixers = (NativeAttention, NativeRecurrent)
         return all(isinstance(one, mixers) and isinstance(two, NativeMlp | NativeExperts) for one, two in self.layers)
+
+    def bytes_read(self, weight: torch.Tensor) -> int:
+        packs = isinstance(self.maker, NativeLayers) and not self.maker.in_place
+        return packed_bytes(weight) if packs else super().bytes_read(weight)
 
     def bits_refusal(self, bits: DraftBits) -> str | None:
         if self.refusal is None:  # compiled for this CPU

@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 _SAMPLES_PER_TENSOR = 64
 
 
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
     """`auto` is CUDA where there is one, else the CPU. Raises ValueError for a device that is not there."""
+    device = str(device)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -48,21 +49,22 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
     """`auto` is float32 on a CPU (greedy output exact), else the checkpoint's own."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in names:
+    if name not in names:
         raise ValueError(f"dtype: must be 'auto' or one of {', '.join(names)}, got {dtype!r}")
-    return names[dtype]
+    return names[name]
 
 
 def load_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    device: str,
-    dtype: str,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
     quantization: QuantizationName | None = None,
     device_map: DeviceMap | None = None,
     **hub_arguments: Any,
@@ -76,7 +78,7 @@ def load_pretrained(
         if device_map is not None:
             raise ValueError(f"quantization: {quantization} needs a model on one device, got a device_map")
     if device_map is not None:
-        device_map = check_device_map(device_map, device)
+        device_map = check_device_map(device_map, str(device))
         _check_accelerate()
     target_device = resolve_device(device) if device_map is None else main_device(device_map)
     target_dtype = resolve_dtype(dtype, target_device)

@@ -246,9 +246,10 @@ def test_a_saved_model_loads(saved: Path, text_model: LayerSkipModel) -> None:
     expected = text_model.generate(TEXT, max_new_tokens=12, config=CONFIG)
     out = model.generate(TEXT, max_new_tokens=12)
     assert (out.ids, out.text) == (expected.ids, expected.text)
-    half = LayerSkipModel.from_pretrained(saved, device="cpu", dtype="bfloat16")
-    assert half.dtype == torch.bfloat16
-    assert half.weights_fingerprint() == model.weights_fingerprint()
+    for half in ({"device": "cpu", "dtype": "bfloat16"}, {"device": torch.device("cpu"), "dtype": torch.bfloat16}):
+        loaded = LayerSkipModel.from_pretrained(saved, **half)
+        assert loaded.dtype == torch.bfloat16
+        assert loaded.weights_fingerprint() == model.weights_fingerprint()
 
 
 def test_an_exported_config_finds_its_model(saved: Path) -> None:
@@ -305,7 +306,8 @@ def test_what_cannot_be_loaded_is_said_in_one_line(saved: Path, tmp_path: Path) 
     for text in ("[]", '{"model_type": ["llama"]}', '{"model_type": "llama", "auto_map": null}'):
         (tmp_path / "strange" / "config.json").write_text(text)
         assert refused(tmp_path / "strange").startswith("model: cannot load ")
-    assert refused(saved, dtype="int3").startswith("dtype: must be 'auto' or one of float32, bfloat16, float16, got")
+    for dtype in ("int3", torch.int8):
+        assert refused(saved, dtype=dtype).startswith("dtype: must be 'auto' or one of float32, bfloat16, float16, got")
     assert refused(saved, device="gpu").startswith("device: must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'")
 
 

@@ -35,10 +35,14 @@ def embedding_scale(decoder: Any) -> float:
     return float(torch.tensor(scale, dtype=embedding.weight.dtype))
 
 
+def copied_weights(adapter: ModelAdapter) -> list[torch.Tensor]:
+    """What a second copy is made of: experts are read in place."""
+    return [*(one for one in adapter.matrices if one.ndim == 2), adapter.head.weight]
+
+
 def weight_bytes(adapter: ModelAdapter) -> int:
-    """Of what a second copy is made of: experts are read in place."""
-    own = [*(one for one in adapter.matrices if one.ndim == 2), adapter.head.weight]
-    return sum(stored_bytes(one) for one in own)
+    """Of `copied_weights`."""
+    return sum(stored_bytes(one) for one in copied_weights(adapter))
 
 
 def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:

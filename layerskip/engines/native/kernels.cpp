@@ -20,11 +20,11 @@ namespace {
 #ifdef __AVX512F__
 constexpr int LANES = 16, VECTORS = 4;  // of 32 registers, 24 sum up six rows
 constexpr long BLOCK_AHEAD = 0;         // how many bytes ahead a block is fetched, 0: not
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
 constexpr long BLOCK_AHEAD = 2048;
 #else
-#error "this CPU lacks AVX2 and FMA"
+#error "this CPU lacks AVX2, FMA and F16C"
 #endif
 constexpr int BLOCK = LANES * VECTORS;  // outputs that lie together, input by input
 constexpr int MOST_ROWS = 6;            // that one reading of a block serves
@@ -44,6 +44,9 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 
 struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
   uint16_t bits;
 };
 struct Pair {
@@ -96,6 +99,7 @@ inline Floats load(const bfloat16* p) {
   __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
+inline Floats load(const float16* p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 #else
 inline Floats load(const int8_t* p) {
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
@@ -107,6 +111,7 @@ inline Floats load(const bfloat16* p) {
   __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   return (Floats)_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
+inline Floats load(const float16* p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 #endif
 
 inline float sum(Floats x) {
@@ -208,8 +213,12 @@ inline Floats exp(Floats x) {
 #endif
 }
 
-// INT8, INT4: by activations rounded to 16 bits; INT8_BY_FLOATS, INT4_BY_FLOATS: by activations as they are.
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_BY_FLOATS = 3, INT4 = 4, INT4_BY_FLOATS = 5 };
+// BFLOAT16: by activations rounded to it where the processor multiplies pairs; INT8, INT4: rounded to 16 bits;
+// *_BY_FLOATS: by activations as they are.
+enum Kind {
+  FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_BY_FLOATS = 3, INT4 = 4, INT4_BY_FLOATS = 5, BFLOAT16_BY_FLOATS = 6,
+  FLOAT16_BY_FLOATS = 7
+};
 
 }  // namespace
 
@@ -840,9 +849,10 @@ template <class Done> inline void product(const Matrix& m, const float* x, int c
 #ifdef __AVX512BF16__
     if (m.kind == BFLOAT16)
       rows_of_block((const Pair*)m.weight + b * BLOCK * num_pairs, num_pairs, pairs.data(), count, out);
-#else
-    if (m.kind == BFLOAT16) rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, out);
 #endif
+    if (m.kind == BFLOAT16_BY_FLOATS || (!IN_PAIRS && m.kind == BFLOAT16))
+      rows_of_block((const bfloat16*)m.weight + at, m.inputs, x, count, out);
+    if (m.kind == FLOAT16_BY_FLOATS) rows_of_block((const float16*)m.weight + at, m.inputs, x, count, out);
     if (m.kind == INT8) rows_of_block(m.weight, b, integers, count, out);
     if (m.kind == INT8_BY_FLOATS) rows_of_block((const int8_t*)m.weight + at, m.inputs, x, count, out);
     if (m.kind == INT4) rows_of_block(m.weight, b, grouped, count, out);

@@ -38,7 +38,7 @@ class NativeLayers(LayerMaker):
         found = library.load_kernels()
         if isinstance(found, str):
             raise ValueError(f"kernels: {found}")
-        self.kernels, self._bits, self._in_place = found, bits, in_place
+        self.kernels, self._bits, self.in_place = found, bits, in_place
 
     @staticmethod
     def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -52,12 +52,12 @@ class NativeLayers(LayerMaker):
 
     @property
     def description(self) -> str:
-        return "sublayers compiled for this CPU" + (", which read the weights in place" if self._in_place else "")
+        return "sublayers compiled for this CPU" + (", which read the weights in place" if self.in_place else "")
 
     def linear(
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
     ) -> NativeLinear:
-        return NativeLinear.of(self.kernels, weights, bias, order, bits=self._bits, in_place=self._in_place)
+        return NativeLinear.of(self.kernels, weights, bias, order, bits=self._bits, in_place=self.in_place)
 
     def rounded(self, bits: DraftBits) -> LayerMaker:
         return NativeLayers(bits=bits)

@@ -18,11 +18,13 @@ from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
 from layerskip.huggingface.quantization.products import rounded_groups, rounded_weights
-from layerskip.huggingface.quantization.weights import GROUP, Int4Weights, joined_quantized
+from layerskip.huggingface.quantization.weights import GROUP, Int4Weights, is_plain, joined_quantized, stored_bytes
 
 _QUAD = 4
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT8_BY_FLOATS, _INT4, _INT4_BY_FLOATS = range(2, 6)
+_HALF_BY_FLOATS = {torch.bfloat16: 6, torch.float16: 7}
+_ROWS_AT_ONCE, _LOOKED_AT = 4096, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class NativeLinear:
     weights: tuple[torch.Tensor, ...]
     """Packed, one (blocks, inputs / n, outputs of a block, n): n inputs lie together: of 8 bits 4 or 2, of
     bfloat16 2 or 1, as many as this CPU multiplies at once; of those 4 each weight is 128 too large, as unsigned
-    numbers. Those of 8 bits that are multiplied as floats lie one by one. Of 4 bits (blocks, inputs / 32, bytes of a
+    numbers. Those that are multiplied as floats lie one by one. Of 4 bits (blocks, inputs / 32, bytes of a
     `Group` in kernels.cpp)."""
     rows: torch.Tensor | None
     """In place, (outputs,), int64: the addresses of their weights."""
@@ -59,7 +61,8 @@ class NativeLinear:
     ) -> NativeLinear:
         """See `MakeLinear`. bits: rounded to 8 with a scale for each output, or to 4 with a scale and a zero for groups
         of inputs (to 8 where these do not fill groups), and packed, with activations rounded to 16 bits. Weights that
-        have 8 or 4 bits already are packed; of a float32 model activations then stay whole.
+        have 8 or 4 bits already are packed; of a float32 model activations then stay whole. So do they of float32
+        weights that are packed in the 16 bits of their checkpoint: the same products, of half the bytes.
 
         Cost: a copy of the weights, unless they are read in place. Raises: ValueError for another number format.
         """
@@ -83,6 +86,8 @@ class NativeLinear:
             return cls(kernels, len(rows), held[0].shape[1], kind, tuple(held), rows, None, bias)
         if is_whole:
             weight, scales = joined(weights, order).detach(), None
+            if is_float32 and (half := half_of(weight)) is not None:
+                weight, kind = weight.to(half), _HALF_BY_FLOATS[half]
         else:
             kind = _INT8 if bits is not None or not is_float32 else _INT8_BY_FLOATS
             own = own or rounded_weights(joined(weights, order).detach())
@@ -139,6 +144,19 @@ class NativeEnding:
     def part(self) -> library.Ending:
         """For the kernels."""
         return library.Ending(self.linear.matrix, norm_part(*self.norm), self.scale, self.total)
+
+
+def half_of(weight: torch.Tensor) -> torch.dtype | None:
+    """The number format of 16 bits that has all of these float32 numbers (outputs, inputs), as they were published."""
+    pieces = [weight[i : i + _ROWS_AT_ONCE] for i in range(0, len(weight), _ROWS_AT_ONCE)]
+    formats = (one for one in _HALF_BY_FLOATS if all(torch.equal(piece.to(one).float(), piece) for piece in pieces))
+    return next(formats, None)
+
+
+def packed_bytes(weight: torch.Tensor) -> int:
+    """Of such a weight as kernels read it; of float32 ones by a look at the first outputs."""
+    is_float32 = weight.ndim == 2 and is_plain(weight) and weight.dtype == torch.float32
+    return stored_bytes(weight) // (2 if is_float32 and half_of(weight[:_LOOKED_AT]) is not None else 1)
 
 
 def _groups(own: Int4Weights, block: int) -> torch.Tensor:

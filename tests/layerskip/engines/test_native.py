@@ -15,7 +15,7 @@ from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean.layers import Attention, FinishedLinear, Mlp
 from layerskip.engines.native import library
 from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
-from layerskip.engines.native.linear import NativeLinear
+from layerskip.engines.native.linear import NativeLinear, packed_bytes
 from layerskip.engines.native.recurrent import NativeLinearAttention, NativeShortConv
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ModelAdapter
@@ -288,6 +288,25 @@ def test_a_row_is_the_same_to_the_bit_however_many_there_are(form: str, dtype: t
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_weights_of_16_bits_have_the_same_products_of_half_the_bytes(dtype: torch.dtype) -> None:
+    kernels = library.load_kernels()
+    assert not isinstance(kernels, str)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(5000, 70, generator=generator).to(dtype).float()
+    weight[0], weight[1, 0] = 0.0, 3e-7  # which float16 has with fewer digits
+    weight = weight.to(dtype).float()
+    other = torch.cat([weight, weight[:1]])
+    other[-1, -1] = 1 + 2**-20  # no such number
+    half, whole = (NativeLinear.of(kernels, [one], None) for one in (weight, other))
+    assert (half.weights[0].dtype, whole.weights[0].dtype) == (dtype, torch.float32)
+    assert [packed_bytes(one) for one in (weight, weight.to(dtype), other[-1:])] == [700_000, 700_000, 280]
+    x = torch.randn(300, 70, generator=generator)
+    for num_rows in (1, 2, 6, 7, 24, 300):
+        assert torch.equal(half(x[:num_rows]), whole(x[:num_rows])[:, :5000])
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4", "bamba"])
 def test_weights_in_place_are_the_models_own(name: str) -> None:
     engine, packed = engine_of(name + IN_PLACE, torch.bfloat16), engine_of(name, torch.bfloat16)
@@ -378,7 +397,7 @@ class TestWhereThereAreNone:
     @needs_kernels
     def test_a_cpu_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(library, "_FLAGS", [one.replace("=native", "=x86-64") for one in library._FLAGS])
-        assert "this CPU lacks AVX2 and FMA" in self.refusal()
+        assert "this CPU lacks AVX2, FMA and F16C" in self.refusal()
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_a_record_may_say_how_its_tokens_are_chosen(tmp_path: Path, fields: dict
 
 def test_settings_that_cannot_be_decoded_with_are_named_with_their_line(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x", "temperature": 0.7}])
-    prompts = PromptSet("tuning", read_prompts(path))
+    prompts = PromptSet("tuning", read_prompts(str(path)))
     with pytest.raises(ValueError, match=re.escape(f"{path}:1: generation_config.num_beams: not supported")):
         encode_prompts(prompts, FakeModel(), room=4, generation_config=SimpleNamespace(num_beams=4))
 
