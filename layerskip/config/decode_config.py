@@ -706,7 +706,7 @@ def _named_from(weights: str, folder: Path) -> str:
         return weights
     at = Path(weights).absolute()
     near = os.path.relpath(at, folder).replace(os.sep, "/")
-    if near.startswith("../../"):
+    if near.startswith("../../../"):  # a regime's study lies in a folder of the whole study's
         return str(at)
     return near if near.startswith("../") else f"./{near}"
 
