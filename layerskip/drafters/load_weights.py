@@ -75,7 +75,7 @@ class WeightsLoader:
     def _maker(self) -> LayerMaker:
         """Of layers that only draft: in 8 bits and compiled for this CPU where that can be, else torch's.
 
-        They read a quarter of float32's weights, half of bfloat16's, and hardly a draft changes (`python -m
+        They read half of the weights' bytes, and hardly a draft changes (`python -m
         studies.engine.draft_bits`).
         """
         device = self.adapter.device

@@ -59,10 +59,8 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
             ids = [model.generate("w1 w2 w3", max_new_tokens=8, config=one).ids for one in (config, plain)]
             assert ids[0] == ids[1]
     if sampler == "replay":
-        said, found = (
-            capsys.readouterr().out,
-            {mask_of(trial).bits for trial in trials if trial.state.name == "COMPLETE"},
-        )
+        said = capsys.readouterr().out
+        found = {mask_of(trial).bits for trial in trials if trial.state.name == "COMPLETE"}
         assert ("exact in 100 %, error median 0.00 %" in said) is (None in found)
         assert ("trials with rounded weights" in said) is (found != {None})
         costs = json.loads((tmp_path / "study" / "summary.json").read_text())["costs"]["first"]

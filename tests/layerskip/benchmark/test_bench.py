@@ -709,6 +709,15 @@ def test_bytes_of_a_llama(name: str) -> None:
     assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB, size)
 
 
+def test_float32_weights_of_16_bits_are_counted_as_kernels_read_them() -> None:
+    model = LayerSkipModel(zoo.build("llama").bfloat16().float(), None, engine="fused")
+    halved = 1 if model.engine.refusal is not None else 2  # type: ignore[attr-defined]
+    found, whole = step_bytes(model), step_bytes(zoo.layerskip_of("llama"))
+    assert [whole.weight_size, whole.head] == [halved * found.weight_size, halved * found.head]
+    assert whole.layers[0].mlp == halved * found.layers[0].mlp
+    assert whole.layers[0].other == found.layers[0].other
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "qwen3-moe fused"])
 def test_of_experts_those_count_that_are_chosen(name: str) -> None:
     found = step_bytes(zoo.layerskip_of(name))
