@@ -191,8 +191,7 @@ def _early_exit(model: LayerSkipModel, config: DecodeConfig, exit_layer: int) ->
 def _assistant(model: LayerSkipModel, config: DecodeConfig, weights: DraftWeights) -> HuggingFaceWay:
     """The same draft model; `generate` reads what it follows from that model's generation config. With another
     tokenizer it is told of both, and encodes anew what is drafted, as ours does."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    loaded = load_pretrained(locate_weights(weights.path), device=str(model.device), dtype=dtype)
+    loaded = load_pretrained(locate_weights(weights.path), device=model.device, dtype=model.dtype)
     assistant: Any = loaded[0]
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = config.gamma, "constant"

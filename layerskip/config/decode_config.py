@@ -701,13 +701,15 @@ def _placed(weights: str, folder: Path) -> str:
 
 
 def _named_from(weights: str, folder: Path) -> str:
-    """The inverse of `_placed`; what does not lie near is named by its whole path."""
-    if is_hub_id(weights):
-        return weights
-    at = Path(weights).absolute()
-    near = os.path.relpath(at, folder).replace(os.sep, "/")
-    if near.startswith("../../../"):  # a regime's study lies in a folder of the whole study's
-        return str(at)
+    """The inverse of `_placed`."""
+    return weights if is_hub_id(weights) else near_path(Path(weights).absolute(), folder)
+
+
+def near_path(path: Path, folder: Path) -> str:
+    """An absolute path as a file in this folder names it: from there where it lies near, else whole."""
+    near = os.path.relpath(path, folder).replace(os.sep, "/")
+    if near.split("/").count("..") > 2:  # a regime's study lies in a folder of the whole study's
+        return str(path)
     return near if near.startswith("../") else f"./{near}"
 
 

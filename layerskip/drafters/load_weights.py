@@ -75,8 +75,7 @@ class WeightsLoader:
     def _maker(self) -> LayerMaker:
         """Of layers that only draft: in 8 bits and compiled for this CPU where that can be, else torch's.
 
-        They read half of the weights' bytes, and hardly a draft changes (`python -m
-        studies.engine.draft_bits`).
+        They read half of a checkpoint's bytes, and hardly a draft changes (`python -m studies.engine.draft_bits`).
         """
         device = self.adapter.device
         if self._records_lean or NativeLayers.refusal(device, self.adapter.dtype) is not None:
@@ -118,8 +117,9 @@ class WeightsLoader:
     def _draft_model(self, weights: DraftWeights) -> DraftModel:
         """Raises: ValueError if it is another one now, or its tokens cannot be compared or are more than it knows."""
         _check_fingerprint(weights)
-        dtype = str(self.adapter.dtype).removeprefix("torch.")
-        model, tokenizer = load_pretrained(locate_weights(weights.path), device=str(self.adapter.device), dtype=dtype)
+        model, tokenizer = load_pretrained(
+            locate_weights(weights.path), device=self.adapter.device, dtype=self.adapter.dtype
+        )
         difference = other_tokens(self.tokenizer, tokenizer)
         adapter = ModelAdapter(model)
         known = int(model.get_input_embeddings().weight.shape[0])

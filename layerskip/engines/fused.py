@@ -24,7 +24,6 @@ from layerskip.engines.lean.linear import DenseLinear, Linear, fused
 from layerskip.engines.lean.models import (
     COMPILED_DECODERS,
     check_supported,
-    copied_weights,
     embedding_scale,
     rotary_of,
     weight_bytes,
@@ -69,8 +68,7 @@ class FusedEngine(StatesEngine):
         """Why they are not compiled, if that was asked for; None where they are."""
         check_supported(adapter, self.refusal)
         if self.refusal is None:
-            needed = sum(map(packed_bytes, copied_weights(adapter)))
-            if in_place is None and (lack := lack_of_room(needed, adapter.device)):
+            if in_place is None and (lack := lack_of_room(weight_bytes(adapter, packed_bytes), adapter.device)):
                 LOG.info("weights are read in place: a second copy needs %s", lack)
                 in_place = True
             self.maker: LayerMaker = NativeLayers(in_place=bool(in_place))

@@ -20,6 +20,7 @@ from layerskip.config.decode_config import (
     UNTRAINED,
     QuantizationName,
     check_ways,
+    near_path,
 )
 from layerskip.config.sampling_regime import Sampling
 from layerskip.config.validated import MAX_GAMMA, OneLineErrors, without
@@ -332,9 +333,9 @@ def to_toml(spec: StudySpec, folder: Path) -> str:
         if value is None or (value == field.default and not field.is_required()):
             continue
         if name in ("prompts", "held_out") or (name == "model" and Path(value).is_absolute()):
-            value = _near(Path(value), folder)
+            value = near_path(Path(value), folder)
         if name == "draft_weights":
-            value = [_near(Path(one), folder) if Path(one).is_absolute() else one for one in value]
+            value = [near_path(Path(one), folder) if Path(one).is_absolute() else one for one in value]
         if name == "storage":
             value = _near_storage(value, folder)
         lines.append(f"{name} = {_toml_value(value)}")
@@ -387,7 +388,7 @@ def _resolve_storage(storage: str, base: Path) -> str:
 
 
 def _near_storage(storage: str, folder: Path) -> str:
-    return _with_file(storage, lambda path: _near(Path(path), folder))
+    return _with_file(storage, lambda path: near_path(Path(path), folder))
 
 
 def _with_file(storage: str, change: Callable[[str], str]) -> str:
@@ -413,12 +414,6 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:  # a name too long to be one
         return False
-
-
-def _near(path: Path, folder: Path) -> str:
-    relative = os.path.relpath(path, folder)
-    text = relative if relative.count("..") <= 2 else str(path)
-    return text if text.startswith(("/", "../")) else f"./{text}"
 
 
 def _toml_value(value: object) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import FrozenTrial
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.config.skip_mask import DRAFT_BITS
 from layerskip.engines.native.library import load_kernels
 from search import report, run
+from search.predict.costs import CostModel
 from search.study import space as space_module
 from search.study.space import vocabs_of
 from tests.search.helpers.studies import trials_of
@@ -26,15 +26,23 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "_LEAST_VOCAB", 4)
 
 
-def mask_of(trial: FrozenTrial) -> SkipMask:
-    return SkipMask.parse(trial.user_attrs["skip_mask"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["replay", "random", "tpe"])
 def test_both_are_searched_resumed_replayed_and_decoded_with(
-    tiny_study: list[str], tiny_model: Path, tmp_path: Path, capsys: Any, sampler: str
+    tiny_study: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
 ) -> None:
+    # In so small a model all drafts take the same time: which bits `replay` tries would be up to the clock.
+    draft_s = CostModel.draft_s
+    monkeypatch.setattr(
+        CostModel,
+        "draft_s",
+        lambda self, mask, **named: draft_s(self, mask, **named) * (1 if mask.bits is None else 10),
+    )
     given = [*tiny_study, "--drafters", "layer_skip", "--force", "--sampler", sampler]
     assert run.main([*given, "--trials", "4"]) in (0, 1)
     said = capsys.readouterr().out
@@ -43,13 +51,12 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
     assert "64, 32, 16, 8, 4 token ids" in said
     assert run.main(["--study", str(tmp_path / "study"), "--trials", "8"]) in (0, 1)
     trials = trials_of(tmp_path / "study")
-    found = {mask_of(trial).bits for trial in trials}
-    # Which of them `replay` expects to be fast is up to the clock of a model whose drafts all take the same time.
-    assert found and found <= {None, *bits} if sampler == "replay" else found == {None, *bits}
+    found = {SkipMask.parse(trial.user_attrs["skip_mask"]).bits for trial in trials}
+    assert found >= ({None} if sampler == "replay" else {None, *bits})
     assert {trial.params["draft_vocab"] for trial in trials} <= set(SIZES)
     model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
     for trial in trials:
-        mask = mask_of(trial)
+        mask = SkipMask.parse(trial.user_attrs["skip_mask"])
         assert mask.bits == (trial.params["draft_bits"] if len(bits) > 1 else 8 if trial.params["draft_int8"] else None)
         assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
         # Replayed counts are those of decoding, narrowed or not.
@@ -59,10 +66,7 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
             ids = [model.generate("w1 w2 w3", max_new_tokens=8, config=one).ids for one in (config, plain)]
             assert ids[0] == ids[1]
     if sampler == "replay":
-        said = capsys.readouterr().out
-        found = {mask_of(trial).bits for trial in trials if trial.state.name == "COMPLETE"}
-        assert ("exact in 100 %, error median 0.00 %" in said) is (None in found)
-        assert ("trials with rounded weights" in said) is (found != {None})
+        assert "exact in 100 %, error median 0.00 %" in capsys.readouterr().out
         costs = json.loads((tmp_path / "study" / "summary.json").read_text())["costs"]["first"]
         assert all(len(costs[f"int{one}_s"]) == 3 for one in bits)
         sizes = {"32", "16", "8", "4"}

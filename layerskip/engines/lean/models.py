@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,14 +36,10 @@ def embedding_scale(decoder: Any) -> float:
     return float(torch.tensor(scale, dtype=embedding.weight.dtype))
 
 
-def copied_weights(adapter: ModelAdapter) -> list[torch.Tensor]:
-    """What a second copy is made of: experts are read in place."""
-    return [*(one for one in adapter.matrices if one.ndim == 2), adapter.head.weight]
-
-
-def weight_bytes(adapter: ModelAdapter) -> int:
-    """Of `copied_weights`."""
-    return sum(stored_bytes(one) for one in copied_weights(adapter))
+def weight_bytes(adapter: ModelAdapter, bytes_of: Callable[[torch.Tensor], int] = stored_bytes) -> int:
+    """Of what a second copy is made of, each matrix counted so: experts are read in place."""
+    own = [*(one for one in adapter.matrices if one.ndim == 2), adapter.head.weight]
+    return sum(bytes_of(one) for one in own)
 
 
 def check_supported(adapter: ModelAdapter, refusal: str | None) -> None:
