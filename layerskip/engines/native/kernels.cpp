@@ -20,9 +20,11 @@ namespace {
 #ifdef __AVX512F__
 constexpr int LANES = 16, VECTORS = 4;  // of 32 registers, 24 sum up six rows
 constexpr long BLOCK_AHEAD = 0;         // how many bytes ahead a block is fetched, 0: not
+constexpr auto SHARED_HINT = _MM_HINT_T1;  // which cache further inputs are fetched to, see `Share`
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 constexpr int LANES = 8, VECTORS = 2;  // of 16 registers, 12
 constexpr long BLOCK_AHEAD = 2048;
+constexpr auto SHARED_HINT = _MM_HINT_T0;
 #else
 #error "this CPU lacks AVX2, FMA and F16C"
 #endif
@@ -344,7 +346,17 @@ struct Nearest {
 struct Share {
   const char* from;
   long step;  // bytes for each input
-  template <long BYTES> void fetch(const void*, long k) const { _mm_prefetch(from + k * step, _MM_HINT_T0); }
+
+  // For rows from `row` of `count`, at most `most` of them at once; `length` inputs come next, each of so many bytes.
+  Share(const void* next, long bytes, long length, int row, int count, int most) {
+    long pieces = (count + most - 1) / most;
+    step = (bytes + pieces - 1) / pieces;
+    from = (const char*)next + row * pieces / count * step * length;
+  }
+  template <long BYTES> void fetch(const void*, long k) const {
+#pragma GCC unroll 8
+    for (long i = 0; i < (BYTES + 127) / 128; i++) _mm_prefetch(from + k * step + i * 64, SHARED_HINT);
+  }
 };
 
 // Adds to R rows' outputs of one block what further inputs say: x (R, stride), out (R, BLOCK).
@@ -354,7 +366,6 @@ inline void block(const W* weight, long inputs, const float* x, long stride, flo
   for (int v = 0; v < VECTORS; v++)
     for (int r = 0; r < R; r++) sums[v][r] = load(out + r * BLOCK + v * LANES);
   for (long k = 0; k < inputs; k++) {
-    if (R > 1 || sizeof(W) < 4) ahead.template fetch<BLOCK * sizeof(W)>(weight + k * BLOCK, k);
     Floats w[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) w[v] = load(weight + k * BLOCK + v * LANES);
@@ -364,6 +375,7 @@ inline void block(const W* weight, long inputs, const float* x, long stride, flo
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) sums[v][r] += w[v] * one;
     }
+    if (R > 1 || sizeof(W) < 4) ahead.template fetch<BLOCK * sizeof(W)>(weight + k * BLOCK, k);
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < VECTORS; v++) store(out + r * BLOCK + v * LANES, sums[v][r]);
@@ -371,7 +383,8 @@ inline void block(const W* weight, long inputs, const float* x, long stride, flo
 
 #ifdef __AVX512BF16__
 // The same of pairs of inputs: the processor multiplies and adds two at once.
-template <class W, int R> inline void block(const W* weight, long inputs, const Pair* x, long stride, float* out) {
+template <class W, int R, class Ahead = Nearest>
+inline void block(const W* weight, long inputs, const Pair* x, long stride, float* out, Ahead ahead = {}) {
   __m512 sums[VECTORS][R];
   for (int v = 0; v < VECTORS; v++)
     for (int r = 0; r < R; r++) sums[v][r] = _mm512_loadu_ps(out + r * BLOCK + v * LANES);
@@ -387,6 +400,7 @@ template <class W, int R> inline void block(const W* weight, long inputs, const 
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) sums[v][r] = _mm512_dpbf16_ps(sums[v][r], w[v], one);
     }
+    ahead.template fetch<BLOCK * sizeof(W)>(weight + k * BLOCK, k);
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(out + r * BLOCK + v * LANES, sums[v][r]);
@@ -410,10 +424,10 @@ template <int MOST = MOST_ROWS, class Some> inline void for_rows(int count, Some
     n = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
     if (n == 1) some(std::integral_constant<int, 1>(), row);
     if (n == 2) some(std::integral_constant<int, 2>(), row);
-    if constexpr (MOST >= 4) {
+    if constexpr (MOST >= 3)
       if (n == 3) some(std::integral_constant<int, 3>(), row);
+    if constexpr (MOST >= 4)
       if (n == 4) some(std::integral_constant<int, 4>(), row);
-    }
     if constexpr (MOST >= 6) {
       if (n == 5) some(std::integral_constant<int, 5>(), row);
       if (n == 6) some(std::integral_constant<int, 6>(), row);
@@ -424,7 +438,7 @@ template <int MOST = MOST_ROWS, class Some> inline void for_rows(int count, Some
 // Of `count` rows x (count, inputs) the outputs of one block.
 template <class W, class X> inline void rows_of_block(const W* weight, long inputs, const X* x, int count, float* out) {
   memset(out, 0, size_t(count) * BLOCK * sizeof(float));
-  bool share = BLOCK_AHEAD > 0 && count > MOST_ROWS && count <= MOST_SHARING;
+  bool share = count > MOST_ROWS && count <= MOST_SHARING;
   long step = share ? INPUTS_SHARED : count > MOST_ROWS ? INPUTS_AT_ONCE : inputs;
   for (long first = 0; first < inputs; first += step) {
     long length = inputs - first < step ? inputs - first : step;
@@ -432,10 +446,9 @@ template <class W, class X> inline void rows_of_block(const W* weight, long inpu
     for_rows(count, [&](auto rows, int row) {
       constexpr int R = rows.value;
       const X* some = x + row * inputs + first;
-      if constexpr (BLOCK_AHEAD > 0 && R > 1)
+      if constexpr (R > 1)
         if (share) {
-          long bytes = BLOCK * sizeof(W);
-          Share ahead = {(const char*)next + bytes * length * row / count, (bytes * R + count - 1) / count};
+          Share ahead(next, BLOCK * sizeof(W), length, row, count, MOST_ROWS);
           return block<W, R>(from, length, some, inputs, out + row * BLOCK, ahead);
         }
       block<W, R>(from, length, some, inputs, out + row * BLOCK);
@@ -623,45 +636,74 @@ struct Digits {
 
 typedef Digits InputsOf8Bits;
 
-// Of R rows, V vectors of outputs of one block of 8-bit weights, each 128 too large, in quads.
-template <int R, int V> inline void block(const uint8_t* weight, const Digits& x, int row, float* out) {
-  const int8_t* digits = x.bytes.data() + row * x.num_quads * 8;
-  Ints high[V][R], low[V][R];
-  for (int v = 0; v < V; v++)
+inline void add(Ints more, int32_t* sums) {
+  Ints found;
+  memcpy(&found, sums, sizeof found);
+  found += more;
+  memcpy(sums, &found, sizeof found);
+}
+
+// Adds to R rows' sums (R, 2, BLOCK) of products with high and low digits what some quads of inputs of one block of 8-bit
+// weights, each 128 too large, say.
+template <int R, class Ahead>
+inline void block(const uint8_t* weight, long quads, const int8_t* digits, long stride, int32_t* sums, Ahead ahead) {
+  Ints high[VECTORS][R], low[VECTORS][R];
+  for (int v = 0; v < VECTORS; v++)
     for (int r = 0; r < R; r++) high[v][r] = low[v][r] = Ints{};
-  for (long k = 0; k < x.num_quads; k++) {
-    Ints w[V];
+  for (long k = 0; k < quads; k++) {
+    Ints w[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) memcpy(&w[v], weight + (k * BLOCK + v * LANES) * 4, sizeof w[v]);
+    for (int v = 0; v < VECTORS; v++) memcpy(&w[v], weight + (k * BLOCK + v * LANES) * 4, sizeof w[v]);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t first, second;
-      memcpy(&first, digits + r * x.num_quads * 8 + k * 4, 4);
-      memcpy(&second, digits + (2 * r + 1) * x.num_quads * 4 + k * 4, 4);
+      memcpy(&first, digits + 2 * r * stride + k * 4, 4);
+      memcpy(&second, digits + (2 * r + 1) * stride + k * 4, 4);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) {
+      for (int v = 0; v < VECTORS; v++) {
         high[v][r] = plus_products(high[v][r], w[v], first);
         low[v][r] = plus_products(low[v][r], w[v], second);
       }
     }
+    ahead.template fetch<BLOCK * 4>(weight + k * BLOCK * 4, k);
   }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) {
-      const int32_t* sums = x.sums.data() + (row + r) * 2;
-      Floats found = __builtin_convertvector(high[v][r] - 128 * sums[0], Floats) * 256.0f +
-                     __builtin_convertvector(low[v][r] - 128 * sums[1], Floats);
-      store(out + (row + r) * BLOCK + v * LANES, found * x.scales[row + r]);
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      add(high[v][r], sums + 2 * r * BLOCK + v * LANES);
+      add(low[v][r], sums + (2 * r + 1) * BLOCK + v * LANES);
     }
 }
 
 // Of `count` rows the outputs of block b of 8-bit weights.
 inline void rows_of_block(const void* weights, long b, const Digits& x, int count, float* out) {
+  constexpr int MOST = MOST_ROWS / 2;  // each has two sums
   const uint8_t* weight = (const uint8_t*)weights + b * BLOCK * x.num_quads * 4;
-  for_rows(count, [&](auto rows, int row) {
-    constexpr int R = rows.value, V = R <= MOST_ROWS / 2 ? VECTORS : VECTORS / 2;
-    for (int first = 0; first < VECTORS; first += V)
-      block<R, V>(weight + first * LANES * 4, x, row, out + first * LANES);
-  });
+  std::vector<int32_t> sums(size_t(count) * 2 * BLOCK);
+  long step = count > MOST ? INPUTS_SHARED / 4 : x.num_quads, stride = x.num_quads * 4;
+  for (long first = 0; first < x.num_quads; first += step) {
+    long length = x.num_quads - first < step ? x.num_quads - first : step;
+    const uint8_t *from = weight + first * BLOCK * 4, *next = from + length * BLOCK * 4;
+    for_rows<MOST>(count, [&](auto rows, int row) {
+      constexpr int R = rows.value;
+      const int8_t* digits = x.bytes.data() + row * 2 * stride + first * 4;
+      int32_t* own = sums.data() + size_t(row) * 2 * BLOCK;
+      if (count > MOST && count <= MOST_SHARING)
+        block<R>(from, length, digits, stride, own, Share(next, BLOCK * 4, length, row, count, MOST));
+      else
+        block<R>(from, length, digits, stride, own, Nearest());
+    });
+  }
+  for (int r = 0; r < count; r++)
+    for (int v = 0; v < VECTORS; v++) {
+      const int32_t *own = sums.data() + size_t(r) * 2 * BLOCK + v * LANES, *digits = x.sums.data() + 2 * r;
+      Ints high, low;
+      memcpy(&high, own, sizeof high), memcpy(&low, own + BLOCK, sizeof low);
+      Floats found = __builtin_convertvector(high - 128 * digits[0], Floats) * 256.0f +
+                     __builtin_convertvector(low - 128 * digits[1], Floats);
+      store(out + r * BLOCK + v * LANES, found * x.scales[r]);
+    }
 }
 
 #else
