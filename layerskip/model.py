@@ -25,9 +25,10 @@ from layerskip.drafters.draft_weights import has_other_tokenizer
 from layerskip.drafters.load_weights import WeightsLoader
 from layerskip.engines import Engine, make_engine, tree_refusal
 from layerskip.engines.cuda_graph.engine import CudaGraphEngine
+from layerskip.engines.native.layers import NativeLayers
 from layerskip.huggingface.adapter import ModelAdapter
 from layerskip.huggingface.device_map import DeviceMap
-from layerskip.huggingface.loading import load_pretrained, weights_fingerprint
+from layerskip.huggingface.loading import load_pretrained, resolve_device, weights_fingerprint
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.quantization.products import lack_of_rounded_room
 from layerskip.huggingface.quantization.weights import quantization_of
@@ -174,8 +175,10 @@ class LayerSkipModel:
         config: None takes the `decode_config.json` that lies next to the model (`DecodeConfig.save_pretrained`), as
         Hugging Face takes a `generation_config.json`; where there is none, or with looks_for_config=False, the model
         decodes plainly.
-        device: `auto` is CUDA where there is one, else the CPU. dtype: `auto` is float32 on a CPU, else the
-        checkpoint's own; or `float32`, `bfloat16`, `float16`, by name or as of torch. engine: see the class.
+        device: `auto` is CUDA where there is one, else the CPU. dtype: `float32`, `bfloat16`, `float16`, by name or as
+        of torch; `auto` is what the config was tuned in, or else the checkpoint's own, but on a CPU float32 unless that
+        is bfloat16 and there are kernels to decode it (a C++ compiler, and an engine other than `eager`). engine: see
+        the class.
         quantization: `int8` rounds the weights of linear modules to 8 bits with a scale for each output, the output
         embedding's among them, `int4` to 4 bits with a scale and a zero for 32 inputs, and the output embedding's to 8
         (as torchao does; needs the extra `quantized`). What is decoded is then that model's output. None: what the
@@ -195,14 +198,16 @@ class LayerSkipModel:
             config = _config_next_to(name_or_path, hub_arguments)
         if config is not None:
             config.check_consent(allow_lossy=allow_lossy)  # loading may take minutes
-            if quantization is None and config.provenance is not None:
-                quantization = config.provenance.quantization
+        if (tuned := None if config is None else config.provenance) is not None:
+            quantization = quantization or tuned.quantization
+            dtype = tuned.dtype if dtype == "auto" else dtype
         model, tokenizer = load_pretrained(
             name_or_path,
             device=device,
             dtype=dtype,
             quantization=quantization,
             device_map=device_map,
+            cpu_bfloat16=device_map is None and engine != "eager" and _has_kernels(resolve_device(device)),
             **hub_arguments,
         )
         return cls(model, tokenizer, config, engine=engine, allow_lossy=allow_lossy)
@@ -216,7 +221,8 @@ class LayerSkipModel:
         dtype: str | torch.dtype = "auto",
         **arguments: Any,
     ) -> LayerSkipModel:
-        """The model that an exported config names, under that config and on the engine it was tuned with.
+        """The model that an exported config names, under that config, as it was tuned: in what number format, on which
+        engine.
 
         Arguments as for `from_pretrained`. Warns where torch uses another number of CPU threads than the search did:
         that is the process's own setting, so it is not changed here.
@@ -610,6 +616,11 @@ def finish_reason(ids: Sequence[int], request: DecodeRequest) -> str:
 def resolve_model_path(model: str, config_path: Path) -> str:
     """A config's model: `./name` is relative to the folder of the config file, anything else is taken as it is."""
     return str((config_path.parent / model).resolve()) if model.startswith("./") else model
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether bfloat16 is decoded there by kernels, to the same bits in any number of rows."""
+    return NativeLayers.refusal(device, torch.bfloat16) is None
 
 
 def _config_next_to(name: str | os.PathLike[str], hub_arguments: dict[str, Any]) -> DecodeConfig | None:

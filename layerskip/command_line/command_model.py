@@ -107,7 +107,7 @@ def load_model(
         name,
         config=config,
         device=arguments.device,
-        dtype=arguments.dtype or (tuned.dtype if tuned is not None else "auto"),
+        dtype=arguments.dtype or "auto",
         quantization=arguments.quantization,
         engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
         device_map=device_map,

@@ -49,15 +49,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    """`auto` is float32 on a CPU (greedy output exact), else the checkpoint's own."""
+def named_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """None for `auto`. Raises ValueError for an unknown one."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     name = str(dtype).removeprefix("torch.")
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    if name not in names:
+    if name != "auto" and name not in names:
         raise ValueError(f"dtype: must be 'auto' or one of {', '.join(names)}, got {dtype!r}")
-    return names[name]
+    return names.get(name)
 
 
 def load_pretrained(
@@ -67,9 +65,11 @@ def load_pretrained(
     dtype: str | torch.dtype,
     quantization: QuantizationName | None = None,
     device_map: DeviceMap | None = None,
+    cpu_bfloat16: bool = False,
     **hub_arguments: Any,
 ) -> tuple[Any, Any]:
-    """(model in evaluation mode, tokenizer or None). See `LayerSkipModel.from_pretrained`."""
+    """(model in evaluation mode, tokenizer or None). See `LayerSkipModel.from_pretrained`; cpu_bfloat16: whether `auto`
+    keeps bfloat16 on a CPU."""
     refuse_tensor_parallel(hub_arguments)
     if quantization is not None:
         if quantization not in get_args(QuantizationName):
@@ -81,7 +81,7 @@ def load_pretrained(
         device_map = check_device_map(device_map, str(device))
         _check_accelerate()
     target_device = resolve_device(device) if device_map is None else main_device(device_map)
-    target_dtype = resolve_dtype(dtype, target_device)
+    asked_dtype = named_dtype(dtype)
     name = os.fspath(name_or_path)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -94,9 +94,13 @@ def load_pretrained(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The following device_map keys", category=UserWarning)  # below
+            config = AutoConfig.from_pretrained(name, **_for_any_part(hub_arguments))
+            published = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+            keeps = target_device.type != "cpu" or (cpu_bfloat16 and published == torch.bfloat16)
+            own_dtype = "auto" if keeps else torch.float32
             model = (
-                _auto_class(name, hub_arguments)
-                .from_pretrained(name, dtype=target_dtype, use_safetensors=True, **placed, **hub_arguments)
+                _auto_class(config)
+                .from_pretrained(name, dtype=asked_dtype or own_dtype, use_safetensors=True, **placed, **hub_arguments)
                 .eval()
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -110,9 +114,8 @@ def load_pretrained(
     return model, _load_tokenizer(name, hub_arguments)
 
 
-def _auto_class(name: str, hub_arguments: dict[str, Any]) -> Any:
+def _auto_class(config: Any) -> Any:
     """What loads it: some models that see pictures too, such as Mistral 3 and Qwen3-VL, are no causal LM's by name."""
-    config = AutoConfig.from_pretrained(name, **_for_any_part(hub_arguments))
     own = getattr(config, "auto_map", None) or {}
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own
     sees_pictures = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

@@ -62,7 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
 
     def loaded(quantization: QuantizationName | None) -> LayerSkipModel:
-        return LayerSkipModel.from_pretrained(arguments.model, quantization=quantization, looks_for_config=False)
+        how = {"dtype": "float32", "quantization": quantization, "looks_for_config": False}
+        return LayerSkipModel.from_pretrained(arguments.model, **how)
 
     model = loaded(None)
     plain = DecodeConfig.plain(model.num_layers)

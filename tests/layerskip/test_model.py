@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, RegimeSetting, Sampling, SkipMask
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
+from layerskip.engines.native import library
 from tests.layerskip import zoo
 
 CONFIG = DecodeConfig(skip_mask=SkipMask.from_layers(4, [3]), gamma=4)
@@ -252,6 +253,22 @@ def test_a_saved_model_loads(saved: Path, text_model: LayerSkipModel) -> None:
         assert loaded.weights_fingerprint() == model.weights_fingerprint()
 
 
+@pytest.mark.parametrize("published", [torch.bfloat16, torch.float16, torch.float32])
+def test_auto_keeps_bfloat16_on_a_cpu_where_kernels_decode_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: torch.dtype
+) -> None:
+    zoo.build("llama").to(published).save_pretrained(tmp_path)
+
+    def loaded(engine: str) -> torch.dtype:
+        return LayerSkipModel.from_pretrained(tmp_path, device="cpu", engine=engine).dtype
+
+    is_kept = published == torch.bfloat16 and not isinstance(library.load_kernels(), str)
+    assert loaded("fused") == (torch.bfloat16 if is_kept else torch.float32)
+    assert loaded("eager") == torch.float32
+    monkeypatch.setattr(library, "load_kernels", lambda: "no C++ compiler")
+    assert loaded("fused") == torch.float32
+
+
 def test_an_exported_config_finds_its_model(saved: Path) -> None:
     model = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager")
     provenance = Provenance(
@@ -265,6 +282,11 @@ def test_an_exported_config_finds_its_model(saved: Path) -> None:
     config.save(saved.parent / "best.json")
     loaded = LayerSkipModel.from_config(saved.parent / "best.json", device="cpu", engine="eager")
     assert loaded.config == config
+    rounded = provenance.model_copy(update={"dtype": "bfloat16"})
+    config.model_copy(update={"provenance": rounded}).save(saved.parent / "best.json")
+    for asked, expected in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        loaded = LayerSkipModel.from_config(saved.parent / "best.json", device="cpu", dtype=asked, engine="eager")
+        assert loaded.dtype == expected
     CONFIG.save(saved.parent / "unknown.json")
     with pytest.raises(ValueError, match=r"unknown.json: provenance: is required to know the model"):
         LayerSkipModel.from_config(saved.parent / "unknown.json")
