@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import transformers
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.engines import EagerEngine, check_agreement, make_engine
+from layerskip.engines import EagerEngine, check_agreement, choice, make_engine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean.layers import Norm
 from layerskip.engines.lean.rotary import RotaryRows
@@ -187,13 +189,32 @@ def test_auto_takes_the_faster_engine_and_says_why(monkeypatch: pytest.MonkeyPat
     adapter = ModelAdapter(zoo.build("llama"))
     for milliseconds, expected in (({"fused": 1.0, "eager": 2.0}, "fused"), ({"fused": 3.0, "eager": 2.0}, "eager")):
         monkeypatch.setattr(
-            "layerskip.engines.choice._decode_and_verify_ms", lambda engine, ms=milliseconds: ms[engine.name]
+            "layerskip.engines.choice._decode_and_verify_ms", lambda engine, _, ms=milliseconds: ms[engine.name]
         )
         choice = make_engine("auto", adapter)
         assert choice.engine.name == expected
         times = f"{milliseconds['fused']:.2f} ms fused, 2.00 ms eager"
         why = "; not compiled for this CPU: no C++ compiler" if expected == "fused" else ""
         assert choice.reason == f"one token and then four take {times}{why}"
+
+
+@pytest.mark.parametrize(("seconds", "num_forwards"), [(0.02, 2), (0.0, 7)])
+def test_an_engine_that_is_far_slower_is_timed_once(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, num_forwards: int
+) -> None:
+    engine = EagerEngine(ModelAdapter(zoo.build("llama")))
+    counts: list[int] = []
+    forward = engine.forward
+
+    def counted(ids: torch.Tensor, **how: Any) -> torch.Tensor:
+        counts.append(len(ids))
+        time.sleep(seconds)
+        return forward(ids, **how)
+
+    monkeypatch.setattr(engine, "forward", counted)
+    ms = choice._decode_and_verify_ms(engine, 2.0 if seconds else math.inf)
+    assert counts[1:] == [1] * num_forwards + [4] * num_forwards
+    assert ms >= 2000 * seconds
 
 
 def test_where_fused_cannot_serve_auto_falls_back_aloud_and_asking_for_it_fails() -> None:

@@ -45,7 +45,7 @@ def test_auto_takes_the_fastest_and_says_why(monkeypatch: pytest.MonkeyPatch) ->
     adapter, engines = ModelAdapter(zoo.build("llama")), []
     for times in ({"fused": 2.0, "cuda_graph": 1.0, "eager": 3.0}, {"fused": 1.0, "cuda_graph": 2.0, "eager": 3.0}):
 
-        def measured(engine: Any, times: dict[str, float] = times) -> float:
+        def measured(engine: Any, _: float, times: dict[str, float] = times) -> float:
             engines.append(engine)
             return times[engine.name]
 
@@ -111,7 +111,7 @@ def test_a_mixture_of_experts_that_waits_is_refused_before_anything_is_recorded(
 
 @pytest.mark.usefixtures("has_graphs")
 def test_a_recording_that_fails_while_it_is_timed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(engine: Any) -> float:
+    def measured(engine: Any, _: float) -> float:
         if engine.name == "cuda_graph":
             raise RuntimeError("CUDA error: out of memory")
         return 1.0
@@ -144,7 +144,7 @@ def test_layers_are_compiled_where_that_is_faster_and_affordable(
     monkeypatch: pytest.MonkeyPatch, compiled_ms: float, most_s: float, expected: str
 ) -> None:
     monkeypatch.setattr(choice, "_MOST_COMPILE_S", most_s)
-    monkeypatch.setattr(choice, "_decode_and_verify_ms", lambda engine: compiled_ms if is_compiled(engine) else 2.0)
+    monkeypatch.setattr(choice, "_decode_and_verify_ms", lambda engine, *_: compiled_ms if is_compiled(engine) else 2.0)
     taken = make_engine("cuda_graph", ModelAdapter(zoo.build("llama")))
     assert taken.reason.startswith(f"asked for; {expected}")
     assert f"{compiled_ms:.2f} ms compiled, 2.00 ms as they are" in taken.reason
@@ -156,7 +156,7 @@ def test_auto_times_the_better_of_compiled_and_uncompiled(monkeypatch: pytest.Mo
     monkeypatch.setattr(choice, "_MOST_COMPILE_S", 60.0)
     times = {"fused": 3.0, "eager": 4.0}
     monkeypatch.setattr(
-        choice, "_decode_and_verify_ms", lambda one: times.get(one.name) or (1.0 if is_compiled(one) else 2.0)
+        choice, "_decode_and_verify_ms", lambda one, *_: times.get(one.name) or (1.0 if is_compiled(one) else 2.0)
     )
     taken = make_engine("auto", ModelAdapter(zoo.build("llama")))
     assert taken.reason.startswith("one token and then four take 3.00 ms fused, 1.00 ms cuda_graph, 4.00 ms eager; ")
@@ -166,7 +166,7 @@ def test_auto_times_the_better_of_compiled_and_uncompiled(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("compiles")
 def test_layers_that_cannot_be_compiled_or_may_not_be_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_decode_and_verify_ms", lambda engine: 0.1 if is_compiled(engine) else 2.0)
+    monkeypatch.setattr(choice, "_decode_and_verify_ms", lambda engine, *_: 0.1 if is_compiled(engine) else 2.0)
     adapter = ModelAdapter(zoo.build("llama"))
     monkeypatch.setattr(choice, "CompiledFunctions", lambda: CompiledFunctions("no such backend"))
     taken = make_engine("cuda_graph", adapter)
