@@ -95,7 +95,7 @@ def load_pretrained(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The following device_map keys", category=UserWarning)  # below
             config = AutoConfig.from_pretrained(name, **_for_any_part(hub_arguments))
-            published = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+            published = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
             keeps = target_device.type != "cpu" or (cpu_bfloat16 and published == torch.bfloat16)
             own_dtype = "auto" if keeps else torch.float32
             model = (
