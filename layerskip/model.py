@@ -614,8 +614,9 @@ def finish_reason(ids: Sequence[int], request: DecodeRequest) -> str:
 
 
 def resolve_model_path(model: str, config_path: Path) -> str:
-    """A config's model: `./name` is relative to the folder of the config file, anything else is taken as it is."""
-    return str((config_path.parent / model).resolve()) if model.startswith("./") else model
+    """A config's model: `./name` and `../name` are relative to the folder of the config file, anything else is taken as
+    it is."""
+    return str((config_path.parent / model).resolve()) if model.startswith(("./", "../")) else model
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -134,7 +134,10 @@ def _search(
             config = run.outcome.config if run.outcome is not None else None
     if code or config is None:
         raise SearchFailed(warnings[-1] if warnings else "the search ended without a result")
-    return config
+    if (made_for := config.provenance) is None:
+        return config
+    # Its file names the model from the study's folder; this one lies in none.
+    return config.model_copy(update={"provenance": made_for.model_copy(update={"model": spec.model})})
 
 
 def _subject(model: Any, tokenizer: Any, spec: StudySpec, paths: StudyPaths) -> Subject:

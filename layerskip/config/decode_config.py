@@ -186,7 +186,7 @@ class Provenance(Frozen):
     """Where a config comes from and what it was measured on."""
 
     model: str
-    """Hub id, absolute path, or a path starting with `./`, which is relative to the config file's folder."""
+    """Hub id, absolute path, or a path starting with `./` or `../`, which is relative to the config file's folder."""
     weights_fingerprint: str
     device: str
     dtype: str
@@ -707,8 +707,10 @@ def _named_from(weights: str, folder: Path) -> str:
 
 def near_path(path: Path, folder: Path) -> str:
     """An absolute path as a file in this folder names it: from there where it lies near, else whole."""
+    folder = folder.absolute()
     near = os.path.relpath(path, folder).replace(os.sep, "/")
-    if near.split("/").count("..") > 2:  # a regime's study lies in a folder of the whole study's
+    is_far = near.split("/").count("..") > 2  # a regime's study lies in a folder of the whole study's
+    if is_far or os.path.commonpath([path, folder]) == folder.anchor:
         return str(path)
     return near if near.startswith("../") else f"./{near}"
 

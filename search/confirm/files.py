@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 
-from layerskip.config.decode_config import DecodeConfig, Provenance, write_atomically
+from layerskip.config.decode_config import DecodeConfig, Provenance, near_path, write_atomically
 from layerskip.config.sampling_regime import Sampling
 from search.storages.address import FROM_ENVIRONMENT, holds_secret, storage_argument
 from search.study.opening import now_utc
@@ -82,17 +81,14 @@ def save_spec(spec: StudySpec, paths: StudyPaths) -> bool:
 
 
 def portable_model_name(model: str, folder: Path) -> str:
-    """The model as best.json names it: `./path` where it lies inside the study folder, else as it was given."""
+    """The model as best.json names it: from the study's folder where it lies near, else as it was given."""
     path = Path(model)
-    if not path.is_absolute():
-        return model
-    relative = os.path.relpath(path.resolve(), folder.resolve())
-    return model if relative.startswith("..") else f"./{relative}"
+    return near_path(path.resolve(), folder.resolve()) if path.is_absolute() else model
 
 
 def one_folder_down(model: str) -> str:
     """The same name of a model for a file in a folder of the study's."""
-    return f"./../{model.removeprefix('./')}" if model.startswith("./") else model
+    return f"../{model.removeprefix('./')}" if model.startswith(("./", "../")) else model
 
 
 def finite(value: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import search
 from layerskip import DecodeConfig, LayerSkipModel
+from layerskip.model import resolve_model_path
 from search.measure.subject import Subject
 from search.study.spec import StudyPaths, StudySpec
 from search.tuner import SearchFailed, TuneOptions, _prompt_file, _search, _subject
@@ -222,7 +223,11 @@ def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: py
     config = search.tune(*loaded, records, **options)
     assert config.groups is not None
     assert list(config.groups) == ["even", "odd"]
-    assert config == DecodeConfig.load(study / "best.json")
+    stored = DecodeConfig.load(study / "best.json")
+    assert resolve_model_path(stored.provenance.model, study / "best.json") == config.provenance.model
+    assert config.provenance.model == loaded[0].name_or_path
+    named = stored.provenance.model_copy(update={"model": config.provenance.model})
+    assert config == stored.model_copy(update={"provenance": named})
     assert '"per_group"' in (study / "summary.json").read_text(encoding="utf-8")
     model = LayerSkipModel(*loaded, config, engine="eager")
     ids = loaded[1]("w1 w2 w3", return_tensors="pt")["input_ids"]

@@ -359,6 +359,12 @@ struct Share {
   }
 };
 
+// How many of so many inputs are read at once, at most `most`: all pieces alike, as one fetches what the next one reads.
+inline long piece(long inputs, long most) {
+  long pieces = (inputs + most - 1) / most;
+  return (inputs + pieces - 1) / pieces;
+}
+
 // Adds to R rows' outputs of one block what further inputs say: x (R, stride), out (R, BLOCK).
 template <class W, int R, class Ahead = Nearest>
 inline void block(const W* weight, long inputs, const float* x, long stride, float* out, Ahead ahead = {}) {
@@ -439,7 +445,7 @@ template <int MOST = MOST_ROWS, class Some> inline void for_rows(int count, Some
 template <class W, class X> inline void rows_of_block(const W* weight, long inputs, const X* x, int count, float* out) {
   memset(out, 0, size_t(count) * BLOCK * sizeof(float));
   bool share = count > MOST_ROWS && count <= MOST_SHARING;
-  long step = share ? INPUTS_SHARED : count > MOST_ROWS ? INPUTS_AT_ONCE : inputs;
+  long step = share ? piece(inputs, INPUTS_SHARED) : count > MOST_ROWS ? INPUTS_AT_ONCE : inputs;
   for (long first = 0; first < inputs; first += step) {
     long length = inputs - first < step ? inputs - first : step;
     const W *from = weight + first * BLOCK, *next = from + length * BLOCK;
@@ -681,7 +687,7 @@ inline void rows_of_block(const void* weights, long b, const Digits& x, int coun
   constexpr int MOST = MOST_ROWS / 2;  // each has two sums
   const uint8_t* weight = (const uint8_t*)weights + b * BLOCK * x.num_quads * 4;
   std::vector<int32_t> sums(size_t(count) * 2 * BLOCK);
-  long step = count > MOST ? INPUTS_SHARED / 4 : x.num_quads, stride = x.num_quads * 4;
+  long step = count > MOST ? piece(x.num_quads, INPUTS_SHARED / 4) : x.num_quads, stride = x.num_quads * 4;
   for (long first = 0; first < x.num_quads; first += step) {
     long length = x.num_quads - first < step ? x.num_quads - first : step;
     const uint8_t *from = weight + first * BLOCK * 4, *next = from + length * BLOCK * 4;

@@ -64,7 +64,7 @@ def test_rungs_are_told_and_written_beside_a_lossless_verdict(tmp_path: Path) ->
         assert config.confirmed.distance.unlike_share == pytest.approx(6 / 12 / 17)
         assert rung["against_lossless"]["speedup"] == pytest.approx(1.25)
         assert config.confirmed.speedup == pytest.approx(1.25 * summaries[0]["confirmed"]["speedup"])
-        assert (config.provenance.model, config.sampling) == ("./../model", best.sampling)
+        assert (config.provenance.model, config.sampling) == ("../model", best.sampling)
         assert f"{rule.name} {config.confirmed.speedup:.3f}x" in bench.output.getvalue()
         assert "6 of 12 outputs identical, 2.9% of the tokens are not the target's choice" in bench.output.getvalue()
     assert "LOSSY, not in best.json" in bench.output.getvalue()
@@ -92,7 +92,7 @@ def test_each_regime_has_rungs_of_its_own(tmp_path: Path) -> None:
     best = DecodeConfig.load(bench.paths.best)
     assert (best.regime_names, best.lossy_rules) == (("greedy", "t0.7"), ())
     by_regime = json.loads(bench.paths.summary.read_text())["by_regime"]
-    for name, folder, model in (("greedy", tmp_path, "./../model"), ("t0.7", tmp_path / "t0.7", "./../../model")):
+    for name, folder, model in (("greedy", tmp_path, "../model"), ("t0.7", tmp_path / "t0.7", "../../model")):
         assert [one["rule"] for one in by_regime[name]["lossy"]] == NAMES
         config = DecodeConfig.load(folder / "lossy" / f"{NAMES[0]}.json")
         assert config.regime_names == (name,)
