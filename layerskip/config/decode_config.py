@@ -709,7 +709,7 @@ def near_path(path: Path, folder: Path) -> str:
     """An absolute path as a file in this folder names it: from there where it lies near, else whole."""
     folder = folder.absolute()
     near = os.path.relpath(path, folder).replace(os.sep, "/")
-    is_far = near.split("/").count("..") > 2  # a regime's study lies in a folder of the whole study's
+    is_far = near.split("/").count("..") > 3  # a regime's study lies in a folder of the whole study's
     if is_far or os.path.commonpath([path, folder]) == folder.anchor:
         return str(path)
     return near if near.startswith("../") else f"./{near}"

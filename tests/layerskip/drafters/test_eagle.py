@@ -115,11 +115,10 @@ def test_a_config_names_weights_from_its_own_folder(tmp_path: Path) -> None:
     moved = DecodeConfig.load(tmp_path / "two" / "best.json")
     out = zoo.layerskip_of("llama").generate(PROMPT, max_new_tokens=12, config=moved)
     assert out.stats.num_drafted
-    (tmp_path / "beside" / "t0.7").mkdir(parents=True)
-    (tmp_path / "beside" / "t0.7" / "far").mkdir()
+    (tmp_path / "beside" / "int8" / "t0.7" / "far").mkdir(parents=True)
     whole = str(tmp_path / "one" / "weights")
-    near = (("", "./one/weights"), ("beside", "../one/weights"), ("beside/t0.7", "../../one/weights"))
-    for folder, path in (*near, ("beside/t0.7/far", whole)):
+    near = (("", "./one/weights"), ("beside", "../one/weights"), ("beside/int8/t0.7", "../../../one/weights"))
+    for folder, path in (*near, ("beside/int8/t0.7/far", whole)):
         config.save(tmp_path / folder / "elsewhere.json")
         assert json.loads((tmp_path / folder / "elsewhere.json").read_text())["draft_weights"]["path"] == path
         assert DecodeConfig.load(tmp_path / folder / "elsewhere.json") == config
