@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from layerskip.huggingface.loading import load_pretrained, resolve_device, weigh
 from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.quantization.products import lack_of_rounded_room
 from layerskip.huggingface.quantization.weights import quantization_of
-from layerskip.huggingface.rounding import RoundingSpread, measure_rounding
+from layerskip.huggingface.rounding import RoundingSpread, is_reduced, measure_rounding
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -177,8 +178,8 @@ class LayerSkipModel:
         decodes plainly.
         device: `auto` is CUDA where there is one, else the CPU. dtype: `float32`, `bfloat16`, `float16`, by name or as
         of torch; `auto` is what the config was tuned in, or else the checkpoint's own, but on a CPU float32 unless that
-        is bfloat16 and there are kernels to decode it (a C++ compiler, and an engine other than `eager`). engine: see
-        the class.
+        is bfloat16 and kernels decode it (which needs a C++ compiler, an engine other than `eager`, and an architecture
+        that they serve). engine: see the class.
         quantization: `int8` rounds the weights of linear modules to 8 bits with a scale for each output, the output
         embedding's among them, `int4` to 4 bits with a scale and a zero for 32 inputs, and the output embedding's to 8
         (as torchao does; needs the extra `quantized`). What is decoded is then that model's output. None: what the
@@ -201,16 +202,21 @@ class LayerSkipModel:
         if (tuned := None if config is None else config.provenance) is not None:
             quantization = quantization or tuned.quantization
             dtype = tuned.dtype if dtype == "auto" else dtype
-        model, tokenizer = load_pretrained(
+        load = partial(
+            load_pretrained,
             name_or_path,
             device=device,
-            dtype=dtype,
             quantization=quantization,
             device_map=device_map,
-            cpu_bfloat16=device_map is None and engine != "eager" and _has_kernels(resolve_device(device)),
             **hub_arguments,
         )
-        return cls(model, tokenizer, config, engine=engine, allow_lossy=allow_lossy)
+        wrap = partial(cls, config=config, engine=engine, allow_lossy=allow_lossy)
+        has_kernels = device_map is None and engine != "eager" and _has_kernels(resolve_device(device))
+        model = wrap(*load(dtype=dtype, cpu_bfloat16=has_kernels))
+        if has_kernels and dtype == "auto" and is_reduced(model.dtype) and not model.engine.batch_invariant:
+            del model  # kernels do not serve it
+            model = wrap(*load(dtype="float32"))
+        return model
 
     @classmethod
     def from_config(

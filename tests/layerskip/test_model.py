@@ -269,6 +269,12 @@ def test_auto_keeps_bfloat16_on_a_cpu_where_kernels_decode_it(
     assert loaded("fused") == torch.float32
 
 
+def test_auto_is_float32_on_a_cpu_where_kernels_do_not_serve_the_architecture(tmp_path: Path) -> None:
+    zoo.build("gpt2").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert LayerSkipModel.from_pretrained(tmp_path, device="cpu").dtype == torch.float32
+    assert LayerSkipModel.from_pretrained(tmp_path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+
+
 def test_an_exported_config_finds_its_model(saved: Path) -> None:
     model = LayerSkipModel.from_pretrained(saved, device="cpu", engine="eager")
     provenance = Provenance(

@@ -39,6 +39,17 @@ FAST: dict[str, Any] = {
 }
 
 
+def with_name(config: DecodeConfig, model: str) -> DecodeConfig:
+    return config.model_copy(update={"provenance": config.provenance.model_copy(update={"model": model})})
+
+
+def read_with_whole_name(file: Path, model: str) -> DecodeConfig:
+    """What it holds, once its name of the model is found to lead there."""
+    config = DecodeConfig.load(file)
+    assert resolve_model_path(config.provenance.model, file) == model
+    return with_name(config, model)
+
+
 @pytest.fixture(scope="module")
 def loaded(tiny_model: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(tiny_model).eval(), AutoTokenizer.from_pretrained(tiny_model)
@@ -93,7 +104,7 @@ def test_a_kept_study_goes_on_and_is_there_for_the_other_commands(
         search.tune(*loaded, [*TEXTS, " "], **FAST | {"study": folder})
     first = search.tune(*loaded, TEXTS, **FAST | {"study": folder, "quiet": False})
     assert "trial 2/2" in capsys.readouterr().out
-    assert first == DecodeConfig.load(folder / "best.json")
+    assert first == read_with_whole_name(folder / "best.json", loaded[0].name_or_path)
     files = {file.name for file in folder.iterdir()}
     assert {"study.toml", "study.db", "best.json", "summary.json", "tuning.jsonl"} <= files
     second = search.tune(*loaded, TEXTS, **FAST | {"study": str(folder), "trials": 3})
@@ -174,7 +185,7 @@ def test_the_winner_of_the_pipeline_is_returned(bench: Bench) -> None:
     spec = make_spec(trials=12, sampler="tpe", storage=bench.url)
     config = _search(fake_subject(bench), spec, bench.paths, quiet=True, keeps=True, load_s=0.0)
     assert config.confirmed.speedup == pytest.approx(true_speedup(config), rel=0.03)
-    assert config == DecodeConfig.load(bench.paths.best)
+    assert config == with_name(DecodeConfig.load(bench.paths.best), spec.model)
 
 
 def test_where_nothing_is_faster_the_config_says_so(bench: Bench) -> None:
@@ -223,11 +234,7 @@ def test_a_setting_per_group(loaded: tuple[Any, Any], tmp_path: Path, capsys: py
     config = search.tune(*loaded, records, **options)
     assert config.groups is not None
     assert list(config.groups) == ["even", "odd"]
-    stored = DecodeConfig.load(study / "best.json")
-    assert resolve_model_path(stored.provenance.model, study / "best.json") == config.provenance.model
-    assert config.provenance.model == loaded[0].name_or_path
-    named = stored.provenance.model_copy(update={"model": config.provenance.model})
-    assert config == stored.model_copy(update={"provenance": named})
+    assert config == read_with_whole_name(study / "best.json", loaded[0].name_or_path)
     assert '"per_group"' in (study / "summary.json").read_text(encoding="utf-8")
     model = LayerSkipModel(*loaded, config, engine="eager")
     ids = loaded[1]("w1 w2 w3", return_tensors="pt")["input_ids"]
