@@ -68,6 +68,10 @@ SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "s
 SEARCHED += (
     "qwen_coder",
     "qwen_coder/t0.7",
+    "qwen_coder/int8",
+    "qwen_coder/int8/t0.7",
+    "qwen_coder/int4",
+    "qwen_coder/int4/t0.7",
     "demo",
     "demo/t0.7",
     "mtp",
