@@ -81,9 +81,10 @@ def save_spec(spec: StudySpec, paths: StudyPaths) -> bool:
 
 
 def portable_model_name(model: str, folder: Path) -> str:
-    """The model as best.json names it: from the study's folder where it lies near, else as it was given."""
-    path = Path(model)
-    return near_path(path.resolve(), folder.resolve()) if path.is_absolute() else model
+    """The model as best.json names it: `./path` where it lies inside the study's folder, else as it was given: a file
+    that is copied alone still finds it."""
+    path, folder = Path(model).resolve(), folder.resolve()
+    return near_path(path, folder) if Path(model).is_absolute() and path.is_relative_to(folder) else model
 
 
 def one_folder_down(model: str) -> str:
