@@ -58,7 +58,7 @@ demo-model: $(VENV)/.installed
 # Trains its stock twin, which is not shipped, into studies/stock/model: an hour on one thread.
 stock-model: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.demo.make_model --recipe stock --batch 8 --tokens 3000000 --threads 1 \
-		--evaluate --out studies/stock/model
+		--out studies/stock/model
 
 # Writes constraints.txt from a fresh environment; "+cpu" and the like are dropped so that it fits every platform.
 lock:

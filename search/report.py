@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from search.reporting.record import read_record, read_summary
+    from search.reporting.record import read_record
     from search.reporting.source import Address, opened
     from search.storages.address import near
 
     address = Address(arguments.study, storage_argument(arguments.storage), arguments.study_name)
     with opened(address, demo=demo_folder()) as source:
-        record = read_record(source.load(), read_summary(source.paths.summary))
+        record = read_record(source.load())
         if not record.finished:
             raise ValueError(f"study {record.name!r}: no trial has finished yet, so there is nothing to report")
         text = renderer(arguments.format)(record, source.paths.folder)

@@ -80,3 +80,22 @@ def _student(freedom: int) -> float:
     from scipy import stats
 
     return float(stats.t.ppf(0.5 + CI_LEVEL / 2, freedom))
+
+
+def prompt_interval(ratios: Sequence[float]) -> Interval | None:
+    """Where the ratio of one new prompt is expected: Student's prediction interval on the logs; None below two.
+
+    `ratio_interval` is about the mean over prompts and shrinks as prompts are added; this one does not.
+    """
+    if len(ratios) < 2:
+        return None
+    logs = np.log(np.asarray(ratios, dtype=float))
+    mean, half = float(logs.mean()), student_half(logs, one_more=True)
+    return Interval(math.exp(mean - half), math.exp(mean + half))
+
+
+def log_spread(ratios: Sequence[float]) -> float:
+    """Standard deviation of the log ratios around zero, that is, of an A/A run. 0 for an empty list."""
+    if not ratios:
+        return 0.0
+    return math.sqrt(math.fsum(math.log(ratio) ** 2 for ratio in ratios) / len(ratios))

@@ -12,7 +12,7 @@ MAX_MODEL_ID = 512
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits and names of one server. Raises: ValueError naming the field, the rule and the value got."""
+    """Limits and names of one server; `layerskip.serve` checks its numbers. Raises: ValueError for a name or a key."""
 
     model_id: str
     """What requests call the model."""
@@ -40,24 +40,9 @@ class ServerSettings:
     """Most bytes of earlier requests' keys and values that are kept for prompts which begin alike; 0 keeps none."""
 
     def __post_init__(self) -> None:
-        rules = (
-            (
-                "model_id",
-                0 < len(self.model_id) <= MAX_MODEL_ID and self.model_id.isprintable(),
-                f"must be printable text of at most {MAX_MODEL_ID} characters",
-            ),
-            ("max_context", self.max_context >= 2, "must be at least 2"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
-            ("queue_limit", self.queue_limit >= 0, "must be at least 0"),
-            ("max_body_bytes", self.max_body_bytes >= 1024, "must be at least 1024"),
-            ("body_timeout_s", self.body_timeout_s > 0, "must be above 0"),
-            ("send_timeout_s", self.send_timeout_s > 0, "must be above 0"),
-            ("max_connections", self.max_connections >= 1, "must be at least 1"),
-            ("store_tokens", self.store_tokens >= 0, "must be at least 0"),
-            ("prefix_cache_bytes", self.prefix_cache_bytes >= 0, "must be at least 0"),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{name}: {rule}, got {getattr(self, name)!r}")
+        if not (0 < len(self.model_id) <= MAX_MODEL_ID and self.model_id.isprintable()):
+            raise ValueError(
+                f"model_id: must be printable text of at most {MAX_MODEL_ID} characters, got {self.model_id!r}"
+            )
         if self.api_key is not None:
             check_api_key(self.api_key)

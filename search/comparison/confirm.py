@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from layerskip.analysis.intervals import geometric_mean
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.strict_json import printable
 from search.comparison.journal import Journal
 from search.measure.decoder import Decoder
 from search.measure.pairs import Fault, PromptCase, Timed, time_able
-from search.measure.statistics import geometric_mean
 from search.stop import StopSignal
 
 GROUP = 6

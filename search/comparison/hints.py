@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from layerskip.config.decode_config import DecodeConfig, MaskField
+from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
-from layerskip.config.validated import Probability, describe_validation_error
 from search.comparison.accounting import Account, SharedForcing
-from search.comparison.journal import Journal
 from search.measure.reference import Reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
@@ -26,15 +22,10 @@ from search.rivals.hidden_states import layer_plan, sublayer_plan
 
 
 class ModelHints:
-    """See `search.rivals.common.Hints`. All tuning texts of the reference are read.
+    """See `search.rivals.common.Hints`. All tuning texts of the reference are read."""
 
-    A strategy may ask for thousands of agreements, so these are kept in a journal, and a resume need not work them out
-    again.
-    """
-
-    def __init__(self, subject: Subject, reference: Reference, account: Account, journal: Journal) -> None:
+    def __init__(self, subject: Subject, reference: Reference, account: Account) -> None:
         self._subject, self._reference, self._account = subject, reference, account
-        self._journal = journal
         self._texts = tuple(case.text for case in reference.cases)
 
     @property
@@ -56,14 +47,7 @@ class ModelHints:
             accepted = forcing.forcing.read(mask).accepted[0]
             return float(accepted.sum() / max(1, int((np.asarray(forcing.lengths) - 1).sum())))
 
-        question = ("agreement", mask)
-        ledger = self._account.ledger
-        is_new = ledger.first_cost_s(question) is None
-        value = self._account.ask(question, work)
-        if is_new:
-            seconds = ledger.first_cost_s(question)
-            self._journal.append({"mask": str(mask), "agreement": value, "seconds": seconds})
-        return value
+        return self._account.ask(("agreement", mask), work)
 
     def confidences(self, mask: SkipMask) -> tuple[float, float]:
         """Where the draft is right, and where it is wrong. Cost: a reading."""
@@ -91,11 +75,6 @@ class ModelHints:
             raise ValueError("hidden states layer by layer are needed, which this engine does not give")
         return self._account.ask(("plan", which), lambda: work(self._forcing.forcing))
 
-    def recall(self) -> None:
-        """Put the journal's agreements where all runs find them. Raises: ValueError naming file and line."""
-        for mask, agreement, seconds in read_agreements(self._journal):
-            self._account.ledger.put(("agreement", mask), agreement, seconds)
-
     @cached_property
     def _forcing(self) -> SharedForcing:
         return SharedForcing(self._subject.decoder, self._texts, self._account)
@@ -114,24 +93,3 @@ class ModelHints:
         return measure_costs(
             timer, texts_to_time(self._reference, space.gamma_max), space, subject.fingerprint, options
         )
-
-
-class _Agreement(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    mask: MaskField
-    agreement: Probability
-    seconds: Annotated[float, Field(ge=0.0)]
-
-
-def read_agreements(journal: Journal) -> list[tuple[SkipMask, float, float]]:
-    """(mask, agreement, seconds it took) of every line. Raises: ValueError naming file, line and field."""
-    found = []
-    for number, fields in enumerate(journal.read(), start=1):
-        try:
-            one = _Agreement.model_validate(fields)
-        except ValidationError as error:
-            what = describe_validation_error(error)
-            raise ValueError(f"{journal.path}: line {number} is not an agreement: {what}") from None
-        found.append((one.mask, one.agreement, one.seconds))
-    return found

@@ -101,9 +101,7 @@ class ComparisonRun:
         self._subject, lowered = subject.with_room(reference, spec)
         if lowered is not None:
             self._say.phase("reference", lowered)
-        shared = Shared(self._subject, reference, spec, self._tools, self._out)
-        shared.hints(Account(shared.ledger, self._tools.clock)).recall()
-        return shared
+        return Shared(self._subject, reference, spec, self._tools, self._out)
 
     def _leave_out(self, shared: Shared, *, named: bool) -> None:
         """Strategies that need hidden states where there are none: refused if asked for, else left out, and said."""

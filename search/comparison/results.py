@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from layerskip.analysis.intervals import CI_LEVEL, geometric_mean, student_half
 from layerskip.config.decode_config import DecodeConfig
 from search.comparison.confirm import Confirmed, pick_key
 from search.comparison.plan import ComparisonPlan
 from search.comparison.runs import Run
-from search.measure.statistics import CI_LEVEL, geometric_mean, student_half
 from search.rivals import STRATEGIES
 from search.rivals.registry import OURS
 from search.study.config_words import describe

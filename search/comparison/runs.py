@@ -37,7 +37,6 @@ from search.trials.objective import Objective, TrialFailed
 from search.trials.proposals import ProposeOptions
 from search.trials.sampler import ProposalSampler
 
-_AGREEMENTS = "agreements.jsonl"
 _State = Literal["COMPLETE", "PRUNED", "FAIL"]
 
 
@@ -123,7 +122,7 @@ class Shared:
 
     def hints(self, account: Account) -> ModelHints:
         """What rivals may ask, paid by this account."""
-        return ModelHints(self.subject, self.reference, account, Journal(self.out / _AGREEMENTS))
+        return ModelHints(self.subject, self.reference, account)
 
 
 class StrategyRun(Run):

@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from pydantic import ConfigDict
-
+from layerskip.analysis.intervals import geometric_mean
 from layerskip.config.decode_config import DecodeConfig
 from search.measure.by_position import SecondsByPosition, seconds_by_position
 from search.measure.pairs import Pair, add_up
-from search.measure.statistics import geometric_mean
 from search.study.stored import Stored
 
 _DIGITS = 6
@@ -44,29 +42,25 @@ class Counters:
 class HeldOut(Stored):
     """The fresh passes of the chosen config, whether it was exported in the end or not."""
 
-    __pydantic_config__ = ConfigDict(extra="ignore")
-    """What a study of another version keeps besides is passed over."""
-
     config: DecodeConfig
     """Bare, see `DecodeConfig.bare`."""
     prompt_ids: tuple[str, ...]
     tokens_per_s: tuple[tuple[float, ...], ...]
     """Per prompt, every pass."""
     plain_tokens_per_s: tuple[tuple[float, ...], ...]
-    counters: Counters | None
-    """None where an old study kept none; so the next two, which have the prompt's own forward in the seconds."""
-    end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
-    plain_end_to_end_tokens_per_s: tuple[tuple[float, ...], ...] | None = None
+    counters: Counters
+    end_to_end_tokens_per_s: tuple[tuple[float, ...], ...]
+    """As the next, with the prompt's own forward in the seconds."""
+    plain_end_to_end_tokens_per_s: tuple[tuple[float, ...], ...]
     texts_differ: bool = False
     """Whether each pass continued the prompts anew, as sampled text is."""
     by_position: SecondsByPosition | None = None
-    """None where an old study kept none."""
+    """None where no text was long enough."""
 
     @property
     def rates(self) -> dict[str, tuple[tuple[float, ...], ...]]:
-        """All that are known, by name."""
-        rates = {name: getattr(self, name) for name in _RATES}
-        return {name: values for name, values in rates.items() if values is not None}
+        """All of them, by name."""
+        return {name: getattr(self, name) for name in _RATES}
 
     @property
     def typical(self) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.analysis.distance import Emitted
+from layerskip.analysis.intervals import Interval, geometric_mean, ratio_interval
 from layerskip.config.decode_config import Confirmed, DecodeConfig
 from layerskip.config.lossy_acceptance import LADDER
 from layerskip.machine.host import no_garbage_collection
@@ -16,7 +17,6 @@ from search.confirm.passes import ratios_of
 from search.confirm.stage import summarise
 from search.measure.decoder import Decoded, Decoder
 from search.measure.pairs import Pair, Timed
-from search.measure.statistics import Interval, geometric_mean, ratio_interval
 from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
 

@@ -19,10 +19,10 @@ from functools import cached_property
 import numpy as np
 from scipy import special
 
+from layerskip.analysis.intervals import geometric_mean
 from layerskip.config.decode_config import DecodeConfig
 from search.measure.decoder import Decoder
 from search.measure.pairs import Fault, Pair, PromptCase, SeededPrompt, Timed, time_with_plain
-from search.measure.statistics import geometric_mean
 from search.progress import Tell
 from search.study.config_words import describe
 from search.study.leaderboard import Entry

@@ -46,7 +46,7 @@ def read_regimes(attrs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def sampling_of(attrs: Mapping[str, Any]) -> str:
-    """The name of the way in which a study's tokens were chosen; studies from before there was a choice were greedy."""
+    """The name of the way in which a study's tokens were chosen."""
     return str(attrs.get(FINGERPRINT, {}).get("sampling", "greedy"))
 
 

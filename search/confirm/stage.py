@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from layerskip.analysis.intervals import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.config.decode_config import Confirmed, DecodeConfig
 from layerskip.config.skip_mask import SkipMask
@@ -26,7 +27,6 @@ from search.confirm.held_out import HeldOut, held_out_of, typical_rate
 from search.confirm.passes import Candidate, ConfirmOptions, HeldOutPrompts, Passes, ratios_of
 from search.measure.decoder import Decoder
 from search.measure.pairs import Fault, Pair, Timed, add_up
-from search.measure.statistics import CI_LEVEL, Interval, geometric_mean, prompt_interval, ratio_interval
 from search.progress import Tell, nobody
 from search.study.config_words import describe
 from search.study.leaderboard import Entry, Standings

@@ -8,12 +8,12 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import TypeVar
 
+from layerskip.analysis.intervals import geometric_mean
 from layerskip.analysis.teacher_forcing import ForcedText
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.stats import DecodeStats
 from layerskip.machine.host import no_garbage_collection
 from search.measure.decoder import Decoded, Decoder
-from search.measure.statistics import geometric_mean
 
 Number = TypeVar("Number", int, float)
 Result = TypeVar("Result")

@@ -10,11 +10,11 @@ from statistics import median
 
 import numpy as np
 
+from layerskip.analysis.intervals import geometric_mean, log_spread
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.config.skip_mask import SkipMask
 from search.measure.decoder import Decoder
 from search.measure.pairs import PromptCase, SeededPrompt, Timed, measure_pair, time_one, time_with_plain
-from search.measure.statistics import geometric_mean, log_spread
 from search.progress import Tell, nobody
 from search.study.prompts import EncodedPrompt, continuation_seed
 from search.study.stored import Stored

@@ -178,7 +178,6 @@ class Candidates:
                 sibling_threshold=below,
                 lookup=lookup,
             )
-            # Earlier versions wrote a number in place of true.
             full_fidelity = bool(more) or not self.predictor.has_more or not config.drafts_by_mask
             key = key_of(self._space.to_params(config))
             found.append(Candidate(key, float(log_speedup), full_fidelity=full_fidelity))
@@ -188,9 +187,8 @@ class Candidates:
         word, fingerprint, *sizes = [*text.split(":"), ""]
         if word != _WEIGHTS:
             return None
-        # Studies from before there could be several have the word alone, and a `draft_vocab` as a number alone.
-        found = next(one for one in self._space.draft_weights if fingerprint in ("", one.fingerprint))
-        vocab = next((int(size) for one in sizes if (size := one.removeprefix("v")).isdigit()), None)
+        found = next(one for one in self._space.draft_weights if one.fingerprint == fingerprint)
+        vocab = next((int(one[1:]) for one in sizes if one.startswith("v")), None)
         tree = next((int(one[1:]) for one in sizes if one.startswith("t")), None)
         return found.narrowed(vocab).branching(tree)
 

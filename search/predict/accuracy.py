@@ -262,11 +262,9 @@ def describe_checks(checks: dict[str, Any]) -> list[str]:
 
 
 def describe_ranks(prediction: Mapping[str, Any]) -> str:
-    """Both rank correlations of `prediction` in summary.json in words; of an older study, which has one, that one."""
-    overall, half = prediction["spearman"], prediction.get("upper_half")
+    """Both rank correlations of `prediction` in summary.json in words."""
+    overall, half = prediction["spearman"], prediction["upper_half"]
     words = f"rank correlation {'-' if overall is None else f'{overall:.3f}'}"
-    if half is None:
-        return words
     if half["spearman"] is None:
         return f"{words} (faster half: {half['reason']})"
     return f"{words} ({half['spearman']:.3f} over the {half['num_configs']} distinct configs of the faster half)"

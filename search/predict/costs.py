@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated
 
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from layerskip.config.decode_config import DraftedBy, DraftWeights
 from layerskip.config.skip_mask import DRAFT_BITS, DraftBits, SkipMask
@@ -26,14 +25,7 @@ _NUM_KEPT = 5
 """Of the measurements made during a study, the latest so many are pooled."""
 _LEAST_SHARE = 0.05
 """Of a draft step that is left whatever its `draft_vocab` is measured to save."""
-_ANY = ""
-"""Stands for the name where a study keeps one number of all weights."""
 _DEVICE_FIELDS = ("device", "cpu", "dtype", "quantization", "engine", "num_threads", "weights")
-
-
-def _by_name(stored: object) -> object:
-    """Studies from before there could be several weights keep one number."""
-    return {_ANY: stored} if isinstance(stored, float) else stored
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class CostModel:
     narrowed_s: Mapping[str, float] = field(default_factory=dict)
     """What a draft token under a mask takes less with this `draft_vocab`, and with this one and weights of fewer
     bits."""
-    weights_s: Annotated[Mapping[str, float], BeforeValidator(_by_name)] = field(default_factory=dict)
+    weights_s: Mapping[str, float] = field(default_factory=dict)
     """A draft token of trained weights, or a level of a tree, by name; see `named`."""
     int8_s: tuple[float, float, float] | None = None
     """Under a mask with 8-bit weights: what is fixed of a draft step, an attention and an MLP. None where it is not
@@ -93,7 +85,7 @@ class CostModel:
 
     def by_weights_s(self, name: str) -> float:
         """One draft token of trained weights of this name, see `named`, without a look at its confidence."""
-        return self.weights_s[_ANY if _ANY in self.weights_s else name]
+        return self.weights_s[name]
 
     def to_json(self) -> str:
         """One line, for a study's attributes."""

@@ -32,7 +32,7 @@ from search.study.attributes import (
     ROUNDS,
     SKIP_MASK,
 )
-from search.study.space import DRAFT_THRESHOLD, SHARE_PREFIX, SIBLING_THRESHOLD, SIBLINGS
+from search.study.space import DRAFT_THRESHOLD, SIBLING_THRESHOLD, SIBLINGS
 
 Floats = NDArray[np.float64]
 
@@ -121,8 +121,6 @@ def _steps_of(trial: FrozenTrial) -> _Steps | None:
     attrs = trial.user_attrs
     plain_s, round_s, positions = (attrs.get(name) for name in (PLAIN_STEP, ROUNDS, "drafted_by_position"))
     if not plain_s or not round_s or not positions or not sum(positions):
-        return None
-    if trial.params.get(SHARE_PREFIX, False):  # its verifications cost less than those of today
         return None
     mask = SkipMask.parse(attrs[SKIP_MASK])
     # Without counts of their own, all rounds drafted under the mask, and as many drafted exactly n as reached position

@@ -43,8 +43,7 @@ def surface_around(stored: str | None, config: DecodeConfig) -> dict[str, Any] |
     if config.drafter != "layer_skip":
         return None
     for one in json.loads(stored or "[]"):
-        # Studies from before there were siblings say nothing of them.
-        if _place(config).items() <= ({"siblings": 0, "sibling_threshold": 1.0} | one).items():
+        if _place(config).items() <= one.items():
             return dict(one)
     return None
 

@@ -160,16 +160,14 @@ def _prompts(record: StudyRecord) -> Table | None:
     typical = held_out.typical
     fast, plain = typical["tokens_per_s"], typical["plain_tokens_per_s"]
     columns = [[f"{one:.1f}" for one in plain], [f"{one:.1f}" for one in fast], _ratios(fast, plain)]
-    header = ["prompt", "plain", "speculative", "speedup"]
-    if "end_to_end_tokens_per_s" in typical:
-        columns.append(_ratios(typical["end_to_end_tokens_per_s"], typical["plain_end_to_end_tokens_per_s"]))
-        header.append("end to end")
+    columns.append(_ratios(typical["end_to_end_tokens_per_s"], typical["plain_end_to_end_tokens_per_s"]))
+    header = ("prompt", "plain", "speculative", "speedup", "end to end")
     note = (
         f"Tokens/s, {held_out.average}s of {count_of(len(held_out.tokens_per_s[0]), 'pass', 'passes')}; end to end is "
         "the speedup with the prompt's own forward in the seconds."
     )
     rows = tuple(zip(held_out.prompt_ids, *columns, strict=True))
-    return Table("prompts", "Held-out prompts", note, tuple(header), rows)
+    return Table("prompts", "Held-out prompts", note, header, rows)
 
 
 def _ratios(fast: Sequence[float], plain: Sequence[float]) -> list[str]:

@@ -59,10 +59,10 @@ class Publisher:
         push_figures(study)
 
     def _write(self, study: optuna.Study) -> None:
-        from search.reporting.record import read_record, read_summary
+        from search.reporting.record import read_record
         from search.reporting.render import to_html
 
-        record = read_record(study, read_summary(self._paths.summary))
+        record = read_record(study)
         write_atomically(self._paths.report, to_html(record, self._paths.folder))
 
     def _archive(self, study: optuna.Study) -> None:

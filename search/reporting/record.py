@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from layerskip.config.decode_config import OWN_LAYERS, TRAINED, DecodeConfig, Dr
 from layerskip.config.skip_mask import SkipMask
 from search.confirm.held_out import HeldOut
 from search.measure.reference import Reference
-from search.study.attributes import CONFIG, CONFIRMED, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
+from search.study.attributes import CONFIG, DRAFT_WEIGHTS, HELD_OUT, RATIOS, REFERENCE, SKIP_MASK
 from search.study.leaderboard import Entry, Standings
 from search.study.space import (
     BITS,
@@ -62,7 +61,7 @@ class StudyRecord:
     attrs: Mapping[str, Any]
     trials: tuple[FrozenTrial, ...]
     held_out: HeldOut | None
-    """None before the confirm stage, and in studies of an earlier version without summary.json."""
+    """None before the confirm stage."""
 
     @property
     def name(self) -> str:
@@ -179,33 +178,10 @@ def _weights_of(trials: Sequence[FrozenTrial], drafters: Sequence[str]) -> tuple
     return tuple(found)
 
 
-def read_record(study: optuna.Study, summary: Mapping[str, Any] | None = None) -> StudyRecord:
-    """Read the study; `summary` (see `read_summary`) helps out where an earlier version kept less."""
+def read_record(study: optuna.Study) -> StudyRecord:
+    """Read the study."""
     attrs = study.user_attrs
     trials = tuple(study.get_trials(deepcopy=False))
     stored = attrs.get(HELD_OUT)
-    held_out = HeldOut.from_json(stored) if stored is not None else _from_summary(study, attrs, summary)
+    held_out = HeldOut.from_json(stored) if stored is not None else None
     return StudyRecord(study, attrs, trials, held_out)
-
-
-def read_summary(file: Path) -> Mapping[str, Any] | None:
-    """summary.json; None where there is none that can be read."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def _from_summary(study: optuna.Study, attrs: Mapping[str, Any], summary: Mapping[str, Any] | None) -> HeldOut | None:
-    """The raw rates of summary.json, if it is about this very verdict; it names no prompts."""
-    if summary is None or not summary.get("raw") or attrs.get(CONFIRMED) is None:
-        return None
-    if summary.get("confirmed") != attrs[CONFIRMED] or summary.get("study", {}).get("name") != study.study_name:
-        return None
-    config = DecodeConfig(**summary["config"])
-    if not config.speculates:
-        return None  # it does not tell which config these rates are of
-    rates: dict[str, Any] = {name: tuple(map(tuple, values)) for name, values in summary["raw"].items()}
-    names = tuple(f"prompt {i + 1}" for i in range(len(rates["tokens_per_s"])))
-    return HeldOut(config=config, prompt_ids=names, counters=None, **rates)

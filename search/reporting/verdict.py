@@ -45,7 +45,8 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
             f"{where}, decodes {text_of(attrs)} {confirmed['speedup']:.2f} times as fast as plain decoding{interval} "
             f"with {config}: {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s "
             f"over {count_of(confirmed['num_prompts'], 'prompt')}{file} that the search had not seen"
-            f"{_length_of(attrs)}.{_end_to_end(confirmed)}"
+            f"{_length_of(attrs)}. With each prompt's own forward in the seconds it is "
+            f"{confirmed['end_to_end_speedup']:.2f} times as fast."
         )
     if verdict is not None:
         reason = str(attrs.get(REASON) or "no reason kept").removeprefix("do not speculate: ")
@@ -63,13 +64,6 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
         else ""
     )
     return "No verdict yet", f"For {text_of(attrs)} of {where}, {done}{leads}; the confirm stage has not been reached."
-
-
-def _end_to_end(confirmed: Mapping[str, Any]) -> str:
-    """A sentence with the speedup as who waits for an answer sees it; empty where an older study kept none."""
-    if confirmed.get("end_to_end_speedup") is None:
-        return ""
-    return f" With each prompt's own forward in the seconds it is {confirmed['end_to_end_speedup']:.2f} times as fast."
 
 
 def text_of(attrs: Mapping[str, Any]) -> str:

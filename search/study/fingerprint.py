@@ -107,22 +107,7 @@ def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:
 
     Of a study that maximises the speedup, `DEVICE_FIELDS` may differ.
     """
-    # Studies from before there was the choice:
-    before: dict[str, Any] = {
-        "objective": "tokens_per_s",
-        "device_map": None,
-        "quantization": None,
-        "draft_weights": None,
-        "draft_vocabs": [],
-        "int8": False,
-        "int4": False,
-        "siblings": 0,
-        "trees": [],
-    }
-    before |= {"drafters": ["layer_skip"], "sampling": "greedy", "attention_backend": TORCHS_CHOICE}
-    stored = before | dict(stored)
-    if not stored.get("share_prefix"):  # in the space of earlier versions; a study that had it off goes on
-        stored.pop("share_prefix", None)
+    stored = dict(stored)
     for name in ("drafters", "draft_vocabs", "trees"):
         stored[name] = tuple(stored[name])  # JSON made a list of it
     ignored = DEVICE_FIELDS if stored["objective"] == now.objective == "speedup" else ()

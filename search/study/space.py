@@ -366,10 +366,7 @@ class SearchSpace:
         return choice.alone(self.num_layers)
 
     def _mask_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        fields = {"skip_mask": self.to_mask(params), **self._computed_fields(params, "")}
-        if params.get(SHARE_PREFIX, False):  # beside which there were none
-            fields |= {"siblings": 0, "sibling_threshold": 1.0}
-        return fields
+        return {"skip_mask": self.to_mask(params), **self._computed_fields(params, "")}
 
     def _weights_fields(self, way: str, params: Mapping[str, Any]) -> dict[str, Any]:
         drafter = trained_by(way)

@@ -23,7 +23,7 @@ from layerskip.config.decode_config import (
     near_path,
 )
 from layerskip.config.sampling_regime import Sampling
-from layerskip.config.validated import MAX_GAMMA, OneLineErrors, without
+from layerskip.config.validated import MAX_GAMMA, OneLineErrors
 from layerskip.huggingface.device_map import check_device_map
 from search.storages.address import FROM_ENVIRONMENT, JOURNAL, SQLITE, STORAGE_VARIABLE, storage_argument
 
@@ -37,10 +37,6 @@ EngineName = Literal["auto", "eager", "fused", "cuda_graph"]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-
-
-_RETIRED = ("share_prefix",)
-"""Fields that a study.toml from before may have, and that decide nothing any more."""
 
 
 def _as_tuple(value: object) -> object:
@@ -161,11 +157,6 @@ class StudySpec(OneLineErrors):
     """Search each prompt group apart as well, `trials` trials each, and export a setting per group."""
     group_field: Annotated[str, Field(min_length=1, max_length=64)] = "category"
     """Field of a prompt's record that names its group; of no account without `per_group`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired(cls, data: object) -> object:
-        return without(data, _RETIRED)
 
     @field_validator("drafters")
     @classmethod

@@ -9,8 +9,6 @@ from typing import IO
 from rich.console import Console
 from rich.live import Live
 
-from search.terminal.comparison_events import ComparisonBegins
-from search.terminal.comparison_view import ComparisonView
 from search.terminal.event import Event
 from search.terminal.progress_events import StudyOpened
 from search.terminal.reporter import JsonReporter, QuietReporter, Reporter
@@ -20,22 +18,20 @@ from search.terminal.view import LiveView
 class LiveReporter(Reporter):
     """The lines of the plain view over a live view, which shows the trials instead of a line for each.
 
-    The view comes with a study, or with a comparison, and is gone before its result is told, so what stays behind is
+    The view comes with a study, and is gone before its result is told, so what stays behind is
     lines alone. Trials without numbers keep their line: they are looked for later.
     """
 
     def __init__(self, stream: IO[str] | None = None, console: Console | None = None) -> None:
         super().__init__(stream)
         self._console = console or self._console
-        self._view: LiveView | ComparisonView = LiveView()
+        self._view = LiveView()
         self._live: Live | None = None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._stop()
 
     def tell(self, event: Event) -> None:
-        if isinstance(event, ComparisonBegins):
-            self._view = ComparisonView()
         if self._view.is_over(event):
             self._stop()
         self._view.take(event)
@@ -43,7 +39,7 @@ class LiveReporter(Reporter):
             super().tell(event)  # each line draws the view anew
         elif self._live is not None:
             self._live.refresh()
-        if isinstance(event, StudyOpened | ComparisonBegins) and self._live is None:
+        if isinstance(event, StudyOpened) and self._live is None:
             self._start()
 
     def _start(self) -> None:

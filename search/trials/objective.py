@@ -10,11 +10,11 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from layerskip.analysis.intervals import ratio_interval
 from layerskip.config.decode_config import DecodeConfig
 from search.measure.decoder import Decoder
 from search.measure.pairs import LosslessViolation, Pair, add_up, measure_pair, speedup
 from search.measure.reference import Reference
-from search.measure.statistics import ratio_interval
 from search.outlook.outlook import Outlook
 from search.predict.learnt_costs import step_times_of
 from search.predict.replay import live_counts

@@ -10,7 +10,6 @@ from typing import Any
 
 import optuna
 
-from layerskip.huggingface.growing_keys import TORCHS_CHOICE
 from layerskip.machine.host import own_cores
 from layerskip.machine.nvidia import nvidia_smi, unit_name
 from search.study.attributes import FINGERPRINT, PER_DEVICE, SHARED
@@ -96,8 +95,7 @@ class StudyOnDevice(optuna.Study):
 
 def as_seen_on(study: optuna.Study, fingerprint: Fingerprint) -> optuna.Study:
     """The study itself on the device that it began on, else the view of this device."""
-    # Studies from before attention's backend was stored had torch's.
-    stored, now = {"attention_backend": TORCHS_CHOICE} | study.user_attrs[FINGERPRINT], asdict(fingerprint)
+    stored, now = study.user_attrs[FINGERPRINT], asdict(fingerprint)
     if all(stored.get(name) == now[name] for name in DEVICE_FIELDS):
         return study
     return StudyOnDevice(study, ", ".join(str(now[name]) for name in DEVICE_FIELDS))

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from studies.demo.training import Run
 
 log = logging.getLogger("demo")
-NUM_MASKS = 20  # best masks kept in training.json
 FEW_PROMPTS = {"tuning": 12, "held_out": 12}  # of each category, for a size that is not shipped: they take seconds
 SAMPLE = 19  # the tuning prompt that `opens` whose continuation the card shows: one that does not fall into repetition
 HERE = Path(__file__).resolve().parent
@@ -71,12 +70,10 @@ def export(
     split: corpus.Split,
     facts: dict[str, Any],
     out: Path,
-    *,
-    rank: bool,
 ) -> dict[str, Any]:
     """Measure the model as it will ship (bfloat16 weights), write folder `out` in one swap and the prompts beside it.
 
-    Returns the facts with the measured ones added; `rank` adds the best draft masks, for about a minute.
+    Returns the facts with the measured ones added.
     """
     model = copy.deepcopy(trained).to(torch.bfloat16).eval()
     prompts = make_prompts(split, tokenizer, NUM_PROMPTS if facts["size"] == "demo" else FEW_PROMPTS)
@@ -86,12 +83,6 @@ def export(
     shown = opens[SAMPLE % len(opens)]
     sample = greedy_sample(model, tokenizer, shown["prompt"])
     log.info("losses: tuning %s held out %s\n%s", facts["tuning_loss"], facts["held_out_loss"], sample)
-    if rank:
-        evaluator = evaluate.MaskEvaluator(model, tokenizer, [p["prompt"] for p in tuning])
-        scores = evaluate.rank_masks(evaluator)
-        for score in scores:
-            log.info("%s", score)
-        facts["masks"] = evaluate.as_rows(scores[:NUM_MASKS])
 
     out.parent.mkdir(parents=True, exist_ok=True)
     for part, records in prompts.items():

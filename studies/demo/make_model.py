@@ -71,7 +71,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "recipe, else WORK_DIR/model]",
     )
     add("--export-only", action="store_true", help="export the checkpoint as it stands, without training")
-    add("--evaluate", action="store_true", help="also rank draft masks on the tuning prompts: about a minute")
     args = parser.parse_args(argv)
     if args.work_dir is None:
         args.work_dir = HERE / ".work" / f"{args.size}-{args.recipe}"
@@ -150,7 +149,7 @@ def make(args: argparse.Namespace) -> int:
         log.info("stopped: %s%s", progress_line(run), "" if checkpoint is None else "; the same command resumes")
         return STOPPED
     facts = export.training_facts(run, len(stream))
-    export.export(run.model, tokenizer, split, facts, args.out, rank=args.evaluate)
+    export.export(run.model, tokenizer, split, facts, args.out)
     return 0
 
 

@@ -15,7 +15,6 @@ from layerskip.prompts import Prompt, read_prompts
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, parse
 from search.comparison.confirm import read_measurements
-from search.comparison.hints import read_agreements
 from search.comparison.journal import Journal
 from search.comparison.runs import read_trials
 from search.study.space import SearchSpace
@@ -226,7 +225,6 @@ MEASUREMENTS = st.fixed_dictionaries(
         "is_tie": st.booleans(),
     }
 )
-AGREEMENTS = st.fixed_dictionaries({"mask": st.just("4:1"), "agreement": st.floats(0, 1), "seconds": st.floats(0, 9)})
 
 
 def _line(document: Document) -> bytes:
@@ -241,11 +239,6 @@ def _read_trials(journal: Journal) -> list[Any]:
     return [asdict(record) for records in read_trials(journal, SPACE).values() for record in records]
 
 
-def _read_agreements(journal: Journal) -> list[Any]:
-    found = read_agreements(journal)
-    return [{"mask": str(mask), "agreement": value, "seconds": seconds} for mask, value, seconds in found]
-
-
 def _check_records(records: list[Any], folder: Path) -> None:
     """The values are what the lines say, to the last digit; and the file can be continued."""
     journal = Journal(folder / "journal.jsonl")
@@ -257,8 +250,7 @@ def _check_records(records: list[Any], folder: Path) -> None:
 
 def _canonical(records: list[Any]) -> list[str]:
     """Their JSON, by strategy, seed and number where they have such."""
-    masks = [{**one, "mask": str(SkipMask.parse(one["mask"]))} if "mask" in one else one for one in records]
-    return sorted(json.dumps(_as_numbers(one), sort_keys=True) for one in masks)
+    return sorted(json.dumps(_as_numbers(one), sort_keys=True) for one in records)
 
 
 def _as_numbers(value: Any) -> Any:
@@ -280,6 +272,5 @@ PARSERS = (
     Parser("chat request", CHATS, _json, _reader_of(ChatRequest), _check_request, names_file=False),
     Parser("trial journal", TRIALS, _line, _journal(_read_trials), _check_records),
     Parser("confirm journal", MEASUREMENTS, _line, _journal(read_measurements), _check_records),
-    Parser("agreement journal", AGREEMENTS, _line, _journal(_read_agreements), _check_records),
 )
 REFUSALS = (ValueError, ApiError)

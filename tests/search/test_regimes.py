@@ -15,6 +15,7 @@ import pytest
 from optuna_dashboard import get_note
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.analysis.intervals import geometric_mean
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.model import resolve_model_path
@@ -28,7 +29,6 @@ from search.confirm.regime_settings import read_regimes
 from search.confirm.stored_config import stored_config
 from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.reference import Reference, ReferenceOptions, make_reference
-from search.measure.statistics import geometric_mean
 from search.measure.subject import Subject
 from search.pipeline import SearchRun
 from search.preflight import estimate_regimes, first_regime, foresee

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from layerskip import DecodeConfig
 from search.storages.opening import open_storage
 from search.study import opening as study
-from search.study.fingerprint import FingerprintMismatch, compare
+from search.study.fingerprint import FingerprintMismatch
 from search.study.opening import as_before
 from search.study.spec import StudySpec
 from search.study.trials import counted
@@ -270,20 +270,6 @@ def test_another_fingerprint_is_refused_by_name(bench: Bench, change: dict[str, 
     with pytest.raises(FingerprintMismatch, match=said):
         bench.run(trials=6, fingerprint=replace(FINGERPRINT, **change))
     assert len(bench.trials()) == 3
-
-
-def test_a_study_that_searched_what_is_gone_is_refused_by_name(bench: Bench) -> None:
-    """One that could have searched it and did not goes on."""
-    stored = asdict(FINGERPRINT)
-    compare(stored | {"share_prefix": False}, FINGERPRINT)
-    with pytest.raises(FingerprintMismatch, match="something else: share_prefix was True, now None"):
-        compare(stored | {"share_prefix": True}, FINGERPRINT)
-    bench.run(trials=3)
-    storage = open_storage(bench.url)
-    study = optuna.load_study(study_name=bench.folder.name, storage=storage)
-    study.set_user_attr("fingerprint", stored | {"share_prefix": False})
-    assert bench.run(trials=4) == 0
-    assert len(bench.trials()) == 4
 
 
 def test_what_is_left_open_is_as_the_study_has_it(bench: Bench) -> None:

@@ -33,7 +33,7 @@ def counters_of(record: StudyRecord) -> Shown:
     Raises: MissingData if neither the confirm stage nor a full trial of it has any.
     """
     held_out, choice = record.held_out, record.choice
-    if held_out is not None and held_out.counters is not None:
+    if held_out is not None:
         return Shown(held_out.counters, f"{len(held_out.prompt_ids)} held-out prompts")
     if choice is None or not (trials := record.trials_of(choice.config)):
         raise MissingData(f"counters: study {record.name!r} keeps none of the confirm stage, and no full trial of it")

@@ -10,8 +10,8 @@ import numpy as np
 import plotly.graph_objects as go
 from optuna.trial import FrozenTrial
 
+from layerskip.analysis.intervals import geometric_mean, log_spread
 from layerskip.config.decode_config import DecodeConfig
-from search.measure.statistics import geometric_mean, log_spread
 from search.predict.accuracy import spread_within
 from search.predict.surfaces import surface_around
 from search.reporting.figures.style import BLUE, DOTTED, ORANGE, finish

@@ -224,36 +224,6 @@ def test_a_comparison_from_before_the_ngrams_measures_them_alone(bench: Comparis
     assert bench.results()["strategies"] == results["strategies"]
 
 
-def test_agreements_are_kept_for_a_resume(bench: Comparison) -> None:
-    """Strategies ask for thousands; a resume pays what they took and works none of them out again."""
-    plan = plan_of(strategies=("leave-one-out", "swift"), trials=2, checkpoints=(2,))
-    bench.run(plan)
-    journal = Journal(bench.out / "agreements.jsonl")
-    kept = journal.read()
-    assert len({one["mask"] for one in kept}) == len(kept) > len(SPACE.bit_names)
-    assert all(one["seconds"] == pytest.approx(READING_S) for one in kept)
-    longer = plan_of(strategies=("leave-one-out", "swift"), trials=3, checkpoints=(3,))
-    again = Comparison(bench.out)
-    again.run(longer)
-    num_new = len(journal.read()) - len(kept)
-    assert sum(one.num_readings for one in again.decoder.forcings) == num_new
-    uninterrupted = Comparison(bench.out.parent / "other")
-    uninterrupted.run(longer)
-    assert again.history() == uninterrupted.history()
-    prices = [
-        {(one["strategy"], one["seed"], one["number"]): one["proposal_s"] for one in each.trials()}
-        for each in (again, uninterrupted)
-    ]
-    assert prices[0].keys() == prices[1].keys()
-
-
-def test_agreements_that_are_none_are_refused(bench: Comparison) -> None:
-    bench.run()
-    (bench.out / "agreements.jsonl").write_text('{"mask": "6:1-2", "agreement": 0.5}\n')
-    with pytest.raises(ValueError, match=r"agreements\.jsonl: line 1 is not an agreement: seconds: is required"):
-        Comparison(bench.out).run()
-
-
 def test_the_pick_is_the_leader_of_the_first_trials_alone(bench: Comparison) -> None:
     bench.run()
     first = bench.results()["strategies"]["random"]["checkpoints"][0]["seeds"][0]

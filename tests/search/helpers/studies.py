@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import optuna
 from optuna.trial import FrozenTrial, create_trial
 
-from search.study.space import RETIRED
 from tests.search.helpers.fakes import Bench
 
 
@@ -22,22 +21,19 @@ def copy_of(
     *,
     name: str | None = None,
     without: Sequence[str] = (),
-    more: Mapping[str, object] | None = None,
     **attrs: object,
 ) -> optuna.Study:
-    """In memory, without some attributes of the study and its trials, and with others of the study. more: parameters of
-    earlier versions that its trials have besides."""
+    """In memory, without some attributes of the study and its trials, and with others of the study."""
     copy = optuna.create_study(direction="maximize", study_name=name or study.study_name)
     for key, value in ({key: one for key, one in study.user_attrs.items() if key not in without} | attrs).items():
         copy.set_user_attr(key, value)
-    retired = dict(more or {})
     for trial in study.get_trials():
         copy.add_trial(
             create_trial(
                 state=trial.state,
                 value=trial.value,
-                params=trial.params | retired,
-                distributions=trial.distributions | {one: RETIRED[one] for one in retired},
+                params=trial.params,
+                distributions=trial.distributions,
                 user_attrs={key: one for key, one in trial.user_attrs.items() if key not in without},
             )
         )

@@ -13,12 +13,12 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import DecodeConfig, DecodeStats, PromptLookup, SkipMask, SuffixLookup
+from layerskip.analysis.intervals import geometric_mean, log_spread, prompt_interval, ratio_interval
 from layerskip.config.usual_lookups import lookup_alone
 from search.confirm.stage import Candidate, choose, shortlist, summarise
 from search.measure.by_position import seconds_by_position
 from search.measure.pairs import Pair, Timed, add_up
 from search.measure.reference import Reference, prompts_for
-from search.measure.statistics import geometric_mean, log_spread, prompt_interval, ratio_interval
 from search.study.leaderboard import Entry, Standings, make_standings
 from search.study.space import SearchSpace
 from search.study.trials import counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from search.measure.pairs import add_up
 from search.predict.costs import CostModel
 from search.predict.learnt_costs import CostLearner, learnt_costs_of, step_times_of
 from search.study.attributes import COUNTS, PLAIN_STEP, ROUNDS
-from search.study.space import RETIRED, SearchSpace
+from search.study.space import SearchSpace
 from tests.search.helpers.fakes import SPACE
 
 ALONE = 0.01
@@ -53,7 +53,6 @@ def trial_of(
     in_one_piece: bool = False,
     most_drafts: int = 6,
     without: Sequence[str] = (),
-    more: Mapping[str, Any] | None = None,
 ) -> FrozenTrial:
     """A trial whose steps cost what `cost` says, on a machine `pace` times slower than that, with noise of its own."""
     mask = SkipMask.from_sublayers(
@@ -75,13 +74,12 @@ def trial_of(
         PLAIN_STEP: pace * cost.verify_s[0],
         ROUNDS: (counts * (verify_s + drafts * draft_s)).tolist(),
     }
-    params = space.to_params(config) | dict(more or {})
-    distributions = RETIRED | space.distributions
+    params = space.to_params(config)
     trial = create_trial(
         state=TrialState.COMPLETE,
         value=1.0,
         params=params,
-        distributions={name: distributions[name] for name in params},
+        distributions={name: space.distributions[name] for name in params},
         user_attrs={name: value for name, value in attrs.items() if name not in without},
     )
     trial.number = number
@@ -146,13 +144,6 @@ def test_rounds_in_one_piece_teach_what_verification_costs_beyond_the_drafts_ter
     learnt = CostLearner().learn(start, trials_of(60, in_one_piece=True))
     assert learnt.verify_s == pytest.approx(TRUE.verify_s, rel=0.02)
     assert (learnt.fixed_s, learnt.attention_s, learnt.mlp_s) == (start.fixed_s, start.attention_s, start.mlp_s)
-
-
-def test_trials_of_earlier_versions_whose_verifications_were_cheaper_teach_nothing() -> None:
-    """Those that could have shared a prefix and did not teach as all others do."""
-    assert CostLearner().learn(CHEAP, trials_of(5, more={"share_prefix": True})) is CHEAP
-    without, before = trials_of(5), trials_of(5, more={"share_prefix": False})
-    assert CostLearner().learn(CHEAP, before) == CostLearner().learn(CHEAP, without)
 
 
 @pytest.mark.parametrize("without", [PLAIN_STEP, ROUNDS, "drafted_by_position"])

@@ -13,7 +13,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from search.predict.accuracy import (
     check_predictions,
     describe_checks,
-    describe_ranks,
     noise_of_repeats,
     prediction_check_of,
     replay_check_of,
@@ -154,11 +153,6 @@ def test_noise_leaves_less_of_the_faster_half_than_of_all() -> None:
     assert half.num_configs == NUM_CONFIGS / 2
     assert half.noise_spearman < check.noise_spearman
     assert half.spearman == pytest.approx(half.noise_spearman, abs=0.15)
-
-
-def test_summaries_from_before_have_one_rank_correlation() -> None:
-    assert describe_ranks({"spearman": 0.5}) == "rank correlation 0.500"
-    assert describe_ranks({"spearman": None}) == "rank correlation -"
 
 
 def test_nothing_to_compare_is_no_check() -> None:

@@ -19,8 +19,8 @@ from optuna_dashboard import get_note, save_note
 from optuna_dashboard._custom_plot_data import get_plotly_graph_objects
 
 from layerskip import DecodeConfig
+from layerskip.analysis.intervals import geometric_mean
 from search.measure.reference import Reference
-from search.measure.statistics import geometric_mean
 from search.predict.accuracy import describe_ranks, prediction_check_of
 from search.predict.costs import CostModel
 from search.predict.learnt_costs import CostLearner

@@ -8,7 +8,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +19,10 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.analysis.intervals import geometric_mean
 from search import report
 from search.confirm.held_out import Counters, HeldOut
 from search.context import Tools
-from search.measure.statistics import geometric_mean
 from search.reporting.artifacts import attach
 from search.reporting.dashboard_page import FIGURES
 from search.reporting.digest import digest_of
@@ -33,7 +32,7 @@ from search.reporting.figures.machine import machine_figure, surface_figure
 from search.reporting.figures.masks import mask_figure
 from search.reporting.figures.pictures import PICTURES
 from search.reporting.publish import Publisher
-from search.reporting.record import MissingData, StudyRecord, read_record, read_summary, space_of
+from search.reporting.record import MissingData, StudyRecord, read_record
 from search.reporting.render import plain_markdown, to_html, to_markdown, to_short_markdown
 from search.reporting.tables import to_csv, to_json
 from search.storages.opening import close_storage, open_storage
@@ -163,17 +162,6 @@ def test_the_end_to_end_speedup_and_the_share_of_repeats_stand_beside_the_speedu
     assert said in page.text
 
 
-def test_a_study_that_kept_no_end_to_end_rates_shows_the_others(record: StudyRecord) -> None:
-    stored = {name: value for name, value in json.loads(record.held_out.to_json()).items() if "end_to_end" not in name}
-    confirmed = {name: value for name, value in record.attrs["confirmed"].items() if "end_to_end" not in name}
-    old = digest_of(altered(record, confirmed=confirmed, **{HELD_OUT: json.dumps(stored)}))
-    (prompts,) = [table for table in old.tables if table.key == "prompts"]
-    assert prompts.header == ("prompt", "plain", "speculative", "speedup")
-    assert "end to end" not in [number.label for number in old.numbers]
-    assert "tokens/s over" in old.verdict
-    assert "in the seconds" not in old.verdict
-
-
 def test_held_out_prompts_are_drawn_with_their_own_speeds(record: StudyRecord, folder: Path) -> None:
     raw = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["raw"]
     plain, fast = held_out_figure(record).data[1:]
@@ -205,7 +193,6 @@ def test_what_the_confirm_stage_counted_survives_storage(record: StudyRecord) ->
 
 def test_the_speedup_is_drawn_over_the_length_of_a_text(record: StudyRecord) -> None:
     held_out = record.held_out
-    assert held_out.counters is not None
     figure = position_figure(record)
     bars, line = figure.data
     assert bars.x == line.x == tuple(range(2, 18)), "the fake decodes 17 tokens, the first of them in the prefill"
@@ -218,15 +205,6 @@ def test_the_speedup_is_drawn_over_the_length_of_a_text(record: StudyRecord) -> 
     assert [(one[0], one[1]) for one in bars.customdata] == [(f"token {i}", decodings) for i in range(2, 18)]
     told = f"{line.y[3]:.2f} after 5, {line.y[7]:.2f} after 9, {whole:.2f} after 17 tokens"
     assert told in figure.layout.meta["facts"]
-
-
-def test_a_study_that_kept_no_seconds_by_position_is_read(record: StudyRecord) -> None:
-    stored = json.loads(record.held_out.to_json())
-    del stored["by_position"]
-    old = altered(record, **{HELD_OUT: json.dumps(stored)})
-    assert old.held_out == replace(record.held_out, by_position=None)
-    with pytest.raises(MissingData, match="by_position: study"):
-        position_figure(old)
 
 
 def test_acceptance_is_drawn_by_position_as_shares_of_rounds(record: StudyRecord) -> None:
@@ -283,19 +261,6 @@ def test_an_old_study_shows_the_times_of_its_trials(record: StudyRecord) -> None
         counters_of(altered(record, without=[HELD_OUT], config=never))
 
 
-def test_an_old_study_borrows_the_rates_of_its_own_summary(record: StudyRecord, folder: Path) -> None:
-    summary = read_summary(folder / "summary.json")
-    assert summary is not None
-    old = altered(record, without=[HELD_OUT])
-    borrowed = read_record(old.study, summary).held_out
-    assert borrowed.tokens_per_s[0] == pytest.approx(record.held_out.tokens_per_s[0], rel=1e-5)
-    assert borrowed.counters is None
-    assert borrowed.end_to_end_tokens_per_s is not None
-    assert read_record(old.study, {**summary, "study": {"name": "another"}}).held_out is None
-    assert read_record(old.study, {**summary, "confirmed": None}).held_out is None
-    assert read_summary(folder / "nothing.json") is None
-
-
 def test_the_surface_around_the_chosen_config_is_kept_and_drawn(record: StudyRecord) -> None:
     stored = json.loads(record.attrs[SURFACES])
     config = DecodeConfig(**record.attrs["config"])
@@ -313,21 +278,6 @@ def test_the_surface_around_the_chosen_config_is_kept_and_drawn(record: StudyRec
     assert f"predicted best {best:.2f}×" in figure.layout.meta["facts"]
     with pytest.raises(MissingData, match="surfaces: study"):
         surface_figure(altered(record, without=[SURFACES]))
-
-
-def test_a_study_of_earlier_versions_that_searched_share_prefix_is_read_whole(record: StudyRecord) -> None:
-    """With its own parameters its trials are told; what is derived from them is of configs without it."""
-    space = space_of(record.measured)
-    before = read_record(copy_of(record.study, more={"share_prefix": True}))
-    assert {trial.params["share_prefix"] for trial in before.trials} == {True}
-    assert space_of(before.measured) == space
-    assert before.leader is not None
-    assert before.leader.config == record.leader.config
-    assert before.leader.speedup == record.leader.speedup
-    config = DecodeConfig(**before.attrs["config"] | {"share_prefix": True})
-    assert [one.number for one in before.trials_of(config)] == [one.number for one in record.trials_of(config)] != []
-    assert surface_figure(before).data
-    assert to_markdown(before) == to_markdown(record)
 
 
 def test_masks_are_drawn_layer_by_layer(record: StudyRecord) -> None:

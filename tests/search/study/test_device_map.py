@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,14 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerskip import DecodeConfig, LayerSkipModel
-from layerskip.config.decode_config import Provenance
 from layerskip.huggingface.loading import weights_fingerprint
 from search import compare as compare_command
 from search import tune
-from search.study.fingerprint import FingerprintMismatch, compare
 from search.study.spec import load_spec, to_toml
 from search.workers.device import computing_on, share_a_device
 from search.workers.process import process_token
 from search.workers.roster import Worker
 from tests.layerskip.zoo import SPREAD
-from tests.search.helpers.fakes import FINGERPRINT
 from tests.search.test_commands import changed, run_main
 
 MAP: dict[str, int | str] = SPREAD | {"lm_head": "cpu"}
@@ -72,16 +68,6 @@ def test_a_map_that_ends_on_one_device_is_no_map(tiny_study: list[str], capsys: 
     assert run_main(changed(tiny_study, trials="1")) == 0
     assert run_main([*changed(tiny_study, trials="1", device="auto"), "--device-map", "auto"]) == 0
     assert "1 of 1 trials done" in capsys.readouterr().out
-
-
-def test_studies_from_before_device_maps_go_on() -> None:
-    now = FINGERPRINT
-    stored = dataclasses.asdict(now)
-    del stored["device_map"]
-    compare(stored, now)
-    with pytest.raises(FingerprintMismatch, match="device_map was None, now 'all: disk'"):
-        compare(stored, dataclasses.replace(now, device_map="all: disk"))
-    assert "device_map" not in Provenance.model_fields
 
 
 def test_a_map_is_kept_in_study_toml(tmp_path: Path) -> None:

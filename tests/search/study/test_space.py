@@ -60,19 +60,6 @@ def test_params_to_config_and_back(point: tuple[SearchSpace, dict[str, Any]]) ->
     assert DecodeConfig.from_json(config.to_json()) == config
 
 
-@given(points(), st.booleans())
-def test_a_trial_of_earlier_versions_is_read_as_its_config_without_what_went(
-    point: tuple[SearchSpace, dict[str, Any]], shares: bool
-) -> None:
-    """Beside a shared prefix there were no siblings, whatever the trial's parameters said."""
-    space, params = point
-    before = params | ({"share_prefix": shares} if "gamma" in params else {})
-    assert space.holds(before)
-    none = {"siblings": 0, "sibling_threshold": 1.0} if shares and "siblings" in params else {}
-    assert space.to_config(before) == space.to_config(params | none)
-    assert "share_prefix" not in space.distributions
-
-
 @given(points())
 def test_a_trial_given_a_configs_params_suggests_that_config(point: tuple[SearchSpace, dict[str, Any]]) -> None:
     space, params = point

@@ -40,13 +40,6 @@ def test_errors_in_the_file_name_it(tmp_path: Path, line: str, said: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_a_file_from_before_may_have_a_field_that_decides_nothing_any_more(tmp_path: Path, value: str) -> None:
-    spec = load(tmp_path, f"{MINIMAL}share_prefix = {value}\n")
-    assert spec == load(tmp_path, MINIMAL)
-    assert "share_prefix" not in to_toml(spec, tmp_path)
-
-
 def test_an_error_in_a_flag_does_not_blame_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^trials: input should be greater than or equal to 1, got '-4'$"):
         load(tmp_path, MINIMAL, trials=-4)

@@ -251,13 +251,12 @@ def test_export_writes_a_loadable_model(library: Path, tmp_path: Path, monkeypat
     out.mkdir()
     (out / "stale").touch()
     facts = export.training_facts(run, len(stream))
-    export.export(run.model, tokenizer, split, facts, out, rank=True)
+    export.export(run.model, tokenizer, split, facts, out)
     assert not (out / "stale").exists()
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.bfloat16
     expected = {name: value.to(torch.bfloat16) for name, value in run.model.state_dict().items()}
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-    assert json.loads((out / "training.json").read_text())["masks"]
     assert json.loads((out / "tokenizer.json").read_text())["padding"] is None
     assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 4
     assert len((tmp_path / "held_out.jsonl").read_text().splitlines()) == 2
