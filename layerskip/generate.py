@@ -18,6 +18,8 @@ from layerskip.command_line.command_model import (
     read_config,
 )
 from layerskip.config.lossy_acceptance import lossy_label
+from layerskip.config.sampling_params import SamplingParams, asks_to_sample
+from layerskip.config.sampling_regime import Sampling
 
 if TYPE_CHECKING:
     from layerskip.command_line.compare import Comparison
@@ -43,7 +45,11 @@ def build_parser() -> OneLineParser:
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the prompt; - reads it from standard input")
     text.add_argument("--chat", help="a user message, put through the tokenizer's chat template")
-    parser.add_argument("--do-sample", action="store_true", help="sample instead of greedy decoding")
+    parser.add_argument(
+        "--do-sample",
+        action=argparse.BooleanOptionalAction,
+        help="sample, or decode greedily [as --temperature and the like ask, else as the model's own defaults]",
+    )
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -74,13 +80,13 @@ def _run(arguments: argparse.Namespace) -> int:
         from layerskip.command_line.compare import compare
 
         comparison = compare(model, prompt_ids, model.config, num_repeats=arguments.repeats, **generation)
-        _print_comparison(model, comparison, arguments)
+        _print_comparison(model, comparison, arguments, _sampling(model, generation))
         return 0
     if arguments.json:
         stream = model.stream(prompt_ids, **generation)
         for _ in stream:
             pass
-        _print_json(stream.output(), stream.config)
+        _print_json(stream.output(), stream.config, _sampling(model, generation))
         return 0
     _stream(model, prompt_ids, generation, show_drafts=arguments.show_drafts)
     return 0
@@ -98,9 +104,12 @@ def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[in
 
 
 def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig | None) -> dict[str, Any]:
+    do_sample = arguments.do_sample
+    if do_sample is None:
+        do_sample = asks_to_sample(arguments.temperature, arguments.top_p, arguments.top_k, None)
     return {
         "max_new_tokens": max_new_tokens(arguments, config),
-        "do_sample": arguments.do_sample,
+        "do_sample": do_sample,
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,
         "top_p": arguments.top_p,
@@ -108,6 +117,13 @@ def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig | 
         "stop_strings": arguments.stop,
         "seed": arguments.seed,
     }
+
+
+def _sampling(model: LayerSkipModel, generation: dict[str, Any]) -> Sampling:
+    """How the text's tokens are chosen."""
+    names = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+    given = {name: generation[name] for name in names}
+    return Sampling.of(SamplingParams.from_generation_config(model.model.generation_config, **given))
 
 
 def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, Any], *, show_drafts: bool) -> None:
@@ -128,7 +144,9 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
     sys.stdout.write("\n")
     sys.stdout.flush()
     _print_summary(stream.output(), show_legend=show_drafts)
-    sys.stderr.write("".join(f"{line}\n" for line in _setting_words(model.config, stream.config)))
+    sys.stderr.write(
+        "".join(f"{line}\n" for line in _setting_words(model.config, stream.config, _sampling(model, generation)))
+    )
 
 
 class MarkedText:
@@ -185,9 +203,11 @@ def _print_summary(output: GenerateOutput, *, show_legend: bool = False) -> None
     console.print(", ".join(parts), soft_wrap=True)
 
 
-def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: argparse.Namespace) -> None:
+def _print_comparison(
+    model: LayerSkipModel, comparison: Comparison, arguments: argparse.Namespace, sampling: Sampling
+) -> None:
     if arguments.json:
-        _print_json(comparison.output, comparison.config, comparison)
+        _print_json(comparison.output, comparison.config, sampling, comparison)
         return
     if arguments.show_drafts:
         from rich.console import Console
@@ -202,7 +222,12 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
     sys.stdout.flush()
     _print_summary(comparison.output, show_legend=arguments.show_drafts)
     lines = ["too short to time"]
-    if comparison.tokens_per_s is not None:
+    if comparison.tokens_per_s is not None and not comparison.config.speculates:
+        lines = [
+            f"plain        {comparison.plain_tokens_per_s:8.1f} tokens/s",
+            f"plain again  {comparison.tokens_per_s:8.1f} tokens/s   the setting is plain decoding",
+        ]
+    elif comparison.tokens_per_s is not None:
         lines = [
             f"plain        {comparison.plain_tokens_per_s:8.1f} tokens/s",
             f"speculative  {comparison.tokens_per_s:8.1f} tokens/s   speedup {comparison.speedup:.2f}x "
@@ -213,20 +238,27 @@ def _print_comparison(model: LayerSkipModel, comparison: Comparison, arguments: 
     if comparison.repeated_ngram_share is not None:
         lines.append(f"repeated {NGRAM}-grams: {comparison.repeated_ngram_share:.0%} of the output's")
     lines.append(f"tokens identical: {_identity_words(comparison)}")
-    lines += _setting_words(model.config, comparison.config)
+    lines += _setting_words(model.config, comparison.config, sampling)
     if confirmed := confirmed_words(comparison.config):
-        lines.append(f"confirmed by the search: {confirmed}")
+        tuned = comparison.config.sampling
+        lines.append(f"confirmed by the search{'' if tuned in (None, sampling) else f' for {tuned.name}'}: {confirmed}")
     sys.stderr.write("\n".join(lines) + "\n")
 
 
-def _setting_words(config: DecodeConfig, followed: DecodeConfig) -> list[str]:
-    """Whether what was followed is lossy; and which of a config's settings it is, where that has several regimes."""
-    lossy = [] if followed.lossy is None else [lossy_label(followed.lossy)]
-    if config.regimes is None or followed.sampling is None:
-        return lossy
+def _setting_words(config: DecodeConfig, followed: DecodeConfig, sampling: Sampling) -> list[str]:
+    """Whether what was followed is lossy, or says not to speculate; which of a config's settings it is, where that has
+    several regimes; and whether it was tuned for text whose tokens are chosen in another way."""
+    lines = [] if followed.lossy is None else [lossy_label(followed.lossy)]
+    tuned = followed.sampling
     how = f"gamma {followed.gamma}" if followed.speculates else "plain decoding"
-    reason = f" ({' '.join(followed.reason.split())})" if followed.reason else ""
-    return [*lossy, f"regime {followed.sampling.name} (of {', '.join(config.regime_names)}): {how}{reason}"]
+    how += f" ({' '.join(followed.reason.split())})" if followed.reason else ""
+    if config.regimes is not None and tuned is not None:
+        lines.append(f"regime {tuned.name} (of {', '.join(config.regime_names)}): {how}")
+    elif not followed.speculates and followed.reason:
+        lines.append(f"the config says: {how}")
+    if tuned not in (None, sampling):
+        lines.append(f"tuned for {tuned.name}, and this text is {sampling.name}: search for that, too")
+    return lines
 
 
 def _identity_words(comparison: Comparison) -> str:
@@ -242,12 +274,15 @@ def _identity_words(comparison: Comparison) -> str:
     return f"NO, from token {identity.first_difference} on: please report this as a bug"
 
 
-def _print_json(output: GenerateOutput, followed: DecodeConfig, comparison: Comparison | None = None) -> None:
+def _print_json(
+    output: GenerateOutput, followed: DecodeConfig, sampling: Sampling, comparison: Comparison | None = None
+) -> None:
     record: dict[str, Any] = {
         "text": output.text,
         "tokens": output.ids,
         "origins": output.origins,
         "finish_reason": output.finish_reason,
+        "sampling": sampling.name,
         "regime": None if followed.sampling is None else followed.sampling.name,
         "lossy": None if followed.lossy is None else followed.lossy.model_dump(),
         "tokens_per_s": output.stats.tokens_per_s,

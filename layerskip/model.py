@@ -521,6 +521,8 @@ class LayerSkipModel:
     def _generator(self, given: GenerateArguments) -> torch.Generator | None:
         if given.seed is None:
             return given.generator
+        if not 0 <= given.seed < 1 << 63:
+            raise ValueError(f"seed: must be at least 0 and below 2**63, got {given.seed}")
         return torch.Generator(device=self.device).manual_seed(given.seed)
 
     def _stop_check(self, stop_strings: str | Sequence[str] | None) -> Callable[[Sequence[int]], bool] | None:
@@ -529,6 +531,8 @@ class LayerSkipModel:
         if self.tokenizer is None:
             raise ValueError("stop_strings: this model has no tokenizer to match them with")
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        if "" in strings:
+            raise ValueError("stop_strings: must not be empty, every text ends with one that is")
         criteria = StopStringCriteria(self.tokenizer, strings)
         return lambda ids: bool(criteria(torch.tensor([list(ids)]), None).item())
 

@@ -133,6 +133,7 @@ def read_prompts(path: str | os.PathLike[str], grouping: GroupReader | None = No
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text") from None
     prompts: dict[str, Prompt] = {}
+    places: dict[str, str] = {}
     # Not splitlines(): JSON strings may hold U+2028 and friends unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -140,6 +141,9 @@ def read_prompts(path: str | os.PathLike[str], grouping: GroupReader | None = No
         prompt = _parse_line(line, f"{path}:{number}", grouping)
         if prompt.fingerprint in prompts:
             raise ValueError(f"{prompt.source}: repeats the prompt of {prompts[prompt.fingerprint].source}")
+        if prompt.prompt_id in places:
+            raise ValueError(f"{prompt.source}: repeats the id of {places[prompt.prompt_id]}, {prompt.prompt_id!r}")
+        places[prompt.prompt_id] = prompt.source
         prompts[prompt.fingerprint] = prompt
     if not prompts:
         raise ValueError(f"{path}: has no prompts")

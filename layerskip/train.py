@@ -161,8 +161,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_out(folder: Path) -> None:
-    """Raises: ValueError unless weights may be written there: into a folder that holds none, or older ones."""
+    """Raises: ValueError unless weights may be written there: into a folder that holds none, or where training is not
+    done."""
     from layerskip.drafters.eagle.head import CONFIG_NAME, WEIGHTS_NAME, describe_eagle
+    from layerskip.training.eagle import CHECKPOINT_NAME
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out: must be a folder, got the file {folder}")
@@ -173,6 +175,8 @@ def _check_out(folder: Path) -> None:
             raise ValueError(
                 f"--out: {folder} holds other files of these names, a model's perhaps; use another"
             ) from None
+        if not (folder / CHECKPOINT_NAME).exists():
+            raise ValueError(f"--out: {folder} holds trained draft weights, which configs may name; use another")
 
 
 def _tell(line: str) -> None:

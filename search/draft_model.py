@@ -23,7 +23,8 @@ class DraftModel:
     mask: SkipMask
     """Of whole layers."""
     approximates: SkipMask | None
-    """The tuned mask, if that had lone sublayers; its draft was measured, this one's was not."""
+    """The tuned mask, if that had lone sublayers, fewer bits or fewer token ids; its draft was measured, this one's was
+    not."""
     logit_difference: float
     """Relative, to the masked model's."""
 
@@ -64,8 +65,9 @@ def export_draft_model(model: Any, config: DecodeConfig, folder: Path, *, neares
                 "--nearest exports the nearest mask of whole layers instead"
             )
         mask = nearest_whole_layers(mask)
+    mask = mask.narrowed(None).rounded(None)  # a checkpoint has whole weights and the whole vocabulary
     difference, _ = write_draft_checkpoint(model, mask, folder, transformers_generation(config))
-    draft = DraftModel(folder, mask, config.skip_mask if lone else None, difference)
+    draft = DraftModel(folder, mask, config.skip_mask if mask != config.skip_mask else None, difference)
     settings = engine_settings(config, model.model.name_or_path, draft)
     write_atomically(folder / SETTINGS_FILE, json.dumps(settings, indent=2) + "\n")
     write_atomically(folder / README_FILE, readme(settings))

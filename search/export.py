@@ -55,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     names = ("study", "config_out", "archive", "config", "draft_model")
     asked = {name for name in names if getattr(arguments, name) is not None}
+    if "draft_model" not in asked:
+        for name in ("model", "group", "nearest"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name}: goes with --draft-model alone")
     if asked == {"study", "config_out"}:
         return _write_config(arguments)
     if asked == {"study", "archive"}:
@@ -132,9 +136,10 @@ def _load(arguments: argparse.Namespace, config: DecodeConfig) -> LayerSkipModel
     if arguments.model is None and config.provenance is None:
         raise ValueError("--model: is required, the config does not name a model")
     name = arguments.model or resolve_model_path(config.provenance.model, arguments.config)  # type: ignore[union-attr]
+    mask = config.skip_mask
     return LayerSkipModel.from_pretrained(
         name,
-        config=config,
+        config=config.model_copy(update={"skip_mask": mask.narrowed(None).rounded(None), "regimes": None}),
         device="cpu",
         dtype=checkpoint_dtype(name, trust_remote_code=arguments.trust_remote_code),
         engine="eager",
@@ -147,7 +152,8 @@ def _tell(draft: DraftModel) -> None:
     if draft.approximates is not None:
         sys.stderr.write(
             f"warning: {draft.approximates} has no draft model; exported the nearest mask of whole layers, "
-            f"{draft.mask} (a layer is left out only if both of its sublayers are). It was not measured\n"
+            f"{draft.mask} (a layer is left out only if both of its sublayers are), with whole weights and all token "
+            "ids. It was not measured\n"
         )
     sys.stdout.write(
         f"written {draft.folder}: layers {_ranges(draft.mask)} ({len(kept)} of {draft.mask.num_layers}), logits as the "

@@ -75,8 +75,8 @@ _ABOUT_CHOICES = {
 _ABOUT_LISTS = {
     "drafters": f"ways to draft that are searched, of {','.join(WAYS)} (default: all, which is those that need no "
     "weights, those that are given some by --draft-weights, and mtp where the model's checkpoint has such a layer)",
-    "draft_weights": "folders made by layerskip.train, and folders or hub ids of smaller models with the same "
-    "tokenizer: they draft too, and the search says which of them should",
+    "draft_weights": "folders made by layerskip.train, and folders or hub ids of smaller models, "
+    "whatever their tokenizer: they draft too, and the search says which of them should",
     "regimes": "ways to choose tokens, such as greedy,t0.7,t1_p0.9, each searched apart with an equal share of the "
     "trials and given a setting of its own (default: the one of the model's generation_config)",
 }
@@ -275,7 +275,9 @@ def _launch(
         else:
             check_writable(paths.folder)
             _make_folder(reporter, spec, paths)
-    command = [sys.executable, "-m", PROG, *_without(argv, "--workers", "--devices"), "--study", str(paths.folder)]
+    command = [sys.executable, "-m", PROG, *_without(argv, "--workers", "--devices")]
+    if arguments.study is None:
+        command += ["--study", str(paths.folder)]
     return Launch(posts, command, json_lines=arguments.json, quiet=arguments.quiet).run()
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 CI_LEVEL = 0.95
-MIN_BOOTSTRAP = 8
-"""Below this many prompts the bootstrap's intervals are far too narrow, so Student's t on the log ratios is used."""
+MIN_BOOTSTRAP = 24
+"""Below this many prompts the bootstrap's intervals are too narrow, so Student's t on the log ratios is used: with
+eight normal log ratios BCa's miss the mean in 12 of 100 samples, Student's in 5."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def ratio_interval(ratios: Sequence[float], *, seed: int) -> Interval | None:
     """Interval of the geometric mean over prompts; None for a single prompt, which tells nothing of others.
 
-    From 8 prompts on: BCa bootstrap of the mean log ratio over prompts (10,000 resamples, percentile where BCa is
+    From 24 prompts on: BCa bootstrap of the mean log ratio over prompts (10,000 resamples, percentile where BCa is
     undefined), below: Student's t. All ratios equal: that value at both ends.
     """
     from scipy import stats

@@ -72,7 +72,8 @@ def run_benchmark(
     """Measure every row and the steps, in turns on the same prompts, after one untimed reference run of each prompt.
 
     prompts: (name, token ids). config: None has no speculative row.
-    Raises: CannotRun if Hugging Face's own `generate` fails, as there is nothing to compare with then.
+    Raises: CannotRun if Hugging Face's own `generate` fails, as there is nothing to compare with then;
+    ValueError if no row can be measured.
     """
     if config is not None:
         model.check_config(config)  # which loads draft weights
@@ -84,6 +85,8 @@ def run_benchmark(
     config_of_steps = next(reversed(stepped.values()), None)
     steps = None if config_of_steps is None else StepTurn(model, config_of_steps, len(cases), plan.max_new_tokens)
     turns: list[Turn] = [*rows, *([steps] if steps is not None else [])]
+    if not turns:
+        raise ValueError("no row to measure: " + "; ".join(f"{one.name}: {one.reason}" for one in refused))
     failed = alternate(turns, cases, plan.repeats, progress=progress)
     refused += [Refused(name, reason) for name, reason in failed.items()]
     found = {row.name: row for row in rows if row.name not in failed}

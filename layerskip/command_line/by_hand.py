@@ -84,6 +84,10 @@ def _computed(arguments: argparse.Namespace, num_layers: int, gamma: int) -> Dec
     from layerskip.drafters.draft_weights import describe_weights
 
     weights = describe_weights(arguments.draft_weights)
+    if arguments.drafter in TRAINED and arguments.drafter != weights.drafter:
+        raise ValueError(
+            f"--drafter: {arguments.draft_weights} has weights of {weights.drafter}, got {arguments.drafter}"
+        )
     given |= {"draft_weights": weights.model_dump() | {"tree_tokens": arguments.tree_tokens}}
     return DecodeConfig(drafter=weights.drafter, skip_mask=SkipMask.none(num_layers), gamma=gamma, **given)
 

@@ -98,13 +98,20 @@ def load_pretrained(
             published = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
             keeps = target_device.type != "cpu" or (cpu_bfloat16 and published == torch.bfloat16)
             own_dtype = "auto" if keeps else torch.float32
-            model = (
-                _auto_class(config)
-                .from_pretrained(name, dtype=asked_dtype or own_dtype, use_safetensors=True, **placed, **hub_arguments)
-                .eval()
+            model, found = _auto_class(config).from_pretrained(
+                name,
+                dtype=asked_dtype or own_dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **placed,
+                **hub_arguments,
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model: cannot load {name}: {_one_line(error)}") from None
+    if missing := sorted(found["missing_keys"]):  # Transformers would draw them at random
+        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+        raise ValueError(f"model: {name} lacks weights: {', '.join(missing[:3])}{more}")
+    model.eval()
     if device_map is None:
         model = model.to(target_device)
         if quantization is not None:

@@ -265,9 +265,11 @@ def _check_params(record: TrialRecord, space: SearchSpace) -> None:
         if name not in _known(space):
             raise ValueError(f"params.{printable(name)}: is no parameter of it")
         distribution = _known(space)[name]
-        is_switch = isinstance(distribution, CategoricalDistribution)
         try:
-            fits = isinstance(value, bool) == is_switch and distribution._contains(distribution.to_internal_repr(value))
+            if isinstance(distribution, CategoricalDistribution):
+                fits = any(type(value) is type(one) and value == one for one in distribution.choices)
+            else:
+                fits = not isinstance(value, bool) and distribution._contains(distribution.to_internal_repr(value))
         except ValueError:
             fits = False
         if not fits:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerskip.analysis.intervals import MIN_BOOTSTRAP
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.prompts import Encoder, Prompt, encode_prompt, read_prompts
@@ -18,6 +17,8 @@ from search.study.grouping import MIN_IN_GROUP, NO_GROUPS, Grouping, of_group
 MIN_TUNING = 2
 MIN_HELD_OUT = 4
 MIN_TO_SPLIT = MIN_TUNING + MIN_HELD_OUT
+MIN_CHOOSING = 8
+"""Held-out prompts that choose among finalists, if any do."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,14 @@ def encode_prompts(
 def split_held_out(
     prompts: Sequence[EncodedPrompt], num_reporting: int
 ) -> tuple[tuple[EncodedPrompt, ...], tuple[EncodedPrompt, ...]]:
-    """(prompts that choose among finalists, prompts that report): at most `num_reporting` each, in file order.
+    """(prompts that choose among finalists, prompts that report): half each, at most `num_reporting`, in file order.
 
-    The first ones report. Where fewer than eight are left to choose, nobody else does: too few would choose badly.
+    The first half reports. Below 16 all report, and none is left to choose: fewer than eight would choose badly.
     """
-    choosing = tuple(prompts[num_reporting : 2 * num_reporting])
-    return choosing if len(choosing) >= MIN_BOOTSTRAP else (), tuple(prompts[:num_reporting])
+    if len(prompts) < 2 * MIN_CHOOSING:
+        return (), tuple(prompts[:num_reporting])
+    half = min(num_reporting, (len(prompts) + 1) // 2)
+    return tuple(prompts[half : 2 * half]), tuple(prompts[:half])
 
 
 def in_regime(prompts: Sequence[EncodedPrompt], sampling: Sampling) -> tuple[EncodedPrompt, ...]:

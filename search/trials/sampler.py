@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial
 
 from search.outlook.outlook import Outlook
 from search.study.attributes import CONSIDERED, ORIGIN, REPEAT_OF
-from search.study.space import SearchSpace
+from search.study.space import DRAFTER, LOOKUP_METHOD, SearchSpace
 from search.study.spec import SamplerName
 from search.study.trials import counted, key_of
 from search.trials.proposals import Proposal, ProposeOptions, Proposer, WarmProposer
@@ -103,10 +103,22 @@ class ProposalSampler(BaseSampler):
     def _draw(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], rng: np.random.Generator
     ) -> dict[str, Any]:
-        """All parameters from the Optuna sampler: those it draws jointly, then the others one by one."""
+        """All parameters from the Optuna sampler: the way to draft, then what that has, jointly where other trials let
+        it be, then the others one by one. Optuna's samplers cannot draw jointly what only some trials have."""
         self._inner = self._make_inner(int(rng.integers(2**32)))
-        params = self._inner.sample_relative(study, trial, search_space)
-        for name, one in self._space.distributions.items():
+        distributions = self._space.distributions
+        params = {
+            name: self._inner.sample_independent(study, trial, name, distributions[name])
+            for name in (DRAFTER, LOOKUP_METHOD)
+            if name in distributions
+        }
+        names = self._space.names_for(params.get(DRAFTER, self._space.drafters[0]), params.get(LOOKUP_METHOD))
+        within = {name: search_space[name] for name in names if name in search_space and name not in params}
+        if self._drawn_by == "gp":  # it would look for each in every trial
+            every = self._inner.infer_relative_search_space(study, trial)
+            within = {name: one for name, one in within.items() if name in every}
+        params |= self._inner.sample_relative(study, trial, within)
+        for name, one in distributions.items():
             if name not in params:
                 params[name] = self._inner.sample_independent(study, trial, name, one)
         return params

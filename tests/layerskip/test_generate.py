@@ -260,11 +260,26 @@ def test_it_says_which_regimes_setting_is_used(
     assert run(*arguments, "--compare", "--repeats", 1) == 0
     compared = capsys.readouterr()
     assert said in compared.err
-    assert re.findall(r"confirmed by the search: ([\d.]+)x", compared.err) == ([] if speedup is None else [speedup])
+    found = re.findall(r"confirmed by the search(?: for t0\.7)?: ([\d.]+)x", compared.err)
+    assert found == ([] if speedup is None else [speedup])
+    text = f"t{flags[-1]}" if flags else "greedy"
+    for err in (shown.err, compared.err):
+        assert (f"tuned for {regime}, and this text is {text}:" in err) == (regime != text)
+    assert ("plain again" in compared.err) == (gamma == 0)
     assert run(*arguments, "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["regime"], len(record["drafted_by_position"])) == (regime, gamma)
     assert record["text"].rstrip("\n") == shown.out.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [((), "greedy"), (("--temperature", 0.6), "t0.6"), (("--do-sample",), "t1"), (("--top-k", 5), "t1_k5")],
+)
+def test_tokens_are_chosen_as_the_flags_ask(flags: tuple[object, ...], name: str, config_file: Path, capsys) -> None:
+    """Without --do-sample too: a temperature that is given is not ignored."""
+    assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 2, "--json", *flags) == 0
+    assert json.loads(capsys.readouterr().out)["sampling"] == name
 
 
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:
@@ -287,6 +302,11 @@ def test_stop_text_ends_the_output(config_file: Path, demo_model: LayerSkipModel
 
 
 BAD_INPUT = {
+    "empty stop": (["--model", str(DEMO_MODEL), "--prompt", "x", "--stop", ""], "stop_strings: must not be empty"),
+    "large seed": (
+        ["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--seed", str(1 << 64)],
+        "seed: must be",
+    ),
     "missing config": (["--config", "nosuch.json", "--prompt", "x"], "no such file: nosuch.json"),
     "group without config": (
         ["--model", str(DEMO_MODEL), "--prompt", "x", "--group", "a"],

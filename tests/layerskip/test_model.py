@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, RegimeSetting, Sampling, SkipMask
 from layerskip.decoding.text_stream import TextStream
@@ -337,6 +338,15 @@ def test_what_cannot_be_loaded_is_said_in_one_line(saved: Path, tmp_path: Path) 
     for dtype in ("int3", torch.int8):
         assert refused(saved, dtype=dtype).startswith("dtype: must be 'auto' or one of float32, bfloat16, float16, got")
     assert refused(saved, device="gpu").startswith("device: must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'")
+
+
+def test_a_checkpoint_that_lacks_weights_is_not_filled_up_at_random(saved: Path, tmp_path: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    name = next(one for one in weights if one.endswith("up_proj.weight"))
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((saved / "config.json").read_text())
+    assert refused(tmp_path) == f"model: {tmp_path} lacks weights: {name}"
 
 
 def test_truncated_weights_are_said_in_one_line(saved: Path, tmp_path: Path) -> None:

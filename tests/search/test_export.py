@@ -224,6 +224,18 @@ def test_lone_sublayers_are_refused_or_exported_with_a_warning(
     assert "**Not measured.**" in (tmp_path / "draft" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("mask", ["4:1,int8", "4:1,int4", "4:1,v3"])
+def test_a_draft_model_has_whole_weights_and_says_that_it_was_not_measured(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mask: str
+) -> None:
+    config, draft = save_config(saved, mask), tmp_path / "draft"
+    assert export.main(["--config", str(config), "--draft-model", str(draft)]) == 0
+    assert f"{mask} has no draft model; exported" in capsys.readouterr().err
+    settings = json.loads((draft / "settings.json").read_text())
+    assert (settings["mask_was_measured"], settings["tuned_skip_mask"]) == (False, mask)
+    assert AutoModelForCausalLM.from_pretrained(draft).config.num_hidden_layers == 3
+
+
 @pytest.mark.parametrize(
     ("mask", "fields", "flags", "said"),
     [
@@ -310,6 +322,7 @@ def test_a_study_without_a_verdict_and_half_a_command_are_told(
     cases = [
         ([str(bench.folder), "--config-out", file], "has no verdict yet"),
         ([str(bench.folder), "--config-out", f"{bench.folder}/none/x.json"], "--config-out: no such folder"),
+        ([str(bench.folder), "--config-out", file, "--nearest"], "--nearest: goes with --draft-model alone"),
         ([str(bench.folder / "none"), "--config-out", file], "none"),
         ([str(bench.folder)], usage),
         (["--config", "x.json"], usage),

@@ -384,7 +384,7 @@ def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -
         assert (bool(choosing), len(reporting)) == (others, num)
     choosing, reporting = split_held_out(prompts(40), 16)
     assert (choosing, reporting) == (prompts(40)[16:32], prompts(40)[:16])
-    assert len(split_held_out(prompts(24), 16)[0]) == 8
+    assert split_held_out(prompts(25), 16) == (prompts(25)[13:], prompts(25)[:13])
 
     seen: dict[str, set[tuple[int, ...]]] = {"choosing": set(), "fresh": set()}
 

@@ -170,6 +170,10 @@ def test_a_model_alone_is_decoded_plainly_and_a_mask_by_hand_speculates(folder: 
             ["--model", "MODEL", "--prompt", "a", "--mask", "5:1", "--gamma", "2"],
             "must have the model's 4 layers, got 5",
         ),
+        (
+            ["--model", "MODEL", "--prompt", "a", "--only", "hf_mtp", "--max-new-tokens", "4"],
+            "no row to measure: hf_mtp: ",
+        ),
         (["--config", "BEST", "--max-new-tokens", "96"], "do not fit the model's 96 positions"),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from layerskip import LayerSkipModel
-from layerskip.server.settings import ServerSettings
 from tests.layerskip.serving import Serving, serving, tiny_model
 
 FIELDS: dict[str, Any] = {"max_tokens": 8, "return_token_ids": True, "temperature": 0}
@@ -92,5 +91,3 @@ def test_with_none_kept_every_prompt_is_computed_whole(model: LayerSkipModel) ->
         for _ in range(2):
             assert answer(server, [5, 9, 7, 8])[1]["prompt_tokens_details"]["cached_tokens"] == 0
         assert server.metrics()["layerskip_prefix_cache_bytes"] == 0
-    with pytest.raises(ValueError, match="prefix_cache_bytes: must be at least 0, got -1"):
-        ServerSettings("m", 96, prefix_cache_bytes=-1)

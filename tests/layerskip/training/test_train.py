@@ -258,7 +258,7 @@ def folder(text_model: LayerSkipModel, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: Any) -> None:
+def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: Any, refused: Any) -> None:
     from layerskip import generate
 
     out = folder / "weights"
@@ -272,6 +272,12 @@ def test_the_command_writes_weights_that_generate_takes(folder: Path, capsys: An
     drafting = ["--drafter", "eagle", "--draft-weights", str(out), "--gamma", "3", "--engine", "fused"]
     assert generate.main([*common, *drafting, "--prompt", "def read(", "--max-new-tokens", "8", "--compare"]) == 0
     assert "tokens identical: yes" in capsys.readouterr().err
+    drafting[1] = "draft_model"
+    error = refused(generate.main, [*common, *drafting, "--prompt", "def read("])
+    assert f"--drafter: {out} has weights of eagle, got draft_model" in error
+    before = (out / "config.json").read_bytes()
+    assert "holds trained draft weights, which configs may name" in refused(train.main, [*common, *given])
+    assert (out / "config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(

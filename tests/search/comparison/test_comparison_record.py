@@ -17,6 +17,8 @@ from search.compact import read_lines, write_lines
 from search.compare import main
 from search.comparison.confirm import pick_key
 from search.comparison.record import FILE, RESULTS, read_record, write_record, write_results
+from search.comparison.runs import trials_of
+from search.study.space import SearchSpace
 from tests.search.comparison.test_compare import Comparison, bench, plan_of, stand_in
 from tests.search.helpers.fakes import NUM_LAYERS
 
@@ -185,6 +187,18 @@ def test_what_is_no_record_is_refused_by_line(
     write_lines(file, change(lines))
     with pytest.raises(ValueError, match=rf"record\.jsonl\.xz: {message}"):
         read_record(file)
+
+
+@pytest.mark.parametrize(("params", "fits"), [({"draft_vocab": 512}, True), ({"draft_vocab": True}, False)])
+def test_trials_may_have_what_is_chosen_from_a_list(params: dict[str, Any], fits: bool) -> None:
+    space = SearchSpace(2, 4, (0, 1), (0, 1), (), draft_vocabs=(1024, 512))
+    line = {"strategy": "ours", "seed": 0, "number": 0, "state": "COMPLETE", "value": 1.0, "params": params}
+    line |= {"user_attrs": {}, "steps": [], "proposal_s": 0.0, "measure_s": 0.0, "seconds": 0.0}
+    if fits:
+        assert trials_of([(1, line)], Path("trials.jsonl"), space)["ours", 0][0].params == params
+        return
+    with pytest.raises(ValueError, match="does not fit the search space: params"):
+        trials_of([(1, line)], Path("trials.jsonl"), space)
 
 
 @pytest.mark.parametrize(

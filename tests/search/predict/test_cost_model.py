@@ -110,6 +110,13 @@ def test_all_things_are_timed_in_turn_on_alternating_texts() -> None:
     assert cost.measured_on == device_facts(FINGERPRINT)
 
 
+def test_costs_reach_as_far_as_any_round_verifies() -> None:
+    """Siblings fill more than gamma tokens; without lookups nothing else says how far costs must go."""
+    space = dataclasses.replace(SPACE, gamma_max=OPTIONS.gamma_max, siblings_max=3)
+    assert space.gamma_limit > OPTIONS.gamma_max
+    assert len(measure(PlantedTimer(), space).verify_s) == space.gamma_limit + 1
+
+
 def test_no_texts_are_refused() -> None:
     with pytest.raises(ValueError, match="texts: at least one is needed to time steps, got none"):
         measure_costs(PlantedTimer(), [], SPACE, FINGERPRINT, OPTIONS)
