@@ -138,7 +138,8 @@ def _measure(
     every_row = ROW_NAMES if config is None or config.lossy is None else ALL_ROWS
     plan = Plan(new_tokens, arguments.repeats, arguments.only or every_row, arguments.compile)
     try:
-        with Progress(console=_console(), transient=True) as progress:
+        console = _console()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("measuring", total=len(prompts) * arguments.repeats)
             benchmark = run_benchmark(model, config, prompts, plan, progress=lambda: progress.advance(task))
     except CannotRun as error:
