@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if by_hand is not None:
         model.config = by_hand(model.num_layers)
     prompt_ids = _prompt_ids(model, arguments)
-    generation = _generation_arguments(arguments, config)
+    generation = _generation_arguments(arguments, model.config)
     if arguments.compare:
         from layerskip.command_line.compare import compare
 
@@ -103,7 +103,7 @@ def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[in
     return ids
 
 
-def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig | None) -> dict[str, Any]:
+def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig) -> dict[str, Any]:
     do_sample = arguments.do_sample
     if do_sample is None:
         do_sample = asks_to_sample(arguments.temperature, arguments.top_p, arguments.top_k, None)

@@ -196,7 +196,7 @@ class LayerSkipModel:
         if config is not None and not isinstance(config, DecodeConfig):
             config = DecodeConfig.load(config)
         if config is None and looks_for_config:
-            config = _config_next_to(name_or_path, hub_arguments)
+            config = config_next_to(name_or_path, hub_arguments)
         if config is not None:
             config.check_consent(allow_lossy=allow_lossy)  # loading may take minutes
         if (tuned := None if config is None else config.provenance) is not None:
@@ -634,7 +634,7 @@ def _has_kernels(device: torch.device) -> bool:
     return NativeLayers.refusal(device, torch.bfloat16) is None
 
 
-def _config_next_to(name: str | os.PathLike[str], hub_arguments: dict[str, Any]) -> DecodeConfig | None:
+def config_next_to(name: str | os.PathLike[str], hub_arguments: dict[str, Any]) -> DecodeConfig | None:
     """The model's own decode config. Raises: ValueError if it cannot be read; what is no model, its loading tells."""
     known = {key: value for key, value in hub_arguments.items() if key in HubArguments.__annotations__}
     try:

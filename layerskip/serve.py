@@ -194,7 +194,7 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
         f"serving   {url}",
         f"model     {settings.model_id}: {model.model_class}, {model.num_layers} layers, "
         f"{model.number_format} on {model.placement}, engine {model.engine_name}{threads}",
-        f"config    {config_file or 'none'}: {_setting(config)}",
+        f"config    {config_file or ('none' if config.provenance is None else 'beside the model')}: {_setting(config)}",
         f"confirmed {_confirmed(config)}",
         *dict.fromkeys(lossy_label(rule) for rule in config.lossy_rules),
         *_regimes(config),

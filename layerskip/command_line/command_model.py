@@ -90,8 +90,10 @@ def load_model(
     quiet_libraries()
     import torch
 
-    from layerskip.model import LayerSkipModel, resolve_model_path
+    from layerskip.model import LayerSkipModel, config_next_to, resolve_model_path
 
+    if config is None and looks_for_config and arguments.model is not None:
+        config = config_next_to(arguments.model, {})
     tuned = config.provenance if config is not None else None
     if arguments.model is None and (config is None or tuned is None):
         raise ValueError("--model: is required, the config does not name a model")

@@ -91,11 +91,13 @@ class TrialPhase:
             leader = self._setup.leader_of(self._setup.trials)
             if self.broken is not None or leader is None or leader.speedup <= 1.0:
                 best = (
-                    "nothing was measured in full" if leader is None else f"the best measured is {leader.speedup:.3f}x"
+                    "nothing was measured in full"
+                    if leader is None
+                    else f"the best is estimated at {leader.speedup:.3f}x"
                 )
                 self._study.set_user_attr(CANNOT_WIN, f"{reason}; {best}")
                 return self.broken
-            self._say.warn(f"trial {leader.trials[0]} reached {leader.speedup:.3f}x all the same: searching on")
+            self._say.warn(f"trial {leader.trials[0]} is estimated at {leader.speedup:.3f}x all the same: searching on")
         self._measure(self._spec.trials)
         return self.broken
 

@@ -282,6 +282,20 @@ def test_tokens_are_chosen_as_the_flags_ask(flags: tuple[object, ...], name: str
     assert json.loads(capsys.readouterr().out)["sampling"] == name
 
 
+def test_a_config_beside_the_model_is_followed_as_one_that_is_named(config_file: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for file in DEMO_MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = DecodeConfig.load(config_file)
+    assert config.provenance is not None
+    tuned = config.provenance.model_copy(update={"engine": "eager", "max_new_tokens": 7})
+    config.model_copy(update={"provenance": tuned}).save_pretrained(folder)
+    assert run("--model", folder, "--prompt", PROMPT, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["tokens"]) == 7
+
+
 def test_sampling_with_a_seed_repeats_itself(config_file: Path, capsys) -> None:
     arguments = ("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 12, "--do-sample", "--seed", 5)
     assert run(*arguments) == 0

@@ -462,7 +462,7 @@ def test_where_nothing_can_win_a_handful_confirms_it(tmp_path: Path) -> None:
         assert summary["trials"]["counted"] == HANDFUL
         assert summary["verdict"] == "do not speculate"
         assert "no config can win here: the best of" in summary["cannot_win"]
-        assert "the best measured is 0.9" in summary["cannot_win"]
+        assert "the best is estimated at 0.9" in summary["cannot_win"]
         assert DecodeConfig.load(bench.paths.best).gamma == 0
         assert f"measuring {HANDFUL} trials to confirm (--force searches on)" in bench.output.getvalue()
 

@@ -326,7 +326,7 @@ def test_the_note_tells_what_was_decided(study: optuna.Study) -> None:
     study.set_user_attr("verdict", "do not speculate")
     study.set_user_attr("reason", "do not speculate: it *reached*\n0.98x")
     study.set_user_attr("config", DecodeConfig.plain(6).model_dump(mode="json"))
-    study.set_user_attr("cannot_win", "no config can win here; the best measured is 0.97x")
+    study.set_user_attr("cannot_win", "no config can win here; the best is estimated at 0.97x")
     text = note(read_record(study))
     assert text.startswith("**Do not speculate**: For ")
     assert r": it \*reached\* 0.98x. The search was cut short: no config can " in text
