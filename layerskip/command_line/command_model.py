@@ -128,6 +128,7 @@ def confirmed_words(config: DecodeConfig) -> str:
     if confirmed is None:
         return ""
     text = f"{confirmed.speedup:.2f}x on average over {confirmed.num_prompts} prompts"
+    text += " that it was chosen on" if confirmed.num_choosing == 0 else ""
     if tuned is not None and tuned.max_new_tokens is not None:
         text += f", up to {tuned.max_new_tokens} new tokens each"
     text += f" ({100 * confirmed.ci_level:g} % {confirmed.speedup_ci_low:.2f}..{confirmed.speedup_ci_high:.2f})"

@@ -243,6 +243,8 @@ class Confirmed(_LosslessAsBefore):
     end_to_end_speedup_ci_low: Rate | None = None
     end_to_end_speedup_ci_high: Rate | None = None
     num_prompts: Annotated[int, Field(ge=1)]
+    num_choosing: Count | None = None
+    """Other prompts that it was chosen on; 0: it was chosen on these, which flatters it."""
     num_identical: Count
     """Prompts whose output was identical to plain decoding's in every repeat."""
     num_ties: Count = 0

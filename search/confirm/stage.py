@@ -122,7 +122,8 @@ def confirm(
         share = repeated_ngram_share((case.prompt_ids, case.reference_ids) for one in fresh for case, _ in one)
         differ = passes.texts_differ
         measured = summarise(pairs, seed=options.seed, repeated_ngram_share=share, texts_differ=differ)
-        measured = measured.model_copy(update={"machine": describe_machine(watch.record())})
+        told = {"machine": describe_machine(watch.record()), "num_choosing": len(prompts.choosing)}
+        measured = measured.model_copy(update=told)
         held_out = held_out_of(pairs, chosen.entry.config, texts_differ=differ)
         return replace(_verdict(measured, held_out, chosen.entry, candidates), too_short=passes.too_short)
     reasons = "; ".join(sorted({one.excluded for one in candidates if one.excluded}))

@@ -184,9 +184,10 @@ def test_compare_recalls_what_the_search_confirmed(config_file: Path, capsys) ->
     confirmed = Confirmed(**rates, **interval, num_prompts=24, num_identical=24, num_repeats=3, end_to_end_speedup=1.3)
     config = DecodeConfig.load(config_file)
     assert config.provenance is not None
-    for length, words in ((None, ""), (48, ", up to 48 new tokens each")):
+    for length, chosen, words in ((None, 8, ""), (48, 0, " that it was chosen on, up to 48 new tokens each")):
         made_for = config.provenance.model_copy(update={"max_new_tokens": length})
-        config.model_copy(update={"confirmed": confirmed, "provenance": made_for}).save(config_file)
+        measured = confirmed.model_copy(update={"num_choosing": chosen})
+        config.model_copy(update={"confirmed": measured, "provenance": made_for}).save(config_file)
         assert run("--config", config_file, "--prompt", PROMPT, "--max-new-tokens", 4, "--compare", "--repeats", 1) == 0
         said = f"confirmed by the search: 1.50x on average over 24 prompts{words} (95 % 1.40..1.60), a single one "
         said += "1.10..2.10; prompt included 1.30x"

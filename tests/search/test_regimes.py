@@ -402,7 +402,7 @@ def test_others_report_than_chose_where_there_are_prompts_enough(bench: Bench) -
     assert seen["fresh"] == set(held_out[:10])
     assert set(held_out[10 : 10 + RACE_FROM]) <= seen["choosing"] <= set(held_out[10:])
     config = DecodeConfig.load(bench.paths.best)
-    assert config.confirmed.num_prompts == 10
+    assert (config.confirmed.num_prompts, config.confirmed.num_choosing) == (10, 10)
 
 
 def test_of_sampled_text_what_chose_does_not_report(bench: Bench) -> None:
