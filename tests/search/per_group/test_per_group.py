@@ -70,7 +70,7 @@ def test_groups_that_suit_different_configs_get_their_own_settings(searched: Ben
         assert own.confirmed.num_prompts == 12
         assert own.reason is None
         assert own.provenance == best.provenance
-    assert best.confirmed.num_prompts == 24
+    assert (best.confirmed.num_prompts, best.confirmed.num_choosing) == (12, 12)
     assert [counted(searched.trials(group)) for group in (None, "calm", "wild")] == [18, 18, 18]
 
 
