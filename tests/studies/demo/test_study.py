@@ -8,7 +8,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from layerskip import DecodeConfig
+from layerskip import Confirmed, DecodeConfig
 from search.compact import read_lines
 from search.reporting.archive import read_archive
 
@@ -24,7 +24,8 @@ def test_the_archive_is_of_the_study_that_best_json_and_summary_json_are_of() ->
     summary = json.loads((DEMO / "summary.json").read_text(encoding="utf-8"))
     assert best.confirmed is not None
     assert len(study.get_trials()) == best.provenance.num_trials
-    assert study.user_attrs["confirmed"] == summary["confirmed"] == best.confirmed.model_dump()
+    assert study.user_attrs["confirmed"] == summary["confirmed"]
+    assert Confirmed.model_validate(summary["confirmed"]) == best.confirmed
     assert study.user_attrs["config"] == summary["config"]
     assert study.user_attrs["plain_tokens_per_s"] == summary["reference"]["plain_tokens_per_s"]
 
