@@ -18,7 +18,7 @@ from layerskip.command_line.command_model import (
     read_config,
 )
 from layerskip.config.lossy_acceptance import lossy_label
-from layerskip.config.sampling_params import SamplingParams, asks_to_sample
+from layerskip.config.sampling_params import asks_to_sample
 from layerskip.config.sampling_regime import Sampling
 
 if TYPE_CHECKING:
@@ -121,9 +121,7 @@ def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig) -
 
 def _sampling(model: LayerSkipModel, generation: dict[str, Any]) -> Sampling:
     """How the text's tokens are chosen."""
-    names = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-    given = {name: generation[name] for name in names}
-    return Sampling.of(SamplingParams.from_generation_config(model.model.generation_config, **given))
+    return Sampling.of(model.sampler(**generation).params)
 
 
 def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, Any], *, show_drafts: bool) -> None:

@@ -521,8 +521,8 @@ class LayerSkipModel:
     def _generator(self, given: GenerateArguments) -> torch.Generator | None:
         if given.seed is None:
             return given.generator
-        if not 0 <= given.seed < 1 << 63:
-            raise ValueError(f"seed: must be at least 0 and below 2**63, got {given.seed}")
+        if not -(1 << 63) <= given.seed < 1 << 64:  # torch's own range
+            raise ValueError(f"seed: must be in -2**63..2**64-1, got {given.seed}")
         return torch.Generator(device=self.device).manual_seed(given.seed)
 
     def _stop_check(self, stop_strings: str | Sequence[str] | None) -> Callable[[Sequence[int]], bool] | None:

@@ -65,7 +65,7 @@ def export_draft_model(model: Any, config: DecodeConfig, folder: Path, *, neares
                 "--nearest exports the nearest mask of whole layers instead"
             )
         mask = nearest_whole_layers(mask)
-    mask = mask.narrowed(None).rounded(None)  # a checkpoint has whole weights and the whole vocabulary
+    mask = mask.whole  # as a checkpoint is
     difference, _ = write_draft_checkpoint(model, mask, folder, transformers_generation(config))
     draft = DraftModel(folder, mask, config.skip_mask if mask != config.skip_mask else None, difference)
     settings = engine_settings(config, model.model.name_or_path, draft)

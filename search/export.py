@@ -136,10 +136,9 @@ def _load(arguments: argparse.Namespace, config: DecodeConfig) -> LayerSkipModel
     if arguments.model is None and config.provenance is None:
         raise ValueError("--model: is required, the config does not name a model")
     name = arguments.model or resolve_model_path(config.provenance.model, arguments.config)  # type: ignore[union-attr]
-    mask = config.skip_mask
     return LayerSkipModel.from_pretrained(
         name,
-        config=config.model_copy(update={"skip_mask": mask.narrowed(None).rounded(None), "regimes": None}),
+        config=config.model_copy(update={"skip_mask": config.skip_mask.whole, "regimes": None}),
         device="cpu",
         dtype=checkpoint_dtype(name, trust_remote_code=arguments.trust_remote_code),
         engine="eager",

@@ -114,7 +114,7 @@ def load_model(
         engine=arguments.engine or (tuned.engine if tuned is not None and tuned.engine is not None else "auto"),
         device_map=device_map,
         trust_remote_code=arguments.trust_remote_code,
-        looks_for_config=looks_for_config,
+        looks_for_config=False,  # done above
         allow_lossy=arguments.allow_lossy,
     )
     if tuned is not None and not tuned.device.startswith(model.device.type):

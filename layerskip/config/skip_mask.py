@@ -129,6 +129,11 @@ class SkipMask:
         """The same sublayers, with weights of so many bits; None: as they are."""
         return replace(self, bits=bits)
 
+    @property
+    def whole(self) -> SkipMask:
+        """The same sublayers, with weights as they are and all token ids."""
+        return self.narrowed(None).rounded(None)
+
     def __str__(self) -> str:
         both = [a and m for a, m in zip(self.attention, self.mlp, strict=True)]
         items = _ranges("", both)

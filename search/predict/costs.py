@@ -217,7 +217,7 @@ def _saved(masks: Sequence[SkipMask], seconds: np.ndarray, vocabs: Sequence[int]
 
 def _counts(gamma_max: int, space: SearchSpace) -> list[int]:
     """Tokens of the forwards to time, ascending."""
-    limit = max(gamma_max, space.gamma_limit if space.gamma_limit > space.gamma_max else 0)
+    limit = max(gamma_max, space.gamma_limit)
     further = {count for count in (*_FURTHER, limit + 1) if gamma_max + 1 < count <= limit + 1}
     return [*range(1, gamma_max + 2), *sorted(further)]
 

@@ -275,7 +275,12 @@ def test_it_says_which_regimes_setting_is_used(
 
 @pytest.mark.parametrize(
     ("flags", "name"),
-    [((), "greedy"), (("--temperature", 0.6), "t0.6"), (("--do-sample",), "t1"), (("--top-k", 5), "t1_k5")],
+    [
+        ((), "greedy"),
+        (("--temperature", 0.6), "t0.6"),
+        (("--do-sample", "--seed", -1), "t1"),
+        (("--top-k", 5), "t1_k5"),
+    ],
 )
 def test_tokens_are_chosen_as_the_flags_ask(flags: tuple[object, ...], name: str, config_file: Path, capsys) -> None:
     """Without --do-sample too: a temperature that is given is not ignored."""

@@ -110,6 +110,8 @@ BAD_INPUT = {
     "port": ([*DEMO, "--port", "65536"], "--port: must be in 0..65535, got 65536"),
     "text as port": ([*DEMO, "--port", "http"], "--port: invalid int value"),
     "queue": ([*DEMO, "--queue", "-1"], "--queue: must be in 0..10000, got -1"),
+    "prefix cache": ([*DEMO, "--prefix-cache", "-1"], "--prefix-cache: must be in 0..16777216, got -1"),
+    "send timeout": ([*DEMO, "--send-timeout", "0"], "--send-timeout: must be in 0.1..86400, got 0"),
     "grace": ([*DEMO, "--grace", "nan"], "--grace: must be in 0..86400, got nan"),
     "context": (
         [*DEMO, "--engine", "eager", "--port", "0", "--max-context", "5000"],
