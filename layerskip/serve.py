@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
 
 PROG = "layerskip.serve"
-_EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+_EXTRA = ("starlette", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 8192
 _DEFAULT_NEW_TOKENS = 4096
 

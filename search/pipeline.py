@@ -39,6 +39,7 @@ from search.study.attributes import (
     COMMAND,
     CONFIG,
     CONFIRMED,
+    CONFIRMED_ON,
     ENVIRONMENT,
     FIRST_PLAN,
     GAMMA_LOWERED,
@@ -53,7 +54,7 @@ from search.study.attributes import (
     SPEC,
     VERDICT,
 )
-from search.study.fingerprint import environment
+from search.study.fingerprint import DEVICE_FIELDS, environment
 from search.study.leaderboard import Entry
 from search.study.opening import open_study, quiet_optuna, stored_study
 from search.study.prompts import split_held_out
@@ -96,7 +97,7 @@ class SearchRun:
     """One run of one study. `run` returns the exit code: 0, or 1 where the machinery or losslessness broke.
 
     `outcome` is there after a run that reached its end. With `exports=False` best.json and summary.json are the
-    caller's to write.
+    caller's to write. `goes_on`: after another regime, see `RunPlan`.
     """
 
     outcome: RunOutcome | None = None
@@ -110,8 +111,9 @@ class SearchRun:
         *,
         load_s: float = 0.0,
         exports: bool = True,
+        goes_on: bool = False,
     ) -> None:
-        self._exports = exports
+        self._exports, self._goes_on = exports, goes_on
         self._subject, self._spec, self._paths, self._tools = subject, spec, paths, tools
         self._asked = spec
         self._plan: RunPlan | None = None
@@ -202,7 +204,7 @@ class SearchRun:
     def _make_plan(self, study: optuna.Study | None) -> None:
         """Decide on how much is measured, and say how long that takes."""
         with self._phase("reference"):
-            self._plan = RunPlan(self._subject, self._spec, self._tools, self._start, study)
+            self._plan = RunPlan(self._subject, self._spec, self._tools, self._start, study, goes_on=self._goes_on)
         self._say.tell(self._plan.told)
         self._subject, self._spec = self._plan.subject, self._plan.spec
 
@@ -212,7 +214,7 @@ class SearchRun:
     def _open(self, storage: optuna.storages.BaseStorage) -> optuna.Study:
         spec = self._spec
         facts = {
-            ENVIRONMENT: environment() | {"attention_backend": self._subject.fingerprint.attention_backend},
+            ENVIRONMENT: environment(),
             COMMAND: self._tools.command,
             SPEC: self._asked.model_dump() | {"storage": redact(self._paths.storage_url(spec))},
         }
@@ -393,6 +395,8 @@ class SearchRun:
             save_results(config, summary, self._paths, self._say)
         for key in (VERDICT, REASON, CONFIRMED, CONFIG):
             study.set_user_attr(key, summary[key])
+        fingerprint = asdict(self._subject.fingerprint)
+        study.set_user_attr(CONFIRMED_ON, {name: fingerprint[name] for name in DEVICE_FIELDS})
         study.set_user_attr(BUDGET, summary["budget"])
         study.set_user_attr(CANDIDATES, candidates_of(confirmation))
         if confirmation.held_out is not None:

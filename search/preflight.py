@@ -216,9 +216,10 @@ def pace_of(subject: Subject, spec: StudySpec, clock: Callable[[], float] = time
     return measure_pace(subject.decoder, subject.tuning, most_tokens, clock)
 
 
-def planned(work: Work, pace: Pace, left_s: float | None, spent_s: float = 0.0) -> Planned:
-    """The plan, and beside one without a budget that takes long the one with a budget. Raises: as `make_plan`."""
-    plan, shorter = make_plan(work, pace, left_s, spent_s=spent_s), None
+def planned(work: Work, pace: Pace, left_s: float | None, spent_s: float = 0.0, *, at_least: bool = False) -> Planned:
+    """The plan, and beside one without a budget that takes long the one with a budget. See `make_plan` for the rest,
+    and for what it raises."""
+    plan, shorter = make_plan(work, pace, left_s, spent_s=spent_s, at_least=at_least), None
     if left_s is None and plan.total_s > LONG_S:
         with suppress(ValueError):  # half an hour is not enough for anything
             shorter = make_plan(work, pace, LONG_S)

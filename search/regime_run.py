@@ -54,6 +54,7 @@ class RegimeRun:
                 paths,
                 self._tools,
                 load_s=0.0 if place else self._load_s,
+                goes_on=place > 0,
             )
             codes.append(run.run())
             if run.outcome is None:

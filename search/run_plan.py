@@ -23,12 +23,20 @@ class RunPlan:
     """What a run measures. `subject` and `spec` are those to go on with: a budget may have cut their new tokens."""
 
     def __init__(
-        self, subject: Subject, spec: StudySpec, tools: Tools, start: float, study: optuna.Study | None
+        self,
+        subject: Subject,
+        spec: StudySpec,
+        tools: Tools,
+        start: float,
+        study: optuna.Study | None,
+        *,
+        goes_on: bool = False,
     ) -> None:
         """Time a few steps and decide.
 
         start: of the run, by the tools' clock, loading the model included. study: to go on with, if there is one; what
-        it decided on for its new tokens stays. Raises: ValueError if the budget is too short for anything.
+        it decided on for its new tokens stays. goes_on: after another regime, whose new tokens are the spec's, however
+        little of the budget that has left. Raises: ValueError if the budget is too short for anything.
         """
         self.subject, self.spec, self._tools, self._start = subject, spec, tools, start
         self._minutes = spec.budget_minutes
@@ -39,7 +47,9 @@ class RunPlan:
         work = self._work(study)
         if study is not None and REFERENCE in study.user_attrs:
             work = work.on(Reference.from_json(study.user_attrs[REFERENCE]))
-        self.told: Planned = planned(work, pace, self.left_s, self._spent_s)
+        if goes_on:
+            work = replace(work, tokens_are_fixed=True)
+        self.told: Planned = planned(work, pace, self.left_s, self._spent_s, at_least=goes_on)
         self._first = self._first or (self.told.plan.asked, self.told.plan.amounts)
         self._use_tokens(self.told.plan.amounts.max_new_tokens)
 

@@ -722,8 +722,9 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o644) -> 
 
     Raises: OSError naming `path`, which is then as it was before.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
@@ -731,7 +732,8 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o644) -> 
         Path(temporary).chmod(mode)
         Path(temporary).replace(path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -1,4 +1,4 @@
-"""create_app: the FastAPI application around one model."""
+"""create_app: the Starlette application around one model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-from fastapi import FastAPI
-from fastapi.requests import Request
-from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.prefix_cache import PrefixCache
@@ -94,7 +95,7 @@ def _warm_up(model: LayerSkipModel) -> None:
         model.generate([0], **arguments, **sampling.model_dump())
 
 
-def create_app(model: LayerSkipModel, settings: ServerSettings) -> FastAPI:
+def create_app(model: LayerSkipModel, settings: ServerSettings) -> Starlette:
     """Serves `model` under its config. `app.state.service` is the `Service`.
 
     Start its worker before serving (not here, so that a model that fails its warm-up does not look like a server's
@@ -103,72 +104,78 @@ def create_app(model: LayerSkipModel, settings: ServerSettings) -> FastAPI:
     service = Service(model, settings)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         service.worker.stop(_STOP_TIMEOUT_S)
         service.preparer.close()
 
-    # The documentation pages would load scripts from elsewhere.
-    app = FastAPI(title="layerskip", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.service = service
-    app.add_middleware(
+    guard = Middleware(
         Guard, settings=settings, metrics=service.metrics, num_connections=lambda: service.num_connections()
     )
-    _add_error_handlers(app)
-    _add_text_routes(app, service)
-    _add_other_routes(app, service)
+    app = Starlette(routes=_routes(service), middleware=[guard], exception_handlers=_ERROR_HANDLERS, lifespan=lifespan)
+    app.state.service = service
     return app
 
 
-def _add_text_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=None)
-    async def completions(request: Request) -> Any:
+def _routes(service: Service) -> list[Route]:
+    async def completions(request: Request) -> Response:
         return await service.answer(request, CompletionRequest, CompletionShape())
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(request: Request) -> Any:
+    async def chat_completions(request: Request) -> Response:
         return await service.answer(request, ChatRequest, ChatShape())
 
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [service.model_card()]})
 
-def _add_other_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card()]}
-
-    @app.get("/v1/models/{model_id:path}")
-    async def one_model(model_id: str) -> dict[str, Any]:
+    async def one_model(request: Request) -> Response:
+        model_id = request.path_params["model_id"]
         if model_id != service.settings.model_id:
             raise ApiError(404, f"model: no such model: {model_id[:80]!a}", param="model", code="model_not_found")
-        return service.model_card()
+        return JSONResponse(service.model_card())
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
+    async def health(_: Request) -> Response:
         worker = service.worker
         status = "shutting down" if worker.draining else "ok" if worker.is_alive else "the decoding thread has ended"
         return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{model_id:path}", one_model),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return error_response(error)
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        where = f"{request.method} {request.url.path[:80]!a}"
-        answer = error_response(ApiError(error.status_code, f"{where}: {error.detail}"))
-        answer.headers.update(error.headers or {})
-        return answer
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
 
-    @app.exception_handler(ClientDisconnect)
-    async def client_left(_: Request, __: ClientDisconnect) -> None:
-        """Nobody is there to answer."""
 
-    @app.exception_handler(Exception)
-    async def any_error(_: Request, __: Exception) -> JSONResponse:
-        # The framework raises it again for the log, after this answer.
-        return error_response(ApiError(500, "the server failed on this request; its log says why"))
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:80]!a}"
+    answer = error_response(ApiError(error.status_code, f"{where}: {error.detail}"))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _client_left(_: Request, __: Exception) -> Response:
+    return Response()  # nobody is there to read it
+
+
+async def _any_error(_: Request, __: Exception) -> Response:
+    # The framework raises it again for the log, after this answer.
+    return error_response(ApiError(500, "the server failed on this request; its log says why"))
+
+
+_ERROR_HANDLERS = {
+    ApiError: _api_error,
+    HTTPException: _http_error,
+    ClientDisconnect: _client_left,
+    Exception: _any_error,
+}

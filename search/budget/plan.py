@@ -114,7 +114,8 @@ def recorded(minutes: float | None, first: tuple[Amounts, Amounts], plan: Plan, 
 def make_plan(work: Work, pace: Pace, left_s: float | None, *, spent_s: float = 0.0, at_least: bool = False) -> Plan:
     """The most that fits into the seconds that are left; all of it without a limit.
 
-    spent_s: of the budget before. at_least: plan the least there is where nothing fits, as a run does that has begun.
+    spent_s: of the budget before. at_least: plan the least there is where nothing fits, as a run does that has begun,
+    and one whose results belong to another's.
     Raises: ValueError naming the least budget if not even one trial and one pass of the confirm stage fit.
     """
     asked = work.amounts(pace)

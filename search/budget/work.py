@@ -34,8 +34,9 @@ NUM_TIMED_TEXTS = 3
 _LOOKUP_COUNTS = (13, 17, 25)
 MIN_OPENING_S, OPENING_SHARE = 10.0, 0.05
 """What predicting before the first trial may take where no budget says so: about this share of what all trials may."""
-SENSITIVITY_SHARE, POOL_SHARE, MORE_SHARE, REFINE_SHARE = 0.5, 0.4, 0.4, 0.15
-"""Of that: each sublayer left out and left in, the pool, more texts, and the best of the pool on all of them."""
+SENSITIVITY_SHARE, POOL_SHARE, MORE_SHARE, REFINE_SHARE, WEIGHTS_SHARE = 0.5, 0.4, 0.4, 0.15, 0.4
+"""Of that: each sublayer left out and left in, the pool, more texts, the best of the pool on all of them, and what is
+drafted by trained weights, where there are any."""
 READINGS_A_BIT = 1.4
 """What a sublayer's two readings cost at most, in readings of the whole model: one of them runs few sublayers."""
 _LEAST_READINGS, _TEXTS_READ, _POOL_READINGS = 12, 4, 400
@@ -119,6 +120,8 @@ class Work:
     """Phases whose results the study keeps: they are read, which takes little."""
     num_further: int = 0
     """Masks whose draft steps are timed, see `search.predict.costs.num_further`."""
+    uses_weights: bool = False
+    """Whether trained weights draft, too."""
     num_lossy: int = 0
     """Lossy rules that are measured on the winner, with plain decoding and the winner beside them."""
 
@@ -141,6 +144,7 @@ class Work:
             num_candidates=spec.num_confirm_candidates + len(subject.space.drafters) - 1,
             kept=kept,
             num_further=num_further(subject.space),
+            uses_weights=subject.space.uses_weights,
             num_lossy=len(LADDER) if spec.allow_lossy else 0,
         )
 
@@ -230,7 +234,8 @@ class Work:
         bits = READINGS_A_BIT * self.num_bits
         predicting_s = max(bits * min(few_s, all_s), min(SENSITIVITY_SHARE * opening_s, bits * all_s))
         pool_s = (POOL_SHARE + REFINE_SHARE) * opening_s
-        predicting_s += min(pool_s, _POOL_READINGS * all_s) + MORE_SHARE * opening_s
+        others = MORE_SHARE + WEIGHTS_SHARE * self.uses_weights
+        predicting_s += min(pool_s, _POOL_READINGS * all_s) + others * opening_s
         return self.costs_s(NUM_REPEATS, pace) + texts_s + predicting_s
 
     def least_outlook_s(self, amounts: Amounts, pace: Pace) -> float:

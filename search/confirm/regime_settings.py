@@ -9,7 +9,7 @@ from typing import Any
 from layerskip.config.decode_config import Confirmed, DecodeConfig, RegimeSetting
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.files import finite
-from search.study.attributes import BY_REGIME, FINGERPRINT
+from search.study.attributes import BY_REGIME, CONFIRMED_ON, FINGERPRINT
 
 _FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise", "budget")
 _IF_MEASURED = ("lossy",)
@@ -48,6 +48,11 @@ def read_regimes(attrs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def sampling_of(attrs: Mapping[str, Any]) -> str:
     """The name of the way in which a study's tokens were chosen."""
     return str(attrs.get(FINGERPRINT, {}).get("sampling", "greedy"))
+
+
+def measured_on(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint of a study's verdict, or before it of its beginning; empty for a study without one."""
+    return {**attrs.get(FINGERPRINT, {}), **attrs.get(CONFIRMED_ON, {})}
 
 
 def config_of(facts: Mapping[str, Any], sampling: str) -> DecodeConfig:

@@ -11,7 +11,7 @@ from optuna.storages import BaseStorage
 
 from layerskip.config.decode_config import DecodeConfig
 from search.confirm.files import make_provenance, portable_model_name, with_provenance
-from search.confirm.regime_settings import combined_config, config_of, read_regimes, sampling_of
+from search.confirm.regime_settings import combined_config, config_of, measured_on, read_regimes, sampling_of
 from search.study.attributes import COMMAND, CONFIG, ENVIRONMENT, FINGERPRINT, SPEC
 
 
@@ -45,15 +45,15 @@ def _own_config(study: optuna.Study, folder: Path) -> DecodeConfig:
     if spec.get("per_group"):
         raise ValueError(f"study {study.study_name!r}: belongs to a per-group search; the same command makes its file")
     config = config_of(attrs, sampling_of(attrs))
-    environment = attrs.get(ENVIRONMENT, {})
+    fingerprint = measured_on(attrs)
     provenance = make_provenance(
         study,
-        attrs[FINGERPRINT],
-        environment.get("optuna"),
+        fingerprint,
+        attrs.get(ENVIRONMENT, {}).get("optuna"),
         model=portable_model_name(spec["model"], folder),
         num_layers=config.skip_mask.num_layers,
         seed=spec["seed"],
-        attention_backend=environment.get("attention_backend"),
+        attention_backend=fingerprint.get("attention_backend"),
         command=attrs.get(COMMAND),
     )
     return with_provenance(config, config.sampling, provenance)

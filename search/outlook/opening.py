@@ -21,6 +21,7 @@ from search.budget.work import (
     READINGS_A_BIT,
     REFINE_SHARE,
     SENSITIVITY_SHARE,
+    WEIGHTS_SHARE,
 )
 from search.measure.decoder import Decoder, TextForcing
 from search.measure.reference import Reference
@@ -91,7 +92,7 @@ class OutlookOpening:
         costs_s = self.clock() - start
         self.budget = max(MIN_OPENING_S, OPENING_SHARE * options.search_s)
         if options.seconds is not None:
-            shares = SENSITIVITY_SHARE + POOL_SHARE + MORE_SHARE + REFINE_SHARE
+            shares = SENSITIVITY_SHARE + POOL_SHARE + MORE_SHARE + REFINE_SHARE + WEIGHTS_SHARE * space.uses_weights
             self.budget = max(0.0, options.seconds - costs_s) / shares
         predictor = self._predictor(pool_costs(costs))
         sensitivity = self._sensitivity(predictor)
@@ -170,7 +171,8 @@ class OutlookOpening:
             seconds = REFINE_SHARE * self.budget
             pool = refine_pool(pool, candidates, seconds=seconds, clock=self.clock)
         lookups = self._lookups_alone(predictor)
-        pool = pool.with_others([*lookups, *candidates.by_weights(self._lookups_before_weights(predictor, lookups))])
+        before = self._lookups_before_weights(predictor, lookups)
+        pool = pool.with_others([*lookups, *self._by_weights(first, predictor, before)])
         stored = pool.to_json(candidates)
         self.study.set_user_attr(POOL, stored)
         # As stored, rounded: what a resume will read must be what this run works with.
@@ -198,6 +200,18 @@ class OutlookOpening:
         if not methods:
             return []
         return Candidates(self._on_whole_reference(predictor), self.space).lookups_alone(methods)
+
+    def _by_weights(
+        self, first: Predictor, predictor: Predictor, lookups: Sequence[LookupChoice | None]
+    ) -> list[Candidate]:
+        """The best by trained weights on all texts; where there is a limit and no time for it, on the first ones."""
+        if self.options.seconds is not None and predictor.has_more:
+            start = self.clock()
+            found = Candidates(first, self.space).by_weights(lookups)
+            text_s = (self.clock() - start) / first.num_texts
+            if text_s * (predictor.num_texts - first.num_texts) > WEIGHTS_SHARE * self.budget:
+                return found
+        return Candidates(predictor, self.space).by_weights(lookups)
 
     def _lookups_before_weights(self, predictor: Predictor, alone: Sequence[Candidate]) -> list[LookupChoice | None]:
         """What trained weights are combined with: the best lookups alone, whether the space has them alone or not."""

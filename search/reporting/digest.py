@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.analysis.repetition import NGRAM
-from search.confirm.regime_settings import config_of, read_regimes, sampling_of
+from search.confirm.regime_settings import config_of, measured_on, read_regimes, sampling_of
 from search.measure.rounding_record import describe_rounding
 from search.reporting.record import StudyRecord
 from search.reporting.verdict import Number, count_of, device_of, model_of, numbers_of, verdict_of
@@ -255,11 +255,11 @@ def _speedup(confirmed: Mapping[str, Any]) -> str:
 
 def _made(record: StudyRecord) -> list[tuple[str, str]]:
     attrs = record.attrs
-    print_, environment, spec = (attrs.get(name, {}) for name in (names.FINGERPRINT, names.ENVIRONMENT, names.SPEC))
+    print_, environment, spec = measured_on(attrs), attrs.get(names.ENVIRONMENT, {}), attrs.get(names.SPEC, {})
     rows = [("study", record.name), ("model", f"{model_of(attrs)} ({print_.get('model_class', '?')})")]
     rows.append(("weights", str(print_.get("weights", "?"))))
     rows.append(("device", device_of(attrs)))
-    if backend := environment.get("attention_backend"):
+    if backend := print_.get("attention_backend"):
         rows.append(("attention", str(backend)))
     if machine := (attrs.get(names.CONFIRMED) or {}).get("machine"):
         rows.append(("while confirming", machine))

@@ -36,6 +36,7 @@ _OF_THE_STUDY = (
     names.VERDICT,
     names.REASON,
     names.CONFIRMED,
+    names.CONFIRMED_ON,
     names.CONFIG,
     names.CANNOT_WIN,
     names.GAMMA_LOWERED,

@@ -10,7 +10,7 @@ from typing import Any
 from layerskip.analysis.repetition import NGRAM
 from layerskip.config.decode_config import number_format
 from layerskip.config.sampling_regime import GREEDY, Sampling
-from search.confirm.regime_settings import sampling_of
+from search.confirm.regime_settings import measured_on, sampling_of
 from search.reporting.record import StudyRecord
 from search.study.attributes import CONFIRMED, FINGERPRINT, PLAIN_TOKENS_PER_S, REASON, SPEC, VERDICT
 from search.study.config_words import describe
@@ -41,11 +41,12 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
         if confirmed["num_prompts"] > 1:
             interval = f" (95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f})"
         config = describe(record.choice.config) if record.choice else "?"
+        chosen = ", on which it was chosen, too, which flatters it" if confirmed.get("num_choosing") == 0 else ""
         return f"Speculate: {confirmed['speedup']:.2f} times as fast", (
             f"{where}, decodes {text_of(attrs)} {confirmed['speedup']:.2f} times as fast as plain decoding{interval} "
             f"with {config}: {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s "
             f"over {count_of(confirmed['num_prompts'], 'prompt')}{file} that the search had not seen"
-            f"{_length_of(attrs)}. With each prompt's own forward in the seconds it is "
+            f"{chosen}{_length_of(attrs)}. With each prompt's own forward in the seconds it is "
             f"{confirmed['end_to_end_speedup']:.2f} times as fast."
         )
     if verdict is not None:
@@ -122,7 +123,7 @@ def model_of(attrs: Mapping[str, Any]) -> str:
 
 def device_of(attrs: Mapping[str, Any]) -> str:
     """Device, number format, engine and threads in words."""
-    print_ = attrs.get(FINGERPRINT, {})
+    print_ = measured_on(attrs)
     device, cpu = str(print_.get("device", "?")), print_.get("cpu")
     words = [
         f"{cpu} CPU" if device == "cpu" and cpu else device,

@@ -61,7 +61,7 @@ def storage_at(url: str) -> Iterator[BaseStorage]:
 
 
 def check_storage(url: str) -> None:
-    """Cheap check before anything slow: a reachable server, or a file in a writable folder. Writes nothing.
+    """Cheap check before anything slow: a reachable server, or a file in a writable folder. Leaves nothing.
 
     Raises: StorageError in one line.
     """
@@ -79,6 +79,8 @@ def check_storage(url: str) -> None:
             raise FileNotFoundError(f"no such folder: {path.parent}")
         elif path.exists() and not os.access(path, os.R_OK | os.W_OK):
             raise PermissionError("file is not writable")
+        elif not path.exists() and (refusal := _refuses_files(path.parent)):
+            raise PermissionError(f"cannot write in {refusal}")
         elif url.startswith(SQLITE) and path.is_file() and path.stat().st_size:
             with path.open("rb") as file:
                 if file.read(15) != b"SQLite format 3":
@@ -88,15 +90,18 @@ def check_storage(url: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure files can be created in the study folder, by creating one (root ignores permission bits).
+    """Make sure that files can be created in the study folder. Raises: PermissionError in one line."""
+    if refusal := _refuses_files(folder):
+        raise PermissionError(f"study folder {folder}: cannot write in {refusal}")
 
-    Raises: PermissionError in one line. The nearest existing parent is tried where the folder does not exist yet.
-    """
-    nearest = folder
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+
+def _refuses_files(folder: Path) -> str | None:
+    """Why no file can be created in a folder, or in the nearest existing one above it; found by creating one, as root
+    ignores permission bits. None where one can."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".search-", suffix=".tmp"):
-            pass
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".search-", suffix=".tmp"):
+            return None
     except OSError as error:
-        raise PermissionError(f"study folder {folder}: cannot write in {nearest}: {error.strerror}") from None
+        return f"{folder}: {error.strerror}"

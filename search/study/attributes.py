@@ -40,6 +40,8 @@ BUDGET = "budget"
 """What a run's plan was, also in summary.json: see `search.budget.plan.recorded`."""
 VERDICT, REASON, CONFIRMED, CONFIG = "verdict", "reason", "confirmed", "config"
 """As in summary.json."""
+CONFIRMED_ON = "confirmed_on"
+"""Fields of the fingerprint that may differ between workers, of the one whose verdict this is."""
 CANDIDATES, HELD_OUT = "candidates", "held_out"
 """JSON of the confirm stage: see `candidates_of` and `HeldOut.to_json`."""
 LOSSY = "lossy"
@@ -137,6 +139,7 @@ SHARED = frozenset(
         VERDICT,
         REASON,
         CONFIRMED,
+        CONFIRMED_ON,
         CONFIG,
         CANDIDATES,
         HELD_OUT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -56,6 +58,8 @@ class Fingerprint:
     """What computed attention, and on a CPU whole sublayers."""
     quantization: str | None = None
     """What the weights were rounded to after loading."""
+    chat_template: str | None = None
+    """Hash of the tokenizer's, where prompts go through it."""
 
 
 DEVICE_FIELDS = ("device", "cpu", "num_threads", "attention_backend")
@@ -99,7 +103,13 @@ def take_fingerprint(
         trees=space.trees,
         draft_weights=",".join(one.fingerprint for one in space.draft_weights) or None,
         device_map=model.placement.describe(),
+        chat_template=_template_hash(model.tokenizer) if tuning.uses_template or held_out.uses_template else None,
     )
+
+
+def _template_hash(tokenizer: Any) -> str | None:
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16] if template else None
 
 
 def compare(stored: Mapping[str, Any], now: Fingerprint) -> None:

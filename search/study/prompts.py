@@ -30,8 +30,14 @@ class PromptSet:
 
     @property
     def fingerprint(self) -> str:
-        """Hash over the prompts' contents in order."""
-        return _sha256("\n".join(prompt.fingerprint for prompt in self.prompts))[:16]
+        """Hash over the prompts' contents and kinds in order: a chat is not decoded as the same words in plain text."""
+        kinds = ("" if one.kind == "text" else f" {one.kind}" for one in self.prompts)
+        return _sha256("\n".join(one.fingerprint + kind for one, kind in zip(self.prompts, kinds, strict=True)))[:16]
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether a prompt goes through the tokenizer's chat template, where that has one."""
+        return any(one.kind != "text" for one in self.prompts)
 
 
 @dataclass(frozen=True)

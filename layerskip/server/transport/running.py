@@ -8,7 +8,7 @@ import time
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from layerskip.server.errors import shutting_down
 from layerskip.server.transport.connection import Connection
@@ -43,7 +43,7 @@ class GracefulServer(uvicorn.Server):
     A second signal ends them at once. After either, `run` returns.
     """
 
-    def __init__(self, app: FastAPI, grace_s: float) -> None:
+    def __init__(self, app: Starlette, grace_s: float) -> None:
         config = uvicorn.Config(
             app,
             http=Connection,

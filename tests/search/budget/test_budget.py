@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip import SkipMask
+from layerskip import DecodeConfig, SkipMask
 from search import run
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan, spread
 from search.budget.work import Amounts, Work
+from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference
 from search.predict.sensitivity import measure_sensitivity
@@ -186,6 +188,21 @@ def test_regimes_share_a_budget(tmp_path: Path) -> None:
     assert bench.run_regimes("greedy", "t0.7", trials=400, budget_minutes=12.0) == 0
     assert 0.7 * 12 <= minutes(bench) <= 12.3
     assert bench.summary()["by_regime"].keys() == {"greedy", "t0.7"}
+
+
+def test_a_regime_has_its_turn_with_the_first_ones_length_though_the_budget_is_gone(tmp_path: Path) -> None:
+    bench = slow_bench(tmp_path)
+
+    def slowly(_ids: Sequence[int], _config: DecodeConfig, _seed: int, out: Decoded) -> Decoded:
+        bench.decoder.clock.now += 20.0 if out.ids and not bench.decoder.is_sampled else 0.0
+        return out
+
+    bench.decoder.then = slowly
+    assert bench.run_regimes("greedy", "t0.7", trials=8, budget_minutes=6.0) == 0
+    assert minutes(bench) > 6.0
+    greedy, warm = (bench.study(part).user_attrs["first_plan"] for part in (None, "t0.7"))
+    assert json.loads(greedy)["used"]["max_new_tokens"] == json.loads(warm)["used"]["max_new_tokens"]
+    assert DecodeConfig.load(bench.paths.best).regime_names == ("greedy", "t0.7")
 
 
 def test_a_budget_is_refused_where_it_is_not_followed() -> None:

@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
+from layerskip.config.decode_config import DraftedBy, DraftWeights
 from search.study.space import SearchSpace
 from tests.search.helpers.fakes import FakeDecoder
 from tests.search.helpers.forcing import READING_S, FakeForcing, FakeTimer
@@ -41,7 +42,9 @@ class PlantedTimer(FakeTimer):
         self.drafted.append((tuple(text_ids), tuple(masks), gamma, threshold))
         return [self.true_draft_s(mask, threshold=threshold) * self._factor for mask in masks]
 
-    def true_draft_s(self, mask: SkipMask, *, threshold: bool) -> float:
+    def true_draft_s(self, mask: DraftedBy, *, threshold: bool) -> float:
+        if isinstance(mask, DraftWeights):
+            return self.fixed_s
         kept = mask.attention.count(False) * self.attention_s + mask.mlp.count(False) * self.mlp_s
         return self.fixed_s + kept + (self.threshold_s if threshold else 0.0)
 

@@ -16,6 +16,7 @@ import optuna
 import pytest
 
 from layerskip import DecodeConfig, SkipMask
+from layerskip.config.decode_config import DraftWeights
 from search.context import Tools
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
@@ -105,6 +106,19 @@ def test_a_second_opening_measures_nothing() -> None:
     assert reread.num_readings == made.num_readings
     assert reread.pool == made.pool, "or near-equal predictions would be measured in another order"
     assert reread.texts == made.texts
+
+
+@pytest.mark.parametrize(("seconds", "is_enough"), [(3.0, False), (30.0, True), (None, True)])
+def test_trained_weights_are_read_on_all_texts_where_there_is_time(seconds: float | None, *, is_enough: bool) -> None:
+    weights = DraftWeights(drafter="draft_model", path="/models/small", fingerprint="0" * 16)
+    space = dataclasses.replace(SPACE, drafters=("layer_skip", "draft_model"), draft_weights=(weights,))
+    decoder, options = planted(), replace(OPTIONS, trials=10, trial_seconds=20.0, seconds=seconds)
+    decoder.reading_s = 0.3
+    outlook = open_(new_study(), decoder, options, reference_of((NUM_TOKENS,) * 30), space=space)
+    assert outlook.predictor.num_first < outlook.predictor.num_texts
+    read_by = [len(one.texts) for one in decoder.forcings if weights in one.masks]
+    assert sum(read_by) == (outlook.predictor.num_texts if is_enough else outlook.predictor.num_first)
+    assert any(space.to_config(one.params).draft_weights == weights for one in outlook.pool.candidates)
 
 
 @pytest.mark.parametrize(

@@ -209,5 +209,10 @@ def test_a_refused_write_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match=re.escape(f"No space left on device: '{file}'")):
         write_atomically(file, "new")
+    with pytest.raises(OSError, match=r"No such file or directory: '/nowhere/best.json'$"):
+        write_atomically(Path("/nowhere/best.json"), "new")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+    monkeypatch.undo()
+    with pytest.raises(OSError, match=rf"Is a directory: '{re.escape(str(tmp_path))}'$"):
+        write_atomically(tmp_path, "new")

@@ -200,6 +200,7 @@ def test_the_set_fingerprint_follows_content_and_order(tmp_path: Path) -> None:
     assert first == fingerprint([{"prompt": "a", "id": "other"}, {"prompt": "b"}])
     assert first != fingerprint([{"prompt": "b"}, {"prompt": "a"}])
     assert first != fingerprint([{"prompt": "a"}, {"prompt": "c"}])
+    assert first != fingerprint([{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}])
 
 
 def encode(prompt: Prompt, model: FakeModel, room: int = 4) -> tuple[int, ...]:

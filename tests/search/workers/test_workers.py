@@ -20,7 +20,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from layerskip import DecodeConfig
+from search.confirm.stored_config import stored_config
 from search.outlook.warm_starts import warm_starts
+from search.reporting.record import read_record
+from search.reporting.verdict import verdict_of
 from search.storages.opening import open_storage
 from search.study.attributes import ATTEMPT, CLAIM, FAILURE, PROCESS, RETRY_OF
 from search.study.fingerprint import FingerprintMismatch
@@ -540,6 +543,10 @@ def test_unlike_devices_share_a_study_only_for_the_speedup(bench: Bench) -> None
     assert "plain decoding of tuning prompts" in other.output.getvalue()  # its own baseline
     best = DecodeConfig.load(bench.paths.best)
     assert best.confirmed.plain_tokens_per_s == pytest.approx(300.0, rel=0.05)  # where it was confirmed
+    again = stored_config(study, open_storage(bench.url), bench.folder)
+    assert (best.provenance.device, best.provenance.num_threads) == ("cuda", 4)
+    assert (again.provenance.device, again.provenance.num_threads) == ("cuda", 4)
+    assert " on cuda, " in verdict_of(read_record(study))[1]
     with pytest.raises(FingerprintMismatch, match="weights was 'abc', now 'other'"):
         Bench(bench.folder).run(fingerprint=dataclasses.replace(elsewhere, weights="other"), trials=17, **order)
     with pytest.raises(FingerprintMismatch, match="objective was 'speedup', now 'tokens_per_s'"):
