@@ -85,11 +85,6 @@ class Pair:
         """Speculative tokens/s over plain tokens/s."""
         return self.speculative.tokens_per_s / self.plain.tokens_per_s
 
-    @property
-    def end_to_end_ratio(self) -> float:
-        """The same with the prompt's own forward in the seconds."""
-        return self.speculative.end_to_end_tokens_per_s / self.plain.end_to_end_tokens_per_s
-
 
 @dataclass(frozen=True)
 class Fault:
