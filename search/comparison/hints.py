@@ -14,7 +14,7 @@ from search.measure.reference import Reference
 from search.measure.subject import Subject
 from search.outlook.forecast import Candidates
 from search.outlook.outlook import texts_to_time
-from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.costs import CostModel, measure_costs
 from search.predict.predictor import LayerStates, Predictor
 from search.predict.replay import TextRows
 from search.rivals.common import Plan, mean_confidences
@@ -88,8 +88,5 @@ class ModelHints:
 
     def _measure_costs(self) -> CostModel:
         subject, space = self._subject, self._subject.space
-        options = CostOptions(space.gamma_max)
-        timer = subject.decoder.timer(space.gamma_max)
-        return measure_costs(
-            timer, texts_to_time(self._reference, space.gamma_max), space, subject.fingerprint, options
-        )
+        texts = texts_to_time(self._reference, space.gamma_max)
+        return measure_costs(subject.decoder.timer(space.gamma_limit), texts, space, subject.fingerprint)

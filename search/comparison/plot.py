@@ -14,7 +14,7 @@ _PANELS = (("trials", "measured trials"), ("seconds", "seconds of searching (mea
 
 def make_plot(results: Mapping[str, Any], title: str) -> str:
     """A page that needs no network: the plotting library (about 5 MB) is in it."""
-    ngrams = _ngrams_speedup(results)
+    ngrams = results["ngrams"]["speedup"]
     figure = make_subplots(
         rows=1,
         cols=2,
@@ -71,23 +71,17 @@ def _line(name: str, strategy: Mapping[str, Any], field: str, colour: str, *, sh
     )
 
 
-def _ngrams_speedup(results: Mapping[str, Any]) -> float | None:
-    """None where it was not measured, or failed."""
-    speedup: float | None = results.get("ngrams", {}).get("speedup")
-    return speedup
-
-
 def _speedup_range(results: Mapping[str, Any]) -> tuple[float, float]:
     """All means; a strategy of which the seeds know nothing may have an interval that runs out of the picture."""
     values = [row["speedup"] for one in results["strategies"].values() for row in one["checkpoints"]]
-    values += [1.0, _ngrams_speedup(results) or 1.0]
+    values += [1.0, results["ngrams"]["speedup"] or 1.0]
     room = 0.1 * max(max(values) - min(values), 0.1)
     return min(values) - room, max(values) + room
 
 
 def _subtitle(results: Mapping[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for one in results["strategies"].values() for row in one["checkpoints"])
-    dashed = "" if _ngrams_speedup(results) is None else ", the dashed one n-grams without mask and search"
+    dashed = "" if results["ngrams"]["speedup"] is None else ", the dashed one n-grams without mask and search"
     return (
         f"mean and 95 % interval over {seeds} seeds of each run's leader, measured on "
         f"{results['num_held_out_prompts']} held-out prompts; the dotted line is plain decoding{dashed}"

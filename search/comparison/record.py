@@ -57,8 +57,8 @@ class Record:
     runs: Mapping[tuple[str, int], Run]
     measurements: Sequence[dict[str, Any]]
     """Of the confirm stage, as its journal has them."""
-    ngrams: DecodeConfig | None
-    """What the picks were confirmed beside; None in a record that was made before that."""
+    ngrams: DecodeConfig
+    """What the picks were confirmed beside."""
 
     @cached_property
     def plan(self) -> ComparisonPlan:
@@ -94,7 +94,7 @@ class _Header(BaseModel):
     title: str
     space: Annotated[SearchSpace, BeforeValidator(lambda space: without(space, RETIRED))]
     prompt_ids: tuple[str, ...]
-    ngrams: DecodeConfig | None = None
+    ngrams: DecodeConfig
 
 
 _PLAN = TypeAdapter(ComparisonPlan)
@@ -145,9 +145,8 @@ def read_record(file: Path) -> Record:
 def _lines(record: Record) -> Iterator[dict[str, Any]]:
     plan = record.plan
     header = {name: getattr(record, name) for name in ("facts", "title", "prompt_ids")}
-    if record.ngrams is not None:
-        header["ngrams"] = record.ngrams.model_dump(mode="json", exclude_none=True)
-    yield header | {"space": asdict(record.space)}
+    ngrams = record.ngrams.model_dump(mode="json", exclude_none=True)
+    yield header | {"ngrams": ngrams, "space": asdict(record.space)}
     for key in sorted(plan.runs):  # neighbours that are alike are what compression lives on
         for one in record.runs[key].records[: plan.trials]:
             kept = {name: one.user_attrs[name] for name in _ATTRIBUTES if name in one.user_attrs}

@@ -43,20 +43,20 @@ def t_mean(logs: Sequence[float]) -> Mean:
     return Mean(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def picks_of(plan: ComparisonPlan, runs: Runs, ngrams: DecodeConfig | None) -> dict[str, DecodeConfig]:
+def picks_of(plan: ComparisonPlan, runs: Runs, ngrams: DecodeConfig) -> dict[str, DecodeConfig]:
     """Every distinct leader of a run at a checkpoint, and the n-grams that they are confirmed beside, by their keys."""
     leaders = (runs[key].leader(count) for count in plan.checkpoints for key in plan.runs)
     picks = {pick_key(leader.params): leader.config for leader in leaders if leader is not None}
-    return picks if ngrams is None else picks | {_ngrams_key(ngrams): ngrams}
+    return picks | {_ngrams_key(ngrams): ngrams}
 
 
 def summarise(
-    plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirmed], ngrams: DecodeConfig | None
+    plan: ComparisonPlan, runs: Runs, confirmed: Mapping[str, Confirmed], ngrams: DecodeConfig
 ) -> dict[str, Any]:
     """Per strategy and checkpoint: the confirmed speedup of each seed, their mean and interval, and the seconds.
 
     A run without a leader, or whose pick was excluded, counts as plain decoding, 1.0: that is what it would export.
-    `ngrams`: their config, for a row of their own; None for a comparison that was made before there was one.
+    `ngrams`: their config, for a row of their own.
     """
     plain = [one.plain_tokens_per_s for one in confirmed.values() if one.plain_tokens_per_s is not None]
     plain_tokens_per_s = geometric_mean(plain) if plain else None
@@ -82,7 +82,7 @@ def summarise(
         "plain_tokens_per_s": plain_tokens_per_s,
         "num_held_out_prompts": num_prompts,
         "ci_level": CI_LEVEL,
-        **({"ngrams": _ngrams_row(ngrams, strategies, confirmed, plain_tokens_per_s)} if ngrams else {}),
+        "ngrams": _ngrams_row(ngrams, strategies, confirmed, plain_tokens_per_s),
         "strategies": strategies,
         "ours_of_best": _ours_of_best(strategies, confirmed, num_prompts),
         "picks": {key: {"speedup": one.speedup} | asdict(one) for key, one in confirmed.items()},
@@ -90,12 +90,11 @@ def summarise(
 
 
 def make_table(results: Mapping[str, Any]) -> str:
-    """The results in markdown: n-grams where they were measured, then per checkpoint the strategies, fastest first."""
-    ngrams = results.get("ngrams")
+    """The results in markdown: n-grams, then per checkpoint the strategies, fastest first."""
     lines = [
         "| trials | strategy | confirmed speedup (95 %) | tokens/s | seconds | of which proposing | vs ours (95 %) |",
         "|---:|---|---|---:|---:|---:|---|",
-        *([_ngrams_line(ngrams)] if ngrams else []),
+        _ngrams_line(results["ngrams"]),
     ]
     rows = [(name, row) for name, one in results["strategies"].items() for row in one["checkpoints"]]
     rows.sort(key=lambda one: (one[1]["trials"], -one[1]["speedup"]))
@@ -114,7 +113,7 @@ def make_table(results: Mapping[str, Any]) -> str:
         "vs ours: ratio of the speedups, paired by seed. `<` and `>` mark a strategy that is slower or faster than "
         "ours beyond two intervals, over seeds and over prompts.",
         *_of_best_lines(results["ours_of_best"]),
-        *(_ngrams_notes(ngrams) if ngrams else []),
+        *_ngrams_notes(results["ngrams"]),
     ]
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,7 @@ from search.measure.reference import Reference
 from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
 from search.outlook.outlook import Outlook, OutlookOptions, store_costs, texts_to_time
 from search.outlook.refinement import refine_pool
-from search.predict.costs import CostModel, CostOptions, measure_costs, pool_costs
+from search.predict.costs import CostModel, measure_costs, pool_costs
 from search.predict.more_texts import MAX_MORE, MAX_POSITIONS, MoreOptions, MoreText, MoreTexts, make_more_texts
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
@@ -84,8 +84,8 @@ class OutlookOpening:
         timed = texts_to_time(self.reference, space.gamma_max, most_new if space.lookup_methods else None)
         stored = study.user_attrs.get(COSTS)
         if stored is None:
-            cost_options = CostOptions(space.gamma_max, options.cost_repeats, options.seed)
-            costs = [measure_costs(timer, timed, space, self.fingerprint, cost_options)]
+            repeats, seed = options.cost_repeats, options.seed
+            costs = [measure_costs(timer, timed, space, self.fingerprint, repeats=repeats, seed=seed)]
             store_costs(study, costs)
         else:
             costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]

@@ -17,7 +17,7 @@ from search.budget.work import NUM_TIMED_TEXTS
 from search.measure.decoder import Forcing, Timer
 from search.measure.reference import Reference
 from search.outlook.forecast import Candidates, Pool
-from search.predict.costs import NUM_REPEATS, CostModel, CostOptions, measure_costs, pool_costs
+from search.predict.costs import NUM_REPEATS, CostModel, measure_costs, pool_costs
 from search.predict.learnt_costs import learnt_costs_of
 from search.predict.more_texts import MoreTexts
 from search.predict.predictor import Predictor
@@ -135,8 +135,8 @@ class Outlook:
         Returns how the cost of verifying four tokens, in target steps, has changed since the first measurement.
         """
         repeats = min(_RECHECK_REPEATS, self.options.cost_repeats)
-        options = CostOptions(self.space.gamma_max, repeats, self.options.seed)
-        new = measure_costs(self.timer, self.texts, self.space, self.fingerprint, options)
+        seed = self.options.seed
+        new = measure_costs(self.timer, self.texts, self.space, self.fingerprint, repeats=repeats, seed=seed)
         if (stored := study.user_attrs.get(COSTS)) is not None:  # with what other workers have measured since
             self.costs = [CostModel.from_json(one, self.fingerprint) for one in json.loads(stored)]
         self.costs.append(new)

@@ -116,15 +116,6 @@ class CostModel:
 _COST_MODEL = TypeAdapter(CostModel)
 
 
-@dataclass(frozen=True)
-class CostOptions:
-    """What to time and how often."""
-
-    gamma_max: int
-    repeats: int = NUM_REPEATS
-    seed: int = 0
-
-
 def kept_of(mask: SkipMask) -> tuple[float, float, float]:
     """1, and how many attention and MLP sublayers it keeps: what a draft step's terms are multiplied by."""
     count = mask.num_layers
@@ -147,7 +138,13 @@ def device_facts(fingerprint: Fingerprint) -> dict[str, object]:
 
 
 def measure_costs(
-    timer: Timer, texts: Sequence[Sequence[int]], space: SearchSpace, now: Fingerprint, options: CostOptions
+    timer: Timer,
+    texts: Sequence[Sequence[int]],
+    space: SearchSpace,
+    now: Fingerprint,
+    *,
+    repeats: int = NUM_REPEATS,
+    seed: int = 0,
 ) -> CostModel:
     """Time everything once per repeat, all things in turn, and take medians; texts alternate from repeat to repeat.
 
@@ -157,8 +154,8 @@ def measure_costs(
     """
     if not texts:
         raise ValueError("texts: at least one is needed to time steps, got none")
-    masks = _fitting_masks(space, options.seed)
-    counts = _counts(options.gamma_max, space)
+    masks = _fitting_masks(space, seed)
+    counts = _counts(space)
     trained = [one for weights in space.draft_weights for one in space.variants_of(weights)]
     telling_apart = [*masks[:2], *masks[4:6]]
     by_bits = {None: masks} | {bits: [mask.rounded(bits) for mask in telling_apart] for bits in space.draft_bits}
@@ -166,7 +163,7 @@ def measure_costs(
     narrow = [[mask, mask.narrowed(space.draft_vocabs[-1])] for mask in emptiest]
     drafts = [mask for row in (*by_bits.values(), *narrow) for mask in row]
     verify, plain_draft, watched, weights = [], [], [], []
-    for repeat in range(options.repeats + 1):
+    for repeat in range(repeats + 1):
         text = texts[repeat % len(texts)]
         verify.append(timer.verify_s(text, counts))
         plain_draft.append(timer.draft_s(text, drafts, gamma=_DRAFT_LENGTH, threshold=False))
@@ -215,11 +212,11 @@ def _saved(masks: Sequence[SkipMask], seconds: np.ndarray, vocabs: Sequence[int]
     }
 
 
-def _counts(gamma_max: int, space: SearchSpace) -> list[int]:
+def _counts(space: SearchSpace) -> list[int]:
     """Tokens of the forwards to time, ascending."""
-    limit = max(gamma_max, space.gamma_limit)
-    further = {count for count in (*_FURTHER, limit + 1) if gamma_max + 1 < count <= limit + 1}
-    return [*range(1, gamma_max + 2), *sorted(further)]
+    most, limit = space.gamma_max + 1, space.gamma_limit + 1
+    further = {count for count in (*_FURTHER, limit) if most < count <= limit}
+    return [*range(1, most + 1), *sorted(further)]
 
 
 def free_costs(space: SearchSpace, gamma_max: int) -> CostModel:

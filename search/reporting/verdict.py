@@ -41,7 +41,7 @@ def verdict_of(record: StudyRecord) -> tuple[str, str]:
         if confirmed["num_prompts"] > 1:
             interval = f" (95 % interval {confirmed['speedup_ci_low']:.2f} to {confirmed['speedup_ci_high']:.2f})"
         config = describe(record.choice.config) if record.choice else "?"
-        chosen = ", on which it was chosen, too, which flatters it" if confirmed.get("num_choosing") == 0 else ""
+        chosen = " (and was chosen on, which flatters it)" if confirmed.get("num_choosing") == 0 else ""
         return f"Speculate: {confirmed['speedup']:.2f} times as fast", (
             f"{where}, decodes {text_of(attrs)} {confirmed['speedup']:.2f} times as fast as plain decoding{interval} "
             f"with {config}: {confirmed['tokens_per_s']:.1f} against {confirmed['plain_tokens_per_s']:.1f} tokens/s "

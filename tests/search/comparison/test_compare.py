@@ -207,23 +207,6 @@ def test_ngrams_that_cannot_be_decoded_have_an_empty_row(bench: Comparison, is_w
     assert '"text":"ngrams"' not in (bench.out / "plot.html").read_text()
 
 
-def test_a_comparison_from_before_the_ngrams_measures_them_alone(bench: Comparison) -> None:
-    """A resume keeps what it has."""
-    bench.run()
-    results = bench.results()
-    file = bench.out / "confirm.jsonl"
-    old = [line for line in file.read_text().splitlines(keepends=True) if "prompt_lookup" not in line]
-    assert len(old) == file.read_text().count("\n") - 12
-    file.write_text("".join(old))
-    decoded: list[DecodeConfig] = []
-    bench.decoder.break_on = decoded.append  # type: ignore[assignment]
-    assert bench.run() == 0
-    assert [one for one in decoded if one.speculates][1:] == [NGRAMS] * (1 + 6 * 2), "one is their warm-up"
-    assert file.read_text().startswith("".join(old))
-    assert bench.results()["ngrams"] == results["ngrams"]
-    assert bench.results()["strategies"] == results["strategies"]
-
-
 def test_the_pick_is_the_leader_of_the_first_trials_alone(bench: Comparison) -> None:
     bench.run()
     first = bench.results()["strategies"]["random"]["checkpoints"][0]["seeds"][0]

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from layerskip import DecodeConfig
-from layerskip.config.usual_lookups import NGRAMS, lookup_alone
 from search.compact import read_lines, write_lines
 from search.compare import main
 from search.comparison.confirm import pick_key
-from search.comparison.record import FILE, RESULTS, read_record, write_record, write_results
+from search.comparison.record import FILE, RESULTS, read_record, write_results
 from search.comparison.runs import trials_of
 from search.study.space import SearchSpace
 from tests.search.comparison.test_compare import Comparison, bench, plan_of, stand_in
-from tests.search.helpers.fakes import NUM_LAYERS
 
 __all__ = ["bench", "stand_in"]  # fixtures
 
@@ -65,26 +62,6 @@ def test_a_record_leaves_out_what_no_result_is_made_of(bench: Comparison) -> Non
     assert all("value" not in one and "process" not in one["user_attrs"] for one in trials)
 
 
-def test_a_record_from_before_the_ngrams_makes_its_results_without_them(bench: Comparison, tmp_path: Path) -> None:
-    """And the others to the last digit."""
-    bench.run()
-    with_ngrams = bench.results()
-    key = with_ngrams["ngrams"]["pick"]
-    header, *lines = read_lines(bench.out / FILE)
-    assert DecodeConfig(**header.pop("ngrams")) == lookup_alone(NUM_LAYERS, NGRAMS)
-    file = tmp_path / FILE
-    write_lines(file, [header, *(one for one in lines if one.get("pick") != key)])
-    record = read_record(file)
-    table = write_results(record, tmp_path)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert "ngrams" not in table
-    assert results["strategies"] == _with_tokens(with_ngrams["strategies"], results["plain_tokens_per_s"])
-    assert results.keys() == with_ngrams.keys() - {"ngrams"}
-    before = file.read_bytes()
-    write_record(record, file)
-    assert file.read_bytes() == before
-
-
 def test_a_record_from_before_share_prefix_went_makes_its_results(bench: Comparison, tmp_path: Path) -> None:
     """To the last digit; only picks are still called by all that their trials had."""
     bench.run()
@@ -106,14 +83,6 @@ def test_a_record_from_before_share_prefix_went_makes_its_results(bench: Compari
     for key, called in calls.items():
         told = told.replace(json.dumps(called), json.dumps(key))
     assert json.loads(told) == now
-
-
-def _with_tokens(strategies: dict[str, Any], plain: float) -> dict[str, Any]:
-    """With the tokens/s that follow from this mean of plain decoding, which is over all that was confirmed."""
-    for strategy in strategies.values():
-        for row in strategy["checkpoints"]:
-            row["tokens_per_s"] = row["speedup"] * plain
-    return strategies
 
 
 def test_a_comparison_is_not_continued_from_its_record(bench: Comparison) -> None:

@@ -12,7 +12,7 @@ import pytest
 from layerskip import SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from search.outlook.forecast import Candidate, Candidates, Pool, known_masks, make_pool
-from search.predict.costs import CostOptions, measure_costs
+from search.predict.costs import measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import Sensitivity, SublayerWorth, measure_sensitivity
@@ -35,7 +35,7 @@ any_space = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 
 def candidates_of(space: SearchSpace, num_texts: int = 4) -> tuple[Candidates, FakeForcing]:
     forcing = FakeForcing([ForcedText((i,), tuple(range(LENGTH))) for i in range(num_texts)])
-    cost = measure_costs(FakeTimer(), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
+    cost = measure_costs(FakeTimer(), [(1,)], space, FINGERPRINT, repeats=1)
     rows = TextRows(forcing.lengths, forcing.target_probs, LENGTH)
     return Candidates(Predictor(forcing, rows, cost), space), forcing
 
@@ -199,7 +199,7 @@ def tiers_of(space: SearchSpace, num_first: int = 2, num_more: int = 3) -> Candi
         FakeForcing([ForcedText((i,), tuple(range(LENGTH))) for i in places])
         for places in (range(num_first), range(num_first, num_first + num_more))
     )
-    cost = measure_costs(FakeTimer(), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
+    cost = measure_costs(FakeTimer(), [(1,)], space, FINGERPRINT, repeats=1)
     rows = [TextRows(one.lengths, one.target_probs, LENGTH) for one in (first, more)]
     return Candidates(Predictor(first, rows[0], cost).with_more(more, rows[1]), space)
 

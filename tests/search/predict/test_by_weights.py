@@ -22,7 +22,7 @@ from layerskip.engines.native import library
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.outlook.forecast import Candidate, Candidates
-from search.predict.costs import CostOptions, free_costs, measure_costs, named
+from search.predict.costs import free_costs, measure_costs, named
 from search.predict.predictor import Predictor
 from search.predict.replay import Settings, TextRows, live_counts, replay
 from search.study.fingerprint import Fingerprint
@@ -227,7 +227,7 @@ def test_a_draft_of_weights_is_timed(drafter: str, monkeypatch: pytest.MonkeyPat
     with Operations() as operations:
         clock = SimpleNamespace(perf_counter=lambda: float(len(operations.names)))
         monkeypatch.setattr(step_clock, "time", clock)
-        cost = measure_costs(timer, [text], space(run, drafter), fingerprint, CostOptions(2, repeats=3))
+        cost = measure_costs(timer, [text], replace(space(run, drafter), gamma_max=2), fingerprint, repeats=3)
     weights = weights_of(run, drafter)
     trees = (None, 3, 16) if drafter in READ_STATES else (None,)
     assert list(cost.weights_s) == [named(weights.branching(size)) for size in trees]

@@ -14,7 +14,6 @@ import pytest
 from layerskip import SkipMask
 from search.predict.costs import (
     CostModel,
-    CostOptions,
     device_facts,
     measure_costs,
     pool_costs,
@@ -27,14 +26,14 @@ from tests.search.helpers.forcing import FakeTimer
 from tests.search.helpers.outlook import PlantedTimer, space_of
 
 TEXTS = ((1, 2, 3), (4, 5, 6, 7, 8, 9), (10, 11))
-OPTIONS = CostOptions(gamma_max=5, repeats=5, seed=0)
-SPACE = dataclasses.replace(fakes.SPACE, gamma_max=OPTIONS.gamma_max)
-NUM_REPEATS = OPTIONS.repeats + 1
+GAMMA_MAX, REPEATS = 5, 5
+SPACE = dataclasses.replace(fakes.SPACE, gamma_max=GAMMA_MAX)
+NUM_REPEATS = REPEATS + 1
 """The first one warms up."""
 
 
-def measure(timer: FakeTimer, space: SearchSpace = SPACE, options: CostOptions = OPTIONS) -> CostModel:
-    return measure_costs(timer, TEXTS, space, FINGERPRINT, options)
+def measure(timer: FakeTimer, space: SearchSpace = SPACE, repeats: int = REPEATS, seed: int = 0) -> CostModel:
+    return measure_costs(timer, TEXTS, space, FINGERPRINT, repeats=repeats, seed=seed)
 
 
 def check_terms(timer: PlantedTimer, cost: CostModel, space: SearchSpace) -> None:
@@ -54,8 +53,8 @@ def check_terms(timer: PlantedTimer, cost: CostModel, space: SearchSpace) -> Non
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6, 80])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_planted_terms_are_recovered(num_layers: int, seed: int) -> None:
-    timer, space = PlantedTimer(), space_of(num_layers, gamma_max=OPTIONS.gamma_max)
-    cost = measure(timer, space, dataclasses.replace(OPTIONS, seed=seed))
+    timer, space = PlantedTimer(), space_of(num_layers, gamma_max=GAMMA_MAX)
+    cost = measure(timer, space, seed=seed)
     assert cost.fixed_s == pytest.approx(timer.fixed_s, rel=1e-6)
     assert cost.attention_s == pytest.approx((timer.attention_s,) * num_layers, rel=1e-6)
     assert cost.mlp_s == pytest.approx((timer.mlp_s,) * num_layers, rel=1e-6)
@@ -65,7 +64,7 @@ def test_planted_terms_are_recovered(num_layers: int, seed: int) -> None:
 @pytest.mark.parametrize("num_layers", [1, 2, 6, 80])
 def test_whole_layers_cost_what_both_halves_do(num_layers: int) -> None:
     """Nothing tells the halves apart, so each gets half, and no mask that skips them apart is run."""
-    timer, space = PlantedTimer(), space_of(num_layers, whole=True, gamma_max=OPTIONS.gamma_max)
+    timer, space = PlantedTimer(), space_of(num_layers, whole=True, gamma_max=GAMMA_MAX)
     cost = measure(timer, space)
     half = (timer.attention_s + timer.mlp_s) / 2
     assert cost.attention_s == cost.mlp_s == pytest.approx((half,) * num_layers, rel=1e-6)
@@ -75,7 +74,7 @@ def test_whole_layers_cost_what_both_halves_do(num_layers: int) -> None:
 
 def test_a_space_with_some_whole_layers_is_fitted_on_what_it_allows() -> None:
     timer = PlantedTimer()
-    space = SearchSpace(4, OPTIONS.gamma_max, attention_bits=(1, 2, 3), mlp_bits=(1, 2, 3), layer_bits=(0,))
+    space = SearchSpace(4, GAMMA_MAX, attention_bits=(1, 2, 3), mlp_bits=(1, 2, 3), layer_bits=(0,))
     cost = measure(timer, space)
     assert all(mask.attention[0] == mask.mlp[0] for _, masks, _, _ in timer.drafted for mask in masks)
     check_terms(timer, cost, space)
@@ -95,9 +94,8 @@ def test_one_wild_repeat_changes_nothing(wild: int) -> None:
 
 
 def test_the_first_repeat_only_warms_up() -> None:
-    once = dataclasses.replace(OPTIONS, repeats=1)
     cold = PlantedTimer(slowdown=lambda repeat: 50.0 if repeat == 0 else 1.0)
-    assert measure(cold, options=once) == measure(PlantedTimer(), options=once)
+    assert measure(cold, repeats=1) == measure(PlantedTimer(), repeats=1)
 
 
 def test_all_things_are_timed_in_turn_on_alternating_texts() -> None:
@@ -115,13 +113,13 @@ def test_all_things_are_timed_in_turn_on_alternating_texts() -> None:
 def test_costs_reach_as_far_as_any_round_verifies() -> None:
     """Siblings fill more than gamma tokens; without lookups nothing else says how far costs must go."""
     space = dataclasses.replace(SPACE, siblings_max=3)
-    assert space.gamma_limit > OPTIONS.gamma_max
+    assert space.gamma_limit > GAMMA_MAX
     assert len(measure(PlantedTimer(), space).verify_s) == space.gamma_limit + 1
 
 
 def test_no_texts_are_refused() -> None:
     with pytest.raises(ValueError, match="texts: at least one is needed to time steps, got none"):
-        measure_costs(PlantedTimer(), [], SPACE, FINGERPRINT, OPTIONS)
+        measure_costs(PlantedTimer(), [], SPACE, FINGERPRINT)
 
 
 class CrookedTimer(PlantedTimer):

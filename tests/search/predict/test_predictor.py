@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import DraftReadings, ForcedText, WrongDraft
 from search.predict import predictor as predictor_module
-from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.costs import CostModel, measure_costs
 from search.predict.learnt_costs import CostLearner
 from search.predict.predictor import Predictor, coarse_gammas, gammas_around, sharp_depth
 from search.predict.replay import Settings, TextRows, live_counts, replay
@@ -36,8 +36,7 @@ MASKS = [
 
 
 def cost_of(timer: FakeTimer) -> CostModel:
-    options = CostOptions(GAMMA_MAX, repeats=1, seed=0)
-    return measure_costs(timer, [(1, 2)], space_of(NUM_LAYERS), FINGERPRINT, options)
+    return measure_costs(timer, [(1, 2)], space_of(NUM_LAYERS, gamma_max=GAMMA_MAX), FINGERPRINT, repeats=1)
 
 
 COST = cost_of(PlantedTimer())

@@ -14,7 +14,7 @@ from layerskip.config.lookup_settings import SuffixLookup
 from layerskip.rounds.sampling import SamplingParams
 from search.measure.decoder import ModelDecoder
 from search.outlook.forecast import Candidates
-from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.costs import CostModel, measure_costs
 from search.predict.joined_forcing import join_readings
 from search.predict.predictor import Predictor
 from search.predict.replay import Settings, TextRows, live_counts, replay, walk
@@ -156,7 +156,7 @@ def test_siblings_are_proposed_where_verifying_them_costs_little(verify_share: f
     forcing = FakeForcing([text, replace(text, prompt_ids=(2, 1))])
     rows = TextRows(forcing.lengths, forcing.target_probs, NEW_TOKENS)
     timer = FakeTimer(verify_share=verify_share)
-    cost = measure_costs(timer, [(1,)], SPACE, FINGERPRINT, CostOptions(24, 1, 0))
+    cost = measure_costs(timer, [(1,)], replace(SPACE, gamma_max=24), FINGERPRINT, repeats=1)
     candidates = Candidates(Predictor(forcing, rows, cost, SPACE.gamma_max), replace(SPACE, siblings_max=3))
     plain = Candidates(candidates.predictor, SPACE)
     mask = SkipMask.from_layers(SPACE.num_layers, [1, 2, 3, 4])

@@ -294,7 +294,9 @@ def test_a_run_leaves_its_figures_and_a_note_in_the_study(finished: optuna.Study
     config = DecodeConfig(**finished.user_attrs["config"])
     assert f"Best config: `mask {config.skip_mask}, gamma {config.gamma}" in text
     assert "```\npython -m search.run\n```" in text
-    assert " that the search had not seen, up to 17 new tokens each." in note(read_record(finished))
+    assert " that the search had not seen (and was chosen on, which flatters it), up to 17 new tokens each." in note(
+        read_record(finished)
+    )
 
 
 def test_a_second_push_replaces_the_first(study: optuna.Study, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from layerskip import DecodeConfig, SkipMask
 from layerskip.analysis.teacher_forcing import ForcedText
 from search.outlook.forecast import Candidate, Candidates, Pool, make_pool
 from search.outlook.refinement import refine_pool
-from search.predict.costs import CostModel, CostOptions, measure_costs
+from search.predict.costs import CostModel, measure_costs
 from search.predict.predictor import Predictor
 from search.predict.replay import TextRows
 from search.predict.sensitivity import measure_sensitivity
@@ -51,7 +51,7 @@ def proposed(proposal: Proposal) -> Key:
 
 
 def cost_of(space: SearchSpace, **changes: Any) -> CostModel:
-    return measure_costs(PlantedTimer(**changes), [(1,)], space, FINGERPRINT, CostOptions(space.gamma_max, 1, 0))
+    return measure_costs(PlantedTimer(**changes), [(1,)], space, FINGERPRINT, repeats=1)
 
 
 @dataclass
