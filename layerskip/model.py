@@ -37,6 +37,8 @@ from layerskip.huggingface.rounding import RoundingSpread, is_reduced, measure_r
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
+_MAX_NEW_TOKENS = 128
+"""Where nobody says."""
 
 Prompt = str | Sequence[int] | torch.Tensor
 
@@ -51,8 +53,8 @@ class GenerateOutput:
     """Their text without special tokens; empty without a tokenizer."""
     origins: list[str]
     """Per token: accepted, looked-up, recovered, bonus or target-only."""
-    finish_reason: str
-    """`length`, `eos` or `stop`."""
+    finish_reason: str | None
+    """`length`, `eos` or `stop`; None where it was left before its end."""
     stats: DecodeStats
     sampled: bool = False
     """Whether tokens were drawn; False is greedy."""
@@ -81,14 +83,15 @@ class GenerateArguments:
     None means: what the model's own `generation_config` says.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
+    """128 where the generation config does not say either."""
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    eos_token_id: int | Sequence[int] | None = None
+    eos_token_id: int | Sequence[int] | torch.Tensor | None = None
     """One or several end-of-text ids; an empty list never stops at one."""
     stop_strings: str | Sequence[str] | None = None
     """The text ends with the token that completes one of these."""
@@ -105,8 +108,13 @@ class GenerateArguments:
     """Earlier texts of this model; what the prompt begins with and one of them too is not computed again."""
 
     def __post_init__(self) -> None:
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: must be a whole number of at least 1, got {self.max_new_tokens!r}")
+        count = self.max_new_tokens
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"max_new_tokens: must be a whole number of at least 1, got {count!r}")
+        if self.config is not None and not isinstance(self.config, DecodeConfig):
+            raise ValueError(f"config: must be a DecodeConfig (DecodeConfig.load reads a file), got {self.config!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ValueError(f"seed: must be a whole number, got {self.seed!r}")
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed: give either a seed or a generator, not both")
 
@@ -442,6 +450,10 @@ class LayerSkipModel:
         """Token ids as the tokenizer makes them by default, special tokens included."""
         if self.tokenizer is None:
             raise ValueError("prompt: this model has no tokenizer, give token ids instead of text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt: must be text of whole characters, got {text[error.start]!a}") from None
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
@@ -489,9 +501,10 @@ class LayerSkipModel:
         return Sampler(self._sampling(given), self._generator(given))
 
     def _request(self, prompt: Prompt, given: GenerateArguments) -> DecodeRequest:
+        max_new_tokens = self._default(given.max_new_tokens, "max_new_tokens") or _MAX_NEW_TOKENS
         return DecodeRequest(
-            prompt_ids=self._prompt_ids(prompt, given.max_new_tokens),
-            max_new_tokens=given.max_new_tokens,
+            prompt_ids=self._prompt_ids(prompt, max_new_tokens),
+            max_new_tokens=max_new_tokens,
             eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
             should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
             prefix_cache=given.prefix_cache,
@@ -531,6 +544,8 @@ class LayerSkipModel:
         if self.tokenizer is None:
             raise ValueError("stop_strings: this model has no tokenizer to match them with")
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        if other := [one for one in strings if not isinstance(one, str)]:
+            raise ValueError(f"stop_strings: must be text, got {other[0]!r}")
         if "" in strings:
             raise ValueError("stop_strings: must not be empty, every text ends with one that is")
         criteria = StopStringCriteria(self.tokenizer, strings)
@@ -540,11 +555,16 @@ class LayerSkipModel:
         if isinstance(prompt, str):
             ids = self.encode(prompt)
         else:
-            tensor = torch.as_tensor(prompt)
+            try:
+                tensor = torch.as_tensor(prompt)
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(f"prompt: must be text or token ids, got {type(prompt).__name__}") from None
             if tensor.ndim == 2 and tensor.shape[0] == 1:
                 tensor = tensor[0]
-            if tensor.ndim != 1 or (tensor.numel() and tensor.dtype not in (torch.int64, torch.int32)):
+            if tensor.ndim != 1:
                 raise ValueError(f"prompt: must be text or one row of token ids, got shape {tuple(tensor.shape)}")
+            if tensor.numel() and tensor.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"prompt: token ids must be int64 or int32, got {tensor.dtype}")
             ids = [int(i) for i in tensor.tolist()]
         if not ids:
             raise ValueError("prompt: must hold at least one token, got none")
@@ -567,7 +587,6 @@ class GenerationStream:
         self.stats = DecodeStats()
         self.config = loop.config
         """What the run follows: of a config with regimes, the setting for this request's sampling."""
-        self._request = request
         self._sampled = sampled
         self._tokenizer = tokenizer
         self._run = loop.begin(request, self.stats)
@@ -597,7 +616,7 @@ class GenerationStream:
             ids,
             text,
             list(self._run.origins),
-            finish_reason(ids, self._request),
+            self._run.finish_reason,
             self.stats,
             sampled=self._sampled,
             rejected=dict(self._run.rejected),
@@ -614,13 +633,6 @@ def _pieces(run: Iterator[Emitted], text: TextStream | None) -> Generator[Stream
         yield StreamPiece(piece, emitted.ids, emitted.origins, emitted.rejected, emitted.rejected_from)
     if text and (rest := text.finish()):
         yield StreamPiece(rest, [], [])
-
-
-def finish_reason(ids: Sequence[int], request: DecodeRequest) -> str:
-    """Why the emitted tokens end where they do: `eos`, `length` or `stop`."""
-    if ids and ids[-1] in request.eos_token_ids:
-        return "eos"
-    return "length" if len(ids) >= request.max_new_tokens else "stop"
 
 
 def resolve_model_path(model: str, config_path: Path) -> str:
@@ -645,7 +657,11 @@ def config_next_to(name: str | os.PathLike[str], hub_arguments: dict[str, Any]) 
     return config
 
 
-def _id_set(ids: int | Sequence[int] | None) -> frozenset[int]:
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+def _id_set(ids: int | Sequence[int] | torch.Tensor | None) -> frozenset[int]:
+    try:
+        found = torch.as_tensor([] if ids is None else ids)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or (found.numel() and (found.is_floating_point() or found.dtype == torch.bool)):
+        raise ValueError(f"eos_token_id: must be a token id or several, got {ids!r}")
+    return frozenset(found.flatten().tolist())

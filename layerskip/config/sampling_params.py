@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
+
+LEAST_TEMPERATURE = 0.001
+"""Below it probabilities run out of numbers."""
 
 # Generation settings that would change the output and that this loop does not apply. Refused, never ignored.
 _UNSUPPORTED_WHEN_SET = {
@@ -17,15 +22,20 @@ _UNSUPPORTED_WHEN_SET = {
     "eta_cutoff": 0.0,
     "top_h": None,
     "penalty_alpha": None,
+    "num_return_sequences": 1,
+    "dola_layers": None,
+    "token_healing": False,
+    "constraints": None,
+    "force_words_ids": None,
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "sequence_bias": None,
-    "guidance_scale": None,
+    "guidance_scale": 1.0,
     "min_length": 0,
-    "min_new_tokens": None,
+    "min_new_tokens": 0,
     "exponential_decay_length_penalty": None,
     "watermarking_config": None,
     "max_time": None,
@@ -53,7 +63,7 @@ class SamplingParams:
 
     do_sample: bool = False
     temperature: float = 1.0
-    """Above 0; lower is sharper."""
+    """At least 0.001; lower is sharper."""
     top_k: int = 50
     """Keep the k likeliest tokens; 0 = off. 50 is what `generate` uses where nobody says otherwise."""
     top_p: float = 1.0
@@ -64,20 +74,23 @@ class SamplingParams:
     """Above 0; tokens already in the text get their logit divided (or multiplied, if negative) by it; 1 = off."""
 
     def __post_init__(self) -> None:
-        rules = (
-            (
-                "temperature",
-                0 < self.temperature < math.inf,
-                "must be above 0 (use do_sample=False for greedy) and finite",
-            ),
-            ("top_k", self.top_k >= 0 and self.top_k % 1 == 0, "must be a whole number of at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0 and finite"),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{name}: {rule}, got {getattr(self, name)}")
+        rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "repetition_penalty": (lambda one: 0 < one < math.inf, "must be above 0 and finite")
+        }
+        if self.do_sample:
+            rules |= {
+                "temperature": (
+                    lambda one: LEAST_TEMPERATURE <= one < math.inf,
+                    f"must be at least {LEAST_TEMPERATURE} (use do_sample=False for greedy) and finite",
+                ),
+                "top_k": (lambda one: one >= 0 and one % 1 == 0, "must be a whole number of at least 0"),
+                "top_p": (lambda one: 0 < one <= 1, "must be in (0, 1]"),
+                "min_p": (lambda one: 0 <= one <= 1, "must be in [0, 1]"),
+            }
+        for name, (holds, rule) in rules.items():
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and holds(value)):
+                raise ValueError(f"{name}: {rule}, got {value!r}")
 
     @classmethod
     def from_generation_config(cls, generation_config: Any, **overrides: Any) -> SamplingParams:
@@ -87,7 +100,7 @@ class SamplingParams:
         """
         for name, neutral in _UNSUPPORTED_WHEN_SET.items():
             value = getattr(generation_config, name, None)
-            if value is not None and value != neutral:
+            if value is not None and value != neutral and value not in ([], {}):
                 raise ValueError(f"generation_config.{name}: not supported by this decoder, got {value!r}")
         settings: dict[str, Any] = {}
         for field in fields(cls):

@@ -283,7 +283,12 @@ class Run:
     """Draft tokens thrown away, by the place of the emitted token that stands for them."""
     verdict: Verdict | None = None
     """The latest one; None before the prompt's own forward."""
-    finished: bool = False
+    finish_reason: str | None = None
+    """Why the text ended: `eos`, `stop` for a stop string, or `length`; None as long as it goes on."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def emitted_ids(self) -> list[int]:
@@ -302,8 +307,8 @@ class Run:
             self.context.append(token)
             self.stats.num_emitted += 1
             taken += 1
-            if self._ends(token):
-                self.finished = True
+            self.finish_reason = self._reason_to_end(token)
+            if self.finished:
                 break
         self.stats.num_cut += len(ids) - taken
         self.origins += origins[:taken]
@@ -312,10 +317,12 @@ class Run:
         self.rejected[len(self.origins) + rejected_from] = rejected
         return Emitted(ids, origins, rejected, rejected_from)
 
-    def _ends(self, token: int) -> bool:
-        if token in self.request.eos_token_ids or self.remaining <= 0:
-            return True
-        return self.request.should_stop is not None and self.request.should_stop(self.context)
+    def _reason_to_end(self, token: int) -> str | None:
+        if token in self.request.eos_token_ids:
+            return "eos"
+        if self.request.should_stop is not None and self.request.should_stop(self.context):
+            return "stop"
+        return "length" if self.remaining <= 0 else None
 
 
 def _settle(run: Run, settled: _Round) -> Emitted:

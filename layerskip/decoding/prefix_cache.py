@@ -27,15 +27,18 @@ class _Text:
     states: torch.Tensor | None
     """(T, layers kept * hidden), of these layers, where a drafter read them."""
     kept_layers: tuple[int, ...]
+    engine: str
+    """Which computed it: layers that keep a state keep it in a form of the engine's own."""
 
     @property
     def num_bytes(self) -> int:
         tensors = [one for pair in self.rows for one in pair] + ([] if self.states is None else [self.states])
         return sum(one.nbytes for one in tensors)
 
-    def has_states_of(self, kept_layers: tuple[int, ...]) -> bool:
-        """Whether it serves a session that keeps those of these layers."""
-        return not kept_layers or self.kept_layers == kept_layers
+    def serves(self, engine: Engine) -> bool:
+        """Whether the engine's session, which keeps some layers' states or none, can go on from it."""
+        has_states = not engine.kept_layers or self.kept_layers == engine.kept_layers
+        return has_states and (self.has_parts or self.engine == engine.name)
 
     def num_common(self, ids: Ids) -> int:
         """Tokens that both begin with."""
@@ -88,7 +91,7 @@ class PrefixCache:
         At least the last token is left to compute, whose logits begin the text. No device sync.
         """
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
-        able = [text for text in self._texts if text.has_states_of(engine.kept_layers)]
+        able = [text for text in self._texts if text.serves(engine)]
         found = max(able, key=lambda text: text.num_usable(ids), default=None)
         count = 0 if found is None else found.num_usable(ids)
         if found is None or not count:
@@ -113,7 +116,7 @@ class PrefixCache:
         known = np.asarray(ids[:count], dtype=np.int64)
         if count < cache.length and not cache.keeps_rows:
             return
-        if not count or any(text.has_states_of(layers) and text.num_common(known) == count for text in self._texts):
+        if not count or any(text.serves(engine) and text.num_common(known) == count for text in self._texts):
             return
         self._texts = [
             text
@@ -123,4 +126,4 @@ class PrefixCache:
         while self._texts and self.num_bytes + count * num_bytes > room:
             del self._texts[0]
         states = engine.states[:count].clone() if layers else None
-        self._texts.append(_Text(known, cache.rows(count), cache.keeps_rows, states, layers))
+        self._texts.append(_Text(known, cache.rows(count), cache.keeps_rows, states, layers, engine.name))

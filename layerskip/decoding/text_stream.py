@@ -10,7 +10,7 @@ class TextStream:
     """Incremental detokenisation: a piece is held back while its last character is not complete.
 
     Decodes a short window twice, with and without the new ids, so that tokenizers whose tokens look different at the
-    start of a text (leading spaces) still give the right piece. Cost: two decodes of a short window per `push`.
+    start of a text (leading spaces) still give the right piece. Cost: three decodes of a short window per `push`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -26,7 +26,9 @@ class TextStream:
         after = self._decode(self._ids[self._window_start :])
         if after.endswith("\ufffd"):
             return ""
-        self._window_start, self._shown = self._shown, len(self._ids)
+        if self._decode(self._ids[self._shown :]):  # else tokens that say nothing would begin the next window
+            self._window_start = self._shown
+        self._shown = len(self._ids)
         return after[len(before) :]
 
     def finish(self) -> str:

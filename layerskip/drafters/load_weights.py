@@ -130,6 +130,11 @@ class WeightsLoader:
             )
         translation = None
         if difference is not None:
+            if adapter.recurrent_layers:  # own tokens change further back than a state is kept
+                raise ValueError(
+                    f"draft_weights: a draft model with another tokenizer must have attention alone, layers of "
+                    f"{weights.path} keep a state"
+                )
             logger.info("%s has another tokenizer (%s): what it drafts is encoded anew", weights.path, difference)
             translation = Translation(self.tokenizer, tokenizer, self.num_tokens)
             if translation.own.num_ids > known:

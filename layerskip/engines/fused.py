@@ -36,7 +36,7 @@ from layerskip.engines.native.linear import NativeLinear, packed_bytes
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
-from layerskip.huggingface.adapter import ModelAdapter, UnsupportedModelError, widened
+from layerskip.huggingface.adapter import ALREADY_DECODING, ModelAdapter, UnsupportedModelError, widened
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.huggingface.memory import lack_of_room
@@ -133,7 +133,7 @@ class FusedEngine(StatesEngine):
     def session_over(self, cache: SharedLengthCache) -> Iterator[None]:
         """A session on a cache of the caller's; buffers that it has already stay."""
         if self._cache is not None:
-            raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
+            raise RuntimeError(ALREADY_DECODING)
         self._cache, self._runs = cache, {}
         try:
             # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.

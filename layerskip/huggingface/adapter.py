@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, cast
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,11 @@ _ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
 _RECURRENT_NAMES = ("linear_attn", "conv", "mamba", "self_attn")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "block_sparse_moe", "shared_mlp")
 _SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", *RECURRENT_LAYER_TYPES)
+
+
+_ATTACHED: WeakSet[nn.Module] = WeakSet()
+"""Models whose modules have gates at present."""
+ALREADY_DECODING = "this model is already decoding; one run at a time (load it a second time for another)"
 
 
 def widened(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -201,12 +207,18 @@ class ModelAdapter:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest text the position encodings are made for, None if the config does not say."""
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            value = getattr(self.text_config, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-        return None
+        """Longest text the position encodings are made for, None if the config does not say.
+
+        With `longrope` (Phi-3, Phi-4-mini) as long as its short factors hold: past that every earlier token's keys
+        would have to be computed anew.
+        """
+        config = self.text_config
+        found = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if "longrope" in str(rope.get("rope_type")):
+            name = "original_max_position_embeddings"
+            found.insert(0, rope.get(name) or getattr(config, name, None))
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
 
     @property
     def head(self) -> Any:
@@ -292,10 +304,11 @@ class ModelAdapter:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Gates on; off again on every exit. Not re-entrant: one run at a time on one model."""
-        if self._attached:
-            raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
+        """Gates on; off again on every exit. Not re-entrant: one run at a time on one model, however often wrapped."""
+        if self.model in _ATTACHED:
+            raise RuntimeError(ALREADY_DECODING)
         previous = {id(gate): gate.module.__dict__.get("forward") for gate in self._all_gates}
+        _ATTACHED.add(self.model)
         self._attached = True
         try:
             for gate in self._all_gates:
@@ -309,6 +322,7 @@ class ModelAdapter:
                     gate.module.forward = forward
             self._set_mask(self._no_skip)
             self._attached = False
+            _ATTACHED.discard(self.model)
 
     def forward(
         self,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
@@ -53,7 +53,8 @@ class CustomGenerate:
     of these raises; `generate` itself refuses `stop_strings` beside a callable (use a `StopStringCriteria`).
 
     Make it once and pass the same object to every call: the first call with a model wraps it (two short forwards, and
-    on the fused engine a second copy of its layers), later ones with that model reuse this. It holds the latest model.
+    on the fused engine a second copy of its layers), later ones with that model reuse this until its weights change. It
+    holds the latest model.
     Of a config with regimes each call follows the setting for its own sampling (`DecodeConfig.for_sampling`).
     Raises: ValueError naming the argument, the rule and the value got, before anything is decoded.
     """
@@ -62,13 +63,21 @@ class CustomGenerate:
     """Counters and seconds of the latest run."""
 
     def __init__(
-        self, config: DecodeConfig, engine: str, text_store: TextStore | None = None, *, allow_lossy: bool = False
+        self,
+        config: DecodeConfig,
+        engine: str,
+        text_store: TextStore | None = None,
+        *,
+        tokenizer: Any = None,
+        allow_lossy: bool = False,
     ) -> None:
         self.config = config
         self.engine = engine
         self.text_store = text_store
+        self.tokenizer = tokenizer
         self._allow_lossy = allow_lossy
         self._wrapped: LayerSkipModel | None = None
+        self._weights: list[tuple[int, int, torch.dtype]] = []
 
     # The parameters are those by which `generate` calls; `model` comes first and by position.
     def __call__(
@@ -87,7 +96,7 @@ class CustomGenerate:
         _check_method(settings, given)
         _check_inputs(input_ids, model_kwargs)
         params = sampling_params(logits_processor, do_sample=bool(settings.do_sample))
-        wrapped = self._wrap(model)
+        wrapped = self._wrap(model, given.get("tokenizer"))
         wrapped.check_text_store(self.text_store)
         request = _request(input_ids, stopping_criteria, wrapped)
         stats = self.stats = DecodeStats()
@@ -105,13 +114,25 @@ class CustomGenerate:
         sequences = torch.cat([input_ids, input_ids.new_tensor([emitted])], dim=-1)
         return GenerateDecoderOnlyOutput(sequences=sequences) if settings.return_dict_in_generate else sequences
 
-    def _wrap(self, model: PreTrainedModel) -> LayerSkipModel:
+    def _wrap(self, model: PreTrainedModel, tokenizer: Any) -> LayerSkipModel:
         if model.training:
             raise ValueError("model: must be in evaluation mode (call model.eval()), got training mode")
-        if self._wrapped is None or self._wrapped.model is not model:
+        weights = [(id(one), one._version, one.dtype) for one in model.parameters() if not one.is_inference()]
+        if self._wrapped is None or self._wrapped.model is not model or weights != self._weights:
             self._wrapped = None  # before the next one is made: two copies of the layers might not fit
-            self._wrapped = LayerSkipModel(model, config=self.config, engine=self.engine, allow_lossy=self._allow_lossy)
+            known, is_lossy = self._tokenizer_for(model, tokenizer), self._allow_lossy
+            self._wrapped = LayerSkipModel(model, known, self.config, engine=self.engine, allow_lossy=is_lossy)
+            self._weights = weights
         return self._wrapped
+
+    def _tokenizer_for(self, model: PreTrainedModel, given: Any) -> Any:
+        """What a draft model's tokens are compared by: the model's own where nobody gives one."""
+        if not any(one.drafter == "draft_model" for one in self.config.all_draft_weights):
+            return None
+        if self.tokenizer is None and given is None:
+            with suppress(OSError, ValueError):
+                return AutoTokenizer.from_pretrained(model.name_or_path)
+        return given if self.tokenizer is None else self.tokenizer
 
 
 def custom_generate(
@@ -120,20 +141,24 @@ def custom_generate(
     group: str | None = None,
     engine: str | None = None,
     text_store: TextStore | None = None,
+    tokenizer: Any = None,
     allow_lossy: bool = False,
 ) -> CustomGenerate:
     """A callable for `model.generate(..., custom_generate=...)`; see `CustomGenerate`.
 
     config: a decode config or the file of one, made for the model it will be used with. group: its setting for this
     prompt group. engine: `eager`, `fused` or `auto`; None is the one that the config was tuned with. text_store:
-    earlier texts that the drafter `suffix` looks into; nothing is added to it here. allow_lossy: take a config with a
+    earlier texts that the drafter `suffix` looks into; nothing is added to it here. tokenizer: the model's, which a
+    `draft_model` needs; without it that which lies where the model was loaded from. allow_lossy: take a config with a
     `lossy` rule, under which the output is not `generate`'s.
     Raises: ValueError for a config that cannot be read, or is lossy without that, FileNotFoundError without a file.
     """
     loaded = config if isinstance(config, DecodeConfig) else DecodeConfig.load(config)
     tuned = loaded.provenance.engine if loaded.provenance is not None else None
     loaded.check_consent(allow_lossy=allow_lossy)
-    return CustomGenerate(loaded.for_group(group), engine or tuned or "auto", text_store, allow_lossy=allow_lossy)
+    return CustomGenerate(
+        loaded.for_group(group), engine or tuned or "auto", text_store, tokenizer=tokenizer, allow_lossy=allow_lossy
+    )
 
 
 def sampling_params(processors: Iterable[LogitsProcessor], *, do_sample: bool) -> SamplingParams:

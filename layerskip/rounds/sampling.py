@@ -169,12 +169,17 @@ class PlaceNoise:
         del self._rows[:num_done], self._states[:num_done]
 
     def end(self, place: int) -> None:
-        """Take back the rows from this place on."""
+        """Take back the rows from this place on, unless somebody else has drawn from the generator since."""
         self.settle(place)
         if self._rows:
-            generator = _generator_of(self._rows[0].device) if self._generator is None else self._generator
-            if generator is not None and self._states[0] is not None:
-                generator.set_state(self._states[0])
+            last = self._rows[-1]
+            generator = _generator_of(last.device) if self._generator is None else self._generator
+            if generator is not None and self._states[0] is not None and self._states[-1] is not None:
+                now = generator.get_state()
+                generator.set_state(self._states[-1])
+                _exponential(last.shape[1], last.device, generator)
+                is_ours = torch.equal(generator.get_state(), now)
+                generator.set_state(self._states[0] if is_ours else now)
         self.begin(place)
 
 

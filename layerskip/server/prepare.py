@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from jinja2 import TemplateError
-
 from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
@@ -110,7 +108,7 @@ class Preparer:
         messages = [{"role": message.role, "content": message.content} for message in asked.messages]
         try:
             encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
+        except Exception as error:  # noqa: BLE001 (a template is somebody's program and may raise anything)
             message = f"messages: the model's chat template refuses them: {str(error)[:200]}"
             raise ApiError(400, message, param="messages") from None
         ids: list[int] = encoded["input_ids"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from layerskip.config.sampling_params import asks_to_sample
+from layerskip.config.sampling_params import LEAST_TEMPERATURE, asks_to_sample
 from layerskip.config.validated import describe_validation_error
 from layerskip.server.errors import ApiError
 from layerskip.server.settings import MAX_MODEL_ID
@@ -149,9 +149,8 @@ class GenerationFields(_Strict):
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationFields:
-        if self.temperature is not None and 0 < self.temperature < 1e-3:
-            # The logits divided by less would leave float32's range.
-            raise ValueError(f"temperature: must be 0 (greedy) or at least 0.001, got {self.temperature}")
+        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature: must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise ValueError("max_tokens, max_completion_tokens: must not differ, they mean the same")

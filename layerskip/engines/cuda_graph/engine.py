@@ -16,7 +16,7 @@ from layerskip.engines.cuda_graph.static_step import MIN_VISIBLE, Branches, Stat
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.recording.graph_pool import MAX_BYTES, MAX_GRAPHS, GraphPool, Recorder
 from layerskip.engines.tree import DraftTree
-from layerskip.huggingface.adapter import ModelAdapter
+from layerskip.huggingface.adapter import ALREADY_DECODING, ModelAdapter
 from layerskip.huggingface.kv_cache import DeviceNumber, StaticCache
 from layerskip.rounds.device_free_steps import DeviceFreeSteps
 from layerskip.rounds.device_round import DeviceRound
@@ -103,7 +103,7 @@ class CudaGraphEngine(Engine):
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
         if self._running:
-            raise RuntimeError("this model is already decoding; one run at a time (make a second LayerSkipModel)")
+            raise RuntimeError(ALREADY_DECODING)
         with torch.inference_mode():
             self._open_cache(capacity)
         with self.executor.session():

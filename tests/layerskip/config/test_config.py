@@ -260,7 +260,7 @@ def sampled(temperature: float, **others: Any) -> SamplingParams:
         ("t1", sampled(1.0)),
         ("t0.7_p0.9_k40_min0.05_r1.1", sampled(0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)),
         ("t0.7_k0", sampled(0.7, top_k=0)),
-        ("t1e-05", sampled(1e-05)),
+        ("t0.001", sampled(0.001)),
         ("t0.7000000001", sampled(0.7000000001)),
     ],
 )
@@ -294,7 +294,7 @@ RULE += "each once"
         *((name, f"{RULE}; got {name[:80]!a}") for name in ("", "t", "0.7", "Greedy", "sampled", "t0.7_", "t0.7_q1")),
         *((name, f"{RULE}; got {name!a}") for name in ("t0.7_p0.9_p0.8", "t-1", "tnan", "tinf", "t0.7_k1.5", "t٣")),
         ("t" + "9" * 5_000, f"{RULE}; got '{'t' + '9' * 79}'"),
-        ("t0", "regime 't0': temperature: must be above 0 (use do_sample=False for greedy) and finite, got 0.0"),
+        ("t0", "regime 't0': temperature: must be at least 0.001 (use do_sample=False for greedy) and finite, got 0.0"),
         ("t0.7_p0", "regime 't0.7_p0': top_p: must be in (0, 1], got 0.0"),
         ("t0.7_min2", "regime 't0.7_min2': min_p: must be in [0, 1], got 2.0"),
         (
@@ -401,7 +401,10 @@ WARM, HOT = REGIMES
             "regimes.1.skip_mask: must have the default's 4 layers, got 5",
         ),
         ({"regimes": [{"skip_mask": "4:1", "gamma": 1}]}, "regimes.0.sampling: is required"),
-        ({"sampling": {"do_sample": True, "temperature": 0}}, "^sampling: temperature: must be above 0 .*, got 0.0$"),
+        (
+            {"sampling": {"do_sample": True, "temperature": 0}},
+            "^sampling: temperature: must be at least 0.001 .*, got 0.0$",
+        ),
         ({"sampling": {"temperature": 0.7}}, "^sampling: temperature: must be left out where .*; got 0.7$"),
         ({"sampling": {"do_sample": True, "top_p": 1.5}}, r"^sampling: top_p: must be in \(0, 1\], got 1.5$"),
     ],

@@ -295,9 +295,9 @@ def test_a_model_is_wrapped_once_and_another_one_takes_its_place(monkeypatch: py
     made: list[Any] = []
 
     class Counted(LayerSkipModel):
-        def __init__(self, model: Any, **arguments: Any) -> None:
+        def __init__(self, model: Any, *given: Any, **arguments: Any) -> None:
             made.append(model)
-            super().__init__(model, **arguments)
+            super().__init__(model, *given, **arguments)
 
     monkeypatch.setattr("layerskip.interop.generate.LayerSkipModel", Counted)
     ours, first, second = callable_for(), zoo.model_of("llama"), zoo.model_of("qwen2")
