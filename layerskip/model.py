@@ -104,6 +104,9 @@ class GenerateArguments:
     """Decode with the config's setting for this prompt group; None is the default setting."""
     text_store: TextStore | None = None
     """Earlier texts that the drafter `suffix` looks into besides this one. Nothing is added to it here."""
+    continues_text: bool | None = None
+    """Whether the emitted text is the rest of the prompt's, rather than what its ids say by themselves: some tokenizers
+    drop the blank that a text begins with. None: where the prompt is given as text."""
     prefix_cache: PrefixCache | None = None
     """Earlier texts of this model; what the prompt begins with and one of them too is not computed again."""
 
@@ -491,6 +494,7 @@ class LayerSkipModel:
             self._request(prompt, given),
             self.tokenizer,
             sampled=not sampler.greedy,
+            continues_text=isinstance(prompt, str) if given.continues_text is None else given.continues_text,
         )
 
     def sampler(self, **arguments: Any) -> Sampler:
@@ -583,14 +587,17 @@ class LayerSkipModel:
 class GenerationStream:
     """Iterator over the pieces of one run; holds the cache until it ends or is closed."""
 
-    def __init__(self, loop: DecodeLoop, request: DecodeRequest, tokenizer: Any, *, sampled: bool) -> None:
+    def __init__(
+        self, loop: DecodeLoop, request: DecodeRequest, tokenizer: Any, *, sampled: bool, continues_text: bool
+    ) -> None:
         self.stats = DecodeStats()
         self.config = loop.config
         """What the run follows: of a config with regimes, the setting for this request's sampling."""
         self._sampled = sampled
         self._tokenizer = tokenizer
         self._run = loop.begin(request, self.stats)
-        text = TextStream(tokenizer) if tokenizer is not None else None
+        self._before = request.prompt_ids if continues_text else ()
+        text = self.new_text() if tokenizer is not None else None
         self._pieces = _pieces(loop.complete(self._run), text)
 
     def __iter__(self) -> Iterator[StreamPiece]:
@@ -608,10 +615,17 @@ class GenerationStream:
         """Stop here; frees the cache and the model."""
         self._pieces.close()
 
+    def new_text(self) -> TextStream:
+        """What makes text of its ids, before the first. Needs a tokenizer."""
+        return TextStream(self._tokenizer, self._before)
+
     def output(self) -> GenerateOutput:
         """Everything emitted so far."""
         ids = self._run.emitted_ids
-        text = self._tokenizer.decode(ids, skip_special_tokens=True) if self._tokenizer is not None else ""
+        text = ""
+        if self._tokenizer is not None:
+            whole = self.new_text()
+            text = whole.push(ids) + whole.finish()
         return GenerateOutput(
             ids,
             text,

@@ -74,19 +74,17 @@ class SamplingParams:
     """Above 0; tokens already in the text get their logit divided (or multiplied, if negative) by it; 1 = off."""
 
     def __post_init__(self) -> None:
+        least = LEAST_TEMPERATURE if self.do_sample else 0.0
         rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-            "repetition_penalty": (lambda one: 0 < one < math.inf, "must be above 0 and finite")
+            "temperature": (
+                lambda one: least <= one < math.inf,
+                f"must be at least {LEAST_TEMPERATURE} (use do_sample=False for greedy) and finite",
+            ),
+            "top_k": (lambda one: one >= 0 and one % 1 == 0, "must be a whole number of at least 0"),
+            "top_p": (lambda one: 0 < one <= 1, "must be in (0, 1]"),
+            "min_p": (lambda one: 0 <= one <= 1, "must be in [0, 1]"),
+            "repetition_penalty": (lambda one: 0 < one < math.inf, "must be above 0 and finite"),
         }
-        if self.do_sample:
-            rules |= {
-                "temperature": (
-                    lambda one: LEAST_TEMPERATURE <= one < math.inf,
-                    f"must be at least {LEAST_TEMPERATURE} (use do_sample=False for greedy) and finite",
-                ),
-                "top_k": (lambda one: one >= 0 and one % 1 == 0, "must be a whole number of at least 0"),
-                "top_p": (lambda one: 0 < one <= 1, "must be in (0, 1]"),
-                "min_p": (lambda one: 0 <= one <= 1, "must be in [0, 1]"),
-            }
         for name, (holds, rule) in rules.items():
             value = getattr(self, name)
             if not (isinstance(value, Real) and holds(value)):

@@ -116,7 +116,7 @@ class PrefixCache:
         known = np.asarray(ids[:count], dtype=np.int64)
         if count < cache.length and not cache.keeps_rows:
             return
-        if not count or any(text.serves(engine) and text.num_common(known) == count for text in self._texts):
+        if not count or any(text.serves(engine) and text.num_usable(known) == count for text in self._texts):
             return
         self._texts = [
             text

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_LOOKED_AT = 6
+
 
 class TextStream:
     """Incremental detokenisation: a piece is held back while its last character is not complete.
@@ -13,11 +15,13 @@ class TextStream:
     start of a text (leading spaces) still give the right piece. Cost: three decodes of a short window per `push`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        """before: ids of the text that is gone on from, of which the last ones are looked at: some tokenizers drop the
+        blank that a text begins with."""
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = list(before[-_LOOKED_AT:])
         self._window_start = 0
-        self._shown = 0
+        self._shown = len(self._ids)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; may be empty."""

@@ -55,7 +55,6 @@ class Preparer:
         known, rule = stream.config.sampling, stream.config.lossy
         return Job(
             stream,
-            self._model.tokenizer,
             ticket,
             asked.stop,
             prompt_ids=ids,
@@ -87,6 +86,7 @@ class Preparer:
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.
             "stop_strings": [] if asked.stop else None,
             "group": asked.group,
+            "continues_text": isinstance(asked, CompletionRequest),
             "text_store": self._store if remembers else None,
             "prefix_cache": self._prefixes if remembers else None,
         }

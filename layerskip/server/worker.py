@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
@@ -58,7 +57,6 @@ class Job:
     """
 
     decoding: GenerationStream
-    tokenizer: Any
     ticket: ExitStack
     """See `DecodeWorker.admit`."""
     stops: tuple[str, ...] = ()
@@ -237,7 +235,7 @@ class DecodeWorker:
             self._metrics.stored_tokens.set(self._store.num_tokens)
 
     def _decode_pieces(self, job: Job) -> Finished | None:
-        cut = _Cut(job.tokenizer, job.stops) if job.stops else None
+        cut = _Cut(job.decoding.new_text(), job.stops) if job.stops else None
         num_emitted = 0
         while not job.cancelled.is_set():
             piece = next(job.decoding, None)
@@ -265,8 +263,8 @@ class DecodeWorker:
 class _Cut:
     """Text token by token, so that an answer ends with the very token that completes a stop string."""
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
-        self._text = TextStream(tokenizer)
+    def __init__(self, text: TextStream, stops: tuple[str, ...]) -> None:
+        self._text = text
         self._stop = StopText(stops)
 
     @property

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from layerskip import DecodeConfig, Sampling
 from layerskip.config.decode_config import MAX_GROUP_NAME, is_group_name
+from layerskip.config.sampling_params import LEAST_TEMPERATURE
 from layerskip.rounds.sampling import SamplingParams
 
 

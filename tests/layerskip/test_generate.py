@@ -338,7 +338,7 @@ BAD_INPUT = {
     "too long": (["--model", str(DEMO_MODEL), "--prompt", "x", "--max-new-tokens", "5000"], "positions, got"),
     "temperature": (
         ["--model", str(DEMO_MODEL), "--prompt", "x", "--do-sample", "--temperature", "-1"],
-        "temperature: must be above 0",
+        "temperature: must be at least 0.001",
     ),
     "threads": (["--model", str(DEMO_MODEL), "--prompt", "x", "--threads", "-2"], "--threads: must be at least 1"),
     "dtype": (["--model", str(DEMO_MODEL), "--prompt", "x", "--dtype", "int3"], "dtype: must be 'auto' or one of"),

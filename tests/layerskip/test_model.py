@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, Regim
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.engines.native import library
-from tests.layerskip import zoo
+from tests.layerskip import tokenizers, zoo
 
 CONFIG = DecodeConfig(skip_mask=SkipMask.from_layers(4, [3]), gamma=4)
 TEXT = "naïve – “quotes” 日本語 🙂\n\tdef f(x):  return x"
@@ -120,7 +121,17 @@ BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "id beyond": ([1, zoo.VOCAB], {}, rf"prompt: token ids must be in 0..{zoo.VOCAB - 1}, got {zoo.VOCAB}"),
     "id below": ([-1], {}, r"prompt: token ids must be in 0..60, got -1"),
     "a batch": (torch.ones(2, 3).long(), {}, r"prompt: must be text or one row of token ids, got shape \(2, 3\)"),
-    "floats": ([1.0, 2.0], {}, "prompt: must be text or one row of token ids"),
+    "floats": ([1.0, 2.0], {}, "prompt: token ids must be int64 or int32, got torch.float32"),
+    "no prompt": (None, {}, "prompt: must be text or token ids, got NoneType"),
+    "a temperature as text": ([1], {"do_sample": True, "temperature": "0.7"}, "temperature: must be .*, got '0.7'"),
+    "a tiny temperature": ([1], {"do_sample": True, "temperature": 1e-30}, "temperature: must be at least 0.001"),
+    "half a seed": ([1], {"do_sample": True, "seed": 1.5}, "seed: must be a whole number, got 1.5"),
+    "end of text as text": (
+        [1],
+        {"max_new_tokens": 3, "eos_token_id": "</s>"},
+        "eos_token_id: must be a token id or several, got '</s>'",
+    ),
+    "a file": ([1], {"config": "best.json"}, "config: must be a DecodeConfig .*, got 'best.json'"),
     "text, no tokenizer": ("hello", {}, "prompt: this model has no tokenizer, give token ids instead of text"),
     "too long": ([1] * 90, {"max_new_tokens": 7}, "must fit the model's 96 positions, got 90 \\+ 7"),
     "seed twice": ([1], {"seed": 1, "generator": torch.Generator()}, "seed: give either a seed or a generator"),
@@ -138,6 +149,34 @@ def test_bad_arguments_are_refused_in_one_line(case: str) -> None:
             call(prompt, **arguments)
         assert "\n" not in str(error.value)
     assert model.generate([1], max_new_tokens=3).ids == list(zoo.greedy_reference("llama", (1,))[:3])
+
+
+def test_end_of_text_ids_may_be_tensors_and_the_models_own_defaults_hold() -> None:
+    model = LayerSkipModel(zoo.build("llama"))
+    whole = model.generate(zoo.prompt_of(7), max_new_tokens=12).ids
+    end, until_then = whole[4], whole[: whole.index(whole[4]) + 1]
+    for ids in (end, [end], torch.tensor([end]), [torch.tensor(end)], np.int64(end)):
+        assert model.generate(zoo.prompt_of(7), max_new_tokens=12, eos_token_id=ids).ids == until_then
+    settings = model.model.generation_config
+    settings.max_new_tokens, settings.suppress_tokens, settings.min_new_tokens, settings.guidance_scale = 5, [], 0, 1.0
+    assert model.generate(zoo.prompt_of(7), do_sample=False, temperature=0.0).ids == whole[:5]
+    settings.force_words_ids = [[1]]
+    with pytest.raises(ValueError, match="force_words_ids: not supported by this decoder"):
+        model.generate(zoo.prompt_of(7))
+
+
+def test_what_others_draw_from_the_generator_meanwhile_is_not_drawn_again() -> None:
+    model, inside = zoo.layerskip_of("llama"), []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = DecodeConfig(skip_mask=SkipMask.early_exit(4, 2), gamma=8)
+        for i, _ in enumerate(
+            model.stream(zoo.prompt_of(7), max_new_tokens=60, do_sample=True, top_k=0, config=config)
+        ):
+            inside += torch.rand(3).tolist()
+            if i == 6:
+                break
+        assert not set(inside) & set(torch.rand(3000).tolist())
 
 
 def test_unknown_arguments_are_refused() -> None:
@@ -184,6 +223,7 @@ def test_output_of_a_stream_left_early_is_what_came_so_far(text_model: LayerSkip
     assert out.ids == [*first.ids, *second.ids]
     assert out.text.startswith(first.text + second.text)
     assert out.stats.num_emitted == len(out.ids)
+    assert out.finish_reason is None
     with pytest.raises(StopIteration):
         next(stream)
 
@@ -219,6 +259,22 @@ def test_a_character_split_over_tokens_comes_once_and_whole(tokenizer: Any) -> N
     stream = TextStream(tokenizer)
     assert [stream.push([token]) for token in ids] == ["a", "", "", "", "🦊", "b"]
     assert stream.finish() == ""
+
+
+def test_text_keeps_its_blanks_whatever_its_tokenizer_drops_at_a_beginning() -> None:
+    tokenizer = tokenizers.tokenizer_of("byte_fallback")
+    opens, the = (tokenizer(word)["input_ids"][1:] for word in ("opens", "the"))
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token]) for token in (*opens, tokenizer.unk_token_id, *the)]
+    assert "".join(pieces) == "opens the" == tokenizer.decode([*opens, *the])
+    assert "".join(TextStream(tokenizer, opens).push(the)) == " the"
+
+    model, prompt = tokenizers.target_of("byte_fallback"), "The reader opens"
+    out = model.generate(prompt, max_new_tokens=6)
+    assert prompt + out.text == tokenizer.decode([*model.encode(prompt), *out.ids], skip_special_tokens=True)
+    assert out.text == "".join(piece.text for piece in model.stream(prompt, max_new_tokens=6))
+    by_ids = model.generate(model.encode(prompt), max_new_tokens=6)
+    assert by_ids.text == tokenizer.decode(out.ids, skip_special_tokens=True) == out.text.removeprefix(" ")
 
 
 def test_special_tokens_are_not_text(text_model: LayerSkipModel, tokenizer: Any) -> None:

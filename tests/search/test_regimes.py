@@ -303,7 +303,7 @@ def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> 
     [
         ({"regimes": ()}, "regimes: must be 1 to 17 names, got 0"),
         ({"regimes": ("warm",)}, "regimes: regime: must be greedy or tTEMPERATURE, .*; got 'warm'"),
-        ({"regimes": ("t0",)}, "regimes: .*temperature: must be above 0"),
+        ({"regimes": ("t0",)}, "regimes: .*temperature: must be at least 0.001"),
         ({"regimes": ("t0.7", "t0.70")}, r"regimes: must name each regime once, got t0\.7 2 times"),
         ({"regimes": ("greedy", "t1"), "per_group": True}, "regimes: must be one in a per-group search, got 2"),
     ],
@@ -317,7 +317,7 @@ def test_bad_regimes(fields: dict[str, Any], message: str) -> None:
     ("flags", "message"),
     [
         (["--temperature", "0.7"], "temperature: must be left out where do_sample is false"),
-        (["--do-sample", "--temperature", "0"], "temperature: must be above 0"),
+        (["--do-sample", "--temperature", "0"], "temperature: must be at least 0.001"),
         (["--do-sample", "--regimes", "greedy"], "regimes: must be given alone"),
         (["--regimes", "greedy,t1", "--devices", "cpu,cpu"], "workers: must be 1 for several regimes, got 2"),
     ],

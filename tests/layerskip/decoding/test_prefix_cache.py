@@ -67,6 +67,16 @@ def test_sampled_text_is_the_same_for_the_same_seed() -> None:
         assert out.ids == model.generate((*PROMPT, 9), **arguments).ids
 
 
+def test_states_of_layers_serve_the_engine_alone_that_computed_them() -> None:
+    model, cache = zoo.model_of("qwen3_5"), PrefixCache(MUCH)
+    known = []
+    for engine in ("eager", "fused", "eager"):
+        out = LayerSkipModel(model, engine=engine).generate((*PROMPT, 9), max_new_tokens=4, prefix_cache=cache)
+        known.append(out.stats.num_cached)
+        LayerSkipModel(model, engine=engine).generate(PROMPT, max_new_tokens=1, prefix_cache=cache)
+    assert known == [0, 0, len(PROMPT)]
+
+
 def test_a_drafter_that_reads_states_takes_only_texts_that_have_them() -> None:
     model, cache = zoo.layerskip_of("llama"), PrefixCache(MUCH)
     plain, eagle = DecodeConfig.plain(zoo.NUM_LAYERS), config_of("eagle", "llama", MASK)

@@ -435,3 +435,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         describe_weights(tmp_path / "more")
     with pytest.raises(ValueError, match=r"must be of Transformers' own classes, got object"):
         TokenText(object())
+
+
+def test_a_draft_model_whose_layers_keep_a_state_is_refused(tmp_path: Path) -> None:
+    """Of its own tokens those change that lie further back than a state is kept."""
+    tokenizer = tokenizer_of("byte_fallback")
+    zoo.build("lfm2", vocab_size=len(tokenizer) + 3).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"must have attention alone, layers of .* keep a state"):
+        target_of("byte_level").check_config(config_of(describe_weights(tmp_path)))

@@ -190,6 +190,33 @@ def test_a_second_run_on_the_same_model_is_refused() -> None:
     assert stream.output().ids[1:] == rest
 
 
+def test_a_second_wrapper_of_a_model_that_is_decoding_is_refused() -> None:
+    """Both would put gates on the same modules."""
+    model = zoo.build("llama")
+    first, second = (LayerSkipModel(model, engine="eager") for _ in range(2))
+    stream = first.stream(zoo.prompt_of(3), max_new_tokens=9)
+    next(stream)
+    with pytest.raises(RuntimeError, match="already decoding; one run at a time"):
+        second.generate(zoo.prompt_of(3), max_new_tokens=2)
+    stream.close()
+    assert gates_on(model) == []
+    outs = [one.generate(zoo.prompt_of(3), max_new_tokens=9).ids for one in (first, second)]
+    assert outs[0] == outs[1] == list(zoo.greedy_reference("llama", zoo.prompt_of(3))[:9])
+
+
+def test_a_text_ends_where_longrope_changes_its_rotations() -> None:
+    """Past that Transformers computes every earlier token anew."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 27.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
+    model = zoo.build("phi3", original_max_position_embeddings=24, rope_parameters=rope)
+    wrapped, prompt = LayerSkipModel(model), list(zoo.prompt_of(10))
+    assert wrapped.max_positions == 24
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False)[0, 10:].tolist()
+    assert wrapped.generate(prompt, max_new_tokens=14).ids == expected
+    with pytest.raises(ValueError, match=r"must fit the model's 24 positions, got 10 \+ 15"):
+        wrapped.generate(prompt, max_new_tokens=15)
+
+
 def test_forward_needs_the_gates() -> None:
     adapter = zoo.layerskip_of("llama").adapter
     with pytest.raises(RuntimeError, match=r"inside `with adapter\.attached"):

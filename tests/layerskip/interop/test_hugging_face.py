@@ -30,7 +30,7 @@ from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.drafters import TextStore
 from layerskip.interop.generate import CustomGenerate, sampling_params
 from layerskip.rounds.sampling import SamplingParams
-from tests.layerskip import zoo
+from tests.layerskip import tokenizers, zoo
 from tests.layerskip.drafters.test_drafters import again, by_weights, drafters
 
 NAMES = ("llama", "qwen2-sliding", "gemma3", "gpt2", "opt", "bloom", "falcon-alibi", "mixtral", "gpt-oss")
@@ -306,6 +306,33 @@ def test_a_model_is_wrapped_once_and_another_one_takes_its_place(monkeypatch: py
         name = "llama" if model is first else "qwen2"
         assert out[0, len(PROMPT) :].tolist() == list(zoo.greedy_reference(name, PROMPT, 4))
     assert made == [first, second, first]
+
+
+@pytest.mark.parametrize("engine", ["eager", "fused"])
+def test_a_model_whose_weights_change_is_decoded_as_it_is_now(engine: str) -> None:
+    model, ours = zoo.build("llama"), callable_for(engine=engine)
+    before = model.generate(ids(), max_new_tokens=8, custom_generate=ours)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(-1.0)
+    after = model.generate(ids(), max_new_tokens=8, do_sample=False)
+    assert not torch.equal(before, after)
+    assert torch.equal(model.generate(ids(), max_new_tokens=8, custom_generate=ours), after)
+
+
+@pytest.mark.parametrize("given", ["to the callable", "to generate", "where the model lies"])
+def test_a_draft_model_of_another_tokenizer_drafts_here_too(given: str) -> None:
+    model, tokenizer = tokenizers.target_of("byte_level").model, tokenizers.tokenizer_of("byte_level")
+    weights, mask = tokenizers.weights_of("byte_fallback"), SkipMask.none(2)
+    config = DecodeConfig(drafter="draft_model", skip_mask=mask, gamma=4, draft_weights=weights)
+    ours = layerskip.custom_generate(
+        config, engine="eager", tokenizer=tokenizer if given == "to the callable" else None
+    )
+    prompt = tokenizer("The reader", return_tensors="pt")["input_ids"]
+    arguments = {"tokenizer": tokenizer} if given == "to generate" else {}
+    out = model.generate(prompt, max_new_tokens=20, do_sample=False, custom_generate=ours, **arguments)
+    assert torch.equal(out, model.generate(prompt, max_new_tokens=20, do_sample=False))
+    assert ours.stats.num_accepted > 0
 
 
 def test_the_setting_of_a_group_and_the_engine_it_was_tuned_with() -> None:

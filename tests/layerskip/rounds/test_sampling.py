@@ -342,10 +342,10 @@ def test_greedy_ignores_what_only_shapes_draws() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("temperature", 0.0, r"must be above 0 \(use do_sample=False for greedy\) and finite, got 0.0"),
-        ("temperature", -1.0, "must be above 0"),
-        ("temperature", math.nan, "must be above 0"),
-        ("temperature", math.inf, r"must be above 0 .* and finite"),
+        ("temperature", 0.0, r"must be at least 0.001 \(use do_sample=False for greedy\) and finite, got 0.0"),
+        ("temperature", -1.0, "must be at least 0.001"),
+        ("temperature", math.nan, "must be at least 0.001"),
+        ("temperature", math.inf, r"must be at least 0.001 .* and finite"),
         ("top_k", -1, "must be a whole number of at least 0, got -1"),
         ("top_k", 2.5, "must be a whole number of at least 0, got 2.5"),
         ("top_k", math.inf, "must be a whole number of at least 0, got inf"),
@@ -360,7 +360,7 @@ def test_greedy_ignores_what_only_shapes_draws() -> None:
 )
 def test_bad_parameters_are_named(name: str, value: float, rule: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: {rule}"):
-        SamplingParams(**{name: value})
+        SamplingParams(do_sample=True, **{name: value})
     with pytest.raises(ValueError, match=f"^{name}: {rule}"):
         zoo.layerskip_of("llama").generate([1], max_new_tokens=1, do_sample=True, **{name: value})
 
