@@ -287,6 +287,7 @@ class LayerSkipModel:
         config.check_consent(allow_lossy=self._allow_lossy)
         if config.lossy_rules and self.lossy_refusal is not None:
             raise ValueError(f"lossy: needs {self.lossy_refusal}")
+        self._adapter.know_draft_ids(config.draft_ids or {})
         for path, setting in config.named_settings():
             try:
                 self._adapter.check_mask(setting.skip_mask)

@@ -54,6 +54,7 @@ from search.study.attributes import (
     SPEC,
     VERDICT,
 )
+from search.study.draft_ids import sets_in, with_sets
 from search.study.fingerprint import DEVICE_FIELDS, environment
 from search.study.leaderboard import Entry
 from search.study.opening import open_study, quiet_optuna, stored_study
@@ -196,6 +197,7 @@ class SearchRun:
         if lowered is not None:
             self._say.phase("reference", lowered)
             study.set_user_attr(GAMMA_LOWERED, lowered)
+        self._subject = self._subject.with_draft_ids(study, reference)
         if not searches:
             return reference, None
         with self._phase("outlook"):
@@ -333,7 +335,8 @@ class SearchRun:
             trial=winner.trials[0] if winner else None,
             searched_tokens_per_s=winner.speedup * reference.plain_tokens_per_s if winner else None,
         )
-        config = with_provenance(confirmation.config, self._subject.sampling, provenance)
+        sets = sets_in(study.user_attrs)
+        config = with_sets(with_provenance(confirmation.config, self._subject.sampling, provenance), sets)
         violations = violations_in(trials) + confirmation.violations
         self._seconds["total"] = self._tools.clock() - self._start
         checks = check_predictions(trials, reference.noise_sigma)
@@ -353,6 +356,7 @@ class SearchRun:
             prediction=checks | outlook_facts(study),
             budget=self._budget,
             rounding=study.user_attrs.get(ROUNDING),
+            draft_ids=sets,
         )
         self.outcome = RunOutcome(config, confirmation, reference, summary, self._spec.max_new_tokens)
         self._write(study, config, summary, confirmation)

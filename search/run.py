@@ -81,8 +81,8 @@ _ABOUT_LISTS = {
     "trials and given a setting of its own (default: the one of the model's generation_config)",
 }
 _ABOUT_SEARCHED = {
-    "draft_vocab": "search too over how many of the first token ids a draft chooses from (default: where the model "
-    "can)",
+    "draft_vocab": "search too over how many token ids a draft chooses from, those that the model holds likeliest "
+    "on the tuning prompts (default: where the model can)",
     "int8": "search too over drafts that compute with 8-bit copies of the weights (default: where the device can)",
     "int4": "and with 4-bit copies (default: where sublayers are compiled for the CPU)",
     "siblings": "search too over what else is verified in each draft token's place (default: where the engine can)",

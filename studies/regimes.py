@@ -28,6 +28,7 @@ from layerskip.model import LayerSkipModel
 from search.measure.decoder import ModelDecoder
 from search.measure.pairs import add_up
 from search.regime_run import regime_study
+from search.study.draft_ids import sets_in
 from search.study.prompts import EncodedPrompt, continuation_seed
 from studies.results import run_study, write_json
 
@@ -252,6 +253,8 @@ def _run(arguments: argparse.Namespace) -> int:
     files = {name: regime_study(spec, paths, name)[1].summary for name in spec.regimes or ()}
     files = files or dict.fromkeys(model.config.regime_names or ("greedy",), paths.summary)
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    for summary in summaries.values():
+        model.adapter.know_draft_ids(sets_in(summary))
     room = max(one.max_new_tokens for one in regimes)
     held_out = encode_prompts(load_prompts(spec.prompts, spec.held_out)[1], model, room=room)[: arguments.prompts]
     others = {folder.name: DecodeConfig.load(folder / paths.best.name) for folder in arguments.against}

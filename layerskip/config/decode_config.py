@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from layerskip.config.draft_ids import DraftIds, check_sets
 from layerskip.config.hub import (
     HubArguments,
     PushArguments,
@@ -453,6 +454,8 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
     """
 
     provenance: Provenance | None = None
+    draft_ids: Annotated[DraftIds, AfterValidator(check_sets)] | None = None
+    """The sets of token ids that masks name, see `SkipMask.draft_ids`."""
     groups: Annotated[Mapping[GroupName, GroupSetting], Field(min_length=1, max_length=MAX_GROUPS)] | None = None
     """Settings by prompt group, searched on prompts of that group alone."""
     regimes: Regimes | None = None

@@ -11,7 +11,7 @@ MAX_LAYERS = 1024  # far above any published model; bounds what a config file ca
 MAX_VOCABULARY = 1 << 24
 _ITEM = re.compile(r"(?P<kind>[am]?)(?P<first>[0-9]{1,4})(?:-(?P<last>[0-9]{1,4}))?")
 
-_VOCABULARY = re.compile(r"v(?P<size>[0-9]{1,8})")
+_VOCABULARY = re.compile(r"v(?P<size>[0-9]{1,8})(@(?P<ids>[0-9a-f]{8}))?")
 DraftBits = Literal[8, 4]
 DRAFT_BITS: tuple[DraftBits, ...] = get_args(DraftBits)
 _BITS: dict[str, DraftBits] = {f"int{bits}": bits for bits in DRAFT_BITS}
@@ -22,20 +22,22 @@ class SkipMask:
     """One flag per layer and sublayer; True = skipped while drafting. The target never skips.
 
     The text form is `LAYERS:ITEMS`, items separated by commas: `3` or `4-7` are whole layers, `a2` or `a2-5` attention
-    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `int8` or `int4` all but eight or four bits of the
-    weights, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7, attention 2 and MLP 9 of twelve layers. Layers count
-    from 0.
+    alone, `m9` MLP alone, `v8192` all token ids from 8192 on, `v8192@1f2e3d4c` all but the 8192 of that set, `int8` or
+    `int4` all but eight or four bits of the weights, `none` nothing. `12:4-7,a2,m9` skips layers 4 to 7, attention 2
+    and MLP 9 of twelve layers. Layers count from 0.
     """
 
     attention: tuple[bool, ...]
     mlp: tuple[bool, ...]
     draft_vocab: int | None = None
-    """The draft chooses among so many token ids, the first ones; None = all. Tokenizers number their pieces roughly by
-    how frequent they are, and a small model with a large vocabulary spends much of a step on its output embedding."""
+    """The draft chooses among so many token ids, those of `draft_ids` or the first ones; None = all. A small model with
+    a large vocabulary spends much of a step on its output embedding."""
     bits: DraftBits | None = None
     """The draft computes with copies of the weights of what it keeps, of so many bits: where a step waits for weights
     to come from memory, 8 take a quarter of float32's time and half of bfloat16's. Of 4, in groups of 32 inputs, are
     those of layers alone; the output embedding's have 8 then. Small models suffer by 4."""
+    draft_ids: str | None = None
+    """The name of the set of token ids, see `layerskip.config.draft_ids`; None: the first ones."""
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):
@@ -48,6 +50,8 @@ class SkipMask:
             raise ValueError(f"skip_mask: bits must be one of {', '.join(map(str, DRAFT_BITS))}, got {self.bits}")
         if self.draft_vocab is not None and not 1 <= self.draft_vocab <= MAX_VOCABULARY:
             raise ValueError(f"skip_mask: draft_vocab must be in 1..{MAX_VOCABULARY}, got {self.draft_vocab}")
+        if self.draft_ids is not None and self.draft_vocab is None:
+            raise ValueError(f"skip_mask: draft_ids need a draft_vocab, got {self.draft_ids} without")
 
     @classmethod
     def none(cls, num_layers: int) -> SkipMask:
@@ -96,10 +100,11 @@ class SkipMask:
         attention: set[int] = set()
         mlp: set[int] = set()
         draft_vocab: int | None = None
+        draft_ids: str | None = None
         bits: DraftBits | None = None
         for item in [] if tail == "none" else [one.strip(" ") for one in tail.split(",")]:
             if draft_vocab is None and (size := _VOCABULARY.fullmatch(item)):
-                draft_vocab = int(size["size"])
+                draft_vocab, draft_ids = int(size["size"]), size["ids"]
                 continue
             if bits is None and item in _BITS:
                 bits = _BITS[item]
@@ -119,11 +124,12 @@ class SkipMask:
                 attention.update(layers)
             if match["kind"] != "a":
                 mlp.update(layers)
-        return replace(cls.from_sublayers(num_layers, attention=attention, mlp=mlp), draft_vocab=draft_vocab, bits=bits)
+        mask = cls.from_sublayers(num_layers, attention=attention, mlp=mlp)
+        return mask.narrowed(draft_vocab, draft_ids).rounded(bits)
 
-    def narrowed(self, draft_vocab: int | None) -> SkipMask:
-        """The same sublayers, with this `draft_vocab`."""
-        return replace(self, draft_vocab=draft_vocab)
+    def narrowed(self, draft_vocab: int | None, draft_ids: str | None = None) -> SkipMask:
+        """The same sublayers, with this `draft_vocab` and these `draft_ids`."""
+        return replace(self, draft_vocab=draft_vocab, draft_ids=draft_ids)
 
     def rounded(self, bits: DraftBits | None) -> SkipMask:
         """The same sublayers, with weights of so many bits; None: as they are."""
@@ -139,7 +145,8 @@ class SkipMask:
         items = _ranges("", both)
         items += _ranges("a", [a and not b for a, b in zip(self.attention, both, strict=True)])
         items += _ranges("m", [m and not b for m, b in zip(self.mlp, both, strict=True)])
-        items += [] if self.draft_vocab is None else [f"v{self.draft_vocab}"]
+        named = "" if self.draft_ids is None else f"@{self.draft_ids}"
+        items += [] if self.draft_vocab is None else [f"v{self.draft_vocab}{named}"]
         items += [] if self.bits is None else [f"int{self.bits}"]
         return f"{self.num_layers}:{','.join(items) or 'none'}"
 

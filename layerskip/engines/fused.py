@@ -79,8 +79,8 @@ class FusedEngine(StatesEngine):
         self.embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._embedding_scale = embedding_scale(decoder)
         self._rounded_layers: dict[DraftBits, list[tuple[Attention, Mlp]]] = {}
-        self._heads: dict[tuple[int | None, bool], Linear] = {}
-        """By `draft_vocab` and whether of 8 bits."""
+        self._heads: dict[tuple[int | None, str | None, bool], Linear] = {}
+        """By `draft_vocab` and `draft_ids`, and whether of 8 bits."""
         try:
             self._make_layers()
         except ValueError as error:
@@ -199,7 +199,7 @@ class FusedEngine(StatesEngine):
         self._head_of(self._as_drafts(draft_vocab))
 
     def unembed(self, hidden: torch.Tensor, draft_vocab: int | None = None) -> torch.Tensor:
-        return self._widened(self._head_of(self._as_drafts(draft_vocab))(hidden))
+        return self._widened(self._head_of(self._as_drafts(draft_vocab))(hidden), None)
 
     def _as_drafts(self, draft_vocab: int | None) -> SkipMask:
         """In 8 bits where sublayers are compiled for this CPU."""
@@ -208,11 +208,12 @@ class FusedEngine(StatesEngine):
     def unembed_under(self, hidden: torch.Tensor, mask: SkipMask) -> torch.Tensor:
         """(T, V) of normed states, as a draft under this mask computes them."""
         logits = self._head_of(mask)(hidden)
-        return self._widened(logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap)
+        logits = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._widened(logits, self._adapter.ids_of(mask))
 
-    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
+    def _widened(self, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         count = self.head.num_outputs
-        return logits if logits.shape[1] == count else widened(logits, count)
+        return logits if logits.shape[1] == count else widened(logits, count, ids)
 
     def layers_of(self, mask: SkipMask) -> list[tuple[Attention, Mlp]]:
         """Those that a draft under this mask computes with, skipped ones among them."""
@@ -229,7 +230,7 @@ class FusedEngine(StatesEngine):
         with torch.inference_mode(mode=False), torch.no_grad():
             self.layers = self._made(self.maker)
             self.head = fused(self.maker.linear, self._adapter.head)
-        self._rounded_layers, self._heads = {}, {(None, False): self.head}
+        self._rounded_layers, self._heads = {}, {(None, None, False): self.head}
 
     def round_weights(self) -> None:
         """Where sublayers are compiled for this CPU, compute everything with 8-bit copies from now on, in place of the
@@ -251,15 +252,16 @@ class FusedEngine(StatesEngine):
 
     def _head_of(self, mask: SkipMask) -> Linear:
         is_rounded = mask.bits is not None
-        key = (mask.draft_vocab, is_rounded)
+        key = (mask.draft_vocab, mask.draft_ids, is_rounded)
         if key not in self._heads:
-            if isinstance(self.head, DenseLinear | NativeLinear) and mask.draft_vocab is not None and not is_rounded:
+            own, rows = self._adapter.head, self._adapter.draft_rows(mask)
+            in_place = isinstance(rows, slice) and not is_rounded
+            if in_place and mask.draft_vocab is not None and isinstance(self.head, DenseLinear | NativeLinear):
                 return self.head.first(mask.draft_vocab)
-            own = self._adapter.head
-            bias = None if own.bias is None else own.bias.detach()[: mask.draft_vocab]
+            bias = None if own.bias is None else own.bias.detach()[rows]
             maker = self.maker.rounded(8) if is_rounded else self.maker
             with self._preparing(), torch.inference_mode(mode=False), torch.no_grad():
-                self._heads[key] = maker.linear([own.weight.detach()[: mask.draft_vocab]], bias)
+                self._heads[key] = maker.linear([own.weight.detach()[rows]], bias)
             self._num_made += 1
         return self._heads[key]
 

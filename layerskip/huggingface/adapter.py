@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from layerskip.config.draft_ids import unpack_ids
 from layerskip.config.skip_mask import SkipMask
 from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.kv_cache import SharedLengthCache
@@ -41,9 +42,11 @@ _ATTACHED: WeakSet[nn.Module] = WeakSet()
 ALREADY_DECODING = "this model is already decoding; one run at a time (load it a second time for another)"
 
 
-def widened(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """(T, vocab_size) from the first columns: what a draft cannot choose is -inf."""
-    return F.pad(logits, (0, vocab_size - logits.shape[1]), value=float("-inf"))
+def widened(logits: torch.Tensor, vocab_size: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """(T, vocab_size) from the columns of these ids, or of the first ones: what a draft cannot choose is -inf."""
+    if ids is None:
+        return F.pad(logits, (0, vocab_size - logits.shape[1]), value=float("-inf"))
+    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, ids, logits)
 
 
 @dataclass
@@ -155,6 +158,8 @@ class ModelAdapter:
         self._needs_all_rows = False
         self._all_gates = [gate for gates in self._gates for gate in gates]
         self._int8 = Int8Modules(self.layers, self.head)
+        self._draft_ids: dict[str, torch.Tensor] = {}
+        self._narrow_heads: dict[str, dict[str, torch.Tensor]] = {}
         self._no_skip = SkipMask.none(self.num_layers)
         self._mask = self._no_skip
         self._attached = False
@@ -256,25 +261,44 @@ class ModelAdapter:
 
     def prepare_int8(self, mask: SkipMask) -> int:
         """Make the 8-bit weights that drafts under this mask need; returns how many it made. Cost: see `Int8Linear`."""
-        return self._int8.make(mask)
+        return self._int8.make(mask, self.draft_rows(mask))
+
+    def know_draft_ids(self, sets: Mapping[str, str]) -> None:
+        """Packed sets of token ids, see `layerskip.config.draft_ids`, that masks may choose among from now on."""
+        device = self.head.weight.device if self.can_narrow else self.device
+        for name, packed in sets.items():
+            if name not in self._draft_ids:
+                self._draft_ids[name] = torch.from_numpy(unpack_ids(packed)).to(device)
+
+    def ids_of(self, mask: SkipMask) -> torch.Tensor | None:
+        """(n,): the token ids that a draft chooses among; None: all, or the first so many."""
+        return None if mask.draft_ids is None else self._draft_ids[mask.draft_ids]
+
+    def draft_rows(self, mask: SkipMask) -> torch.Tensor | slice:
+        """Of the output embedding those that a draft computes with."""
+        ids = self.ids_of(mask)
+        return slice(mask.draft_vocab) if ids is None else ids
 
     @contextmanager
     def _weights_of(self, mask: SkipMask) -> Iterator[None]:
         """Inside, weights have 8 bits where the mask says so, and the output embedding has its first so many rows, of
-        which there is no copy."""
-        draft_vocab = mask.draft_vocab
+        which there is no copy, or those of a set, of which there is one."""
         if mask.bits is not None:
-            with self._int8.instead(mask):
+            with self._int8.instead(mask, self.draft_rows(mask)):
                 yield
             return
-        if draft_vocab is None:
+        if mask.draft_vocab is None:
             yield
             return
-        parameters = self.head._parameters
+        parameters, rows = self.head._parameters, self.draft_rows(mask)
         whole = dict(parameters)
+        narrow = self._narrow_heads.get(mask.draft_ids or "")
+        if narrow is None:
+            narrow = {name: one.detach()[rows] for name, one in whole.items() if one is not None}
+            if mask.draft_ids is not None:
+                self._narrow_heads[mask.draft_ids] = narrow
         try:
-            for name, one in whole.items():
-                parameters[name] = None if one is None else one[:draft_vocab]
+            parameters.update(narrow)
             yield
         finally:
             parameters.update(whole)
@@ -287,11 +311,22 @@ class ModelAdapter:
         if mask.num_layers != self.num_layers:
             raise ValueError(f"skip_mask: must have the model's {self.num_layers} layers, got {mask.num_layers}")
         self.check_vocab("skip_mask", mask.draft_vocab)
+        self._check_ids(mask)
         if mask.bits is not None and (refusal := self.int8_refusal) is not None:
             raise ValueError(f"skip_mask: int{mask.bits} drafts need {refusal}")
         for i, apart in enumerate(self.sublayers_skippable):
             if not apart and mask.attention[i] != mask.mlp[i]:
                 raise ValueError(f"skip_mask: layer {i} of this model can only be skipped whole, got {mask}")
+
+    def _check_ids(self, mask: SkipMask) -> None:
+        if mask.draft_ids is None:
+            return
+        if (ids := self._draft_ids.get(mask.draft_ids)) is None:
+            raise ValueError(f"skip_mask: the set {mask.draft_ids} must be among the config's draft_ids, it is not")
+        if len(ids) != mask.draft_vocab:
+            raise ValueError(f"skip_mask: draft_vocab must be the {len(ids)} of its draft_ids, got {mask.draft_vocab}")
+        if int(ids[-1]) >= self.vocab_size:
+            raise ValueError(f"draft_ids: must be below the model's {self.vocab_size}, got {int(ids[-1])}")
 
     def check_vocab(self, field: str, draft_vocab: int | None) -> None:
         """Raises ValueError if a draft cannot choose among so many of the first token ids."""
@@ -359,7 +394,9 @@ class ModelAdapter:
         with over_growing_keys(self.placement.devices), self._weights_of(self._mask):
             logits: torch.Tensor = self.model(**arguments).logits[0, -num_logits:]
         cache.advance(num_tokens)
-        return logits if self._mask.draft_vocab is None else widened(logits, self.vocab_size)
+        if self._mask.draft_vocab is None:
+            return logits
+        return widened(logits, self.vocab_size, self.ids_of(self._mask))
 
     @contextmanager
     def states_of(self, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:

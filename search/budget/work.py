@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from layerskip.config.lossy_acceptance import LADDER
 from search.budget.pace import Pace
 from search.measure.reference import MAX_CONTINUATIONS, MAX_TRIALS_APART, MIN_NOISE_PAIRS, Reference, prompts_for
-from search.measure.subject import Subject
+from search.measure.subject import MOST_RANKED, Subject
 from search.predict.costs import NUM_REPEATS, num_further
 from search.study.prompts import split_held_out
 from search.study.spec import StudySpec
@@ -122,6 +122,8 @@ class Work:
     """Masks whose draft steps are timed, see `search.predict.costs.num_further`."""
     uses_weights: bool = False
     """Whether trained weights draft, too."""
+    num_ranked: int = 0
+    """Texts on which token ids are ranked, where drafts may choose among few."""
     num_lossy: int = 0
     """Lossy rules that are measured on the winner, with plain decoding and the winner beside them."""
 
@@ -145,6 +147,7 @@ class Work:
             kept=kept,
             num_further=num_further(subject.space),
             uses_weights=subject.space.uses_weights,
+            num_ranked=MOST_RANKED if subject.ranks_ids else 0,
             num_lossy=len(LADDER) if spec.allow_lossy else 0,
         )
 
@@ -205,7 +208,7 @@ class Work:
         yield replace(self._on_what_there_is(now.with_prompts(0.0, _LEAST), full), num_choosing=0)
 
     def reference_s(self, amounts: Amounts, pace: Pace) -> float:
-        """Warming up, the continuations, and plain once more for plain against plain."""
+        """Warming up, the continuations, plain once more for plain against plain, and ranking token ids."""
         tokens, per_trial = amounts.max_new_tokens, amounts.prompts_per_trial
         if "reference" in self.over:
             return 0.0
@@ -213,7 +216,8 @@ class Work:
             return (2 + per_trial) * pace.decoding_s(tokens)
         both_again = max(0, amounts.num_noise_pairs - amounts.num_texts)
         again = amounts.num_noise_pairs + both_again
-        return (2 + amounts.num_texts) * pace.decoding_s(tokens) + again * (tokens - 1) * pace.token_s
+        ranked_s = min(self.num_ranked, amounts.num_texts) * (pace.prompt_s + tokens * pace.further_s)
+        return (2 + amounts.num_texts) * pace.decoding_s(tokens) + again * (tokens - 1) * pace.token_s + ranked_s
 
     def costs_s(self, repeats: int, pace: Pace) -> float:
         """Measuring the costs of the steps so often."""

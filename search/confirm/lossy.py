@@ -122,5 +122,6 @@ def save_ladder(rungs: Sequence[LossyRung], best: DecodeConfig, folder: Path) ->
         origin = origin.model_copy(update=changes)
     files = [folder / "lossy" / f"{rung.name}.json" for rung in rungs]
     for rung, file in zip(rungs, files, strict=True):
-        rung.config.model_copy(update={"provenance": origin, "sampling": best.sampling}).save(file)
+        origins = {"provenance": origin, "sampling": best.sampling, "draft_ids": best.draft_ids}
+        rung.config.model_copy(update=origins).save(file)
     return files

@@ -9,10 +9,11 @@ from typing import Any
 from layerskip.config.decode_config import Confirmed, DecodeConfig, RegimeSetting
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.files import finite
-from search.study.attributes import BY_REGIME, CONFIRMED_ON, FINGERPRINT
+from search.study.attributes import BY_REGIME, CONFIRMED_ON, DRAFT_IDS, FINGERPRINT
+from search.study.draft_ids import sets_in, with_sets
 
 _FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise", "budget")
-_IF_MEASURED = ("lossy",)
+_IF_MEASURED = ("lossy", DRAFT_IDS)
 _KEPT = ("verdict", "reason", "confirmed", "config")
 
 
@@ -22,7 +23,8 @@ def combined_config(configs: Sequence[DecodeConfig]) -> DecodeConfig:
     names = RegimeSetting.model_fields
     regimes = tuple(RegimeSetting(**{name: getattr(one, name) for name in names}) for one in others)
     fields = {name: getattr(first, name) for name in DecodeConfig.model_fields}
-    return DecodeConfig(**(fields | {"regimes": regimes or None}))
+    sets = {name: packed for one in configs for name, packed in (one.draft_ids or {}).items()}
+    return with_sets(DecodeConfig(**(fields | {"regimes": regimes or None})), sets)
 
 
 def found_in(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,7 +35,8 @@ def found_in(summary: Mapping[str, Any]) -> dict[str, Any]:
 def regime_facts(by_regime: Mapping[str, Mapping[str, Any]]) -> str:
     """What the first regime's study keeps of all of them as JSON: each one's study, verdict, numbers and setting."""
     facts = {
-        name: {"study": one["study"]["name"]} | {key: one[key] for key in _KEPT} for name, one in by_regime.items()
+        name: {"study": one["study"]["name"]} | {key: one[key] for key in (*_KEPT, DRAFT_IDS) if key in one}
+        for name, one in by_regime.items()
     }
     return json.dumps(finite(facts), separators=(",", ":"), allow_nan=False)
 
@@ -63,6 +66,7 @@ def config_of(facts: Mapping[str, Any], sampling: str) -> DecodeConfig:
     setting: dict[str, Any] = facts["config"]
     # The numbers are kept where they did not suffice too; the file has them only for a winner.
     confirmed = facts.get("confirmed") if setting["gamma"] else None
-    return DecodeConfig(
+    config = DecodeConfig(
         **setting, sampling=Sampling.parse(sampling), confirmed=Confirmed(**confirmed) if confirmed else None
     )
+    return with_sets(config, sets_in(facts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from layerskip.machine.host import return_large_blocks, trim_heap
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from search.study.spec import StudySpec
 
+_PLACES_AT_ONCE = 64
+"""Of a text whose logits are looked at."""
 _REMEMBERED_BYTES = 1 << 26
 """Of keys and values: one prompt's, or as much of its beginning as there is room for."""
 
@@ -114,6 +116,13 @@ class Decoder(Protocol):
     def timer(self, gamma_max: int) -> Timer:
         """Times single steps."""
 
+    def token_shares(self, texts: Sequence[Sequence[int]]) -> NDArray[Any]:
+        """(V,): how likely the target holds each token id at the places of these texts, in sum. Cost: a target forward
+        over each text, with the logits of every place."""
+
+    def know_draft_ids(self, sets: Mapping[str, str]) -> None:
+        """Packed sets of token ids that configs name; see `layerskip.config.draft_ids`."""
+
 
 class ModelDecoder:
     """A LayerSkipModel as a Decoder, which says what its methods do."""
@@ -179,6 +188,22 @@ class ModelDecoder:
         from layerskip.analysis.step_times import StepTimer
 
         return StepTimer(self.model, gamma_max, self._params)
+
+    def token_shares(self, texts: Sequence[Sequence[int]]) -> NDArray[Any]:
+        import torch
+
+        engine, total = self.model.engine, 0.0
+        for ids in texts:
+            with engine.session(len(ids)), torch.inference_mode():
+                for start in range(0, len(ids), _PLACES_AT_ONCE):
+                    piece = torch.tensor(ids[start : start + _PLACES_AT_ONCE], device=self.model.device)
+                    logits = engine.forward(piece, num_logits=len(piece)).float()
+                    total = total + logits.softmax(dim=-1).sum(dim=0)
+        shares: NDArray[Any] = torch.as_tensor(total).cpu().numpy()
+        return shares
+
+    def know_draft_ids(self, sets: Mapping[str, str]) -> None:
+        self.model.adapter.know_draft_ids(sets)
 
     def watch_machine(self) -> Watch:
         from layerskip.machine.watch import MachineWatch

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import optuna
 
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from layerskip.huggingface.rounding import RoundingSpread
 from search.measure.decoder import Decoder
 from search.measure.reference import Reference
 from search.measure.threads import ThreadChoice
+from search.study.attributes import DRAFT_IDS, POOL
+from search.study.draft_ids import by_size, likeliest_sets, sets_in
 from search.study.fingerprint import Fingerprint
 from search.study.prompts import MIN_HELD_OUT, MIN_TUNING, EncodedPrompt, encoded_fingerprint, in_regime
 from search.study.space import SearchSpace
 from search.study.spec import StudySpec
+
+MOST_RANKED = 24
+"""Texts on which token ids are ranked."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,24 @@ class Subject:
             return self, None
         note = f"gamma 1..{fitting} instead of 1..{most}: the longest continuation has {longest} tokens"
         return replace(self, space=replace(self.space, gamma_max=fitting)), note
+
+    @property
+    def ranks_ids(self) -> bool:
+        """Whether drafts under a mask may choose among few token ids."""
+        return len(self.space.draft_vocabs) > 1 and self.space.uses_masks
+
+    def with_draft_ids(self, study: optuna.Study, reference: Reference) -> Subject:
+        """The same with what the study knows as likeliest token ids, found here and kept there where it is new; without
+        any where no `draft_vocab` of masks is searched, and in a study that was begun without."""
+        space = self.space
+        if not self.ranks_ids:
+            return self
+        if DRAFT_IDS not in study.user_attrs and POOL not in study.user_attrs:
+            shares = self.decoder.token_shares([case.text.ids for case in reference.cases[:MOST_RANKED]])
+            study.set_user_attr(DRAFT_IDS, json.dumps(likeliest_sets(shares, space.draft_vocabs[1:])))
+        sets = sets_in(study.user_attrs)
+        self.decoder.know_draft_ids(sets)
+        return replace(self, space=replace(space, draft_ids=by_size(sets)))
 
     def with_new_tokens(self, most: int) -> Subject:
         """The same with at most so many new tokens a prompt."""

@@ -263,7 +263,8 @@ def make_pool(
     for mask in _elite(found):
         for size in space.draft_vocabs[1:]:
             if (mask.num_skipped or mask.bits) and not spent():
-                found[mask.narrowed(size)] = candidates.of(mask.narrowed(size))
+                narrow = space.narrowed(mask, size)
+                found[narrow] = candidates.of(narrow)
     rng = np.random.default_rng(seed)
     climbed: set[SkipMask] = set()
     while not spent():

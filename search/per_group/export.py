@@ -14,6 +14,7 @@ from search.measure.subject import Subject
 from search.per_group.choice import Decision
 from search.per_group.matrix import Matrix, violations_of
 from search.pipeline import RunOutcome
+from search.study.draft_ids import with_sets
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def combined_config(result: GroupResult) -> DecodeConfig:
         plain = DecodeConfig.plain(default.skip_mask.num_layers, reason=f"do not speculate: {broken.excluded}")
         fields = {name: getattr(plain, name) for name in DecodeConfig.model_fields} | {"provenance": default.provenance}
     groups = {name: decision.setting for name, decision in result.decisions.items()}
-    return DecodeConfig(**(fields | {"groups": groups}))
+    sets = {name: packed for one in result.outcomes.values() for name, packed in (one.config.draft_ids or {}).items()}
+    return with_sets(DecodeConfig(**(fields | {"groups": groups})), sets)
 
 
 def group_summary(result: GroupResult, config: DecodeConfig, *, group_field: str) -> dict[str, Any]:

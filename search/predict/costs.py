@@ -160,7 +160,7 @@ def measure_costs(
     telling_apart = [*masks[:2], *masks[4:6]]
     by_bits = {None: masks} | {bits: [mask.rounded(bits) for mask in telling_apart] for bits in space.draft_bits}
     emptiest = [of_bits[1] for of_bits in by_bits.values()] if space.draft_vocabs else []
-    narrow = [[mask, mask.narrowed(space.draft_vocabs[-1])] for mask in emptiest]
+    narrow = [[mask, space.narrowed(mask, space.draft_vocabs[-1])] for mask in emptiest]
     drafts = [mask for row in (*by_bits.values(), *narrow) for mask in row]
     verify, plain_draft, watched, weights = [], [], [], []
     for repeat in range(repeats + 1):

@@ -150,6 +150,7 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         mlp,
         layers,
         draft_vocabs=vocabs,
+        draft_ids=_draft_ids_of(trials),
         int8=DRAFT_INT8 in seen or 8 in rounded,
         int4=4 in rounded,
         drafters=drafters,
@@ -159,6 +160,11 @@ def space_of(trials: Sequence[FrozenTrial]) -> SearchSpace:
         trees=tuple(getattr(seen.get(WEIGHTS_TREE), "choices", ())),
         siblings_max=int(getattr(seen.get(SIBLINGS) or seen.get(WEIGHTS_SIBLINGS), "high", 0)),
     )
+
+
+def _draft_ids_of(trials: Sequence[FrozenTrial]) -> tuple[tuple[int, str], ...]:
+    masks = {SkipMask.parse(text) for one in trials if (text := one.user_attrs.get(SKIP_MASK))}
+    return tuple({(one.draft_vocab, one.draft_ids) for one in masks if one.draft_vocab and one.draft_ids})
 
 
 def _weights_of(trials: Sequence[FrozenTrial], drafters: Sequence[str]) -> tuple[DraftWeights, ...]:

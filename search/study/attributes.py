@@ -19,6 +19,8 @@ READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
 """How many readings a proposal has, on how many first texts, and the texts beyond these."""
 LOOKUPS = "hybrid_lookups"
 """JSON: the lookups that masks are combined with."""
+DRAFT_IDS = "draft_ids"
+"""JSON: the packed sets of token ids that drafts under a mask choose among, by how many they are."""
 GAMMA_LOWERED = "gamma_max_lowered"
 """In words: the texts had no room for the largest gamma."""
 
@@ -127,6 +129,7 @@ PER_DEVICE = frozenset(
 """Of a study: kept once for each device."""
 SHARED = frozenset(
     {
+        DRAFT_IDS,
         FINGERPRINT,
         ENVIRONMENT,
         SPEC,

@@ -101,7 +101,9 @@ class SearchSpace:
     layer_bits: tuple[int, ...]
     """Layers that are skipped whole or not at all."""
     draft_vocabs: tuple[int, ...] = ()
-    """Of how many of the first token ids a computed draft chooses, the first entry being all; without any, of all."""
+    """Of how many token ids a computed draft chooses, the first entry being all; without any, of all."""
+    draft_ids: tuple[tuple[int, str], ...] = ()
+    """By such a number the set of ids that drafts under a mask choose among; without one, the first ones."""
     int8: bool = False
     """Whether a draft under a mask computes with 8-bit weights is searched too."""
     int4: bool = False
@@ -401,7 +403,12 @@ class SearchSpace:
         )
         mask = SkipMask.from_sublayers(self.num_layers, attention=attention | layers, mlp=mlp | layers)
         rounded: DraftBits | None = 8 if bits.get(DRAFT_INT8, False) else bits.get(BITS)
-        return mask.narrowed(self._narrowing(bits.get(DRAFT_VOCAB))).rounded(rounded)
+        return self.narrowed(mask, bits.get(DRAFT_VOCAB)).rounded(rounded)
+
+    def narrowed(self, mask: SkipMask, draft_vocab: int | None) -> SkipMask:
+        """The mask with this `draft_vocab`, of which None is all, and what the space knows as its ids."""
+        size = self._narrowing(draft_vocab)
+        return mask.narrowed(size, None if size is None else dict(self.draft_ids).get(size))
 
     def _narrowing(self, draft_vocab: int | None) -> int | None:
         """None where it is all."""

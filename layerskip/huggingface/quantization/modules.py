@@ -24,27 +24,29 @@ class Int8Modules:
     def __init__(self, layers: Sequence[nn.Module], head: nn.Module) -> None:
         self._layers, self._head = layers, head
         self._twins: list[tuple[nn.Module, _Twin]] = []
-        self._heads: dict[int | None, _Twin] = {}
+        self._heads: dict[tuple[int | None, str | None], _Twin] = {}
 
-    def make(self, mask: SkipMask) -> int:
-        """Of what drafts under this mask need, what is not there yet; returns how many it made."""
+    def make(self, mask: SkipMask, rows: torch.Tensor | slice) -> int:
+        """Of what drafts under this mask need, with these rows of the output embedding, what is not there yet; returns
+        how many it made."""
         made = 0
         if not self._twins:
             modules: list[Any] = [one for layer in self._layers for one in layer.modules() if _is_linear(one)]
             check_room([one.weight for one in modules])
             self._twins = [(one, _Twin(one)) for one in modules]
             made += 1
-        if mask.draft_vocab not in self._heads and _is_linear(self._head):
-            self._heads[mask.draft_vocab] = _Twin(self._head, mask.draft_vocab)
+        key = (mask.draft_vocab, mask.draft_ids)
+        if key not in self._heads and _is_linear(self._head):
+            self._heads[key] = _Twin(self._head, rows)
             made += 1
         return made
 
     @contextmanager
-    def instead(self, mask: SkipMask) -> Iterator[None]:
+    def instead(self, mask: SkipMask, rows: torch.Tensor | slice) -> Iterator[None]:
         """Inside, they compute with 8-bit weights; the modules are themselves again on every exit."""
-        self.make(mask)
+        self.make(mask, rows)
         twins = list(self._twins)
-        if (head := self._heads.get(mask.draft_vocab)) is not None:
+        if (head := self._heads.get((mask.draft_vocab, mask.draft_ids))) is not None:
             twins.append((self._head, head))
         before = [module.__dict__.get("forward") for module, _ in twins]
         try:
@@ -62,10 +64,10 @@ class Int8Modules:
 class _Twin:
     """Takes a linear module's place: (..., inputs) to (..., outputs)."""
 
-    def __init__(self, module: Any, num_outputs: int | None = None) -> None:
+    def __init__(self, module: Any, rows: torch.Tensor | slice = slice(None)) -> None:
         weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
         bias = module.bias
-        self._linear = int8_linear(weight[:num_outputs], None if bias is None else bias[:num_outputs])
+        self._linear = int8_linear(weight[rows], None if bias is None else bias[rows])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

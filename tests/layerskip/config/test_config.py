@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import stat
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from layerskip import (
     Confirmed,
@@ -31,6 +34,7 @@ from layerskip.config.decode_config import (
     MAX_REGIMES,
     near_path,
 )
+from layerskip.config.draft_ids import name_of, pack_ids, unpack_ids
 from layerskip.huggingface.loading import weights_fingerprint
 from layerskip.model import resolve_model_path
 from layerskip.rounds.sampling import SamplingParams
@@ -373,7 +377,8 @@ def test_what_is_not_known_is_used_for_every_request(config: DecodeConfig, param
         assert own.sampling.name == config.regime_for(params) == own.regime_for(params)
         settings = [config.model_copy(update={"regimes": None}), *(config.regimes or ())]
         assert own.model_dump() in [
-            one.model_dump() | own.model_dump(include={"schema_version", "provenance", "groups", "regimes"})
+            one.model_dump()
+            | own.model_dump(include={"schema_version", "provenance", "draft_ids", "groups", "regimes"})
             for one in settings
         ]
         assert {config.regime_for(name.params()) for name in map(Sampling.parse, config.regime_names)} == set(
@@ -580,3 +585,32 @@ def test_relative_models_are_relative_to_the_config() -> None:
         assert near_path(Path(path), Path(folder)) == expected
     assert resolve_model_path("/m", Path("/a/b/best.json")) == "/m"
     assert resolve_model_path("org/name", Path("/a/b/best.json")) == "org/name"
+
+
+@given(st.sets(st.integers(0, 300_000), min_size=1, max_size=50))
+def test_a_set_of_token_ids_is_read_back(ids: set[int]) -> None:
+    packed = pack_ids(ids)
+    assert unpack_ids(packed).tolist() == sorted(ids)
+    mask = SkipMask.none(4).narrowed(len(ids), name_of(packed))
+    config = DecodeConfig(skip_mask=mask, gamma=1, draft_ids={name_of(packed): packed})
+    assert DecodeConfig.from_json(config.to_json()) == config
+
+
+_TOO_LARGE = base64.b64encode(zlib.compress(bytes(1 << 22))).decode()
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ({"12345678": "no base64!"}, "draft_ids: must be a packed set of token ids, got 'no base64!'"),
+        ({"12345678": pack_ids([1])}, f"draft_ids: the set 12345678 must be called {name_of(pack_ids([1]))}"),
+        ({"first": pack_ids([1])}, "draft_ids.* a name must be 8 hexadecimal digits, got 'first'"),
+        (
+            {"12345678": base64.b64encode(zlib.compress(bytes(1 << 22))).decode()},
+            "draft_ids: must be a packed set of 1 ",
+        ),
+    ],
+)
+def test_bad_sets_of_token_ids_are_named(sets: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(skip_mask=SkipMask.none(4), gamma=1, draft_ids=sets)

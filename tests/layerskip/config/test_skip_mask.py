@@ -15,9 +15,9 @@ from layerskip import SkipMask
 def masks(draw: st.DrawFn) -> SkipMask:
     num_layers = draw(st.integers(1, 40))
     flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
-    return SkipMask(
-        draw(flags), draw(flags), draw(st.none() | st.integers(1, 1 << 24)), draw(st.sampled_from([None, 8, 4]))
-    )
+    size = draw(st.none() | st.integers(1, 1 << 24))
+    ids = None if size is None else draw(st.none() | st.text("0123456789abcdef", min_size=8, max_size=8))
+    return SkipMask(draw(flags), draw(flags), size, draw(st.sampled_from([None, 8, 4])), ids)
 
 
 @given(masks())
@@ -37,13 +37,13 @@ def test_counts_agree_with_the_flags(mask: SkipMask) -> None:
     assert [len(row) for row in mask.picture().split("\n")] == [5 + mask.num_layers] * 2
     if mask.exit_layer is not None:
         exits = SkipMask.early_exit(mask.num_layers, mask.exit_layer)
-        assert exits.narrowed(mask.draft_vocab).rounded(mask.bits) == mask
+        assert exits.narrowed(mask.draft_vocab, mask.draft_ids).rounded(mask.bits) == mask
     from_sublayers = SkipMask.from_sublayers(
         mask.num_layers,
         attention=[i for i, flag in enumerate(mask.attention) if flag],
         mlp=[i for i, flag in enumerate(mask.mlp) if flag],
     )
-    assert from_sublayers.narrowed(mask.draft_vocab).rounded(mask.bits) == mask
+    assert from_sublayers.narrowed(mask.draft_vocab, mask.draft_ids).rounded(mask.bits) == mask
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
+from layerskip.config.draft_ids import name_of, pack_ids
 from layerskip.engines import EagerEngine, check_agreement, choice, make_engine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean.layers import Norm
@@ -300,12 +301,20 @@ def test_under_a_mask_an_engine_may_be_off_by_more_where_rounding_moves_the_refe
 
 
 @zoo.each(("llama", "llama fused", *(f"{name}" for name in sorted(zoo.NAMES) if name != "llama")))
-def test_a_narrowed_draft_chooses_among_the_first_token_ids_alone(name: str) -> None:
+def test_a_narrowed_draft_chooses_among_the_first_token_ids_or_those_of_a_set_alone(name: str) -> None:
     model = zoo.layerskip_of(name)
     whole = SkipMask.early_exit(zoo.NUM_LAYERS, 3)
     ids = torch.tensor(zoo.prompt_of(7))
+    chosen = sorted({(7 * i + 3) % zoo.VOCAB for i in range(20)})
+    packed = pack_ids(chosen)
+    model.check_config(
+        DecodeConfig(skip_mask=whole.narrowed(20, name_of(packed)), gamma=2, draft_ids={name_of(packed): packed})
+    )
     found = {}
-    for mask in (whole, whole.narrowed(20), whole.narrowed(zoo.VOCAB), whole):
+    by_set = [whole.narrowed(20, name_of(packed))]
+    by_set += [by_set[0].rounded(8)] if model.bits_refusal(8) is None else []
+    rounded = [whole.rounded(one.bits) for one in by_set]
+    for mask in (whole, whole.narrowed(20), whole.narrowed(zoo.VOCAB), *rounded, *by_set, whole):
         with model.engine.session(16):
             model.engine.forward(ids[:4])
             found[mask] = model.engine.forward(ids[4:], mask, num_logits=2).clone()
@@ -313,9 +322,18 @@ def test_a_narrowed_draft_chooses_among_the_first_token_ids_alone(name: str) -> 
     assert narrow.shape == found[whole].shape == (2, zoo.VOCAB)
     torch.testing.assert_close(narrow[:, :20], found[whole][:, :20], rtol=1e-4, atol=1e-4)
     assert (narrow[:, 20:] == -torch.inf).all()
+    for mask, own in zip(by_set, rounded, strict=True):
+        torch.testing.assert_close(found[mask][:, chosen], found[own][:, chosen], rtol=1e-4, atol=1e-4)
+        assert (found[mask] == -torch.inf).sum(dim=-1).tolist() == [zoo.VOCAB - 20] * 2
     torch.testing.assert_close(found[whole.narrowed(zoo.VOCAB)], found[whole], rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=f"draft_vocab must be at most the model's {zoo.VOCAB}, got 99"):
         model.check_config(DecodeConfig(skip_mask=whole.narrowed(99), gamma=2))
+    for mask, said in (
+        (whole.narrowed(20, "0" * 8), "the set 00000000 must be among the config's draft_ids, it is not"),
+        (whole.narrowed(19, name_of(packed)), "draft_vocab must be the 20 of its draft_ids, got 19"),
+    ):
+        with pytest.raises(ValueError, match=f"skip_mask: {said}"):
+            model.check_config(DecodeConfig(skip_mask=mask, gamma=2))
 
 
 def test_the_output_embedding_is_whole_again_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_all_that_a_search_keeps_is_registered(tmp_path: Path, monkeypatch: pyte
         name.partition("@")[0] for of_studies, _ in kept for name in of_studies if not name.startswith(WORKER_ENTRY)
     }
     assert names <= PER_DEVICE | SHARED
-    assert (PER_DEVICE | SHARED) - names == {attributes.GAMMA_LOWERED, attributes.CANNOT_WIN}
+    assert (PER_DEVICE | SHARED) - names == {attributes.GAMMA_LOWERED, attributes.CANNOT_WIN, attributes.DRAFT_IDS}
     assert set().union(*(of_trials for _, of_trials in kept)) <= set(NAMES) - SHARED - PER_DEVICE | {
         attributes.PLAIN_TOKENS_PER_S
     }
