@@ -102,7 +102,7 @@ class SearchSpace:
     """Layers that are skipped whole or not at all."""
     draft_vocabs: tuple[int, ...] = ()
     """Of how many token ids a computed draft chooses, the first entry being all; without any, of all."""
-    draft_ids: tuple[tuple[int, str], ...] = ()
+    draft_ids: tuple[tuple[int, str], ...] = field(default=(), repr=False)
     """By such a number the set of ids that drafts under a mask choose among; without one, the first ones."""
     int8: bool = False
     """Whether a draft under a mask computes with 8-bit weights is searched too."""

@@ -134,12 +134,12 @@ def test_four_bits_are_for_sublayers_compiled_for_a_cpu(monkeypatch: pytest.Monk
 def test_every_architecture_has_layers_that_compute_in_8_bits(name: str) -> None:
     """Falcon's linear modules are of a class of their own, and all but its output embedding stayed as they were."""
     modules = Int8Modules(zoo.layerskip_of(name).adapter.layers, nn.Embedding(4, 4))
-    modules.make(IN_INT8)
+    modules.make(IN_INT8, slice(None))
     assert len(modules._twins) >= 4 * zoo.NUM_LAYERS
 
 
 def test_what_is_no_linear_module_stays_as_it_is() -> None:
     modules = Int8Modules([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))], nn.Embedding(4, 4))
-    assert modules.make(IN_INT8) == 1
-    with modules.instead(IN_INT8):
+    assert modules.make(IN_INT8, slice(None)) == 1
+    with modules.instead(IN_INT8, slice(None)):
         pass
