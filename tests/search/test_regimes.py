@@ -278,24 +278,47 @@ def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
     assert "search 0:06," in estimate_regimes(subject, limited, clock)
 
 
-def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:
-    assert bench.run_regimes("greedy", "t0.7", trials=16) == 0
-    before = DecodeConfig.load(bench.paths.best)
+def stop_in_regime(decoder: FakeDecoder, name: str) -> None:
+    original = decoder.with_sampling
 
-    original = bench.decoder.with_sampling
-
-    def stopping(sampling: Sampling) -> Any:
-        if sampling.name == "t0.7":
+    def stopping(sampling: Sampling) -> FakeDecoder:
+        if sampling.name == name:
             raise KeyboardInterrupt
         return original(sampling)
 
-    bench.decoder.with_sampling = stopping  # type: ignore[method-assign]
+    decoder.with_sampling = stopping  # type: ignore[method-assign]
+
+
+def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:
+    assert bench.run_regimes("greedy", "t0.7", trials=16) == 0
+    before = DecodeConfig.load(bench.paths.best)
+    stop_in_regime(bench.decoder, "t0.7")
     with pytest.raises(KeyboardInterrupt):
         bench.run_regimes("greedy", "t0.7", trials=24)
     after = DecodeConfig.load(bench.paths.best)
     assert after.regime_names == ("greedy", "t0.7")
     assert after.provenance.num_trials == 12
     assert after.regimes == before.regimes
+
+
+@pytest.mark.parametrize("changes", [{"tuning_prompts": "others"}, {"max_new_tokens": 9}, {"weights": "deeper"}])
+def test_another_studys_settings_are_not_taken_over(bench: Bench, changes: dict[str, Any]) -> None:
+    """Begun in the same folder and stopped after its first regime."""
+    assert bench.run_regimes("greedy", "t0.7", trials=8) == 0
+    space, fingerprint = SPACE, replace(FINGERPRINT, **changes)
+    if "weights" in changes:
+        bits = tuple(range(NUM_LAYERS + 1))
+        space = replace(SPACE, num_layers=NUM_LAYERS + 1, attention_bits=bits, mlp_bits=bits)
+    decoder = bench.decoder.with_new_tokens(fingerprint.max_new_tokens)
+    subject = Subject(decoder, space, prompts(12), prompts(12, first=500), fingerprint, MODEL)
+    fields = {"sampler": "tpe", "regimes": ("greedy", "t0.7"), "storage": f"journal:{bench.folder / 'other.log'}"}
+    spec = make_spec(**fields, trials=8, max_new_tokens=fingerprint.max_new_tokens)
+    stop_in_regime(decoder, "t0.7")
+    with pytest.raises(KeyboardInterrupt):
+        RegimeRun(subject, spec, bench.paths, bench.tools).run()
+    after = DecodeConfig.load(bench.paths.best)
+    assert after.regime_names == ("greedy",)
+    assert after.provenance.num_layers == space.num_layers
 
 
 @pytest.mark.parametrize(
