@@ -172,6 +172,22 @@ def test_where_groups_count_a_third_of_each_is_held_out_and_at_least_two(tmp_pat
     assert {one.fingerprint for one in again[1].prompts} == {one.fingerprint for one in sets[1].prompts}
 
 
+def test_each_way_to_choose_tokens_is_split_apart(tmp_path: Path) -> None:
+    lines = [one | {"temperature": 0.7 if i % 2 else 0} for i, one in enumerate(records(0, 16))]
+    lines += [one | {"temperature": 1.5} for one in records(50, 3)]  # too few for a regime of their own
+    tuning, held_out = load_prompts(str(write_jsonl(tmp_path / "p.jsonl", lines)), None)
+    for temperature in (None, 0.7):
+        for some in (tuning, held_out):
+            assert len([one for one in some.prompts if one.settings.get("temperature") == temperature]) == 4
+    assert (len(tuning.prompts), len(held_out.prompts)) == (10, 9)
+
+
+def test_where_no_way_to_choose_tokens_has_prompts_enough_all_are_split_together(tmp_path: Path) -> None:
+    lines = [one | {"temperature": 1 + i / 100} for i, one in enumerate(records(0, 12))]
+    counts = [len(some.prompts) for some in load_prompts(str(write_jsonl(tmp_path / "p.jsonl", lines)), None)]
+    assert counts == [8, 4]
+
+
 @pytest.mark.parametrize("record", [TEXT, CHAT, BENCH])
 def test_the_group_may_stand_in_another_field(record: dict[str, Any], tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [record | {"topic": "haiku"}])
