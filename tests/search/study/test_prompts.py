@@ -107,7 +107,7 @@ def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: P
             r"messages.0.content: must hold more than white space, got '\n'",
         ),
         ('{"turns": ["x"]}', "question_id: is required"),
-        ('{"prompt": "first"}', "repeats the prompt of"),
+        ('{"prompt": "other", "id": "p-1"}', "repeats the id of"),
         ('{"prompt": "x", "temperature": -1}', "temperature: input should be greater than or equal to 0, got '-1'"),
         ("[" * 100_000, "not valid JSON"),
         ('{"prompt": "x\\udc00"}', r"prompt: must be text, got half of a surrogate pair in 'x\udc00'"),
@@ -135,6 +135,24 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
 
 def records(first: int, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"prompt {i}"} for i in range(first, first + count)]
+
+
+def test_repeats_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = {"prompt": "Hi", "temperature": 0.7}
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    path = write_jsonl(tmp_path / "p.jsonl", [words, chat, {"prompt": "Hi"}, words | {"id": "again"}, {"prompt": "Ho"}])
+    prompts = read_prompts(path)
+    assert [(one.kind, one.messages[0][1]) for one in prompts] == [("text", "Hi"), ("chat", "Hi"), ("text", "Ho")]
+    assert prompts[0].settings["temperature"] == 0.7
+    assert caplog.messages == [f"{path}: left out 2 prompts that repeat earlier ones, 3 stay"]
+
+
+def test_the_same_words_as_chat_and_as_text_are_two_prompts_in_both_sets_too(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": one["prompt"]}]} for one in records(0, 6)]
+    texts, chatted = write_jsonl(tmp_path / "t.jsonl", records(0, 6)), write_jsonl(tmp_path / "c.jsonl", chats)
+    assert [len(some.prompts) for some in load_prompts(str(texts), str(chatted))] == [6, 6]
+    both = write_jsonl(tmp_path / "both.jsonl", [*records(0, 6), *chats])
+    assert [len(some.prompts) for some in load_prompts(str(both), None)] == [8, 4]
 
 
 def test_a_prompt_in_both_sets_is_refused(tmp_path: Path) -> None:
