@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from layerskip.config.sampling_params import asks_to_sample
 from layerskip.config.strict_json import parse_json, printable
 from layerskip.config.validated import Frozen, describe_validation_error
+
+LOG = logging.getLogger(__name__)
 
 MAX_LINE_CHARS = 4_000_000
 
@@ -99,6 +102,11 @@ class Prompt:
         content = json.dumps([list(message) for message in self.messages])  # ASCII alone
         return hashlib.sha256(content.encode()).hexdigest()
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Content and kind, by which prompts are the same: a chat is not decoded as the same words in plain text."""
+        return self.fingerprint, self.kind
+
 
 class Encoder(Protocol):
     """What tokenising needs of a model."""
@@ -122,6 +130,8 @@ def read_prompts(path: str | os.PathLike[str], grouping: GroupReader | None = No
     """Every prompt of a JSONL file; blank lines are skipped, each other line has one of the three shapes.
 
     Beside the shape's own fields a line may have the one that `grouping` reads; without it no prompt has a group.
+    Of a prompt that stands there several times, as in logs of requests, the first line counts, its settings too; how
+    many repeat others is a warning.
 
     Raises: ValueError naming file and line, FileNotFoundError if there is no such file.
     """
@@ -132,21 +142,25 @@ def read_prompts(path: str | os.PathLike[str], grouping: GroupReader | None = No
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text") from None
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[tuple[str, str], Prompt] = {}
     places: dict[str, str] = {}
+    num_repeats = 0
     # Not splitlines(): JSON strings may hold U+2028 and friends unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         prompt = _parse_line(line, f"{path}:{number}", grouping)
-        if prompt.fingerprint in prompts:
-            raise ValueError(f"{prompt.source}: repeats the prompt of {prompts[prompt.fingerprint].source}")
+        if prompt.identity in prompts:
+            num_repeats += 1
+            continue
         if prompt.prompt_id in places:
             raise ValueError(f"{prompt.source}: repeats the id of {places[prompt.prompt_id]}, {prompt.prompt_id!r}")
         places[prompt.prompt_id] = prompt.source
-        prompts[prompt.fingerprint] = prompt
+        prompts[prompt.identity] = prompt
     if not prompts:
         raise ValueError(f"{path}: has no prompts")
+    if num_repeats:
+        LOG.warning("%s: left out %d prompts that repeat earlier ones, %d stay", path, num_repeats, len(prompts))
     return tuple(prompts.values())
 
 

@@ -69,6 +69,8 @@ def subject_of(model: Any, spec: StudySpec, paths: StudyPaths, prompt_sets: tupl
     )
     for name in spec.regimes or ():
         subject.in_regime(Sampling.parse(name))  # each has prompts
+    if spec.regimes and (warning := _unlike_defaults(spec.regimes, defaults)):
+        LOG.warning(warning)
     return subject.in_regime(first_regime(spec, model))
 
 
@@ -197,6 +199,34 @@ def first_regime(spec: StudySpec, model: Any) -> Sampling:
     if spec.regimes:
         return Sampling.parse(spec.regimes[0])
     return Sampling.of(SamplingParams.from_generation_config(model.model.generation_config))
+
+
+def _unlike_defaults(names: Sequence[str], generation_config: Any) -> str | None:
+    """A warning where the model's own defaults would have a request for a regime decoded otherwise than it says."""
+    asked = [Sampling.parse(name).name for name in names]
+    decoded = [_by_defaults(Sampling.parse(name), generation_config).name for name in names]
+    changes = {name: other for name, other in zip(asked, decoded, strict=True) if other != name}
+    if not changes:
+        return None
+    are, them = ("regime {} is", "it") if len(changes) == 1 else ("regimes {} are", "them")
+    return (
+        f"{are.format(', '.join(changes))} tuned as named; this model's own defaults make {them} "
+        f"{', '.join(changes.values())}: give --regimes {','.join(dict.fromkeys(decoded))} to tune for what generate "
+        "and the server decode"
+    )
+
+
+def _by_defaults(sampling: Sampling, generation_config: Any) -> Sampling:
+    """What a request for this is decoded with: what its name leaves out is as the model's own defaults say."""
+    plain = Sampling()
+    named = {
+        name: value for name in Sampling.model_fields if (value := getattr(sampling, name)) != getattr(plain, name)
+    }
+    named |= {"do_sample": sampling.do_sample, "temperature": sampling.temperature}
+    try:
+        return Sampling.of(SamplingParams.from_generation_config(generation_config, **named))
+    except ValueError:  # defaults that nothing decodes with
+        return sampling
 
 
 def foresee(

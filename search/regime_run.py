@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from layerskip.config.decode_config import DecodeConfig
+from layerskip.config.decode_config import DecodeConfig, Provenance
 from layerskip.config.sampling_regime import Sampling
 from search.confirm.files import one_folder_down, save_best, save_spec, save_summary
 from search.confirm.regime_settings import combined_config, found_in, regime_facts
@@ -15,6 +15,12 @@ from search.pipeline import RunOutcome, SearchRun, publish_together
 from search.study.attributes import BY_REGIME
 from search.study.spec import StudyPaths, StudySpec
 from search.terminal.result_events import regime_verdict
+
+_SAME_ON_RESUME = (
+    *("study", "weights_fingerprint", "num_layers"),
+    *("prompts_fingerprint", "held_out_fingerprint", "max_new_tokens"),
+)
+"""Fields of the provenance of one study's every run."""
 
 
 class RegimeRun:
@@ -36,7 +42,7 @@ class RegimeRun:
         outcomes: dict[str, RunOutcome] = {}
         codes = []
         names = self._spec.regimes or ()
-        settings = self._exported_before()
+        before, settings = self._exported_before(), dict[str, DecodeConfig]()
         for place, name in enumerate(names):
             spec, paths = regime_study(self._spec, self._paths, name)
             if outcomes:  # one file names one length for all of its settings
@@ -60,6 +66,8 @@ class RegimeRun:
             if run.outcome is None:
                 return max(codes)
             outcomes[name] = run.outcome
+            if not place:  # only now is it known how many new tokens its prompts had
+                settings = _settings_of(before, run.outcome.config.provenance)
             settings[name] = run.outcome.config
             # At once: the first regime's run has just written its own setting alone.
             save_best(combined_config([settings[one] for one in names if one in settings]), self._paths)
@@ -74,13 +82,12 @@ class RegimeRun:
         share = max(0.0, self._spec.budget_minutes - spent) / (len(self._spec.regimes or ()) - place)
         return share if place else share + self._load_s / 60
 
-    def _exported_before(self) -> dict[str, DecodeConfig]:
-        """The settings of an earlier run's best.json, by regime; none where it cannot be read."""
+    def _exported_before(self) -> DecodeConfig | None:
+        """An earlier run's best.json; None where it cannot be read."""
         try:
-            config = DecodeConfig.load(self._paths.best)
+            return DecodeConfig.load(self._paths.best)
         except (OSError, ValueError):
-            return {}
-        return {one.name: config.for_sampling(one.params()) for one in config.samplings}
+            return None
 
     def _export(self, outcomes: dict[str, RunOutcome]) -> None:
         summary = next(iter(outcomes.values())).summary | {
@@ -110,6 +117,18 @@ def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySp
         "budget_minutes": None if spec.budget_minutes is None else spec.budget_minutes / len(names),
     }
     return spec.model_copy(update=changes), paths if is_first else replace(paths, folder=paths.folder / name)
+
+
+def _settings_of(before: DecodeConfig | None, provenance: Provenance | None) -> dict[str, DecodeConfig]:
+    """The settings of an earlier run's config by regime; none where it was measured on something else.
+
+    The provenance of a config of several regimes is the first one's, and so are both that are compared.
+    """
+    if before is None or before.provenance is None:
+        return {}
+    if any(getattr(before.provenance, name) != getattr(provenance, name) for name in _SAME_ON_RESUME):
+        return {}
+    return {one.name: before.for_sampling(one.params()) for one in before.samplings}
 
 
 def _from_within(subject: Subject) -> Subject:

@@ -8,7 +8,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, get_args
 
-from layerskip.command_line.cli import OneLineParser, print_error, quiet_libraries, run_command, split_list
+from layerskip.command_line.cli import (
+    OneLineParser,
+    plain_warnings,
+    print_error,
+    quiet_libraries,
+    run_command,
+    split_list,
+)
 from layerskip.config.decode_config import ABOUT_QUANTIZATION, WAYS, QuantizationName
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
@@ -314,6 +321,7 @@ def _read_prompts(spec: StudySpec) -> tuple[PromptSet, PromptSet]:
     from search.study.grouping import Grouping, count_groups
     from search.study.prompts import load_prompts
 
+    plain_warnings()  # of what is read
     sets = load_prompts(spec.prompts, spec.held_out, Grouping(spec.group_field, required=spec.per_group))
     if spec.per_group:
         count_groups(sets[0].prompts, sets[1].prompts)

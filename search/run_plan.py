@@ -49,7 +49,9 @@ class RunPlan:
             work = work.on(Reference.from_json(study.user_attrs[REFERENCE]))
         if goes_on:
             work = replace(work, tokens_are_fixed=True)
-        self.told: Planned = planned(work, pace, self.left_s, self._spent_s, at_least=goes_on)
+        spent_s = self._spent_s
+        left_s = None if self._minutes is None else 60 * self._minutes - spent_s
+        self.told: Planned = planned(work, pace, left_s, spent_s, at_least=goes_on)
         self._first = self._first or (self.told.plan.asked, self.told.plan.amounts)
         self._use_tokens(self.told.plan.amounts.max_new_tokens)
 

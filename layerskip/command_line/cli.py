@@ -104,9 +104,14 @@ def quiet_torchao() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
+def plain_warnings() -> None:
+    """Our own warnings as plain lines."""
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", handlers=[_OnStderr()])
+
+
 def quiet_libraries() -> None:
     """No progress bars or advice from the libraries underneath; our own warnings as plain lines."""
-    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", handlers=[_OnStderr()])
+    plain_warnings()
     from transformers.utils import logging as transformers_logging
 
     # The hub client repeats every failed attempt; the error that ends them says it once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +21,9 @@ from layerskip.server.worker import Job
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for /v1/completions; a chat answer may fill the context."""
+
+_IN_TEMPLATE = {"role", "content", "name", "tool_call_id"}
+"""Fields of a message that the chat template gets."""
 
 
 class Preparer:
@@ -105,11 +109,28 @@ class Preparer:
         if getattr(self._tokenizer, "chat_template", None) is None:
             message = "messages: this model's tokenizer has no chat template, use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
-        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+        variables = asked.chat_template_kwargs or {}
+        if reserved := variables.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters.keys():
+            name = min(reserved)
+            message = f"chat_template_kwargs: must be variables of the chat template, {name} is the server's to set"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        messages = [one.model_dump(include=_IN_TEMPLATE, exclude_none=True) for one in asked.messages]
+        ids = self._templated(messages, variables)
+        from_tools = [one for one in messages if one["role"] == "tool"]
+        for one in from_tools:
+            one["content"] += "."
+        if from_tools and self._templated(messages, variables) == ids:
+            message = "messages: the model's chat template leaves out messages of the role 'tool'"
+            raise ApiError(400, message, param="messages")
+        return ids
+
+    def _templated(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
         try:
-            encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoded: Any = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, **variables
+            )
         except Exception as error:  # noqa: BLE001 (a template is somebody's program and may raise anything)
-            message = f"messages: the model's chat template refuses them: {str(error)[:200]}"
+            message = f"messages: the model's chat template refuses them: {' '.join(str(error).split())[:200]}"
             raise ApiError(400, message, param="messages") from None
         ids: list[int] = encoded["input_ids"]
         return ids

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from layerskip.config.sampling_params import LEAST_TEMPERATURE, asks_to_sample
@@ -81,10 +90,12 @@ def _read_prompt(value: object) -> str | tuple[int, ...]:
     raise ValueError("must be text or a list of token ids")
 
 
-def _read_content(value: object) -> str:
-    """Text, or the texts of `{"type": "text"}` parts."""
+def _read_content(value: object, info: ValidationInfo) -> str:
+    """Text, or the texts of `{"type": "text"}` parts; an assistant that said nothing has null."""
     if isinstance(value, str):
         return value
+    if value is None and info.data.get("role") == "assistant":
+        return ""
     if not isinstance(value, list) or not value:
         raise ValueError("must be text or a list of text parts")
     for part in value:
@@ -96,6 +107,11 @@ def _read_content(value: object) -> str:
 def _read_role(value: object) -> object:
     # OpenAI's newer name of the same role; no chat template knows it.
     return "system" if value == "developer" else value
+
+
+def _read_top_k(value: object) -> object:
+    # vLLM's value for off.
+    return 0 if value == -1 else value
 
 
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
@@ -134,8 +150,8 @@ class GenerationFields(_Strict):
     temperature: Temperature | None = None
     """0 is greedy; above 0 samples."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    """0 is off."""
+    top_k: Annotated[Annotated[int, Field(ge=0, lt=1 << 31)] | None, BeforeValidator(_read_top_k)] = None
+    """0 is off, and so is -1."""
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -178,7 +194,6 @@ class CompletionRequest(GenerationFields):
 class _EmptyExtras(_Strict):
     """What clients copy from an answer into the next request's messages; only empty values mean nothing."""
 
-    name: None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -187,16 +202,20 @@ class _EmptyExtras(_Strict):
 
 
 class Message(_EmptyExtras):
-    """One turn; `developer` is read as `system`."""
+    """One turn, as the chat template gets it; `developer` is read as `system`."""
 
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_read_role)]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_read_role)]
     content: Annotated[str, BeforeValidator(_read_content)]
+    name: Annotated[str, Field(max_length=64)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
 class ChatRequest(GenerationFields):
     """A body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=1024)]
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Variables for the model's chat template, such as enable_thinking."""
 
 
 Parsed = TypeVar("Parsed", bound=GenerationFields)

@@ -114,12 +114,14 @@ def recorded(minutes: float | None, first: tuple[Amounts, Amounts], plan: Plan, 
 def make_plan(work: Work, pace: Pace, left_s: float | None, *, spent_s: float = 0.0, at_least: bool = False) -> Plan:
     """The most that fits into the seconds that are left; all of it without a limit.
 
-    spent_s: of the budget before. at_least: plan the least there is where nothing fits, as a run does that has begun,
-    and one whose results belong to another's.
+    left_s: below 0 where more than the budget is spent. spent_s: of the budget before. at_least: plan the least there
+    is where nothing fits, as a run does that has begun, and one whose results belong to another's.
     Raises: ValueError naming the least budget if not even one trial and one pass of the confirm stage fit.
     """
     asked = work.amounts(pace)
     asked_s = work.seconds(asked, pace)
+    budget_s = spent_s + (left_s or 0.0)
+    left_s = None if left_s is None else max(0.0, left_s)
     usable_s = math.inf if left_s is None else (1 - _MARGIN) * left_s
     if sum(asked_s.values()) <= usable_s:
         return Plan(asked, asked, asked_s, asked_s, work.trials, left_s)
@@ -135,9 +137,10 @@ def make_plan(work: Work, pace: Pace, left_s: float | None, *, spent_s: float = 
             break
     if parts.needed_s > usable_s and not at_least:
         least = math.ceil(100 * (spent_s + parts.needed_s / (1 - _MARGIN)) / 60) / 100
+        over = f", of which {spent_s / 60:.2f} are over," if spent_s >= 0.6 else ","
         raise ValueError(
-            f"budget_minutes: must be at least {least:g} here, for one trial and one pass of the confirm stage on "
-            f"{amounts.num_held_out} held-out prompts, got {(spent_s + (left_s or 0.0)) / 60:g}"
+            f"budget_minutes: must be at least {least:g} here{over} for one trial and one pass of the confirm stage on "
+            f"{amounts.num_held_out} held-out prompts, got {budget_s / 60:g}"
         )
     seconds = parts.shared_out(usable_s)
     num_trials = min(work.trials, int(seconds["search"] / parts.trial_s)) if parts.trial_s > 0 else 0

@@ -16,6 +16,7 @@ FROM_ENVIRONMENT = f"${STORAGE_VARIABLE}"
 """What stands in a study.toml for a storage whose address holds a password and came from the environment."""
 STORAGE_HELP = f"Optuna storage, if it is not the study's own; or set {STORAGE_VARIABLE}"
 """Of the flag in every command that reads a study."""
+_IN_MEMORY = re.compile(r"sqlite(\+\w+)?:/{2,3}(:memory:|file::memory:)?(\?.*)?")
 _SECRET = re.compile("pass|pwd|secret|token|key", re.IGNORECASE)
 
 
@@ -25,6 +26,11 @@ def storage_file(url: str) -> Path | None:
         if url.startswith(prefix):
             return Path(url.removeprefix(prefix).partition("?")[0])
     return None
+
+
+def is_in_memory(url: str) -> bool:
+    """Whether it is SQLite without a file."""
+    return _IN_MEMORY.fullmatch(url) is not None
 
 
 def storage_argument(given: str | None) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from optuna.storages import BaseStorage
 
-from search.storages.address import GRPC, JOURNAL, SQLITE, redact, storage_file
+from search.storages.address import GRPC, JOURNAL, SQLITE, is_in_memory, redact, storage_file
 from search.storages.database import connect_once, open_server, open_sqlite
 from search.storages.errors import StorageError, StorageFull, one_line
 from search.storages.journal import open_journal
@@ -67,6 +67,8 @@ def check_storage(url: str) -> None:
     """
     path = storage_file(url)
     try:
+        if is_in_memory(url):
+            raise ValueError("must name a file, an in-memory database ends with the run")
         if url.startswith(GRPC):
             from search.storages.proxy_client import probe
 

@@ -63,17 +63,18 @@ def load_prompts(tuning: str, held_out: str | None, grouping: Grouping = NO_GROU
     """Read and check both sets; without a held-out file, split the tuning file.
 
     The split is deterministic: by content hash, a third of the prompts but at least 4 are held out; where groups are
-    required, a third of each group but at least 2.
+    required, a third of each group but at least 2. Prompts whose records say how tokens are chosen are split so for
+    each way that has prompts enough.
     Raises: ValueError or FileNotFoundError in one line with file and line.
     """
     tuning_set = PromptSet("tuning", read_prompts(Path(tuning), grouping))
     if held_out is None:
         return _split(tuning_set.prompts, tuning, by_group=grouping.required)
     held_out_set = PromptSet("held-out", read_prompts(Path(held_out), grouping))
-    seen = {prompt.fingerprint: prompt.source for prompt in tuning_set.prompts}
+    seen = {prompt.identity: prompt.source for prompt in tuning_set.prompts}
     for prompt in held_out_set.prompts:
-        if prompt.fingerprint in seen:
-            raise ValueError(f"{prompt.source}: held-out prompt is also a tuning prompt ({seen[prompt.fingerprint]})")
+        if prompt.identity in seen:
+            raise ValueError(f"{prompt.source}: held-out prompt is also a tuning prompt ({seen[prompt.identity]})")
     for prompts, least in ((tuning_set, MIN_TUNING), (held_out_set, MIN_HELD_OUT)):
         if len(prompts.prompts) < least:
             path = tuning if prompts is tuning_set else held_out
@@ -139,14 +140,30 @@ def _split(prompts: tuple[Prompt, ...], path: str, *, by_group: bool) -> tuple[P
         )
     # Group by group where groups count, or chance would leave small ones without held-out prompts.
     parts = [of_group(prompts, name) for name in {one.group for one in prompts}] if by_group else [prompts]
-    least = MIN_IN_GROUP if by_group else MIN_HELD_OUT
-    chosen: set[str] = set()
+    chosen: set[tuple[str, str]] = set()
     for part in parts:
-        chosen.update(sorted(prompt.fingerprint for prompt in part)[: max(least, len(part) // 3)])
+        chosen.update(_chosen_of(part, MIN_IN_GROUP if by_group else MIN_HELD_OUT))
     return (
-        PromptSet("tuning", tuple(prompt for prompt in prompts if prompt.fingerprint not in chosen)),
-        PromptSet("held-out", tuple(prompt for prompt in prompts if prompt.fingerprint in chosen)),
+        PromptSet("tuning", tuple(prompt for prompt in prompts if prompt.identity not in chosen)),
+        PromptSet("held-out", tuple(prompt for prompt in prompts if prompt.identity in chosen)),
     )
+
+
+def _chosen_of(prompts: Sequence[Prompt], least: int) -> set[tuple[str, str]]:
+    """The identities of a third of them, but at least so many.
+
+    Each way to choose tokens that has prompts enough is split apart, for its regime is tuned on them alone.
+    """
+    ways: dict[Sampling | None, list[Prompt]] = {}
+    for prompt in prompts:
+        ways.setdefault(_sampling_of(prompt, None), []).append(prompt)
+    enough = MIN_TUNING + least
+    large = [part for part in ways.values() if len(part) >= enough]
+    others = [prompt for part in ways.values() if len(part) < enough for prompt in part]
+    chosen: set[tuple[str, str]] = set()
+    for part, at_least in (*((one, least) for one in large), (others, 0 if large else least)):
+        chosen.update(sorted(prompt.identity for prompt in part)[: max(at_least, len(part) // 3)])
+    return chosen
 
 
 def _sha256(text: str) -> str:

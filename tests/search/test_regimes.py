@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from layerskip.analysis.intervals import geometric_mean
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.model import resolve_model_path
+from layerskip.prompts import Prompt
 from search import export, report
 from search.budget.work import PHASES, TRIAL_OVERHEAD
 from search.compact import read_lines
@@ -31,14 +33,14 @@ from search.measure.decoder import Decoded, ModelDecoder
 from search.measure.reference import Reference, ReferenceOptions, make_reference
 from search.measure.subject import Subject
 from search.pipeline import SearchRun
-from search.preflight import estimate_regimes, first_regime, foresee
+from search.preflight import estimate_regimes, first_regime, foresee, subject_of
 from search.regime_run import RegimeRun, regime_study
 from search.reporting.digest import regimes_table
 from search.reporting.source import Address, opened
 from search.run import build_parser, main
 from search.storages.opening import open_storage
 from search.study.attributes import HELD_OUT
-from search.study.prompts import split_held_out
+from search.study.prompts import PromptSet, split_held_out
 from search.study.spec import StudyPaths
 from search.terminal.progress_events import phases
 from search.terminal.text import duration
@@ -278,24 +280,47 @@ def test_the_time_of_regimes_is_that_of_each_by_its_own_speed() -> None:
     assert "search 0:06," in estimate_regimes(subject, limited, clock)
 
 
-def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:
-    assert bench.run_regimes("greedy", "t0.7", trials=16) == 0
-    before = DecodeConfig.load(bench.paths.best)
+def stop_in_regime(decoder: FakeDecoder, name: str) -> None:
+    original = decoder.with_sampling
 
-    original = bench.decoder.with_sampling
-
-    def stopping(sampling: Sampling) -> Any:
-        if sampling.name == "t0.7":
+    def stopping(sampling: Sampling) -> FakeDecoder:
+        if sampling.name == name:
             raise KeyboardInterrupt
         return original(sampling)
 
-    bench.decoder.with_sampling = stopping  # type: ignore[method-assign]
+    decoder.with_sampling = stopping  # type: ignore[method-assign]
+
+
+def test_an_interrupted_run_leaves_every_setting_that_there_is(bench: Bench) -> None:
+    assert bench.run_regimes("greedy", "t0.7", trials=16) == 0
+    before = DecodeConfig.load(bench.paths.best)
+    stop_in_regime(bench.decoder, "t0.7")
     with pytest.raises(KeyboardInterrupt):
         bench.run_regimes("greedy", "t0.7", trials=24)
     after = DecodeConfig.load(bench.paths.best)
     assert after.regime_names == ("greedy", "t0.7")
     assert after.provenance.num_trials == 12
     assert after.regimes == before.regimes
+
+
+@pytest.mark.parametrize("changes", [{"tuning_prompts": "others"}, {"max_new_tokens": 9}, {"weights": "deeper"}])
+def test_another_studys_settings_are_not_taken_over(bench: Bench, changes: dict[str, Any]) -> None:
+    """Begun in the same folder and stopped after its first regime."""
+    assert bench.run_regimes("greedy", "t0.7", trials=8) == 0
+    space, fingerprint = SPACE, replace(FINGERPRINT, **changes)
+    if "weights" in changes:
+        bits = tuple(range(NUM_LAYERS + 1))
+        space = replace(SPACE, num_layers=NUM_LAYERS + 1, attention_bits=bits, mlp_bits=bits)
+    decoder = bench.decoder.with_new_tokens(fingerprint.max_new_tokens)
+    subject = Subject(decoder, space, prompts(12), prompts(12, first=500), fingerprint, MODEL)
+    fields = {"sampler": "tpe", "regimes": ("greedy", "t0.7"), "storage": f"journal:{bench.folder / 'other.log'}"}
+    spec = make_spec(**fields, trials=8, max_new_tokens=fingerprint.max_new_tokens)
+    stop_in_regime(decoder, "t0.7")
+    with pytest.raises(KeyboardInterrupt):
+        RegimeRun(subject, spec, bench.paths, bench.tools).run()
+    after = DecodeConfig.load(bench.paths.best)
+    assert after.regime_names == ("greedy",)
+    assert after.provenance.num_layers == space.num_layers
 
 
 @pytest.mark.parametrize(
@@ -344,6 +369,41 @@ def test_without_a_regime_the_models_own_defaults_say() -> None:
     hf.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
     assert first_regime(make_spec(), model).name == "t0.6_p0.9"
     assert first_regime(make_spec(regimes=("greedy",)), model).name == "greedy"
+
+
+@pytest.mark.parametrize(
+    ("regimes", "defaults", "said"),
+    [
+        ("greedy", {}, None),
+        ("greedy", {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20}, None),
+        ("greedy_r1.3,t0.7_p0.9", {"repetition_penalty": 1.3}, "regime t0.7_p0.9 is .* make it t0.7_p0.9_r1.3: "),
+        ("greedy", {"repetition_penalty": 1.3}, "regime greedy is .* make it greedy_r1.3: give --regimes greedy_r1.3 "),
+        (
+            "greedy,t0.7",
+            {"repetition_penalty": 1.1, "top_k": 20, "temperature": 0.6},
+            "regimes greedy, t0.7 are tuned as named; this model's own defaults make them greedy_r1.1, t0.7_k20_r1.1: "
+            "give --regimes greedy_r1.1,t0.7_k20_r1.1 to tune",
+        ),
+        ("t0.7_p0.9", {"top_p": 0.8}, None),
+        ("greedy", {"num_beams": 4}, None),
+    ],
+)
+def test_regimes_that_the_models_defaults_decode_otherwise_are_told(
+    regimes: str, defaults: dict[str, Any], said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = zoo.build("llama")
+    hf.generation_config.update(**defaults)
+    model = LayerSkipModel(hf, zoo.tokenizer_of([f"w{i}" for i in range(zoo.VOCAB)]), engine="eager")
+    tuning, held_out = (
+        PromptSet("any", tuple(Prompt(f"p{i}", None, "text", (("user", f"w{i} w3"),), f"p:{i}") for i in part))
+        for part in (range(4, 8), range(8, 12))
+    )
+    spec = make_spec(regimes=tuple(regimes.split(",")), max_new_tokens=8)
+    subject = subject_of(model, spec, StudyPaths(tmp_path), (tuning, held_out))
+    assert subject.sampling.name == spec.regimes[0]
+    told = [one for one in caplog.messages if "tuned as named" in one]
+    assert len(told) == (said is not None)
+    assert said is None or re.match(said, told[0])
 
 
 @pytest.mark.parametrize("regime", ["t0.7", "t1_p0.9_r1.3"])

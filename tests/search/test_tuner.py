@@ -147,7 +147,6 @@ def test_every_shape_of_a_prompt(loaded: tuple[Any, Any], tmp_path: Path) -> Non
         ({"prompts": [*TEXTS, 7]}, r"prompts\[8\]: must be a text, a chat .* got int"),
         ({"prompts": [*TEXTS, {"prompt": object()}]}, "prompts: must hold texts, chats and records of JSON values"),
         ({"prompts": [*TEXTS, {"text": "w1"}]}, "prompts:9: must have exactly one of the fields"),
-        ({"prompts": [*TEXTS, TEXTS[2]]}, "prompts:9: repeats the prompt of prompts:3"),
         ({"prompts": [*TEXTS, "w1 " * 80]}, "prompts:9: 80 prompt tokens"),
         ({"held_out": TEXTS[:4]}, "held_out:1: held-out prompt is also a tuning prompt"),
         ({"trials": 0}, "trials: "),

@@ -26,8 +26,9 @@ from tests.layerskip.serving import MODEL_ID, Serving, serving, tiny_model
 DEMO_CONFIG = Path(__file__).parents[3] / "studies" / "demo" / "best.json"
 TEMPLATE = (
     "{% for message in messages %}{% if loop.index0 > 3 %}{{ raise_exception('at most four turns') }}{% endif %}"
-    "{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if message['role'] != 'tool' or not deaf is defined %}"
+    "{{ message['role'] }}{% if message['name'] %} {{ message['name'] }}{% endif %}: {{ message['content'] }}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ voice }}assistant:{% endif %}"
 )
 RAW = {"return_token_ids": True}
 
@@ -180,6 +181,32 @@ def test_a_developer_message_is_a_system_message_and_an_answer_may_be_sent_back(
     assert client.chat.completions.create(model=MODEL_ID, messages=again, max_tokens=4).choices == first.choices
     history = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "x"}]
     assert client.chat.completions.create(model=MODEL_ID, messages=history, max_tokens=4).choices[0].message.content
+
+
+def test_the_template_gets_names_silence_tools_and_variables(chat: Serving, chat_model) -> None:
+    text = "user Ann: Hi\nassistant: \ntool: 7\nloud assistant:"
+    expected = chat_model.generate(text, max_new_tokens=8, do_sample=False)
+    messages: list[Any] = [
+        {"role": "user", "content": "Hi", "name": "Ann"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "7", "tool_call_id": "call-1"},
+    ]
+    create, variables = chat.client().chat.completions.create, {"chat_template_kwargs": {"voice": "loud "}}
+    arguments = {"model": MODEL_ID, "messages": messages, "max_tokens": 8}
+    answer = create(**arguments, extra_body=RAW | variables | {"top_k": -1, "temperature": 0})
+    assert answer.choices[0].token_ids == expected.ids
+    assert answer.usage.prompt_tokens == expected.stats.num_prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="leaves out messages of the role 'tool'"):
+        create(**arguments, extra_body={"chat_template_kwargs": {"deaf": True}})
+
+
+def test_top_k_of_minus_one_is_off(demo: Serving, demo_model) -> None:
+    create = demo.client().completions.create
+    texts = {
+        create(model=MODEL_ID, prompt="def ", temperature=2, seed=3, extra_body={"top_k": k}).choices[0].text
+        for k in (-1, 0)
+    }
+    assert len(texts) == 1
 
 
 def test_a_chat_answer_may_fill_the_context(chat: Serving, chat_model) -> None:

@@ -57,7 +57,7 @@ COMPLETIONS: dict[str, tuple[Any, int, str]] = {
     "two limits": (completion(max_completion_tokens=5), 400, "max_completion_tokens: must not differ"),
     "tiny temperature": (completion(temperature=1e-30), 400, "temperature: must be 0 (greedy) or at least 0.001"),
     "top_p": (completion(top_p=0), 400, "top_p: input should be greater than 0"),
-    "top_k": (completion(top_k=-1), 400, "top_k: input should be greater than or equal to 0"),
+    "top_k": (completion(top_k=-2), 400, "top_k: input should be greater than or equal to 0"),
     "seed": (completion(seed=1 << 64), 400, "seed: input should be less than"),
     "five stops": (completion(stop=list("abcde")), 400, "stop: must be at most 4 texts"),
     "empty stop": (completion(stop=""), 400, "stop: must be text, or a list of texts, none of them empty"),
@@ -71,7 +71,19 @@ COMPLETIONS: dict[str, tuple[Any, int, str]] = {
 
 CHATS: dict[str, tuple[Any, int, str]] = {
     "no messages": (chat(messages=[]), 400, "messages: list should have at least 1 item"),
-    "tool role": (chat(messages=[{"role": "tool", "content": "x"}]), 400, "messages.0.role: input should be 'system'"),
+    "robot role": (
+        chat(messages=[{"role": "robot", "content": "x"}]),
+        400,
+        "messages.0.role: input should be 'system'",
+    ),
+    "name": (chat(messages=[{"role": "user", "content": "x", "name": 7}]), 400, "messages.0.name: input should be"),
+    "a list of template variables": (chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs: input should be"),
+    "a template": (
+        chat(chat_template_kwargs={"chat_template": "x"}),
+        400,
+        "chat_template_kwargs: must be variables of the chat template, chat_template is the server's to set",
+    ),
+    "template variables that it refuses": (chat(chat_template_kwargs={"messages": []}), 400, "template refuses them: "),
     "null content": (chat(messages=[{"role": "user", "content": None}]), 400, "content: must be text or a list of"),
     "an image": (
         chat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections.abc import Sequence
@@ -18,16 +19,21 @@ from search import run
 from search.budget.pace import Pace, measure_pace
 from search.budget.plan import make_plan, spread
 from search.budget.work import Amounts, Work
+from search.context import Tools
 from search.measure.decoder import Decoded
 from search.measure.pairs import PromptCase
 from search.measure.reference import Reference
+from search.measure.subject import Subject
 from search.predict.sensitivity import measure_sensitivity
 from search.reporting.digest import digest_of
 from search.reporting.record import read_record
+from search.run_plan import RunPlan
+from search.stop import StopSignal
 from search.study.fingerprint import FingerprintMismatch
 from search.study.space import SearchSpace
 from search.study.trials import counted
-from tests.search.helpers.fakes import FINGERPRINT, Bench, FakeClock, FakeDecoder, make_spec, prompts
+from search.terminal.reporter import Reporter
+from tests.search.helpers.fakes import FINGERPRINT, MODEL, SPACE, Bench, FakeClock, FakeDecoder, make_spec, prompts
 
 SLOW = 0.05
 """Of the fake's usual pace: a plain token takes 0.2 s, a decoding of 17 tokens 3.2 s."""
@@ -122,6 +128,17 @@ def test_a_budget_too_short_names_the_least_that_would_do_before_anything_is_mea
     assert bench.decoder.num_decoded == 0
     least = float(str(error.value).split("at least ")[1].split()[0])
     assert slow_bench(tmp_path).run(trials=200, budget_minutes=least) == 0
+
+
+def test_a_budget_is_named_as_it_was_given_though_loading_took_longer() -> None:
+    spec, clock = make_spec(trials=200, budget_minutes=0.5), FakeClock()
+    subject = Subject(FakeDecoder(clock=clock), SPACE, prompts(12), prompts(12, first=500), FINGERPRINT, MODEL)
+    tools = Tools(Reporter(io.StringIO()), StopSignal(), "search", clock)
+    clock.advance(196.2)
+    with pytest.raises(
+        ValueError, match=r"must be at least [\d.]+ here, of which 3\.27 are over, for one trial .*, got 0\.5$"
+    ):
+        RunPlan(subject, spec, tools, 0.0, None)
 
 
 def test_a_resumed_run_counts_its_own_minutes_and_keeps_the_texts(tmp_path: Path) -> None:

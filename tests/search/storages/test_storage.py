@@ -103,6 +103,12 @@ def test_bad_storage_files(tmp_path: Path) -> None:
     assert not (tmp_path / "new.db").exists()
 
 
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite+pysqlite://"])
+def test_a_storage_in_memory_is_refused(url: str) -> None:
+    with pytest.raises(StorageError, match=r"^storage .*: must name a file, an in-memory database ends with the run$"):
+        check_storage(url)
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     # Root ignores permission bits, so a place where nobody can create files stands in for a read-only folder.
     with pytest.raises(PermissionError, match=re.escape("study folder /proc/study: cannot write in /proc")):

@@ -107,7 +107,7 @@ def test_line_separators_inside_strings_and_blank_lines_are_harmless(tmp_path: P
             r"messages.0.content: must hold more than white space, got '\n'",
         ),
         ('{"turns": ["x"]}', "question_id: is required"),
-        ('{"prompt": "first"}', "repeats the prompt of"),
+        ('{"prompt": "other", "id": "p-1"}', "repeats the id of"),
         ('{"prompt": "x", "temperature": -1}', "temperature: input should be greater than or equal to 0, got '-1'"),
         ("[" * 100_000, "not valid JSON"),
         ('{"prompt": "x\\udc00"}', r"prompt: must be text, got half of a surrogate pair in 'x\udc00'"),
@@ -135,6 +135,24 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
 
 def records(first: int, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"prompt {i}"} for i in range(first, first + count)]
+
+
+def test_repeats_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = {"prompt": "Hi", "temperature": 0.7}
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    path = write_jsonl(tmp_path / "p.jsonl", [words, chat, {"prompt": "Hi"}, words | {"id": "again"}, {"prompt": "Ho"}])
+    prompts = read_prompts(path)
+    assert [(one.kind, one.messages[0][1]) for one in prompts] == [("text", "Hi"), ("chat", "Hi"), ("text", "Ho")]
+    assert prompts[0].settings["temperature"] == 0.7
+    assert caplog.messages == [f"{path}: left out 2 prompts that repeat earlier ones, 3 stay"]
+
+
+def test_the_same_words_as_chat_and_as_text_are_two_prompts_in_both_sets_too(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": one["prompt"]}]} for one in records(0, 6)]
+    texts, chatted = write_jsonl(tmp_path / "t.jsonl", records(0, 6)), write_jsonl(tmp_path / "c.jsonl", chats)
+    assert [len(some.prompts) for some in load_prompts(str(texts), str(chatted))] == [6, 6]
+    both = write_jsonl(tmp_path / "both.jsonl", [*records(0, 6), *chats])
+    assert [len(some.prompts) for some in load_prompts(str(both), None)] == [8, 4]
 
 
 def test_a_prompt_in_both_sets_is_refused(tmp_path: Path) -> None:
@@ -170,6 +188,22 @@ def test_where_groups_count_a_third_of_each_is_held_out_and_at_least_two(tmp_pat
     assert counts == [{"a": 8, "b": 2, "c": 1, "d": 0}, {"a": 4, "b": 2, "c": 2, "d": 1}]
     again = load_prompts(str(write_jsonl(tmp_path / "q.jsonl", lines[::-1])), None, Grouping(required=True))
     assert {one.fingerprint for one in again[1].prompts} == {one.fingerprint for one in sets[1].prompts}
+
+
+def test_each_way_to_choose_tokens_is_split_apart(tmp_path: Path) -> None:
+    lines = [one | {"temperature": 0.7 if i % 2 else 0} for i, one in enumerate(records(0, 16))]
+    lines += [one | {"temperature": 1.5} for one in records(50, 3)]  # too few for a regime of their own
+    tuning, held_out = load_prompts(str(write_jsonl(tmp_path / "p.jsonl", lines)), None)
+    for temperature in (None, 0.7):
+        for some in (tuning, held_out):
+            assert len([one for one in some.prompts if one.settings.get("temperature") == temperature]) == 4
+    assert (len(tuning.prompts), len(held_out.prompts)) == (10, 9)
+
+
+def test_where_no_way_to_choose_tokens_has_prompts_enough_all_are_split_together(tmp_path: Path) -> None:
+    lines = [one | {"temperature": 1 + i / 100} for i, one in enumerate(records(0, 12))]
+    counts = [len(some.prompts) for some in load_prompts(str(write_jsonl(tmp_path / "p.jsonl", lines)), None)]
+    assert counts == [8, 4]
 
 
 @pytest.mark.parametrize("record", [TEXT, CHAT, BENCH])
