@@ -36,7 +36,10 @@ def warm_starts(space: SearchSpace) -> tuple[WarmStart, ...]:
     later, early_half = range(half, count - 1), range(half)
     shapes: list[tuple[str, SkipMask, int, float]] = [("no-skip", SkipMask.none(count), 1, 0.0)]
     names = {8: "eight-bits", 4: "four-bits"}
-    shapes += [(names[bits], SkipMask.none(count).rounded(bits), 4, 0.0) for bits in space.draft_bits]
+    rounded = [(names[bits], SkipMask.none(count).rounded(bits)) for bits in space.draft_bits]
+    shapes += [(name, mask, 4, 0.0) for name, mask in rounded]
+    for size in dict.fromkeys((*space.draft_vocabs[-1:], *space.draft_vocabs[2:3])):
+        shapes += [(f"{name}-{size}-ids", space.narrowed(mask, size), 4, 0.0) for name, mask in rounded]
     for exit_layer in dict.fromkeys(max(1, round(count * part)) for part in _EXITS):
         gamma = 3 if exit_layer * 4 <= count else 5
         shapes.append((f"early-exit-{exit_layer}", SkipMask.early_exit(count, exit_layer), gamma, 0.4))

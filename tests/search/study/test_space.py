@@ -85,6 +85,15 @@ def test_warm_starts_are_distinct_points_of_the_space(space: SearchSpace) -> Non
         assert space.to_params(space.to_config(start.params)) == start.params
 
 
+def test_copies_that_choose_among_few_token_ids_come_before_other_shapes() -> None:
+    """Where readings are slow the first ones are all that is predicted, and much of a small model is its embeddings."""
+    ids = ((64, "0" * 8), (256, "1" * 8))
+    space = SearchSpace(4, 4, (0, 1, 2, 3), (0, 1, 2, 3), (), (1024, 512, 256, 128, 64), ids, int8=True, int4=True)
+    masks = [str(space.to_mask(one.params)) for one in warm_starts(space)]
+    few = ["4:v64@00000000,int8", "4:v64@00000000,int4", "4:v256@11111111,int8", "4:v256@11111111,int4"]
+    assert masks[:7] == ["4:none", "4:int8", "4:int4", *few]
+
+
 def test_names_sort_as_layers_do() -> None:
     model = SimpleNamespace(num_layers=120, whole_layers_only=(False,) * 119 + (True,))
     space = SearchSpace.for_model(model, gamma_max=4, granularity="sublayer")
