@@ -72,6 +72,11 @@ class ChainDrafter(Generic[SettingsT]):
         return self._settings
 
     @property
+    def rows(self) -> torch.Tensor | slice | None:
+        """The token ids alone that its logits are finite at, where these are few."""
+        return None
+
+    @property
     def needs_target_prob(self) -> bool:
         return self._settings.target_threshold > 0.0
 
@@ -106,10 +111,15 @@ class ChainDrafter(Generic[SettingsT]):
         """
         sampler, own = self._sampler, self._settings
         needs_ids = sampler.params.repetition_penalty != 1.0
+        rows = None if needs_ids or own.siblings else self.rows
         seen, last = list(context) if needs_ids else context, None
         for place in range(len(context), len(context) + count):
-            logits = sampler.shape(next_logits(last), seen)
-            last = sampler.choose(logits, place)
+            logits = next_logits(last)
+            if rows is None:
+                logits = sampler.shape(logits, seen)
+                last = sampler.choose(logits, place)
+            else:
+                logits, last = sampler.choose_among(logits, rows, place)
             if needs_ids:
                 seen = [*seen, int(last)]
             sure = float(top_probability(logits)) if own.watches_confidence else None

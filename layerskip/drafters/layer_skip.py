@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -38,6 +39,11 @@ class LayerSkipDrafter(ChainDrafter[LayerSkipSettings]):
         super().__init__(sampler, settings)
         self._engine = engine
         self._device_round = self._on_device(self.needs_target_prob if with_prob is None else with_prob)
+
+    @cached_property
+    def rows(self) -> torch.Tensor | slice | None:
+        mask = self._settings.skip_mask
+        return None if mask.draft_vocab is None else self._engine.draft_rows(mask)
 
     def _on_device(self, with_prob: bool) -> DeviceRound | None:
         one = self._settings

@@ -64,6 +64,10 @@ class Engine(ABC):
         lack = self._adapter.int8_refusal
         return lack if lack is not None or bits == 8 else "sublayers compiled for the CPU"
 
+    def draft_rows(self, mask: SkipMask) -> torch.Tensor | slice:
+        """The token ids that a draft under this mask chooses among."""
+        return self._adapter.draft_rows(mask)
+
     @property
     def cache(self) -> SharedLengthCache:
         """The running session's cache."""

@@ -72,6 +72,16 @@ class Sampler:
             shaped, None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
         )
 
+    def choose_among(
+        self, logits: torch.Tensor, rows: torch.Tensor | slice, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Shaped logits (1, n), the token at `place` (1,)) of logits (1, V) that are finite at these ids alone, where
+        there is no penalty: the same as of all of them, up to rounding, in the time that so few take."""
+        shaped = self.shape(logits[:, rows], ())
+        noise = None if self.greedy else self.noise(place, 1, logits.shape[1], logits.device)[:, rows]
+        found = choose(shaped, noise)
+        return shaped, found if isinstance(rows, slice) else rows[found]
+
     def siblings(self, shaped: torch.Tensor, place: int, chosen: torch.Tensor, count: int) -> torch.Tensor:
         """(T, count): what `choose` would take next, in order, were the tokens `chosen` (T,) not there."""
         noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)

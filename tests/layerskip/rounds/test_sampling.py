@@ -19,7 +19,7 @@ from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.huggingface.kv_cache import SharedLengthCache
 from layerskip.rounds import sampling
-from layerskip.rounds.sampling import Sampler, SamplingParams
+from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler, top_probability
 from layerskip.rounds.verifier import Verdict
 from tests.layerskip import zoo
 from tests.layerskip.tape import graph_model
@@ -363,6 +363,31 @@ def test_bad_parameters_are_named(name: str, value: float, rule: str) -> None:
         SamplingParams(do_sample=True, **{name: value})
     with pytest.raises(ValueError, match=f"^{name}: {rule}"):
         zoo.layerskip_of("llama").generate([1], max_new_tokens=1, do_sample=True, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        *(
+            SamplingParams(do_sample=True, temperature=0.7, **one)
+            for one in ({}, {"top_k": 3}, {"top_k": 0, "top_p": 0.6})
+        ),
+        SamplingParams(do_sample=True, temperature=1.3, top_k=0, min_p=0.2),
+    ],
+)
+def test_among_few_ids_the_same_is_chosen_as_where_the_others_are_impossible(params: SamplingParams) -> None:
+    ids = torch.tensor([1, 4, 5, 9, 17, 20, 31])
+    sampler = seeded_sampler(params, 3, torch.device("cpu"))
+    sampler.begin(0)
+    for rows in (ids, slice(11)):
+        for place in range(100):
+            logits = torch.full((1, 40), -torch.inf)
+            logits[:, rows] = torch.randn_like(logits[:, rows])
+            shaped, token = sampler.choose_among(logits, rows, place)
+            whole = sampler.shape(logits, ())
+            assert token.tolist() == sampler.choose(whole, place).tolist()
+            torch.testing.assert_close(top_probability(shaped), top_probability(whole))
 
 
 # Where parameters and randomness come from.
