@@ -356,7 +356,6 @@ class SearchRun:
             prediction=checks | outlook_facts(study),
             budget=self._budget,
             rounding=study.user_attrs.get(ROUNDING),
-            draft_ids=sets,
         )
         self.outcome = RunOutcome(config, confirmation, reference, summary, self._spec.max_new_tokens)
         self._write(study, config, summary, confirmation)

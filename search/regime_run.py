@@ -100,7 +100,8 @@ class RegimeRun:
         for name, outcome in outcomes.items():
             self._tools.reporter.tell(regime_verdict(outcome.summary["study"]["name"], name, outcome.confirmation))
         # Last: what is above is written, and this is extra.
-        publish_together(self._spec, self._paths, self._tools, BY_REGIME, regime_facts(summary[BY_REGIME]))
+        facts = regime_facts(summary[BY_REGIME], {name: one.config.draft_ids for name, one in outcomes.items()})
+        publish_together(self._spec, self._paths, self._tools, BY_REGIME, facts)
 
 
 def regime_study(spec: StudySpec, paths: StudyPaths, name: str) -> tuple[StudySpec, StudyPaths]:

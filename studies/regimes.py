@@ -28,6 +28,7 @@ from layerskip.model import LayerSkipModel
 from search.measure.decoder import ModelDecoder
 from search.measure.pairs import add_up
 from search.regime_run import regime_study
+from search.reporting.source import Address, opened
 from search.study.draft_ids import sets_in
 from search.study.prompts import EncodedPrompt, continuation_seed
 from studies.results import run_study, write_json
@@ -168,6 +169,15 @@ def _speedup(seconds: Floats, place: int, *, is_sampled: bool) -> tuple[float, f
     return geometric_mean(ratios), low, high
 
 
+def _draft_ids_of(folder: Path) -> dict[str, str]:
+    """The sets of token ids that a study's finalists may name; none where its storage is not there."""
+    try:
+        with opened(Address(str(folder), None, None), demo=folder) as source:
+            return sets_in(source.load().user_attrs)
+    except (OSError, ValueError):
+        return {}
+
+
 def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float]:
     """(Bytes beside the model's own, minutes of training) that a config needs; rounded copies are of all weights."""
     if config.draft_weights is None:
@@ -253,8 +263,8 @@ def _run(arguments: argparse.Namespace) -> int:
     files = {name: regime_study(spec, paths, name)[1].summary for name in spec.regimes or ()}
     files = files or dict.fromkeys(model.config.regime_names or ("greedy",), paths.summary)
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-    for summary in summaries.values():
-        model.adapter.know_draft_ids(sets_in(summary))
+    for name in files:
+        model.adapter.know_draft_ids(_draft_ids_of(regime_study(spec, paths, name)[1].folder))
     room = max(one.max_new_tokens for one in regimes)
     held_out = encode_prompts(load_prompts(spec.prompts, spec.held_out)[1], model, room=room)[: arguments.prompts]
     others = {folder.name: DecodeConfig.load(folder / paths.best.name) for folder in arguments.against}

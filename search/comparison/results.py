@@ -85,7 +85,7 @@ def summarise(
         "ngrams": _ngrams_row(ngrams, strategies, confirmed, plain_tokens_per_s),
         "strategies": strategies,
         "ours_of_best": _ours_of_best(strategies, confirmed, num_prompts),
-        "picks": {key: {"speedup": one.speedup} | asdict(one) for key, one in confirmed.items()},
+        "picks": {key: {"speedup": one.speedup} | _rounded(one) for key, one in confirmed.items()},
     }
 
 
@@ -116,6 +116,10 @@ def make_table(results: Mapping[str, Any]) -> str:
         *_ngrams_notes(results["ngrams"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rounded(one: Confirmed) -> dict[str, Any]:
+    return asdict(one) | {"ratios": [round(ratio, 5) for ratio in one.ratios]}
 
 
 def _ngrams_key(config: DecodeConfig) -> str:

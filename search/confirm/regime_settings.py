@@ -13,7 +13,7 @@ from search.study.attributes import BY_REGIME, CONFIRMED_ON, DRAFT_IDS, FINGERPR
 from search.study.draft_ids import sets_in, with_sets
 
 _FOUND = ("study", "verdict", "reason", "confirmed", "config", "by_drafter", "trials", "seconds", "noise", "budget")
-_IF_MEASURED = ("lossy", DRAFT_IDS)
+_IF_MEASURED = ("lossy",)
 _KEPT = ("verdict", "reason", "confirmed", "config")
 
 
@@ -32,10 +32,11 @@ def found_in(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {name: summary[name] for name in _FOUND} | {name: summary[name] for name in _IF_MEASURED if name in summary}
 
 
-def regime_facts(by_regime: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the first regime's study keeps of all of them as JSON: each one's study, verdict, numbers and setting."""
+def regime_facts(by_regime: Mapping[str, Mapping[str, Any]], sets: Mapping[str, Mapping[str, str] | None]) -> str:
+    """What the first regime's study keeps of all of them as JSON: each one's study, verdict, numbers and setting, and
+    the sets of token ids that this names."""
     facts = {
-        name: {"study": one["study"]["name"]} | {key: one[key] for key in (*_KEPT, DRAFT_IDS) if key in one}
+        name: {"study": one["study"]["name"], DRAFT_IDS: sets[name]} | {key: one[key] for key in _KEPT}
         for name, one in by_regime.items()
     }
     return json.dumps(finite(facts), separators=(",", ":"), allow_nan=False)

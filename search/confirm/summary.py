@@ -14,7 +14,6 @@ from search.confirm.stage import Confirmation
 from search.measure.reference import Reference
 from search.study.attributes import (
     ACCEPTANCE_RATE,
-    DRAFT_IDS,
     MEAN_ACCEPTED_LENGTH,
     SECONDS,
     SKIP_MASK,
@@ -23,7 +22,6 @@ from search.study.attributes import (
     SPEEDUP_CI_LOW,
 )
 from search.study.config_words import describe
-from search.study.draft_ids import used_by
 from search.study.leaderboard import Entry, Standings
 from search.study.trials import counted, is_full, tokens_per_s_of, trials_by_state
 
@@ -48,7 +46,6 @@ def summarise_run(
     prediction: Mapping[str, Any],
     budget: Mapping[str, Any],
     rounding: Mapping[str, Any] | None,
-    draft_ids: Mapping[str, str],
 ) -> dict[str, Any]:
     """The summary as JSON values. `best_measured` is what the search saw on tuning prompts; quote `confirmed`.
 
@@ -56,14 +53,12 @@ def summarise_run(
     measured, and what was known before the first trial. budget: what was planned, and what was measured less than asked
     for; see `search.budget.plan`. rounding: what logit ties were judged by, see `search.measure.rounding_record`.
     """
-    configs = [confirmation.config, *(one.entry.config for one in confirmation.candidates)]
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": "speculate" if confirmation.winner else "do not speculate",
         "reason": confirmation.config.reason,
         "confirmed": confirmation.measured.model_dump() if confirmation.measured else None,
         "config": confirmation.config.model_dump(mode="json", exclude=NOT_A_SETTING),
-        **({DRAFT_IDS: sets} if (sets := used_by(configs, draft_ids)) else {}),
         "trials": {**trials_by_state(list(trials)), "counted": counted(trials), "total": total},
         "seconds_in_trials": round(sum(trial.user_attrs.get(SECONDS, 0.0) for trial in trials), 3),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},

@@ -72,6 +72,8 @@ SEARCHED += (
     "qwen_coder/int8/t0.7",
     "qwen_coder/int4",
     "qwen_coder/int4/t0.7",
+    "gemma3",
+    "gemma3/t0.7",
     "demo",
     "demo/t0.7",
     "mtp",

@@ -171,7 +171,9 @@ def test_ngrams_are_confirmed_beside_the_picks(bench: Comparison) -> None:
     assert row["speedup"] == pytest.approx(true_speedup(NGRAMS), rel=0.03)
     ratios = results["picks"][row["pick"]]["ratios"]
     mean = t_mean([math.log(ratio) for ratio in ratios])
-    assert (row["speedup"], row["speedup_ci_low"], row["speedup_ci_high"]) == (mean.value, mean.low, mean.high)
+    # Kept ratios have five decimals.
+    found = [row[name] for name in ("speedup", "speedup_ci_low", "speedup_ci_high")]
+    assert found == pytest.approx([mean.value, mean.low, mean.high], rel=1e-4)
     assert row["tokens_per_s"] == pytest.approx(row["speedup"] * results["plain_tokens_per_s"])
     ours = results["strategies"]["ours"]["checkpoints"][-1]
     assert row["vs_ours"]["ratio"] == pytest.approx(row["speedup"] / ours["speedup"])
