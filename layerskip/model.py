@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class GenerateArguments:
             raise ValueError(f"max_new_tokens: must be a whole number of at least 1, got {count!r}")
         if self.config is not None and not isinstance(self.config, DecodeConfig):
             raise ValueError(f"config: must be a DecodeConfig (DecodeConfig.load reads a file), got {self.config!r}")
-        if self.seed is not None and type(self.seed) is not int:
+        if self.seed is not None and not isinstance(self.seed, Integral):
             raise ValueError(f"seed: must be a whole number, got {self.seed!r}")
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed: give either a seed or a generator, not both")
@@ -541,7 +542,7 @@ class LayerSkipModel:
             return given.generator
         if not -(1 << 63) <= given.seed < 1 << 64:  # torch's own range
             raise ValueError(f"seed: must be in -2**63..2**64-1, got {given.seed}")
-        return torch.Generator(device=self.device).manual_seed(given.seed)
+        return torch.Generator(device=self.device).manual_seed(int(given.seed))
 
     def _stop_check(self, stop_strings: str | Sequence[str] | None) -> Callable[[Sequence[int]], bool] | None:
         if not stop_strings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,7 +63,7 @@ def test_sampled_text_is_the_same_for_the_same_seed() -> None:
     model.generate(PROMPT, max_new_tokens=12, prefix_cache=cache)
     for seed in range(8):
         arguments: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": seed, "max_new_tokens": 12}
-        out = model.generate((*PROMPT, 9), prefix_cache=cache, **arguments)
+        out = model.generate((*PROMPT, 9), prefix_cache=cache, **arguments | {"seed": np.int64(seed)})
         assert out.stats.num_cached >= len(PROMPT)
         assert out.ids == model.generate((*PROMPT, 9), **arguments).ids
 
