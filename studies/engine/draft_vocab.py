@@ -30,8 +30,8 @@ from studies.results import STUDIES, check_out, facts, finish, markdown_table, r
 
 PROG = "studies.engine.draft_vocab"
 REGIMES = ("greedy", "t0.7")
-TIMED = (4, 16)
-"""Of these, counted from all on as halves, quarters and so on, drafts are timed: a quarter and a sixteenth."""
+TIMED = (1, -1)
+"""Of the numbers of ids that a search has, from half of them on, those that drafts are timed with."""
 
 
 def texts_of(decoder: ModelDecoder, prompts: Sequence[EncodedPrompt]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sets = likeliest_sets(shares, sizes)
         decoder.know_draft_ids(sets)
         configs, names = [whole], ["all"]
-        for size in (model.vocab_size // share for share in TIMED):
+        for size in (sizes[place] for place in TIMED):
             for ids in (None, dict(by_size(sets))[size]):
                 mask = replace(whole.skip_mask, draft_vocab=size, draft_ids=ids)
                 configs.append(whole.model_copy(update={"skip_mask": mask}))
