@@ -49,9 +49,7 @@ class RunPlan:
             work = work.on(Reference.from_json(study.user_attrs[REFERENCE]))
         if goes_on:
             work = replace(work, tokens_are_fixed=True)
-        spent_s = self._spent_s
-        left_s = None if self._minutes is None else 60 * self._minutes - spent_s
-        self.told: Planned = planned(work, pace, left_s, spent_s, at_least=goes_on)
+        self.told: Planned = planned(work, pace, self.left_s, self._spent_s, at_least=goes_on)
         self._first = self._first or (self.told.plan.asked, self.told.plan.amounts)
         self._use_tokens(self.told.plan.amounts.max_new_tokens)
 
@@ -62,8 +60,8 @@ class RunPlan:
 
     @property
     def left_s(self) -> float | None:
-        """Of the budget; None without one."""
-        return None if self._minutes is None else max(0.0, 60 * self._minutes - self._spent_s)
+        """Of the budget, below 0 where more is spent; None without one."""
+        return None if self._minutes is None else 60 * self._minutes - self._spent_s
 
     @property
     def _spent_s(self) -> float:

@@ -263,8 +263,7 @@ def _run(arguments: argparse.Namespace) -> int:
     files = {name: regime_study(spec, paths, name)[1].summary for name in spec.regimes or ()}
     files = files or dict.fromkeys(model.config.regime_names or ("greedy",), paths.summary)
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-    folders = [regime_study(spec, paths, name)[1].folder for name in spec.regimes or ()] or [paths.folder]
-    for folder in folders:
+    for folder in {file.parent for file in files.values()}:
         model.adapter.know_draft_ids(_draft_ids_of(folder))
     room = max(one.max_new_tokens for one in regimes)
     held_out = encode_prompts(load_prompts(spec.prompts, spec.held_out)[1], model, room=room)[: arguments.prompts]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _LOOKED_AT = 6
+"""Ids of the text before: more than one, as the first of a window may lose its blank."""
 
 
 class TextStream:

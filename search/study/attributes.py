@@ -20,7 +20,7 @@ READINGS, TEXTS, MORE = "readings_per_proposal", "num_texts_read", "more_texts"
 LOOKUPS = "hybrid_lookups"
 """JSON: the lookups that masks are combined with."""
 DRAFT_IDS = "draft_ids"
-"""JSON: the packed sets of token ids that drafts under a mask choose among, by how many they are."""
+"""JSON: the packed sets of token ids that drafts under a mask choose among, by name; see `likeliest_sets`."""
 GAMMA_LOWERED = "gamma_max_lowered"
 """In words: the texts had no room for the largest gamma."""
 
