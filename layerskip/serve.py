@@ -27,6 +27,7 @@ PROG = "layerskip.serve"
 _EXTRA = ("starlette", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 8192
 _DEFAULT_NEW_TOKENS = 4096
+_DEFAULT_BATCH = 8
 
 
 def build_parser() -> OneLineParser:
@@ -49,6 +50,20 @@ def build_parser() -> OneLineParser:
         type=int,
         default=_DEFAULT_NEW_TOKENS,
         help="most output tokens a request may ask for",
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        metavar="N",
+        help="requests decoded at once, which then share the reading of the weights; default: "
+        f"{_DEFAULT_BATCH} where layers are compiled for this CPU, else 1",
+    )
+    parser.add_argument(
+        "--max-drafting",
+        type=int,
+        default=ServerSettings.max_drafting,
+        metavar="N",
+        help="while more requests are decoded at once, none of them drafts: a step of many texts is cheap without",
     )
     parser.add_argument("--queue", type=int, default=16, help="requests that may wait; one more is answered 429")
     parser.add_argument("--max-body-bytes", type=int, default=1 << 20, help="larger requests are answered 413")
@@ -134,6 +149,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     ranges = {
         "port": (0, 65535),
         "queue": (0, 10000),
+        "max_batch_size": (1, 1024),
+        "max_drafting": (0, 1024),
         "grace": (0, 86400),
         "send_timeout": (0.1, 86400),
         "max_context": (2, 1 << 30),
@@ -157,6 +174,8 @@ def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str
         model_id=arguments.served_model_name or _model_id(arguments, model.config),
         max_context=context,
         max_new_tokens=min(arguments.max_new_tokens_limit, context),
+        max_batch_size=_batch_size(arguments.max_batch_size, model),
+        max_drafting=arguments.max_drafting,
         queue_limit=arguments.queue,
         max_body_bytes=arguments.max_body_bytes,
         send_timeout_s=arguments.send_timeout,
@@ -166,6 +185,15 @@ def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str
         store_tokens=arguments.store_tokens,
         prefix_cache_bytes=arguments.prefix_cache << 20,
     )
+
+
+def _batch_size(asked: int | None, model: LayerSkipModel) -> int:
+    needs = model.batch_refusal or (None if model.engine.batch_invariant else "layers compiled for a CPU")
+    if asked is None:
+        return _DEFAULT_BATCH if needs is None else 1
+    if asked > 1 and needs is not None:
+        raise ValueError(f"--max-batch-size: must be 1 without {needs}; got {asked}")
+    return asked
 
 
 def _model_id(arguments: argparse.Namespace, config: DecodeConfig) -> str:
@@ -200,9 +228,18 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
         *_regimes(config),
         f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "
         f"{settings.queue_limit} requests waiting, {'no' if settings.api_key is None else 'an'} API key",
+        *_batch(config, settings),
         *_kept(config, settings),
         f"try       curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
+
+
+def _batch(config: DecodeConfig, settings: ServerSettings) -> list[str]:
+    if settings.max_batch_size == 1:
+        return []
+    drafts = any(one.gamma > 0 for _, one in config.named_settings())
+    more = f"; while they are more than {settings.max_drafting} none drafts" if drafts else ""
+    return [f"batch     up to {settings.max_batch_size} requests decoded at once{more}"]
 
 
 def _kept(config: DecodeConfig, settings: ServerSettings) -> list[str]:

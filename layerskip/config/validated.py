@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from layerskip.config.strict_json import printable
 
 MAX_GAMMA = 64
+MAX_DRAFTING = 2
+"""Texts of a batch that still draft, where nobody says: of more a step without drafts is the cheaper one on CPUs
+(`python -m studies.engine.batches`)."""
 """A bound on what a config file can make us allocate."""
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]

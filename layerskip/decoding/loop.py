@@ -209,7 +209,7 @@ class DecodeLoop:
         The cache ends up holding all of the context but the last emitted token.
         """
         # With one token left there is nothing to gain from a draft: the target's own token ends the text.
-        if run.drafting is None or run.remaining <= 1:
+        if run.drafting is None or run.remaining <= 1 or not self._engine.may_draft:
             return None
         start = time.perf_counter()  # not a `StepClock`, which would wait for the device
         draft = run.drafting.propose(run.context, run.remaining - 1, latest.next_token_prob)

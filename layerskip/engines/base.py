@@ -69,6 +69,11 @@ class Engine(ABC):
         return self._adapter.draft_rows(mask)
 
     @property
+    def may_draft(self) -> bool:
+        """Whether drafts may pay now: not where many texts share a step, see `Batch`."""
+        return True
+
+    @property
     def cache(self) -> SharedLengthCache:
         """The running session's cache."""
         if self._cache is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -31,7 +32,7 @@ from layerskip.engines.lean.models import (
 from layerskip.engines.lean.rotary import RotaryRows, num_rotated, rotary_rows, rotary_tables, rotation_of
 from layerskip.engines.lean.weight_layout import TorchLayers
 from layerskip.engines.native.experts import NativeExperts
-from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun
+from layerskip.engines.native.layers import NativeAttention, NativeLayers, NativeMlp, NativeRun, TextRows
 from layerskip.engines.native.linear import NativeLinear, packed_bytes
 from layerskip.engines.native.recurrent import NativeRecurrent, NativeState
 from layerskip.engines.states import StatesEngine
@@ -144,52 +145,59 @@ class FusedEngine(StatesEngine):
         finally:
             self._end_session()
 
-    @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        step = self._step(self.cache.length, input_ids.shape[0])
-        return self.logits(self._all_layers(input_ids, step, mask, num_logits)[-num_logits:], mask)
+        return self.compute([Forward(self, input_ids, num_logits, mask)])[0]
 
-    @torch.inference_mode()
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
         """See `Engine`."""
-        step = self._step(self.cache.length, tree.num_rows)
-        positions = tree.positions(step.start, self.device)
-        step.tree, step.rotary = tree, rotary_rows(self._rotations, positions)
-        return self.logits(self._all_layers(input_ids, step, None, tree.num_rows), None)
+        return self.compute([Forward(self, input_ids, tree.num_rows, tree=tree)])[0]
 
-    def _all_layers(self, input_ids: torch.Tensor, step: _Step, mask: SkipMask | None, num_last: int) -> torch.Tensor:
-        """(T, hidden), or of the last rows alone, at least so many; the cache advances."""
-        x = self._entered(input_ids, step)
+    @torch.inference_mode()
+    def compute(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """Logits (num_logits, V) of each; the weights are read once for all. Their caches advance.
+
+        All under one mask, by engines over these weights that keep the states of the same layers.
+        """
+        mask, steps = forwards[0].mask, [one.engine._step(one) for one in forwards]
+        x, gates = self._entered(_joined([one.ids for one in forwards]))
         if mask is None and self._keeps_states:
             kept = []
             for first, last in pairwise((-1, *self._kept_layers)):
-                kept.append(x := self._run(x, step, self._no_skip, range(first + 1, last + 1)))
-            self._keep(step.start, kept)
+                kept.append(x := self._run(x, gates, steps, self._no_skip, range(first + 1, last + 1)))
+            for one, *rows in zip(forwards, *(_split(every, steps) for every in kept), strict=True):
+                one.engine._keep(one.engine.cache.length, rows)
         else:
-            own = self._first_reader if num_last < step.num_tokens else len(self.layers)
-            x = self._run(x, step, mask or self._no_skip, range(own))
+            num_last, own = forwards[0].num_logits, len(self.layers)
+            if len(steps) == 1 and num_last < steps[0].num_tokens:
+                own = self._first_reader
+            x = self._run(x, gates, steps, mask or self._no_skip, range(own))
             if own < len(self.layers):
-                rest = self._step(step.stop - num_last, num_last)
-                rest.gates = None if step.gates is None else step.gates[-num_last:]
-                x = self._run(x[-num_last:], rest, mask or self._no_skip, range(own, len(self.layers)))
-        self.cache.advance(step.num_tokens)
-        return x
+                steps, x = [steps[0].last(num_last)], x[-num_last:]
+                rest = None if gates is None else gates[-num_last:]
+                x = self._run(x, rest, steps, mask or self._no_skip, range(own, len(self.layers)))
+        for one in forwards:
+            one.engine.cache.advance(len(one.ids))
+        counts = [min(one.num_logits, len(one.ids)) for one in forwards]
+        ends = [rows[-count:] for rows, count in zip(_split(x, steps), counts, strict=True)]
+        logits: Any = torch.split(self.logits(_joined(ends), mask), counts)
+        return list(logits)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """(T, hidden): what comes to the first layer."""
         rows = F.embedding(ids, self.embedding)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
-    def _entered(self, ids: torch.Tensor, step: _Step) -> torch.Tensor:
-        """(T, hidden): what comes to the first layer; the step is told what the ids say to each."""
+    def _entered(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(T, hidden): what comes to the first layer, and what the ids say to each, (T, numbers of all layers), see
+        `TokenGate`."""
         x = self.embedded(ids)
-        if self._token_projection is not None:
-            decoder = self._adapter.decoder
-            of_ids = decoder.embed_tokens_per_layer(ids).view(len(ids), len(self.layers), -1)
-            projected = self._token_projection(x) * decoder.per_layer_model_projection_scale
-            normed = decoder.per_layer_projection_norm(projected.view(of_ids.shape))
-            step.gates = ((normed + of_ids) * decoder.per_layer_input_scale).view(len(ids), -1)
-        return x
+        if self._token_projection is None:
+            return x, None
+        decoder = self._adapter.decoder
+        of_ids = decoder.embed_tokens_per_layer(ids).view(len(ids), len(self.layers), -1)
+        projected = self._token_projection(x) * decoder.per_layer_model_projection_scale
+        normed = decoder.per_layer_projection_norm(projected.view(of_ids.shape))
+        return x, ((normed + of_ids) * decoder.per_layer_input_scale).view(len(ids), -1)
 
     def logits(self, x: torch.Tensor, mask: SkipMask | None) -> torch.Tensor:
         """(T, V) of the last layer's states (T, hidden)."""
@@ -275,26 +283,30 @@ class FusedEngine(StatesEngine):
         self.layers_of(mask)
         self._head_of(mask)
 
-    def _step(self, start: int, num_tokens: int) -> _Step:
-        stop = start + num_tokens
+    def _step(self, forward: Forward) -> _Step:
+        start, tree = self.cache.length, forward.tree
+        stop = start + len(forward.ids)
         if stop > self.cache.capacity:
             raise ValueError(f"cache: capacity is {self.cache.capacity} tokens, a forward needs {stop}")
-        return _Step(start, num_tokens, rotary_rows(self._rotations, slice(start, stop)))
+        positions = slice(start, stop) if tree is None else tree.positions(start, self.device)
+        return _Step(self._held, start, stop - start, rotary_rows(self._rotations, positions), tree)
 
-    def _run(self, x: torch.Tensor, step: _Step, mask: SkipMask, layers: range) -> torch.Tensor:
-        """These layers under the mask; keys and values of the new positions go into the cache."""
+    def _run(
+        self, x: torch.Tensor, gates: torch.Tensor | None, steps: Sequence[_Step], mask: SkipMask, layers: range
+    ) -> torch.Tensor:
+        """(T, hidden) of all steps after these layers under the mask; keys and values of the new positions go into each
+        one's cache."""
         parts = self.layers_of(mask)
         if self.batch_invariant:
             if (run := self._runs.get((mask, layers))) is None:
                 run = self._runs[mask, layers] = self._native_run(mask, layers, parts)
-            looks = [(step.rotary[one.rotation], step.look(one, x)) for one in run.looking]
-            return run(x, [self._held[i] for i in layers], step.start, looks, step.gates)
+            return run(x, [step.rows(layers, run.looking, x) for step in steps], gates)
         with over_growing_keys(self._adapter.placement.devices):
             for i in layers:
                 attention, mlp = parts[i]
                 if not mask.attention[i]:
-                    look = step.look(attention, x)
-                    x = attention.add_to(x, x, step.rotary[attention.rotation], self._held[i], step.start, look)
+                    by_step = zip(steps, _split(x, steps), strict=True)
+                    x = _joined([step.through(attention, i, rows) for step, rows in by_step])
                 if not mask.mlp[i]:
                     x = mlp.add_to(x)
         return x
@@ -336,17 +348,54 @@ class FusedEngine(StatesEngine):
             self._held.append(layer.states)
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """What one session of an engine computes next."""
+
+    engine: FusedEngine
+    ids: torch.Tensor
+    """(T,)"""
+    num_logits: int
+    mask: SkipMask | None = None
+    tree: DraftTree | None = None
+    """Without one the tokens simply follow each other."""
+
+
+def _split(x: torch.Tensor, steps: Sequence[_Step]) -> tuple[torch.Tensor, ...]:
+    """Each one's rows."""
+    rows: Any = torch.split(x, [step.num_tokens for step in steps])
+    return tuple(rows)
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
 class _Step:
     """What all layers of one forward share."""
 
-    def __init__(self, start: int, num_tokens: int, rotary: RotaryRows) -> None:
-        self.start, self.stop, self.num_tokens = start, start + num_tokens, num_tokens
-        self.rotary = rotary
-        self.gates: torch.Tensor | None = None
-        """(T, numbers of all layers), see `TokenGate`."""
-        self.tree: DraftTree | None = None
-        """Without one the tokens simply follow each other."""
+    def __init__(
+        self, held: Sequence[Any], start: int, num_tokens: int, rotary: RotaryRows, tree: DraftTree | None = None
+    ) -> None:
+        """held: see `FusedEngine`. rotary: of its rows."""
+        self.held, self.start, self.stop, self.num_tokens = held, start, start + num_tokens, num_tokens
+        self.rotary, self.tree = rotary, tree
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    def last(self, count: int) -> _Step:
+        """Of its last rows alone."""
+        rotary = {name: (cos[-count:], sin[-count:]) for name, (cos, sin) in self.rotary.items()}
+        return _Step(self.held, self.stop - count, count, rotary)
+
+    def through(self, attention: Attention, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Its rows (T, hidden) after this layer's attention."""
+        rotary, look = self.rotary[attention.rotation], self.look(attention, x)
+        return attention.add_to(x, x, rotary, self.held[layer], self.start, look)
+
+    def rows(self, layers: range, looking: Sequence[Attention], x: torch.Tensor) -> TextRows:
+        """For compiled layers, and those of them that differ in what they see."""
+        looks = [(self.rotary[one.rotation], self.look(one, x)) for one in looking]
+        return TextRows(self.num_tokens, self.start, [self.held[i] for i in layers], looks)
 
     def look(self, layer: Attention, x: torch.Tensor) -> tuple[int, torch.Tensor | None, bool]:
         """First key that any query sees, a mask over the keys from there (None = all), and `is_causal`."""

@@ -63,10 +63,12 @@ class ServerMetrics:
             "layerskip_prefix_cache_bytes", "Keys and values of earlier requests that are kept", registry=self.registry
         )
         self.queue_length = Gauge("layerskip_queue_length", "Requests that wait for the model", registry=self.registry)
-        self.running = Gauge("layerskip_running_requests", "Requests being decoded, 0 or 1", registry=self.registry)
+        self.running = Gauge("layerskip_running_requests", "Requests being decoded", registry=self.registry)
         self._time_to_first_token = self._histogram("time_to_first_token", "Arrival to first token, waiting included")
         self._request_time = self._histogram("request", "Arrival to the end of the answer")
-        self._ratio("tokens_per_second", "Decoding speed since the start", "timed_tokens", "decode_seconds")
+        self._ratio(
+            "tokens_per_second", "Decoding speed of one request since the start", "timed_tokens", "decode_seconds"
+        )
         self._ratio("acceptance_rate", "Accepted / drafted since the start", "accepted_tokens", "drafted_tokens")
         # Resident memory, CPU seconds, open files; nothing where there is no /proc.
         ProcessCollector(registry=self.registry)

@@ -13,6 +13,7 @@ from typing import Any
 from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
+from layerskip.engines.batch import Batch
 from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
@@ -38,12 +39,13 @@ class Preparer:
         settings: ServerSettings,
         store: TextStore | None = None,
         prefixes: PrefixCache | None = None,
+        batch: Batch | None = None,
     ) -> None:
         if model.tokenizer is None:
             raise ValueError("model: has no tokenizer, so there is no text to serve")
         self._model = model
         self._settings = settings
-        self._store, self._prefixes = store, prefixes
+        self._store, self._prefixes, self._batch = store, prefixes, batch
         # A copy: a fast tokenizer that encodes in one thread refuses to decode in another at that moment.
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
@@ -93,6 +95,7 @@ class Preparer:
             "continues_text": isinstance(asked, CompletionRequest),
             "text_store": self._store if remembers else None,
             "prefix_cache": self._prefixes if remembers else None,
+            "batch": self._batch,
         }
         try:
             return ids, self._model.stream(ids, **arguments)  # computes nothing yet

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerskip.command_line.api_key import check_api_key
+from layerskip.config.validated import MAX_DRAFTING
 
 MAX_MODEL_ID = 512
 """Characters."""
@@ -20,8 +21,13 @@ class ServerSettings:
     """Most tokens of prompt and output together."""
     max_new_tokens: int = 4096
     """Most output tokens that a request may ask for."""
+    max_batch_size: int = 1
+    """Requests that are decoded at once. More than one only on an engine that is `batch_invariant`, so that no answer
+    depends on what else is asked at that time."""
+    max_drafting: int = MAX_DRAFTING
+    """While more are decoded, none of them drafts."""
     queue_limit: int = 16
-    """Requests that may wait while the model is busy; one more is answered 429."""
+    """Requests that may wait besides; one more is answered 429."""
     max_body_bytes: int = 1 << 20
     body_timeout_s: float = 30.0
     """Within this time the head of a request must have arrived, and within as much its body."""

@@ -1,4 +1,4 @@
-"""DecodeWorker: one thread that decodes one job after another, with a bounded number of them waiting."""
+"""DecodeWorker: one thread that decodes jobs, some at a time, with a bounded number of them waiting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
+from layerskip.engines.batch import Batch
 from layerskip.model import GenerationStream
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
 from layerskip.server.metrics import ServerMetrics
+from layerskip.server.settings import ServerSettings
 from layerskip.server.stop_text import StopText
 
 logger = logging.getLogger(__name__)
@@ -79,21 +82,27 @@ class Job:
 
 
 class DecodeWorker:
-    """One at a time on the model, `queue_limit` waiting, the rest refused.
+    """Up to `max_batch_size` on the model, `queue_limit` waiting, the rest refused.
 
     prepare_thread is called once in the new thread, before the first job; `start` waits for it and raises what it
     raised. `admit`, `submit` and `cancel` belong to the event loop's thread. store: where finished texts are kept.
     """
 
     def __init__(
-        self, metrics: ServerMetrics, queue_limit: int, prepare_thread: Callable[[], None], store: TextStore | None
+        self,
+        metrics: ServerMetrics,
+        settings: ServerSettings,
+        prepare_thread: Callable[[], None],
+        store: TextStore | None,
     ) -> None:
+        self.batch = Batch(settings.max_drafting)
+        """Whose runs are the jobs, where several are decoded at once."""
         self._metrics = metrics
-        self._queue_limit = queue_limit
+        self._settings = settings
         self._prepare_thread = prepare_thread
         self._store = store
         self._waiting: deque[Job] = deque()
-        self._running: Job | None = None
+        self._running: set[Job] = set()
         self._changed = threading.Condition()
         self._stopping = False
         self._draining = False
@@ -145,9 +154,10 @@ class DecodeWorker:
         Raises: ApiError 429 if the queue is full, 503 if the server is about to end."""
         if self._draining or not self.is_alive:
             raise shutting_down()
-        if self._num_admitted > self._queue_limit:
-            wait_s = math.ceil(self._mean_job_s * self._num_admitted)
-            raise queue_full(self._queue_limit, min(max(wait_s, 1), _LONGEST_RETRY_S))
+        size, limit = self._settings.max_batch_size, self._settings.queue_limit
+        if self._num_admitted >= size + limit:
+            wait_s = math.ceil(self._mean_job_s * self._num_admitted / size)
+            raise queue_full(limit, min(max(wait_s, 1), _LONGEST_RETRY_S))
         self._num_admitted += 1
         ticket = ExitStack()
         ticket.callback(self._leave)
@@ -175,7 +185,7 @@ class DecodeWorker:
     def cancel_all(self, reason: ApiError) -> None:
         """End every job, telling its request why."""
         with self._changed:
-            jobs = [*self._waiting, *([self._running] if self._running is not None else [])]
+            jobs = [*self._waiting, *self._running]
         for job in jobs:
             self.cancel(job)
             job.send(reason)
@@ -188,29 +198,47 @@ class DecodeWorker:
             return
         finally:
             self._ready.set()
-        while (job := self._next_job()) is not None:
-            started_s = time.monotonic()
-            end = self._decode(job)
-            # The latest jobs count most; for Retry-After alone.
-            self._mean_job_s += 0.2 * (time.monotonic() - started_s - self._mean_job_s)
-            with self._changed:
-                self._running = None
-                self._metrics.running.set(0)
-            # Last, so that who has the whole answer finds it counted and the model free.
-            if end is not None:
-                job.send(end)
-            del job, end  # or the last answer would be kept until the next request
+        try:
+            while self._wait():
+                while self.batch.num_running < self._settings.max_batch_size and self._start_next():
+                    pass
+                self.batch.step()
+        finally:
+            self.batch.close()
 
-    def _next_job(self) -> Job | None:
+    def _wait(self) -> bool:
+        """Until there is something to do; False at the end."""
         with self._changed:
-            while not self._waiting and not self._stopping:
+            while not (self._waiting or self.batch.num_running or self._stopping):
                 self._changed.wait()
-            if self._stopping:
-                return None
-            self._running = self._waiting.popleft()
+            return self.batch.num_running > 0 or not self._stopping
+
+    def _start_next(self) -> bool:
+        """False where no job waits."""
+        with self._changed:
+            if self._stopping or not self._waiting:
+                return False
+            job = self._waiting.popleft()
+            self._running.add(job)
             self._metrics.queue_length.set(len(self._waiting))
-            self._metrics.running.set(1)
-            return self._running
+            self._metrics.running.set(len(self._running))
+        if self._settings.max_batch_size > 1:
+            self.batch.start(partial(self._serve, job))
+        else:
+            self._serve(job)
+        return True
+
+    def _serve(self, job: Job) -> None:
+        started_s = time.monotonic()
+        end = self._decode(job)
+        # The latest jobs count most; for Retry-After alone.
+        self._mean_job_s += 0.2 * (time.monotonic() - started_s - self._mean_job_s)
+        with self._changed:
+            self._running.discard(job)
+            self._metrics.running.set(len(self._running))
+        # Last, so that who has the whole answer finds it counted and the model free.
+        if end is not None:
+            job.send(end)
 
     def _decode(self, job: Job) -> Event | None:
         """The answer's last event; None if the job was cancelled."""

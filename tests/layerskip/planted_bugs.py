@@ -57,10 +57,10 @@ def fused_positions_one_late(patch: pytest.MonkeyPatch) -> None:
     """Verifications rotate queries and keys as if they came one position later."""
     make = fused.FusedEngine._step
 
-    def wrong(self: fused.FusedEngine, start: int, num_tokens: int) -> Any:
-        step = make(self, start, num_tokens)
-        if start > 0 and num_tokens > 1:
-            step.rotary = rotary_rows(self._rotations, slice(start + 1, start + num_tokens + 1))
+    def wrong(self: fused.FusedEngine, forward: fused.Forward) -> Any:
+        step = make(self, forward)
+        if step.start > 0 and step.num_tokens > 1:
+            step.rotary = rotary_rows(self._rotations, slice(step.start + 1, step.stop + 1))
         return step
 
     patch.setattr(fused.FusedEngine, "_step", wrong)
@@ -70,10 +70,11 @@ def fused_stale_key(patch: pytest.MonkeyPatch) -> None:
     """A verification leaves the draft's keys and values of the last emitted token."""
     run = fused.FusedEngine._run
 
-    def wrong(self: fused.FusedEngine, x: torch.Tensor, step: Any, *args: Any) -> torch.Tensor:
+    def wrong(self: fused.FusedEngine, x: torch.Tensor, gates: Any, steps: Any, *args: Any) -> torch.Tensor:
+        (step,) = steps
         rows = [layer.states[:, :, step.start] for layer in self.cache.layers]
         before = [row.clone() for row in rows]
-        out = run(self, x, step, *args)
+        out = run(self, x, gates, steps, *args)
         if len(x) > 1 and step.start > 0:
             for row, stale in zip(rows, before, strict=True):
                 row.copy_(stale)

@@ -302,7 +302,7 @@ struct TokenGate {  // what comes in is projected, activated and gated by what t
   Ending out;
   long first;  // of a row's numbers that are this layer's
 };
-struct Rows {  // `count` rows of one text; all but float32 is bfloat16
+struct Rows {  // `count` rows of one text after the other; all but float32 is bfloat16
   const void* x;
   long stride;           // numbers from one row of x to the next
   const void* residual;  // what the sublayer's output is added to; null: nothing
@@ -312,12 +312,17 @@ struct Rows {  // `count` rows of one text; all but float32 is bfloat16
   long gates_stride;
   int count, is_float32, num_threads;
 };
-struct Look {  // the positions that an attention reads and writes
+struct Look {  // the positions that an attention of a text's rows reads and writes
   const void *cos, *sin;  // (count, head_dim)
   void* states;           // keys, then values: (2 * num_keys, positions, head_dim)
   long positions, place, first;
   const uint8_t* visible;  // (count, place + count - first); null: each row sees those up to its own
-  long visible_stride;
+  long visible_stride, count;
+};
+struct Text {  // a text's share of some rows
+  const Look* looks;    // for each of a layer's
+  void* const* states;  // of every layer keys and values, or its Memory
+  long place, count;    // the position of its first row, and how many it has
 };
 struct Layer {
   const Attention* attention;               // at most one of these three; without it is skipped
@@ -1243,37 +1248,57 @@ float* scratch(size_t count) {
   return numbers.data();
 }
 
+// What one text's rows ask of its keys, and how that is shared among threads.
+struct Asked {
+  const Look& look;
+  long row, num_seen, num_queries, parts, share, shares, first_sum;
+  bool apart;  // whether a part of the keys is one task
+  std::vector<std::vector<int>> seen;
+
+  // group: queries of a key head, of each row. row and first_sum: of all texts', where this one's begin.
+  Asked(const Look& look, long group, long num_keys, int num_threads, long row, long first_sum)
+      : look(look), row(row), num_seen(look.place + look.count - look.first), num_queries(look.count * group),
+        parts((num_seen + KEYS_OF_PART - 1) / KEYS_OF_PART), first_sum(first_sum), seen(look.visible ? look.count : 0) {
+    // Several queries of a key head share one reading of it, yet no thread waits for another.
+    share = parts > 1 ? MOST_QUERIES : num_queries * num_keys / (2 * num_threads);
+    share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
+    shares = (num_queries + share - 1) / share;
+    apart = parts > 1 && num_keys * shares < 4 * num_threads;
+    for (size_t r = 0; r < seen.size(); r++)
+      for (long j = 0; j < num_seen; j++)
+        if (look.visible[r * look.visible_stride + j]) seen[r].push_back(int(j));
+  }
+  long tasks_of_key() const { return shares * (apart ? parts : 1); }
+  long sums_of_key() const { return num_queries * (apart ? parts : 1); }
+};
+
 template <class T>
-void attention_rows(const Attention& part, const Rows& rows, const Look& look, bool keys_only) {
+void attention_rows(const Attention& part, const Rows& rows, const std::vector<Look>& looks, bool keys_only) {
   long width = part.qkv.inputs, head = part.head_dim, num_own = part.reads ? 0 : part.num_keys;
   long num_rotated = part.num_queries + num_own, first_gate = num_rotated + num_own;
   long num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
-  long attended_width = part.num_queries * head;
-  long stop = look.place + rows.count, num_seen = stop - look.first;
-  // Several queries of a key head share one reading of it, yet no thread waits for another.
-  long group = part.num_queries / part.num_keys, num_queries = rows.count * group;
-  long parts = (num_seen + KEYS_OF_PART - 1) / KEYS_OF_PART;
-  long share = parts > 1 ? MOST_QUERIES : num_queries * part.num_keys / (2 * rows.num_threads);
-  share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
-  long shares = (num_queries + share - 1) / share;
-  bool apart = parts > 1 && part.num_keys * shares < 4 * rows.num_threads;  // whether a part of the keys is one task
-  long num_sums = part.num_keys * num_queries * (apart ? parts : 1);
+  long attended_width = part.num_queries * head, group = part.num_queries / part.num_keys;
+  std::vector<Asked> texts;
+  std::vector<std::pair<int, long>> tasks;  // a text, and which of its own
+  std::vector<int> text_of(rows.count);
+  long num_rows = 0, num_sums = 0;
+  for (const Look& look : looks) {
+    int text = int(texts.size());
+    texts.emplace_back(look, group, part.num_keys, rows.num_threads, num_rows, num_sums);
+    for (long i = 0; i < part.num_keys * texts.back().tasks_of_key(); i++) tasks.emplace_back(text, i);
+    std::fill_n(text_of.begin() + num_rows, look.count, text);
+    num_rows += look.count, num_sums += part.num_keys * texts.back().sums_of_key();
+  }
   float* x = scratch(rows.count * (width + num_heads * head + part.out.out.outputs + attended_width) + num_sums * head);
   float *heads = x + rows.count * width, *attended = heads + rows.count * num_heads * head;
   float *room_of_out = attended + rows.count * attended_width, *values = room_of_out + rows.count * part.out.out.outputs;
-  std::vector<Sums> sums(num_sums);  // (parts, key heads, queries)
+  std::vector<Sums> sums(num_sums);  // of each text (parts, key heads, queries)
   for (long i = 0; i < num_sums; i++) sums[i].values = values + i * head;
-  std::vector<std::vector<int>> seen(look.visible ? rows.count : 0);
-  for (size_t r = 0; r < seen.size(); r++)
-    for (long j = 0; j < num_seen; j++)
-      if (look.visible[r * look.visible_stride + j]) seen[r].push_back(int(j));
-  T* states = (T*)look.states;
-  long head_stride = look.positions * head;
-  auto query_of = [&](long key, long q) {
-    long r = q / group, h = key * group + q % group;
-    long count = look.visible ? long(seen[r].size()) : look.place + r + 1 - look.first;
-    const float *own = heads + (r * num_heads + h) * head, *gate = own + first_gate * head;
-    return Query{own, count, attended + r * attended_width + h * head, part.is_gated ? gate : nullptr};
+  auto query_of = [&](const Asked& text, long key, long q) {
+    long r = q / group, h = key * group + q % group, row = text.row + r;
+    long count = text.look.visible ? long(text.seen[r].size()) : text.look.place + r + 1 - text.look.first;
+    const float *own = heads + (row * num_heads + h) * head, *gate = own + first_gate * head;
+    return Query{own, count, attended + row * attended_width + h * head, part.is_gated ? gate : nullptr};
   };
   read_rows<T>(rows, part.norm, width, x);
 #pragma omp parallel num_threads(rows.num_threads)
@@ -1281,10 +1306,12 @@ void attention_rows(const Attention& part, const Rows& rows, const Look& look, b
     product_into(part.qkv, x, rows.count, heads);
 #pragma omp for
     for (long i = 0; i < rows.count * num_heads; i++) {
-      long r = i / num_heads, h = i % num_heads, state = h - part.num_queries;
+      const Asked& text = texts[text_of[i / num_heads]];
+      const Look& look = text.look;
+      long r = i / num_heads - text.row, h = i % num_heads, state = h - part.num_queries;
       if (h >= first_gate) continue;
       float* own = heads + i * head;
-      T* kept = state < 0 ? nullptr : states + state * head_stride + (look.place + r) * head;
+      T* kept = state < 0 ? nullptr : (T*)look.states + (state * look.positions + look.place + r) * head;
       const T *cos = (const T*)look.cos + r * head, *sin = (const T*)look.sin + r * head;
       if (h < num_rotated)
         rotate(state < 0 ? part.query_norm : part.key_norm, own, cos, sin, head, kept);
@@ -1293,24 +1320,30 @@ void attention_rows(const Attention& part, const Rows& rows, const Look& look, b
     }
     if (!keys_only) {
 #pragma omp for schedule(dynamic)
-      for (long i = 0; i < part.num_keys * shares * (apart ? parts : 1); i++) {
-        long which = apart ? i / parts : i, from = apart ? i % parts : 0;
-        long first = which % shares * share, key = which / shares;
-        const T* keys = states + key * head_stride + look.first * head;
-        const int* of_row = look.visible ? seen[first / group].data() : nullptr;
+      for (size_t t = 0; t < tasks.size(); t++) {
+        const Asked& text = texts[tasks[t].first];
+        const Look& look = text.look;
+        long i = tasks[t].second, which = text.apart ? i / text.parts : i, from = text.apart ? i % text.parts : 0;
+        long first = which % text.shares * text.share, key = which / text.shares;
+        const T* keys = (const T*)look.states + (key * look.positions + look.first) * head;
+        const int* of_row = look.visible ? text.seen[first / group].data() : nullptr;
         std::vector<Query> queries;
-        for (long q = first; q < first + share && q < num_queries; q++) queries.push_back(query_of(key, q));
-        Sums* own = sums.data() + (from * part.num_keys + key) * num_queries + first;
-        Head<T> of = {keys, keys + part.num_keys * head_stride, of_row, head, part.scaling};
-        attend_parts(of, queries, from, apart ? from + 1 : parts, own);
-        for (size_t q = 0; q < queries.size() && !apart; q++) write_attended(queries[q], own[q], head);
+        for (long q = first; q < first + text.share && q < text.num_queries; q++)
+          queries.push_back(query_of(text, key, q));
+        Sums* own = sums.data() + text.first_sum + (from * part.num_keys + key) * text.num_queries + first;
+        Head<T> of = {keys, keys + part.num_keys * look.positions * head, of_row, head, part.scaling};
+        attend_parts(of, queries, from, text.apart ? from + 1 : text.parts, own);
+        for (size_t q = 0; q < queries.size() && !text.apart; q++) write_attended(queries[q], own[q], head);
       }
-      if (apart) {
+      for (const Asked& text : texts) {
+        if (!text.apart) continue;
+        Sums* own = sums.data() + text.first_sum;
+        long count = part.num_keys * text.num_queries;
 #pragma omp for
-        for (long i = 0; i < part.num_keys * num_queries; i++) {
-          Query query = query_of(i / num_queries, i % num_queries);
-          for (long p = 1; p < parts; p++) sums[i].add(sums[p * part.num_keys * num_queries + i], head);
-          write_attended(query, sums[i], head);
+        for (long i = 0; i < count; i++) {
+          Query query = query_of(text, i / text.num_queries, i % text.num_queries);
+          for (long p = 1; p < text.parts; p++) own[i].add(own[p * count + i], head);
+          write_attended(query, own[i], head);
         }
       }
       product_out<T>(rows, part.out, attended, room_of_out);
@@ -1726,18 +1759,22 @@ template <class T> void linear_rows(const Matrix& m, const Rows& rows) {
   product_out<T>(rows, Ending{m, {nullptr, 0}, 1, 1}, x, nullptr);
 }
 
+// Some of the rows, in a sublayer of so many outputs.
+inline Rows some_of(const Rows& rows, long first, long count, long outputs) {
+  long bytes = rows.is_float32 ? 4 : 2;
+  Rows some = rows;
+  some.x = (const char*)rows.x + first * rows.stride * bytes;
+  if (rows.residual) some.residual = (const char*)rows.residual + first * rows.residual_stride * bytes;
+  some.out = (char*)rows.out + first * outputs * bytes;
+  if (rows.gates) some.gates = (const char*)rows.gates + first * rows.gates_stride * bytes;
+  some.count = int(count);
+  return some;
+}
+
 // Calls what takes a few rows for each piece of many, given the first of them.
 template <class Some> inline void in_pieces(const Rows& rows, long outputs, Some some) {
-  long bytes = rows.is_float32 ? 4 : 2;
-  for (int first = 0; first < rows.count; first += ROWS_AT_ONCE) {
-    Rows piece = rows;
-    piece.x = (const char*)rows.x + first * rows.stride * bytes;
-    if (rows.residual) piece.residual = (const char*)rows.residual + first * rows.residual_stride * bytes;
-    piece.out = (char*)rows.out + first * outputs * bytes;
-    if (rows.gates) piece.gates = (const char*)rows.gates + first * rows.gates_stride * bytes;
-    piece.count = rows.count - first < ROWS_AT_ONCE ? rows.count - first : ROWS_AT_ONCE;
-    some(piece, first);
-  }
+  for (int first = 0; first < rows.count; first += ROWS_AT_ONCE)
+    some(some_of(rows, first, rows.count - first < ROWS_AT_ONCE ? rows.count - first : ROWS_AT_ONCE, outputs), first);
 }
 
 // A layer with a state over rows that come at `place`. False, with nothing done, where its state does not stand there.
@@ -1781,13 +1818,19 @@ int layerskip_inputs_together(int kind) {
   return kind == INT8 || (IN_PAIRS && kind == BFLOAT16) ? 2 : 1;
 }
 
-void layerskip_attention(const Attention* part, const Rows* rows, const Look* look, int keys_only) {
+void layerskip_attention(const Attention* part, const Rows* rows, const Look* looks, int num_looks, int keys_only) {
   in_pieces(*rows, part->out.out.outputs, [&](const Rows& piece, long first) {
-    Look own = *look;
-    long from = first * part->head_dim * (rows->is_float32 ? 4 : 2);
-    own.cos = (const char*)look->cos + from, own.sin = (const char*)look->sin + from;
-    own.place += first;
-    if (look->visible) own.visible += first * look->visible_stride;
+    std::vector<Look> own;
+    for (int t = 0; t < num_looks; first -= looks[t++].count) {
+      Look look = looks[t];
+      long from = first > 0 ? first : 0, stop = first + piece.count < look.count ? first + piece.count : look.count;
+      if (from >= stop) continue;
+      long bytes = from * part->head_dim * (rows->is_float32 ? 4 : 2);
+      look.cos = (const char*)look.cos + bytes, look.sin = (const char*)look.sin + bytes;
+      look.place += from, look.count = stop - from;
+      if (look.visible) look.visible += from * look.visible_stride;
+      own.push_back(look);
+    }
     (rows->is_float32 ? attention_rows<float> : attention_rows<bfloat16>)(*part, piece, own, keys_only);
   });
 }
@@ -1824,21 +1867,26 @@ void layerskip_experts(const Experts* part, const Rows* rows) {
   });
 }
 
-// The number of layers done: fewer than all of them where the next one's state does not stand at `place`.
-int layerskip_layers(
-    const Layer* layers, int count, const Rows* rows, const Look* looks, void* const* states, long place
-) {
+// The number of layers done: fewer than all of them where the next one's state does not stand where a text goes on. Where
+// layers keep a state, each text's rows read their weights anew.
+int layerskip_layers(const Layer* layers, int count, const Rows* rows, const Text* texts, int num_texts) {
+  std::vector<Look> looks(num_texts);
   for (int i = 0; i < count; i++) {
-    if (layers[i].attention) {
-      Look look = looks[layers[i].look];
-      look.states = states[i];
-      layerskip_attention(layers[i].attention, rows, &look, layers[i].keys_only);
-    }
     const Layer& layer = layers[i];
-    if (layer.linear_attention && !advance(*layer.linear_attention, *rows, *(Memory*)states[i], place)) return i;
-    if (layer.short_conv && !advance(*layer.short_conv, *rows, *(Memory*)states[i], place)) return i;
-    if (layers[i].mlp) layerskip_mlp(layers[i].mlp, rows);
-    if (layers[i].experts) layerskip_experts(layers[i].experts, rows);
+    for (int t = 0; t < num_texts && layer.attention; t++)
+      looks[t] = texts[t].looks[layer.look], looks[t].states = texts[t].states[i];
+    if (layer.attention) layerskip_attention(layer.attention, rows, looks.data(), num_texts, layer.keys_only);
+    long first = 0;
+    for (const Text* text = texts; text < texts + num_texts; first += (text++)->count) {
+      auto go_on = [&](const auto* part) {
+        if (!part) return true;
+        Rows own = some_of(*rows, first, text->count, part->out.out.outputs);
+        return advance(*part, own, *(Memory*)text->states[i], text->place);
+      };
+      if (!go_on(layer.linear_attention) || !go_on(layer.short_conv)) return i;
+    }
+    if (layer.mlp) layerskip_mlp(layer.mlp, rows);
+    if (layer.experts) layerskip_experts(layer.experts, rows);
   }
   return count;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -97,9 +97,9 @@ class NativeAttention(Attention):
         look: tuple[int, torch.Tensor | None, bool],
     ) -> torch.Tensor:
         out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-        seen = _look(rotary, states, place, look)
+        seen = _look(rotary, states, place, look, len(x))
         rows = rows_of(x, residual, out)
-        self._qkv.kernels.layerskip_attention(ctypes.byref(self.part), ctypes.byref(rows), ctypes.byref(seen), 0)
+        self._qkv.kernels.layerskip_attention(ctypes.byref(self.part), ctypes.byref(rows), ctypes.byref(seen), 1, 0)
         return out
 
     @property
@@ -165,6 +165,18 @@ class NativeMlp(Mlp):
         return library.TokenGatePart(gate.into.matrix, ending.part, gate.first), ending
 
 
+class TextRows(NamedTuple):
+    """A text's share of the rows that come to some layers."""
+
+    num_rows: int
+    place: int
+    """The first one's position."""
+    states: Sequence[torch.Tensor | NativeState]
+    """Of every layer."""
+    looks: Sequence[tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, torch.Tensor | None, bool]]]
+    """Rotary and look of those `looking`, see `Attention.add_to`."""
+
+
 class NativeRun:
     """Some layers one after another, in one call: without it a step of 30 layers spends half a millisecond between
     them. Cost: 2 microseconds a layer to make."""
@@ -192,35 +204,32 @@ class NativeRun:
                 assert isinstance(mlp, NativeMlp | NativeExperts)
                 mlp.put_into(layer)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        states: Sequence[torch.Tensor | NativeState],
-        place: int,
-        looks: Sequence[tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, torch.Tensor | None, bool]]],
-        gates: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x (T, hidden) after these layers. states: of every one, looks: rotary and look of those `looking`, see
-        `Attention.add_to`. gates: (T, numbers of all layers) see `TokenGate`.
+    def __call__(self, x: torch.Tensor, texts: Sequence[TextRows], gates: torch.Tensor | None = None) -> torch.Tensor:
+        """x (T, hidden), the rows of each text after the other, after these layers. gates: (T, numbers of all layers)
+        see `TokenGate`.
 
-        Raises: RuntimeError where a layer's state does not stand at `place`.
+        Raises: RuntimeError where a layer's state does not stand where a text's rows begin.
         """
-        out, count = x.clone(memory_format=torch.contiguous_format), len(states)
-        # As many positions in every layer.
-        keyed = next((one for one in states if isinstance(one, torch.Tensor)), x)
-        seen = (library.Look * len(looks))(*(_look(rotary, keyed, place, look) for rotary, look in looks))
-        places = (ctypes.c_void_p * count)(
-            *(one.data_ptr() if isinstance(one, torch.Tensor) else one.address for one in states)
-        )
+        out = x.clone(memory_format=torch.contiguous_format)
         rows = rows_of(out, out, out)
         if gates is not None:
             rows.gates, rows.gates_stride = gates.data_ptr(), gates.stride(0)
-        done = self._kernels.layerskip_layers(
-            self._layers, count, ctypes.byref(rows), seen, places, ctypes.c_long(place)
-        )
-        if done < count:
-            raise RuntimeError(f"a layer's state does not stand at position {place}, where a forward begins")
+        own = [_text(one, x) for one in texts]
+        parts = (library.Text * len(texts))(*own)
+        done = self._kernels.layerskip_layers(self._layers, len(self._layers), ctypes.byref(rows), parts, len(texts))
+        if done < len(self._layers):
+            raise RuntimeError(f"layer {done}'s state does not stand where a forward begins")
         return out
+
+
+def _text(text: TextRows, x: torch.Tensor) -> library.Text:
+    # As many positions in every layer.
+    keyed = next((one for one in text.states if isinstance(one, torch.Tensor)), x)
+    looks = (library.Look * len(text.looks))(
+        *(_look(rotary, keyed, text.place, look, text.num_rows) for rotary, look in text.looks)
+    )
+    places = (one.data_ptr() if isinstance(one, torch.Tensor) else one.address for one in text.states)
+    return library.Text(looks, (ctypes.c_void_p * len(text.states))(*places), text.place, text.num_rows)
 
 
 def _look(
@@ -228,6 +237,7 @@ def _look(
     states: torch.Tensor,
     place: int,
     look: tuple[int, torch.Tensor | None, bool],
+    count: int,
 ) -> library.Look:
     """See `Attention.add_to`; the caller keeps the tensors until the kernel is done."""
     (cos, sin), (first, visible, _) = rotary, look
@@ -242,4 +252,5 @@ def _look(
         first,
         None if visible is None else visible.data_ptr(),
         0 if visible is None else visible.stride(0),
+        count,
     )

@@ -172,6 +172,16 @@ class Look(ctypes.Structure):
         ("first", ctypes.c_long),
         ("visible", ctypes.c_void_p),
         ("visible_stride", ctypes.c_long),
+        ("count", ctypes.c_long),
+    ]
+
+
+class Text(ctypes.Structure):
+    _fields_ = [
+        ("looks", ctypes.POINTER(Look)),
+        ("states", ctypes.POINTER(ctypes.c_void_p)),
+        ("place", ctypes.c_long),
+        ("count", ctypes.c_long),
     ]
 
 

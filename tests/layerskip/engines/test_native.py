@@ -141,9 +141,9 @@ def test_long_texts_are_shared_by_threads_in_parts_of_the_same_bits(
 def test_layers_that_read_others_keys_compute_the_rows_asked_for_alone(dtype: torch.dtype, monkeypatch: Any) -> None:
     engine, ids, computed = engine_of("gemma4", dtype), torch.tensor(zoo.prompt_of(30)), []
 
-    def run(x: torch.Tensor, step: Any, mask: SkipMask, layers: range) -> torch.Tensor:
+    def run(x: torch.Tensor, gates: Any, steps: Any, mask: SkipMask, layers: range) -> torch.Tensor:
         computed.append((len(x), layers))
-        return FusedEngine._run(engine, x, step, mask, layers)
+        return FusedEngine._run(engine, x, gates, steps, mask, layers)
 
     monkeypatch.setattr(engine, "_run", run)
     readers = engine._adapter.sources

@@ -109,6 +109,10 @@ BAD_INPUT = {
     "missing config": (["--config", "nosuch.json"], "--config: no such file: nosuch.json"),
     "port": ([*DEMO, "--port", "65536"], "--port: must be in 0..65535, got 65536"),
     "text as port": ([*DEMO, "--port", "http"], "--port: invalid int value"),
+    "batch": (
+        [*DEMO, "--engine", "eager", "--max-batch-size", "4"],
+        "--max-batch-size: must be 1 without the engine fused, it is eager; got 4",
+    ),
     "queue": ([*DEMO, "--queue", "-1"], "--queue: must be in 0..10000, got -1"),
     "prefix cache": ([*DEMO, "--prefix-cache", "-1"], "--prefix-cache: must be in 0..16777216, got -1"),
     "send timeout": ([*DEMO, "--send-timeout", "0"], "--send-timeout: must be in 0.1..86400, got 0"),

@@ -1,0 +1,152 @@
+"""Batch: several texts of one model decoded at once, what reads the same weights in one forward.
+
+A step of one text waits for weights to come from memory, and a few more rows take hardly longer. So of texts that are
+decoded side by side each goes on until it needs a forward, and those that need the same one share it. A text joins or
+leaves between two forwards, which is known as continuous batching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from layerskip.config.skip_mask import SkipMask
+from layerskip.config.validated import MAX_DRAFTING
+from layerskip.engines.fused import Forward, FusedEngine
+from layerskip.engines.tree import DraftTree
+
+
+class Batch:
+    """Runs in turns, on one thread: functions that decode on its slots, and need not know of each other.
+
+    Their tokens are those of each alone: to the bit where sublayers are compiled for this CPU, else up to rounding.
+    Cost: a forward's rows share its weights but where layers keep a state; each text has a cache of its own.
+    """
+
+    def __init__(self, max_drafting: int = MAX_DRAFTING) -> None:
+        """max_drafting: while more run none of them drafts."""
+        self._max_drafting = max_drafting
+        self._runs: set[greenlet] = set()
+        self._waiting: dict[greenlet, Forward] = {}
+        self._computed: dict[greenlet, torch.Tensor | Exception] = {}
+        """Whose forward is done, and what it gave or raised."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    @property
+    def may_draft(self) -> bool:
+        return self.num_running <= self._max_drafting
+
+    def start(self, run: Callable[[], object]) -> None:
+        """Begin it, up to its first forward. Raises: what it raises until then."""
+        begun = greenlet(run)
+        self._runs.add(begun)
+        self._go_on(begun)
+
+    def step(self) -> None:
+        """A forward for all that wait for the same one, and those go on until each needs another.
+
+        Raises: what a run raises, a failed forward among that; such a run is over, the others go on with the next step.
+        """
+        if not self._computed:
+            self._compute()
+        while self._computed:
+            run = next(iter(self._computed))
+            found = self._computed.pop(run)
+            if isinstance(found, Exception):
+                self._go_on(run, error=found)
+            else:
+                self._go_on(run, found)
+
+    def run_all(self, runs: Iterable[Callable[[], object]], size: int) -> None:
+        """All of them, at most so many at once. Raises: what one of them raises; the others are then ended."""
+        left = iter(runs)
+        try:
+            while True:
+                while self.num_running < size and (run := next(left, None)) is not None:
+                    self.start(run)
+                if not self.num_running:
+                    return
+                self.step()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all runs where they are."""
+        with torch.inference_mode():  # see `_go_on`
+            for run in self._runs:
+                run.throw()
+        for every in (self._runs, self._waiting, self._computed):
+            every.clear()
+
+    def wait_for(self, forward: Forward) -> torch.Tensor:
+        """In a run: the forward's logits, while others go on."""
+        hub = getcurrent().parent
+        assert hub is not None, "a slot decodes in a run of its batch"
+        logits: torch.Tensor = hub.switch(forward)
+        return logits
+
+    def _compute(self) -> None:
+        """Drafts come first, so that verifications find each other."""
+
+        def group_of(run: greenlet) -> tuple[bool, int, int, tuple[int, ...]]:
+            one = self._waiting[run]
+            slot, mask = one.engine, one.mask
+            assert isinstance(slot, Slot)
+            return not slot.drafts_by(mask), id(slot.weights), hash(mask), () if mask else slot.kept_layers
+
+        for _, group in groupby(sorted(self._waiting, key=group_of), group_of):
+            runs = list(group)
+            forwards = [self._waiting.pop(run) for run in runs]
+            try:
+                found: list[Any] = forwards[0].engine.compute(forwards)
+            except Exception as error:  # noqa: BLE001 - raised where it was waited for
+                found = [error] * len(runs)
+            self._computed.update(zip(runs, found, strict=True))
+            return
+
+    def _go_on(self, run: greenlet, *found: torch.Tensor, error: Exception | None = None) -> None:
+        try:
+            # Around all of it: a run that waits inside this mode would else take it from the next one, or leave it on.
+            with torch.inference_mode():
+                forward = run.switch(*found) if error is None else run.throw(error)
+        finally:
+            if run.dead:
+                self._runs.discard(run)
+        if not run.dead:
+            self._waiting[run] = forward
+
+
+class Slot(FusedEngine):
+    """An engine over another one's weights, with sessions of its own, whose forwards are computed with those of others
+    in the batch. For one text at a time, in a run of that batch."""
+
+    def __init__(self, engine: FusedEngine, batch: Batch, *, drafts: bool) -> None:
+        """drafts: whether the engine is a draft model's."""
+        vars(self).update(vars(engine))
+        self.weights, self._batch, self._drafts = engine, batch, drafts
+        self._cache = self._states = None
+        self._kept_layers, self._runs, self._held = (), {}, []
+        self.draft_weights: dict[str, Any] = {}
+
+    @property
+    def may_draft(self) -> bool:
+        """See `Engine`."""
+        return self._batch.may_draft
+
+    def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
+        return self._batch.wait_for(Forward(self, input_ids, num_logits, mask))
+
+    def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """See `Engine`."""
+        return self._batch.wait_for(Forward(self, input_ids, tree.num_rows, tree=tree))
+
+    def drafts_by(self, mask: SkipMask | None) -> bool:
+        """Whether a forward under this mask drafts."""
+        return self._drafts or mask is not None

@@ -1,0 +1,181 @@
+"""Texts decoded together say what each says alone, and share their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel, PrefixCache, SkipMask
+from layerskip.engines.batch import Batch
+from layerskip.engines.fused import Forward, FusedEngine
+from tests.layerskip import zoo
+from tests.layerskip.drafters.test_drafters import DRAFTERS, PROMPT, TRAINED, TREES, by_trees, by_weights, config_of
+from tests.layerskip.huggingface.test_adapter import PlantedError
+
+MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
+PROMPTS = ((*PROMPT, 2), PROMPT, (5, 3, 5, 3), PROMPT[2:], (7,), PROMPT)
+"""Of several lengths; one twice."""
+FUSED_RUNS = tuple(f"{name} fused" for name in zoo.FUSED)
+
+
+def check_alone(model: LayerSkipModel, max_batch_size: int = 3, **arguments: Any) -> None:
+    """Tokens and counts of a batch, of which more texts wait than are decoded, against those of each alone."""
+    together = model.generate_batch(
+        PROMPTS, max_batch_size=max_batch_size, max_drafting=max_batch_size, max_new_tokens=12, **arguments
+    )
+    for prompt, one in zip(PROMPTS, together, strict=True):
+        alone = model.generate(prompt, max_new_tokens=12, **arguments)
+        assert (one.ids, one.origins, one.finish_reason) == (alone.ids, alone.origins, alone.finish_reason)
+        assert one.stats.counters() == alone.stats.counters()
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[Forward]]:
+    """Every forward so far, each with the texts that share it."""
+    found: list[list[Forward]] = []
+    own = FusedEngine.compute
+
+    def compute(self: FusedEngine, forwards: list[Forward]) -> list[torch.Tensor]:
+        found.append(list(forwards))
+        return own(self, forwards)
+
+    monkeypatch.setattr(FusedEngine, "compute", compute)
+    return found
+
+
+@zoo.few(FUSED_RUNS, ("llama fused", "gemma3 fused"))
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_architecture(name: str, sampled: bool) -> None:
+    config = DecodeConfig(skip_mask=zoo.masks_of(name)["interior"], gamma=3)
+    how: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 3} if sampled else {}
+    check_alone(zoo.layerskip_of(name), config=config, **how)
+
+
+@zoo.few(("llama fused", "gemma3 fused"), ("llama fused",))
+@pytest.mark.parametrize("drafter", DRAFTERS + TRAINED + TREES)
+def test_every_drafter(name: str, drafter: str) -> None:
+    check_alone(zoo.layerskip_of(name), config=config_of(drafter, name, MASK))
+
+
+@pytest.mark.skipif("glm4-moe" not in zoo.FUSED, reason="no kernels here")
+@pytest.mark.parametrize("drafter", ["mtp", "hybrid mtp", "mtp tree"])
+def test_a_layer_of_the_models_own(drafter: str) -> None:
+    config = (by_weights("glm4-moe") | by_trees("glm4-moe"))[drafter]
+    check_alone(zoo.layerskip_of("glm4-moe fused"), config=config)
+
+
+def test_siblings_and_eight_bits() -> None:
+    model = zoo.layerskip_of("llama fused")
+    check_alone(model, config=DecodeConfig(skip_mask=MASK, gamma=3, siblings=2))
+    if model.bits_refusal(8) is None:
+        check_alone(model, config=DecodeConfig(skip_mask=MASK.rounded(8), gamma=3))
+
+
+def test_long_and_short_texts_together() -> None:
+    """Of a long text's keys parts are summed up by themselves, of the other's not; its prompt comes in pieces."""
+    model = LayerSkipModel(zoo.build("llama", max_position_embeddings=2048), engine="fused")
+    prompts = [zoo.prompt_of(count, seed=count) for count in (1100, 5, 270)]
+    for one, prompt in zip(model.generate_batch(prompts, max_new_tokens=6), prompts, strict=True):
+        assert one.ids == model.generate(prompt, max_new_tokens=6).ids
+
+
+def test_each_forward_is_computed_once_for_all_and_a_text_that_ends_makes_room(computed: list[list[Forward]]) -> None:
+    model = zoo.layerskip_of("llama fused")
+    model.generate_batch([PROMPT] * 5, max_batch_size=4, max_new_tokens=3, config=DecodeConfig.plain(zoo.NUM_LAYERS))
+    assert [len(one) for one in computed] == [4, 4, 4, 1, 1, 1]
+    computed.clear()
+    config = DecodeConfig(skip_mask=MASK, gamma=2)
+    model.generate_batch([PROMPT, PROMPT[2:]], max_new_tokens=4, config=config)
+    assert all(len(one) == 2 for one in computed[:4])
+    assert [one[0].mask for one in computed[:4]] == [None, MASK, MASK, None]
+
+
+def test_a_conversation_goes_on_in_a_batch() -> None:
+    model, cache = zoo.layerskip_of("llama fused"), PrefixCache(1 << 24)
+    first = model.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=6, prefix_cache=cache)
+    texts = [(*prompt, *one.ids, 7) for prompt, one in zip((PROMPT, PROMPT[3:]), first, strict=True)]
+    for text, one in zip(texts, model.generate_batch(texts, max_new_tokens=6, prefix_cache=cache), strict=True):
+        assert one.stats.num_cached == len(text) - 2
+        assert one.ids == model.generate(text, max_new_tokens=6).ids
+
+
+def test_who_raises_is_over_and_the_others_go_on() -> None:
+    model, batch, done = zoo.layerskip_of("llama fused"), Batch(), list[int]()
+
+    def decode(prompt: tuple[int, ...], *, fails: bool) -> None:
+        for count, _ in enumerate(model.stream(prompt, max_new_tokens=6, batch=batch)):
+            if fails and count == 2:
+                raise PlantedError
+        done.append(len(prompt))
+
+    for prompt, fails in ((PROMPT, True), (PROMPT[1:], False), (PROMPT[2:], False)):
+        batch.start(partial(decode, prompt, fails=fails))
+    for _ in range(2):
+        batch.step()
+    with pytest.raises(PlantedError):
+        batch.step()
+    while batch.num_running:
+        batch.step()
+    assert done == [len(PROMPT) - 1, len(PROMPT) - 2]
+
+
+def test_a_forward_that_fails_does_so_for_all_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, raised = zoo.layerskip_of("llama fused"), Batch(), list[str]()
+
+    def decode(prompt: tuple[int, ...]) -> None:
+        try:
+            list(model.stream(prompt, max_new_tokens=6, batch=batch))
+        except PlantedError:
+            raised.append("raised")
+
+    def compute(self: FusedEngine, forwards: list[Forward]) -> list[torch.Tensor]:
+        raise PlantedError
+
+    for prompt in PROMPTS[:3]:
+        batch.start(partial(decode, prompt))
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedEngine, "compute", compute)
+        batch.step()
+    assert (raised, batch.num_running) == (["raised"] * 3, 0)
+    check_alone(model)
+
+
+def test_runs_are_ended_where_they_are_and_inference_mode_with_them() -> None:
+    model, batch, ended = zoo.layerskip_of("llama fused"), Batch(), list[str]()
+
+    def decode() -> None:
+        try:
+            list(model.stream(PROMPT, max_new_tokens=6, batch=batch))
+        finally:
+            ended.append("ended")
+
+    batch.start(decode)
+    batch.start(decode)
+    batch.step()
+    assert not torch.is_inference_mode_enabled()
+    batch.close()
+    assert (ended, batch.num_running, torch.is_inference_mode_enabled()) == (["ended"] * 2, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [
+        (lambda: zoo.layerskip_of("llama"), "batch: needs the engine fused, it is eager"),
+        (
+            lambda: partial(zoo.layerskip_of("llama fused").generate_batch, max_batch_size=0),
+            "max_batch_size: must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: partial(zoo.layerskip_of("llama fused").generate_batch, generator=torch.Generator()),
+            "generator: of a batch each text draws by itself; give a seed",
+        ),
+    ],
+)
+def test_refusals(asks: Callable[[], Any], message: str) -> None:
+    found = asks()
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        (found.generate_batch if isinstance(found, LayerSkipModel) else found)([PROMPT])
