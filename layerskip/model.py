@@ -487,19 +487,19 @@ class LayerSkipModel:
         prompts: Sequence[Prompt],
         *,
         max_batch_size: int = 8,
-        max_drafting: int = MAX_DRAFTING,
+        max_drafting: int | None = None,
         **arguments: Any,
     ) -> list[GenerateOutput]:
         """`generate` for each prompt with these arguments, the outputs in the same order; up to max_batch_size texts at
         a time share forwards, and where one ends the next begins.
 
         A step of several texts takes hardly longer than of one, so a draft saves less: while more than max_drafting are
-        decoded, none is drafted. The output is that of `generate` for each alone, to the bit where sublayers are
-        compiled for this CPU; else up to ties.
+        decoded, by default what the config says or else 2, none of them drafts. The output is that of `generate` for
+        each alone, to the bit where sublayers are compiled for this CPU; else up to ties.
         Raises: ValueError as `generate`, and without the engine `fused`; for a `generator`, which has no order here.
         """
         for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_drafting", max_drafting, 0)):
-            if type(value) is not int or value < least:
+            if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
         if arguments.get("generator") is not None:
             raise ValueError("generator: of a batch each text draws by itself; give a seed")
@@ -517,12 +517,12 @@ class LayerSkipModel:
         other = next((one.engine.name for one in models if not isinstance(one.engine, FusedEngine)), None)
         return None if other is None else f"a draft model on the engine fused, it is on {other}"
 
-    def _slot(self, batch: Batch, weights: DraftWeights | None) -> Slot:
+    def _slot(self, batch: Batch, config: DecodeConfig) -> Slot:
         if self.batch_refusal is not None:
             raise ValueError(f"batch: needs {self.batch_refusal}")
         assert isinstance(self._engine, FusedEngine)
-        slot = Slot(self._engine, batch, drafts=False)
-        if weights is not None:
+        slot = Slot(self._engine, batch, config.max_drafting or MAX_DRAFTING)
+        if (weights := config.draft_weights) is not None:
             found = self._engine.draft_weights[weights.path]
             if isinstance(found, DraftModel):
                 assert isinstance(found.engine, FusedEngine)
@@ -549,7 +549,7 @@ class LayerSkipModel:
         config = config.for_sampling(sampler.params)
         return GenerationStream(
             DecodeLoop(
-                self._engine if given.batch is None else self._slot(given.batch, config.draft_weights),
+                self._engine if given.batch is None else self._slot(given.batch, config),
                 config,
                 sampler,
                 store=given.text_store,

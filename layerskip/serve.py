@@ -16,6 +16,7 @@ from layerskip.command_line.cli import CommandError, OneLineParser, run_command
 from layerskip.command_line.command_model import add_loading_arguments, confirmed_words, load_config, load_model
 from layerskip.config.decode_config import DecodeConfig, GroupSetting
 from layerskip.config.lossy_acceptance import lossy_label
+from layerskip.config.validated import MAX_DRAFTING
 from layerskip.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--max-drafting",
         type=int,
-        default=ServerSettings.max_drafting,
         metavar="N",
-        help="while more requests are decoded at once, none of them drafts: a step of many texts is cheap without",
+        help="while more requests are decoded at once, none of them drafts, as a step of many texts is cheap without; "
+        f"default: what the search measured, else {MAX_DRAFTING}",
     )
     parser.add_argument("--queue", type=int, default=16, help="requests that may wait; one more is answered 429")
     parser.add_argument("--max-body-bytes", type=int, default=1 << 20, help="larger requests are answered 413")
@@ -237,8 +238,10 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
 def _batch(config: DecodeConfig, settings: ServerSettings) -> list[str]:
     if settings.max_batch_size == 1:
         return []
-    drafts = any(one.gamma > 0 for _, one in config.named_settings())
-    more = f"; while they are more than {settings.max_drafting} none drafts" if drafts else ""
+    most = [one.max_drafting or MAX_DRAFTING for _, one in config.named_settings() if one.gamma > 0]
+    if most and settings.max_drafting is not None:
+        most = [settings.max_drafting]
+    more = f"; while they are more than {' or '.join(map(str, dict.fromkeys(most)))} none drafts" if most else ""
     return [f"batch     up to {settings.max_batch_size} requests decoded at once{more}"]
 
 
@@ -273,7 +276,7 @@ def _setting(config: DecodeConfig) -> str:
     else:
         text = "" if config.drafter == "layer_skip" else f"{config.drafter}: "
         text += (f"mask {config.skip_mask}, " if config.drafts_by_mask else "") + f"gamma {config.gamma}"
-        said = ("drafter", "skip_mask", "gamma", "lookup", "sampling", "reason", "confirmed")
+        said = ("max_drafting", "drafter", "skip_mask", "gamma", "lookup", "sampling", "reason", "confirmed")
         for name, field in GroupSetting.model_fields.items():
             value = getattr(config, name)
             if name not in said and value != field.default:

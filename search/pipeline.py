@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import optuna
@@ -21,6 +21,7 @@ from search.confirm.passes import ConfirmOptions, HeldOutPrompts
 from search.confirm.stage import Confirmation, confirm, shortlist
 from search.confirm.summary import candidates_of, summarise_run
 from search.context import Tools
+from search.measure.batches import batch_speeds, most_drafting
 from search.measure.pairs import LosslessViolation
 from search.measure.reference import Reference, make_reference, plain_speed, warm_up
 from search.measure.rounding_record import RoundingRecord
@@ -316,7 +317,22 @@ class SearchRun:
         result = confirm(subject.decoder, prompts, entries, options, tell, lambda what: self._progress("confirm", what))
         for candidate in result.candidates:
             self._say.tell(candidate_seen(candidate))
-        return result
+        return self._with_batches(result)
+
+    def _with_batches(self, result: Confirmation) -> Confirmation:
+        """Where several texts can be decoded at once, among how many of them the winner still drafts: on prompts that
+        do not report."""
+        decoder, prompts = self._subject.decoder, [one.ids for one in self._subject.tuning]
+        if result.winner is None or decoder.batch_refusal is not None:
+            return result
+        progress = self._progress("confirm", "numbers of texts decoded at once")
+        speeds = batch_speeds(decoder, prompts, result.config, progress)
+        if not speeds:
+            return result
+        most = most_drafting(speeds)
+        told = "; ".join(str(one) for one in speeds)
+        self._say.phase("confirm", f"the winner against plain decoding, {told}: drafts among up to {most} texts")
+        return replace(result, config=result.config.model_copy(update={"max_drafting": most}), batches=speeds)
 
     def _finish(self, study: optuna.Study, reference: Reference, confirmation: Confirmation) -> int:
         """Export, tell the verdict, choose the exit code."""

@@ -303,6 +303,9 @@ class _Setting(_LosslessAsBefore):
     lossy: LossyAcceptance | None = None
     """A rule that accepts draft tokens besides the target's own choices: the output is then not the target's, and a
     model takes the config only with `allow_lossy`. None = lossless."""
+    max_drafting: Annotated[int, Field(ge=1)] | None = None
+    """Of texts that are decoded at once, see `LayerSkipModel.generate_batch`: while they are more than so many none of
+    them drafts. None = not measured."""
     sampling: Sampling | None = None
     """How tokens were chosen where this was tuned and confirmed; None = not known, and it is used for every request."""
     reason: str | None = None
@@ -503,7 +506,7 @@ class DecodeConfig(OneLineErrors, _Setting, _Versioned):
 
     def bare(self) -> DecodeConfig:
         """What the decoder follows by default, and nothing else: no reason, number or origin, no groups, no regimes."""
-        names = ("sampling", "reason", "confirmed", "provenance", "groups", "regimes")
+        names = ("max_drafting", "sampling", "reason", "confirmed", "provenance", "groups", "regimes")
         return self.model_copy(update=dict.fromkeys(names))
 
     @property

@@ -27,9 +27,9 @@ class Batch:
     Cost: a forward's rows share its weights but where layers keep a state; each text has a cache of its own.
     """
 
-    def __init__(self, max_drafting: int = MAX_DRAFTING) -> None:
-        """max_drafting: while more run none of them drafts."""
-        self._max_drafting = max_drafting
+    def __init__(self, max_drafting: int | None = None) -> None:
+        """max_drafting: while more run none of them drafts; None: as each one's slot says."""
+        self.max_drafting = max_drafting
         self._runs: set[greenlet] = set()
         self._waiting: dict[greenlet, Forward] = {}
         self._computed: dict[greenlet, torch.Tensor | Exception] = {}
@@ -38,10 +38,6 @@ class Batch:
     @property
     def num_running(self) -> int:
         return len(self._runs)
-
-    @property
-    def may_draft(self) -> bool:
-        return self.num_running <= self._max_drafting
 
     def start(self, run: Callable[[], object]) -> None:
         """Begin it, up to its first forward. Raises: what it raises until then."""
@@ -127,10 +123,13 @@ class Slot(FusedEngine):
     """An engine over another one's weights, with sessions of its own, whose forwards are computed with those of others
     in the batch. For one text at a time, in a run of that batch."""
 
-    def __init__(self, engine: FusedEngine, batch: Batch, *, drafts: bool) -> None:
-        """drafts: whether the engine is a draft model's."""
+    def __init__(
+        self, engine: FusedEngine, batch: Batch, max_drafting: int = MAX_DRAFTING, *, drafts: bool = False
+    ) -> None:
+        """max_drafting: while more texts run this one does not draft. drafts: whether the engine is a draft model's."""
         vars(self).update(vars(engine))
         self.weights, self._batch, self._drafts = engine, batch, drafts
+        self._max_drafting = max_drafting
         self._cache = self._states = None
         self._kept_layers, self._runs, self._held = (), {}, []
         self.draft_weights: dict[str, Any] = {}
@@ -138,7 +137,8 @@ class Slot(FusedEngine):
     @property
     def may_draft(self) -> bool:
         """See `Engine`."""
-        return self._batch.may_draft
+        most = self._max_drafting if self._batch.max_drafting is None else self._batch.max_drafting
+        return self._batch.num_running <= most
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         return self._batch.wait_for(Forward(self, input_ids, num_logits, mask))

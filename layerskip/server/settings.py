@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerskip.command_line.api_key import check_api_key
-from layerskip.config.validated import MAX_DRAFTING
 
 MAX_MODEL_ID = 512
 """Characters."""
@@ -24,8 +23,8 @@ class ServerSettings:
     max_batch_size: int = 1
     """Requests that are decoded at once. More than one only on an engine that is `batch_invariant`, so that no answer
     depends on what else is asked at that time."""
-    max_drafting: int = MAX_DRAFTING
-    """While more are decoded, none of them drafts."""
+    max_drafting: int | None = None
+    """While more are decoded, none of them drafts; None: as the config says."""
     queue_limit: int = 16
     """Requests that may wait besides; one more is answered 429."""
     max_body_bytes: int = 1 << 20

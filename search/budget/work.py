@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from layerskip.config.lossy_acceptance import LADDER
 from search.budget.pace import Pace
+from search.measure.batches import MOST_TEXTS, SIZES
 from search.measure.reference import MAX_CONTINUATIONS, MAX_TRIALS_APART, MIN_NOISE_PAIRS, Reference, prompts_for
 from search.measure.subject import MOST_RANKED, Subject
 from search.predict.costs import NUM_REPEATS, num_further
@@ -124,6 +125,8 @@ class Work:
     """Whether trained weights draft, too."""
     num_ranked: int = 0
     """Texts on which token ids are ranked, where drafts may choose among few."""
+    num_in_batches: int = 0
+    """Prompts that are decoded at once, see `search.measure.batches`."""
     num_lossy: int = 0
     """Lossy rules that are measured on the winner, with plain decoding and the winner beside them."""
 
@@ -148,6 +151,7 @@ class Work:
             num_further=num_further(subject.space),
             uses_weights=subject.space.uses_weights,
             num_ranked=MOST_RANKED if subject.ranks_ids else 0,
+            num_in_batches=0 if subject.decoder.batch_refusal else min(MOST_TEXTS, len(subject.tuning)),
             num_lossy=len(LADDER) if spec.allow_lossy else 0,
         )
 
@@ -261,12 +265,18 @@ class Work:
         return whole_s if self.timeout_s is None else min(whole_s, self.timeout_s)
 
     def confirm_s(self, amounts: Amounts, pace: Pace) -> float:
-        """The pass that chooses, the fresh passes of the chosen one, and one under each lossy rule."""
+        """The pass that chooses, the fresh passes of the chosen one, one under each lossy rule, and batches."""
         reporting, choosing = amounts.num_held_out, amounts.num_choosing
         chosen_s = (choosing or reporting) * pace.decoding_s(amounts.max_new_tokens, 1 + amounts.num_candidates)
         lossy = (self.num_lossy + 2) * reporting if self.num_lossy else 0
         others = 2 * amounts.confirm_repeats * reporting + lossy
-        return chosen_s + others * pace.decoding_s(amounts.max_new_tokens)
+        batches_s = self._batches_s(amounts.max_new_tokens, pace)
+        return chosen_s + others * pace.decoding_s(amounts.max_new_tokens) + batches_s
+
+    def _batches_s(self, new_tokens: int, pace: Pace) -> float:
+        """Texts decoded at once, plainly and drafting."""
+        steps_s = sum(new_tokens * pace.forward_s(size) / size for size in SIZES if size <= self.num_in_batches)
+        return 2 * self.num_in_batches * (len(SIZES) * pace.prompt_s + steps_s)
 
     def seconds(self, amounts: Amounts, pace: Pace) -> dict[str, float]:
         """By phase, each as long as it likes."""

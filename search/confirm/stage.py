@@ -25,6 +25,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.machine.watch import describe_machine
 from search.confirm.held_out import HeldOut, held_out_of, typical_rate
 from search.confirm.passes import Candidate, ConfirmOptions, HeldOutPrompts, Passes, ratios_of
+from search.measure.batches import BatchSpeed
 from search.measure.decoder import Decoder
 from search.measure.pairs import Fault, Pair, Timed, add_up
 from search.progress import Tell, nobody
@@ -46,6 +47,8 @@ class Confirmation:
     """Of the fresh passes: every prompt's numbers, for the study."""
     too_short: tuple[str, ...] = ()
     """Ids of the prompts that were left out, because plain decoding ends before a second token."""
+    batches: tuple[BatchSpeed, ...] = ()
+    """The winner against plain decoding, several texts at once."""
 
     @property
     def raw(self) -> dict[str, list[list[float]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -75,6 +76,7 @@ def summarise_run(
             "pooled": [_entry(entry, reference) for entry in standings.entries[:5]],
         },
         **prediction,
+        "batches": [asdict(one) for one in confirmation.batches],
         "by_drafter": {name: one.speedup for name, one in confirmation.by_drafter.items()},
         "candidates": [_candidate(one) for one in confirmation.candidates],
         "held_out_too_short": list(confirmation.too_short),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -96,6 +97,13 @@ class Decoder(Protocol):
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """Continue one prompt under `config`."""
 
+    @property
+    def batch_refusal(self) -> str | None:
+        """What `batch_rate` needs that is not there; None where it may be asked."""
+
+    def batch_rate(self, prompts: Sequence[Sequence[int]], config: DecodeConfig, size: int) -> float:
+        """Tokens a second of all prompts, so many decoded at once, of which each drafts."""
+
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
     ) -> IdentityReport:
@@ -157,6 +165,18 @@ class ModelDecoder:
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         out = self.model.generate(prompt_ids, config=config, **self._arguments(seed))
         return Decoded(tuple(out.ids), out.stats)
+
+    @property
+    def batch_refusal(self) -> str | None:
+        refusal: str | None = self.model.batch_refusal
+        return refusal
+
+    def batch_rate(self, prompts: Sequence[Sequence[int]], config: DecodeConfig, size: int) -> float:
+        at_once = {"max_batch_size": size, "max_drafting": size}
+        start = time.perf_counter()
+        outputs = self.model.generate_batch(prompts, config=config, **at_once, **self._arguments(0))
+        self.model.engine.synchronize()
+        return sum(len(one.ids) for one in outputs) / (time.perf_counter() - start)
 
     @property
     def devices(self) -> tuple[Any, ...]:

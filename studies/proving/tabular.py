@@ -87,6 +87,7 @@ class TabularDecoder:
     machine: SimulatedMachine
     devices: tuple[Any, ...] = (None,)
     is_sampled: bool = False
+    batch_refusal: str | None = "a model"
     _places: dict[tuple[int, ...], int] = field(init=False, repr=False)
     _known: dict[int, tuple[DecodeConfig, _KnownConfig]] = field(init=False, repr=False, default_factory=dict)
     """By identity: to compare configs takes longer than to decode with them."""

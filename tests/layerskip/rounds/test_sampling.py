@@ -40,6 +40,7 @@ class TableEngine:
     name = "table"
     device = torch.device("cpu")
     num_preparations = 0
+    may_draft = True
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)

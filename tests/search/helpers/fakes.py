@@ -105,6 +105,7 @@ class FakeDecoder:
     is_sampled: bool = False
     pace: float = 1.0
     """Of the device: scales all speeds alike."""
+    batch_refusal: str | None = "more than a fake"
     then: Callable[[Sequence[int], DecodeConfig, int, Decoded], Decoded] = lambda _ids, _config, _seed, out: out
     """Sees each call's prompt, config, seed and output, and says what is given out instead."""
 
@@ -130,6 +131,10 @@ class FakeDecoder:
         if config.speculates and (self.wrong_on(config) or self.tie_on(config)):
             ids = (*ids[:5], 99, *ids[6:])
         return self.then(prompt_ids, config, seed, Decoded(ids, stats))
+
+    def batch_rate(self, prompts: Sequence[Sequence[int]], config: DecodeConfig, size: int) -> float:
+        """A draft is worth less the more texts share a step."""
+        return PLAIN_TOKENS_PER_S * size * true_speedup(config, self.gain) ** (3 - size / 2)
 
     def check(
         self, prompt_ids: Sequence[int], ids: Sequence[int], reference_ids: Sequence[int], seed: int = 0
